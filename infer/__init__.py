@@ -1,0 +1,1 @@
+"""Inference: reading prompts, answering, the `locret-infer` command, benchmarks."""

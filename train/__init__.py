@@ -1,0 +1,1 @@
+"""Training: labels, loss, the one-pass trainer and the `locret-train` command."""
