@@ -1,0 +1,144 @@
+"""Where a backbone keeps what retaining heads need: its attention modules, projections, norms and rotary embedding.
+
+All facts about architectures live here. They come from the config and the module tree, never from a model's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+SEPARATE = ("q_proj", "k_proj", "v_proj")
+FUSED = "qkv_proj"
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """Shape of a causal LM, as far as its key-value cache is concerned."""
+
+    model_type: str
+    num_layers: int
+    layers: tuple[int, ...]
+    """Layers with full attention, whose cache is bounded by eviction; the others slide over a window of their own."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_act: str
+    initializer_range: float
+    max_positions: int
+    window: int | None
+    """Tokens a sliding-window layer sees, if there are such layers."""
+
+    @property
+    def feature_dim(self) -> int:
+        """Width of one token's concatenated q, k and v."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every layer is a full-attention layer."""
+        return len(self.layers) == self.num_layers
+
+
+def describe(model_or_config: Any) -> Backbone:
+    """Describe a backbone from its config; given a model, also check that its modules are where they should be.
+
+    Raises:
+        ValueError: For encoder-decoder, state-space and latent-attention models, or where no layer has full attention.
+    """
+    if isinstance(model_or_config, nn.Module):
+        backbone = _describe_config(unwrap(model_or_config).config)
+        attention_modules(model_or_config)
+        return backbone
+    return _describe_config(model_or_config)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the transformers model inside a PEFT wrapper (its adapters stay active), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, no-any-return]
+
+
+def find_decoder(model: nn.Module) -> nn.Module:
+    """Return the stack of decoder layers, which owns `layers` and `rotary_emb`.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    base = unwrap(model)
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else getattr(base, "model", base)  # type: ignore[operator]
+    for name in ("layers", "rotary_emb"):
+        if not hasattr(decoder, name):
+            raise ValueError(
+                f"{type(base).__name__} has no decoder with '{name}', so its cache cannot be bounded; "
+                "use a decoder-only model with rotary positions (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2, Gemma-3)"
+            )
+    return decoder  # type: ignore[return-value]
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the attention module of every decoder layer, in order.
+
+    Raises:
+        ValueError: If a layer has no q_proj, k_proj, v_proj and no fused qkv_proj; the message names what was found.
+    """
+    return [_attention_of(layer, index, model) for index, layer in enumerate(find_decoder(model).layers)]  # type: ignore[arg-type]
+
+
+def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
+    for _, module in layer.named_modules():
+        if hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE):
+            return module
+    found = sorted(name for name, _ in layer.named_children())
+    raise ValueError(
+        f"layer {index} of {type(unwrap(model)).__name__} has no attention with {', '.join(SEPARATE)} or {FUSED} "
+        f"(it has {', '.join(found)}); latent-attention, state-space and recurrent layers have no keys to evict"
+    )
+
+
+def _describe_config(config: Any) -> Backbone:
+    model_type = getattr(config, "model_type", "unknown")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{model_type} is an encoder-decoder model; looked for self_attn.q_proj in a decoder-only stack: "
+            "use a causal language model"
+        )
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "kv_lora_rank", None):
+        raise ValueError(
+            f"{model_type} uses latent attention (kv_a_proj_with_mqa); looked for {', '.join(SEPARATE)} or {FUSED}: "
+            "its cache has no separate keys and values to evict"
+        )
+    kinds = getattr(text, "layer_types", None)
+    recurrent = sorted({kind for kind in kinds or [] if "attention" not in kind or "linear" in kind})
+    heads = getattr(text, "num_attention_heads", None)
+    if recurrent or not isinstance(heads, int) or getattr(text, "state_size", None) or hasattr(text, "ssm_cfg"):
+        raise ValueError(
+            f"{model_type} has layers without softmax attention ({', '.join(recurrent) or 'state-space'}); looked for "
+            f"{', '.join(SEPARATE)} or {FUSED} in every layer: use a transformer with rotary positions"
+        )
+    num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
+    max_positions = text.max_position_embeddings
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * num_layers
+    # A window as long as the context (Phi-3-mini-128K: 262,144) never slides, so such layers count as full attention.
+    slides = window is not None and window < max_positions
+    layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "full_attention" or not slides)
+    if not layers:
+        raise ValueError(
+            f"every layer of this {model_type} backbone slides over {window} tokens, so its cache is bounded already; "
+            "looked for layers with full attention"
+        )
+    return Backbone(
+        model_type=model_type,
+        num_layers=num_layers,
+        layers=layers,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        hidden_act=getattr(text, "hidden_act", None) or text.hidden_activation,
+        initializer_range=text.initializer_range,
+        max_positions=max_positions,
+        window=window if len(layers) < num_layers else None,
+    )
