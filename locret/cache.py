@@ -1,0 +1,313 @@
+"""The bounded cache: keeps the best units of every KV head after each chunk, and forgets the rest for good."""
+
+# B batch, K KV heads, L new tokens, S slots, D head dim
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from locret.adapters import describe, find_decoder
+from locret.heads import RetainingHeads
+from locret.instrument import Chunk, Projections
+from locret.layers import RetentionLayer, SlidingLayer, Workspace
+from locret.policy import RetentionPolicy
+from locret.rotary import Rotary, rotate
+from locret.scorers import RetainingHeadScorer, Scorer, get
+
+_SCORE_AND_POSITION_BYTES = 8
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """Bytes of a cache. `planned` follows from the policy alone; `actual` and `peak` are counted from the tensors."""
+
+    planned: int
+    actual: int
+    peak: int
+    units: int
+    """Units held per KV head in the fullest layer."""
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the numbers as plain data."""
+        return asdict(self)
+
+
+class RetentionCache(Cache):
+    """A transformers cache that never holds more than `budget` units per KV head between chunks.
+
+    Args:
+        model: The backbone the cache is for.
+        scorer: Retaining heads, a scorer object, or the name of a training-free scorer.
+        policy: How many units stay; if None, what the heads recommend, else the defaults.
+
+    Raises:
+        ValueError: If the model has no keys and values to evict, or scorer and model do not match.
+    """
+
+    def __init__(
+        self, model: nn.Module, scorer: RetainingHeads | Scorer | str, policy: RetentionPolicy | None = None
+    ) -> None:
+        self.backbone = describe(model)
+        if isinstance(scorer, str):
+            scorer = get(scorer)
+        if isinstance(scorer, RetainingHeads):
+            if policy is None and scorer.config.policy:
+                policy = RetentionPolicy(**scorer.config.policy)
+            scorer = RetainingHeadScorer(heads=scorer)
+        scorer.prepare(model)
+        if not self.backbone.layers:
+            warnings.warn("no layer of this backbone has full attention: budget and scorer are ignored", stacklevel=2)
+        self.model, self.scorer, self.policy = model, scorer, policy or RetentionPolicy()
+        self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
+        super().__init__(layers=[self._new_layer(index) for index in range(self.backbone.num_layers)])
+        self.seen = 0
+        """Tokens read or generated so far, padding included."""
+        self.last_tokens: Tensor | None = None
+        """(B, 1) the prompt's last token, while it is the newest unit."""
+        self.pad: Tensor | None = None
+        """(B,) left padding of each row, where rows differ."""
+        self._shift: Tensor | None = None
+        self._next_position = 0
+        self._phase = "decode"
+        self._final = False
+        self._projections: dict[int, Projections] = {}
+        self._unit_positions: Tensor | None = None
+        self._planned = self._peak = 0
+        self._rotation_checked = False
+
+    def _new_layer(self, index: int) -> RetentionLayer | SlidingLayer:
+        if index in self.backbone.layers:
+            return RetentionLayer(self._rotary, self._workspace, self.policy.positions == "compact")
+        assert self.backbone.window is not None
+        return SlidingLayer(self.backbone.window)
+
+    @property
+    def governed(self) -> list[RetentionLayer]:
+        """The layers whose units compete for the budget."""
+        return [layer for layer in self.layers if isinstance(layer, RetentionLayer)]
+
+    # -- phases: prefill and generate move the cache through them ---------------------------------------------------
+
+    def begin_reading(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
+        """Get ready for a prompt of `prompt_tokens` (None: unknown), to be followed by `new_tokens` generated ones."""
+        if self.pad is not None:
+            raise ValueError("rows of different length are read one at a time; use locret.prefill")
+        for layer in self.governed:
+            layer.unsettle(self._next_position)
+            layer.evict(self.policy.budget, self.policy.stabilizers)
+        self.reserve(prompt_tokens, new_tokens)
+        self._phase = "read"
+
+    def begin_chunk(self, final: bool) -> None:
+        """Announce the next chunk of the prompt; after the final one no stabilizers are protected."""
+        self._final = final
+        if self.policy.positions == "compact" and self.backbone.uniform:
+            # Rotary attention sees only distances, so units are aligned to the right, to the chunk, and the fullest
+            # layer starts at 0. Where some layers slide, positions stay true and the aligned units end at the chunk.
+            self._next_position = max(layer.fill for layer in self.governed)
+        else:
+            self._next_position = self.seen
+
+    def begin_local(self) -> None:
+        """Announce the local tokens: kept keys are final now, so they are rotated once."""
+        self.begin_chunk(final=True)
+        for layer in self.governed:
+            layer.settle(self._next_position)
+        self._phase = "local"
+
+    def end_reading(self) -> None:
+        """From here on tokens are generated."""
+        self._phase = "decode"
+        self._rotary.forget()
+
+    def reserve(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
+        """Make buffers large enough for what is to come, in one allocation. Sets the planned bytes."""
+        policy = self.policy
+        held = max((layer.fill for layer in self.governed), default=0)
+        known = held + prompt_tokens if prompt_tokens is not None else policy.prefill_units
+        read = held if prompt_tokens == 0 else min(policy.budget + policy.local_len, known)
+        generated = read + new_tokens
+        if policy.decode_budget is not None:
+            generated = min(generated, policy.decode_budget)
+        capacity = max(min(policy.prefill_units, known), generated, held)
+        for layer in self.governed:
+            layer.reserve(capacity)
+
+    # -- what `instrumented` asks and tells --------------------------------------------------------------------------
+
+    def connect(self, projections: dict[int, Projections]) -> None:
+        """Remember where the hooks put each layer's projections."""
+        self._projections = projections
+
+    def positions(self, batch: int, length: int, device: torch.device) -> Tensor:
+        """Return the (B, L) rotary positions of the coming tokens."""
+        steps = torch.arange(length, device=device)
+        self._unit_positions = (steps + self.seen).to(torch.int32).expand(1, 1, length)
+        rotary = (steps + self._next_position).expand(batch, length)
+        if self.pad is not None and self._shift is not None:
+            self._unit_positions = self._unit_positions - self.pad[:, None, None].to(torch.int32)
+            rotary = rotary - self._shift[:, None]
+        return rotary
+
+    def row_start(self, layer_idx: int) -> Tensor | None:
+        """Return (B,) the first filled slot of each row, where rows differ."""
+        return self.layers[layer_idx].row_start  # type: ignore[no-any-return]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add the units of L new tokens to a layer; called by the backbone's attention. See `transformers.Cache`."""
+        layer, policy = self.layers[layer_idx], self.policy
+        if isinstance(layer, SlidingLayer):
+            return layer.update(key_states, value_states)
+        if layer_idx not in self._projections or self._unit_positions is None:
+            raise ValueError(
+                "a RetentionCache is filled by locret.prefill and locret.generate, not by calling the model"
+            )
+        raw_keys = None
+        if self._phase == "read" and layer.compact:
+            raw_keys = self._projections[layer_idx].key()
+            self._check_rotation(raw_keys, key_states)
+        elif self._phase == "decode" and policy.decode_budget is not None:
+            new = key_states.shape[-2]
+            if layer.fill + new > policy.decode_budget:
+                layer.evict(max(1, policy.decode_budget - max(policy.decode_interval, new)), policy.local_len)
+        return layer.append(key_states, value_states, raw_keys, self._unit_positions, self._next_position)
+
+    def attended(self, chunk: Chunk) -> None:
+        """Score a layer's new units and, while the prompt is read, evict down to the budget at once."""
+        layer = self.layers[chunk.layer_idx]
+        chunk.positions = self._unit_positions
+        layer.set_scores(self.scorer.score(chunk))
+        if self._phase == "read":
+            layer.evict(self.policy.budget, 0 if self._final else self.policy.stabilizers)
+
+    def finished(self, length: int) -> None:
+        """Count the tokens of a forward pass."""
+        self.seen += length
+        self._next_position += length
+        if self._phase == "decode":
+            self.last_tokens = None
+        self._peak = max(self._peak, self._bytes())
+
+    def _check_rotation(self, raw_keys: Tensor, key_states: Tensor) -> None:
+        """Compare our rotation with the backbone's once, so that another kind of rotary embedding is never mistaken."""
+        if self._rotation_checked:
+            return
+        cos, sin = self._rotary.table(self._next_position, raw_keys.shape[-2], key_states)
+        ours, theirs = rotate(raw_keys, cos, sin).float(), key_states.float()
+        if (ours - theirs).abs().max() > 0.02 * theirs.abs().max():
+            raise ValueError(
+                f"the rotary embedding of {self.backbone.model_type} is not the half-split kind (Llama, Phi-3, Qwen), "
+                'so cached keys cannot be re-rotated; use positions="original"'
+            )
+        self._rotation_checked = True
+
+    # -- looking inside ---------------------------------------------------------------------------------------------
+
+    def kept_positions(self, layer: int) -> Tensor:
+        """Return the original text positions of the units held in one layer.
+
+        Args:
+            layer: Index of a full-attention layer of the backbone.
+
+        Returns:
+            (batch, kv_heads, units) int64, ascending; -1 in front where a row holds fewer units than the others.
+
+        Raises:
+            ValueError: If that layer slides over a window and holds no scored units.
+        """
+        return self._held(layer, "positions").long()
+
+    def kept_scores(self, layer: int) -> Tensor:
+        """Return the (batch, kv_heads, units) float32 scores of the units held in one layer."""
+        return self._held(layer, "scores").clone()
+
+    def _held(self, index: int, name: str) -> Tensor:
+        layer = self.layers[index]
+        if not isinstance(layer, RetentionLayer):
+            raise ValueError(f"layer {index} slides over a window; layers with scored units: {self.backbone.layers}")
+        if not layer.is_initialized:
+            return torch.empty(1, self.backbone.num_kv_heads, 0)
+        held: Tensor = getattr(layer, name)[:, :, : layer.fill]
+        return held
+
+    def memory(self) -> CacheMemory:
+        """Return planned and counted bytes of all buffers, the shared workspace included."""
+        units = max((layer.fill for layer in self.governed), default=0)
+        return CacheMemory(self._plan(), self._bytes(), max(self._peak, self._bytes()), units)
+
+    def _bytes(self) -> int:
+        return self._workspace.nbytes + sum(layer.nbytes for layer in self.layers)
+
+    def _plan(self) -> int:
+        parameter = next(self.model.parameters())
+        backbone, policy, governed = self.backbone, self.policy, self.governed
+        rows = governed[0].keys.shape[0] if governed and governed[0].is_initialized else 1
+        capacity = max((layer.capacity for layer in governed), default=0) or policy.prefill_units
+        unit = 2 * backbone.head_dim * parameter.element_size()
+        heads = rows * backbone.num_kv_heads
+        sliding = (backbone.num_layers - len(governed)) * heads * ((backbone.window or 0) + 1) * unit
+        return heads * capacity * (len(governed) * (unit + _SCORE_AND_POSITION_BYTES) + unit // 2) + sliding
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens read so far, padding included: what `generate` need not feed again."""
+        return self.seen
+
+    # -- whole caches -----------------------------------------------------------------------------------------------
+
+    def take_back(self) -> None:
+        """Forget the newest token, so that it can be fed again for its logits."""
+        for layer in self.layers:
+            layer.take_back()
+        self.seen -= 1
+        self._next_position -= 1
+
+    def copy(self) -> RetentionCache:
+        """Return an independent copy: a document read once answers many questions, each on its own copy."""
+        twin = copy.copy(self)
+        twin._workspace, twin._projections = Workspace(), {}
+        twin.layers = []
+        for layer in self.layers:
+            clone = copy.copy(layer)
+            for name, value in vars(layer).items():
+                if isinstance(value, Tensor):
+                    setattr(clone, name, value.clone())
+            if isinstance(clone, RetentionLayer):
+                clone.workspace = twin._workspace
+            twin.layers.append(clone)
+        return twin
+
+    def fresh(self) -> RetentionCache:
+        """Return an empty cache for the same model, scorer and policy."""
+        return RetentionCache(self.model, self.scorer, self.policy)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch; `rows` is (new batch,) int64."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.select_rows(rows)
+        for name in ("pad", "_shift", "last_tokens"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams of a beam search."""
+        self.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row, as `generate` does with its inputs for beams and several answers."""
+        rows = next((layer.keys.shape[0] for layer in self.layers if layer.is_initialized), 0)
+        self.select_rows(torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows."""
+        self.select_rows(indices)

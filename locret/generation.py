@@ -1,0 +1,96 @@
+"""Answering from a bounded cache: transformers' own `generate` does the decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locret.adapters import unwrap
+from locret.cache import RetentionCache
+from locret.instrument import instrumented
+from locret.prefill import read_prompt
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    input_ids: Tensor | Iterable[Any] | None = None,
+    *,
+    cache: RetentionCache,
+    attention_mask: Tensor | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Continue a prompt with `model.generate`, reading first what the cache has not seen yet.
+
+    Args:
+        model: The backbone of the cache.
+        input_ids: (B, N) ids of the whole conversation, of which the cache may have read a beginning; or an iterator
+            of ids; or None to go on from what `prefill` has read.
+        cache: Holds prompt and answer afterwards (with beams or several answers per prompt: only the prompt).
+        attention_mask: (B, N), 0 for padding on the left.
+        progress: Show a progress bar while the prompt is read.
+        **options: Whatever `model.generate` takes: max_new_tokens, do_sample, num_beams, streamer, stop_strings, ...
+
+    Returns:
+        (B * returned sequences, N + new) prompt and new ids; only the new ids where the prompt was not a tensor.
+
+    Raises:
+        ValueError: If the cache has read more than `input_ids`, or there is nothing to go on from.
+    """
+    base = unwrap(model)
+    config = options.get("generation_config") or base.generation_config  # type: ignore[union-attr]
+    new_tokens = options.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0
+    copies = max(
+        options.get(name) or getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences")
+    )
+    if isinstance(input_ids, Tensor):
+        input_ids = (input_ids[None] if input_ids.ndim == 1 else input_ids).to(base.device)  # type: ignore[arg-type]
+        _read_rest(model, input_ids, cache, attention_mask, new_tokens, progress, hold_last=copies == 1)
+    elif input_ids is not None:
+        read_prompt(model, input_ids, cache, new_tokens=new_tokens, progress=progress)
+    if copies > 1:
+        cache = cache.copy()
+        cache.batch_repeat_interleave(copies)
+    full = isinstance(input_ids, Tensor)
+    target = input_ids.shape[1] - 1 if isinstance(input_ids, Tensor) else cache.seen - 1
+    if cache.seen > target:
+        if cache.last_tokens is None:
+            raise ValueError("there is no prompt to go on from; give input_ids, or call prefill first")
+        cache.take_back()
+    cache.reserve(0, new_tokens + 1)
+    tokens = input_ids if isinstance(input_ids, Tensor) else cache.last_tokens[::copies]  # type: ignore[index]
+    # transformers slices off what the cache has seen if the mask is as long as the ids; a mask of another length says
+    # that only the new token is given.
+    width = tokens.shape[1] if full else tokens.shape[1] + 1
+    mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=base.device)  # type: ignore[arg-type]
+    with instrumented(model, cache):
+        ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)  # type: ignore[operator]
+    sequences = ids if isinstance(ids, Tensor) else ids.sequences
+    return ids if full else sequences[:, 1:]
+
+
+def _read_rest(
+    model: nn.Module,
+    ids: Tensor,
+    cache: RetentionCache,
+    attention_mask: Tensor | None,
+    new_tokens: int,
+    progress: bool,
+    hold_last: bool,
+) -> None:
+    """Read all of `ids` that the cache has not seen, but for the last token if it is to be held back."""
+    missing = ids.shape[1] - cache.seen
+    if missing < 0:
+        raise ValueError(
+            f"the cache has read {cache.seen} tokens but input_ids has {ids.shape[1]}; give the whole conversation, "
+            "or a new cache"
+        )
+    if missing > (1 if hold_last else 0):
+        mask = None if attention_mask is None else attention_mask[:, cache.seen :]
+        read_prompt(
+            model, ids[:, cache.seen :], cache, mask, new_tokens=new_tokens, progress=progress, hold_last=hold_last
+        )

@@ -1,0 +1,95 @@
+"""Rotary positions of cached keys: turn un-rotated keys to their slots, and back, exactly as the backbone does."""
+
+# B batch, K KV heads, S slots, D head dim, R rotated dims
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+FULL_ATTENTION = "full_attention"
+
+
+class Rotary:
+    """Cosines and sines of a backbone's full-attention layers, remembered for the positions asked for last."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._module: Any = decoder.rotary_emb
+        self._by_type = "layer_type" in inspect.signature(self._module.forward).parameters
+        self._key: tuple[object, ...] = ()
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def table(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each (length, R) in the dtype and on the device of `like`, for consecutive positions.
+
+        All layers of equal length share the positions of a chunk, so the last table is kept.
+        """
+        key = (start, length, like.dtype, like.device)
+        if key != self._key or self._table is None:
+            positions = torch.arange(start, start + length, device=like.device)[None]
+            extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
+            cos, sin = self._module(like, positions, **extra)
+            self._key, self._table = key, (cos[0], sin[0])
+        return self._table
+
+    def forget(self) -> None:
+        """Drop the remembered table."""
+        self._key, self._table = (), None
+
+
+def rotate(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rotate the first R dims of keys (..., S, D) by cos and sin (..., S, R); the other dims pass through.
+
+    The two halves of R form the pairs (the Llama layout). Written into `out` if given, which must not overlap `keys`.
+    """
+    rotated, half = cos.shape[-1], cos.shape[-1] // 2
+    out = torch.empty_like(keys) if out is None else out
+    first, second = keys[..., :half], keys[..., half:rotated]
+    torch.mul(first, cos[..., :half], out=out[..., :half]).addcmul_(second, sin[..., :half], value=-1)
+    torch.mul(second, cos[..., half:], out=out[..., half:rotated]).addcmul_(first, sin[..., half:])
+    if rotated < keys.shape[-1]:
+        out[..., rotated:] = keys[..., rotated:]
+    return out
+
+
+def unrotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Undo `rotate` in float32. Scaled tables (LongRoPE, YaRN) carry a factor m in cos and sin: it is divided out."""
+    cos, sin = cos.float(), sin.float()
+    magnitude_squared = cos[..., :1] ** 2 + sin[..., :1] ** 2
+    return rotate(keys.float(), cos / magnitude_squared, -sin / magnitude_squared).to(keys.dtype)
+
+
+@contextmanager
+def long_factors(decoder: nn.Module) -> Iterator[None]:
+    """Make a LongRoPE backbone use its long factors at every length.
+
+    transformers changes from short to long factors when a position passes the original context length; keys cached
+    before the change would then disagree with queries after it. The original implementation uses the long ones always.
+    """
+    module: Any = decoder.rotary_emb
+    replaced = []
+    types = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
+    for layer_type, rope_type in types.items():
+        if rope_type != "longrope":
+            continue
+        prefix = f"{layer_type}_" if layer_type else ""
+        parameters = module.config.rope_parameters
+        original = (parameters[layer_type] if layer_type else parameters)["original_max_position_embeddings"]
+        current = getattr(module, f"{prefix}inv_freq")
+        extra = {"layer_type": layer_type} if layer_type else {}
+        long, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, current.device, seq_len=original + 1, **extra)
+        replaced.append((prefix, getattr(module, f"{prefix}original_inv_freq"), current.clone()))
+        setattr(module, f"{prefix}original_inv_freq", long.to(current.dtype))
+        getattr(module, f"{prefix}inv_freq").copy_(long)
+    try:
+        yield
+    finally:
+        for prefix, original_inv_freq, inv_freq in replaced:
+            setattr(module, f"{prefix}original_inv_freq", original_inv_freq)
+            getattr(module, f"{prefix}inv_freq").copy_(inv_freq)

@@ -1,0 +1,40 @@
+"""Random scores: the floor that every policy must beat at the same budget.
+
+Formula:   s ~ U(0, 1), drawn from the seed, the layer, the KV head and the unit's original position.
+Cost:      O(L) per chunk. The draw does not depend on chunking, batch or device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from locret.instrument import Chunk
+from locret.scorers.base import Scorer
+
+_MASK = (1 << 31) - 1
+
+
+@dataclass(kw_only=True)
+class RandomScorer(Scorer):
+    """Keep units drawn at random."""
+
+    name: ClassVar[str] = "random"
+
+    seed: int = 0
+    """Seed of the draw."""
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, L)."""
+        assert chunk.positions is not None
+        batch, kv_heads = chunk.key.shape[:2]
+        heads = torch.arange(kv_heads, device=chunk.key.device)[:, None]
+        # Two rounds of a multiplicative integer hash in 31 bits; products stay below 2**62.
+        state = chunk.positions.long() * 2 + self.seed * 7919 + chunk.layer_idx * 104729 + heads * 1299709
+        for multiplier in (0x2C1B3C6D, 0x297A2D39):
+            state = ((state ^ (state >> 15)) & _MASK) * multiplier & _MASK
+        state = state ^ (state >> 13)
+        return (state.double() / (_MASK + 1)).float().expand(batch, -1, -1)

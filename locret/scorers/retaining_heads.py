@@ -1,0 +1,43 @@
+"""Retaining-head scores: a small trained MLP rates each unit once, when it enters the cache.
+
+Paper:     Locret, arXiv 2410.01805, section 3.2.
+Formula:   s = W2 act(W1 [q; k; v]), one score per KV head; q, k, v before rotation.
+Deviates:  never.
+Cost:      O(L) per chunk; a score does not change later. Query-agnostic. Trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from locret.adapters import attention_modules
+from locret.heads import RetainingHeads
+from locret.instrument import Chunk
+from locret.scorers.base import Scorer
+
+
+@dataclass(kw_only=True)
+class RetainingHeadScorer(Scorer):
+    """Rank units with trained retaining heads."""
+
+    name: ClassVar[str] = "retaining_heads"
+
+    heads: RetainingHeads | str
+    """Trained heads, or the folder or Hub id to load them from."""
+
+    def prepare(self, model: nn.Module) -> None:
+        """Load the heads if need be, check that they fit, and put each on its layer's device."""
+        if isinstance(self.heads, str):
+            self.heads = RetainingHeads.from_pretrained(self.heads)
+        self.heads.check_matches(model)
+        for index, module in enumerate(attention_modules(model)):
+            if index in self.heads.layers:
+                self.heads[index].to(next(module.parameters()).device)
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, L)."""
+        assert isinstance(self.heads, RetainingHeads)
+        return self.heads[chunk.layer_idx](chunk.features()).transpose(1, 2)

@@ -1,0 +1,35 @@
+"""StreamingLLM: the first tokens (attention sinks) and the most recent ones stay.
+
+Paper:     StreamingLLM, arXiv 2309.17453, section 3.2.
+Formula:   s = position; sinks score above everything.
+Deviates:  eviction follows every chunk instead of preceding every token; budget = sinks + window.
+Cost:      none. Runs with compact positions (the official form) or original ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from locret.instrument import Chunk
+from locret.scorers.base import Scorer
+
+
+@dataclass(kw_only=True)
+class StreamingScorer(Scorer):
+    """Keep the first and the most recent tokens."""
+
+    name: ClassVar[str] = "streaming"
+
+    sinks: int = 4
+    """First tokens of the text that always stay (the paper: 4)."""
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, L)."""
+        assert chunk.positions is not None
+        batch, kv_heads = chunk.key.shape[:2]
+        scores = chunk.positions.float().masked_fill(chunk.positions < self.sinks, torch.inf)
+        return scores.expand(batch, kv_heads, -1)
