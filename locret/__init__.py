@@ -7,6 +7,7 @@ from locret.generation import generate
 from locret.heads import RetainingHead, RetainingHeads
 from locret.policy import RetentionPolicy
 from locret.prefill import prefill
+from locret.storage import load_cache, save_cache
 
 __all__ = [
     "RetainingHead",
@@ -15,6 +16,8 @@ __all__ = [
     "RetentionPolicy",
     "__version__",
     "generate",
+    "load_cache",
     "prefill",
+    "save_cache",
     "scorers",
 ]

@@ -243,7 +243,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
             self._next_row_start = (self.row_start - dropped).clamp_min(0)
         return keys, values
 
-    def fill_rows(self, keys: Tensor, values: Tensor, row_start: Tensor, seen: int) -> None:
+    def fill_rows(self, keys: Tensor, values: Tensor, row_start: Tensor | None, seen: int) -> None:
         """Take over states (B, K, S, D) whose rows begin at `row_start`, after `seen` tokens."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)

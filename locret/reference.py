@@ -7,6 +7,8 @@ Loops over heads, tokens and slots; every line can be checked against the paper 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,11 +62,10 @@ def rotate(vector_D: Tensor, position: float, inv_freq: Tensor, magnitude: float
     """Rotate one vector's pairs (d, d + D/2) by position * inv_freq[d]; LongRoPE and YaRN scale by `magnitude`."""
     half = len(inv_freq)
     rotated = vector_D.clone()
-    for d in range(half):
-        angle = torch.as_tensor(position * float(inv_freq[d]))
-        x, y = vector_D[d], vector_D[d + half]
-        rotated[d] = magnitude * (x * torch.cos(angle) - y * torch.sin(angle))
-        rotated[d + half] = magnitude * (y * torch.cos(angle) + x * torch.sin(angle))
+    angle = position * inv_freq
+    x, y = vector_D[:half], vector_D[half : 2 * half]
+    rotated[:half] = magnitude * (x * torch.cos(angle) - y * torch.sin(angle))
+    rotated[half : 2 * half] = magnitude * (y * torch.cos(angle) + x * torch.sin(angle))
     return rotated
 
 
@@ -122,3 +123,92 @@ def loss(scores_LKT: Tensor, labels_LKT: Tensor, alpha: float) -> tuple[float, f
                 steps += float(scores_LKT[layer, head, t] - scores_LKT[layer, head, t + 1]) ** 2
         smoothness += steps / (kv_heads * (tokens - 1))
     return regression + alpha * smoothness, regression, smoothness
+
+
+def read_prompt(
+    model: Any,
+    heads: Any,
+    prompt_T: Tensor,
+    inv_freq: Tensor,
+    magnitude: float,
+    numbers: tuple[int, int, int, int],
+    original_positions: bool = False,
+) -> tuple[list[list[list[list[int]]]], Tensor]:
+    """Read a prompt token by token and layer by layer, as the original implementation does, with nothing fused.
+
+    Args:
+        model: A decoder-only transformers model with pre-norm layers (Llama, Mistral, Qwen2, Qwen3, Phi-3).
+        heads: `heads[layer](features)` scores tokens.
+        prompt_T: (T,) token ids.
+        inv_freq: (D/2,) rotary frequencies, computed by the caller from the config.
+        magnitude: Factor of cos and sin.
+        numbers: budget, chunk size, stabilizers, local length.
+        original_positions: Rotate by place in the text instead of slot.
+
+    Returns:
+        Per chunk, layer and KV head the kept text positions; and (vocabulary,) logits of the last token.
+    """
+    budget, chunk_size, stabilizers, local_len = numbers
+    total, length = len(prompt_T), max(len(prompt_T) - local_len, 0)
+    bounds = [(start, min(start + chunk_size, length)) for start in range(0, length, chunk_size)] + [(length, total)]
+    layers = model.model.layers
+    # One list per layer and KV head, of (position, un-rotated key, value, score).
+    pools: list[list[list[tuple[int, Tensor, Tensor, float]]]] = [
+        [[] for _ in range(_split(layer.self_attn, torch.zeros(1, model.config.hidden_size))[1].shape[1])]
+        for layer in layers
+    ]
+    history = []
+    for start, end in bounds:
+        hidden_TE = model.model.embed_tokens(prompt_T[start:end])
+        for index, layer in enumerate(layers):
+            rope = (inv_freq, magnitude, original_positions)
+            hidden_TE = hidden_TE + _attention(layer, hidden_TE, pools[index], start, rope, heads[index])
+            hidden_TE = hidden_TE + layer.mlp(layer.post_attention_layernorm(hidden_TE))
+            if end <= length and start < length:
+                for head, pool in enumerate(pools[index]):
+                    newest = set() if end == length else set(range(max(len(pool) - stabilizers, 0), len(pool)))
+                    kept = select_kept([unit[3] for unit in pool], budget, newest)
+                    pools[index][head] = [pool[slot] for slot in kept]
+        if end <= length and start < length:
+            history.append([[[unit[0] for unit in pool] for pool in layer_pools] for layer_pools in pools])
+    return history, model.lm_head(model.model.norm(hidden_TE[-1]))
+
+
+def _split(attention: Any, hidden_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q (T, N, D), k and v (T, K, D) before rotation, after q/k norms where the layer has them."""
+    dim = attention.head_dim
+    if hasattr(attention, "qkv_proj"):
+        kv_heads, heads = attention.num_key_value_heads, attention.config.num_attention_heads
+        flat = attention.qkv_proj(hidden_TE).split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
+    else:
+        flat = (attention.q_proj(hidden_TE), attention.k_proj(hidden_TE), attention.v_proj(hidden_TE))
+    query, key, value = (part.unflatten(-1, (-1, dim)) for part in flat)
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    return query, key, value
+
+
+def _attention(
+    layer: Any,
+    hidden_TE: Tensor,
+    pools: list[list[tuple[int, Tensor, Tensor, float]]],
+    start: int,
+    rope: tuple[Tensor, float, bool],
+    retaining_head: Any,
+) -> Tensor:
+    """Add a chunk's units to the pools and return the attention output, (T, E)."""
+    attention, (inv_freq, magnitude, original_positions) = layer.self_attn, rope
+    query, key, value = _split(attention, layer.input_layernorm(hidden_TE))
+    scores_TK = retaining_head(torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=-1))
+    new, group = len(hidden_TE), query.shape[1] // key.shape[1]
+    out = torch.zeros(new, query.shape[1], attention.head_dim)
+    for k, pool in enumerate(pools):
+        cached = len(pool)
+        pool.extend((start + i, key[i, k], value[i, k], float(scores_TK[i, k])) for i in range(new))
+        places = [unit[0] if original_positions else slot for slot, unit in enumerate(pool)]
+        keys = torch.stack([rotate(u[1], p, inv_freq, magnitude) for u, p in zip(pool, places, strict=True)])
+        values = torch.stack([unit[2] for unit in pool])
+        for n in range(k * group, (k + 1) * group):
+            rotated = [rotate(query[i, n], places[cached + i], inv_freq, magnitude) for i in range(new)]
+            out[:, n] = attend(torch.stack(rotated)[None], keys[None], values[None], attention.scaling)[0]
+    return attention.o_proj(out.flatten(1))  # type: ignore[no-any-return]

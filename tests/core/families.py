@@ -1,0 +1,88 @@
+"""Tiny random backbones of every supported family, built from configs. Imported by the tests beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+SHAPE = {
+    "vocab_size": 199,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.5, 4.0, 8.0],
+    "original_max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+
+def _configs() -> dict[str, PreTrainedConfig]:
+    return {
+        "llama": LlamaConfig(**SHAPE),
+        "llama-mha": LlamaConfig(**{**SHAPE, "num_key_value_heads": 4}),
+        "llama-mqa": LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}),
+        "llama-3.1-rope": LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+        "llama-yarn": LlamaConfig(**SHAPE, rope_parameters=YARN),
+        "mistral": MistralConfig(**SHAPE, sliding_window=None),
+        "mistral-sliding": MistralConfig(**SHAPE, sliding_window=24),
+        "qwen2": Qwen2Config(**SHAPE),
+        "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+        "phi3": Phi3Config(**SHAPE, sliding_window=600),
+        "phi3-partial": Phi3Config(**SHAPE, rope_parameters=PARTIAL),
+        "phi3-longrope": Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64),
+        "gemma2": Gemma2Config(**{**SHAPE, **SLIDING}, head_dim=8, query_pre_attn_scalar=8),
+        "gemma3": Gemma3TextConfig(**{**SHAPE, **SLIDING}, head_dim=8, query_pre_attn_scalar=8),
+    }
+
+
+FAMILIES = sorted(_configs())
+
+
+def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a random model of the family in float32, in evaluation mode."""
+    config = _configs()[family]
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def prompt(length: int, batch: int = 1, seed: int = 0, vocabulary: int = 199) -> torch.Tensor:
+    """Return random (batch, length) token ids without special tokens."""
+    return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
