@@ -1,0 +1,144 @@
+"""Backbones are described from their config; those without keys to evict are refused, naming what was looked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompt
+from transformers import (
+    BartConfig,
+    CohereConfig,
+    DeepseekV3Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    Qwen3NextConfig,
+)
+
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
+from locret.adapters import attention_modules, describe
+from locret.instrument import Chunk, instrumented
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BartConfig(), "is an encoder-decoder model; looked for self_attn.q_proj"),
+        (DeepseekV3Config(), r"uses latent attention \(kv_a_proj_with_mqa\); looked for q_proj, k_proj, v_proj or"),
+        (MambaConfig(), "looked for q_proj, k_proj, v_proj or qkv_proj in every layer"),
+        (Qwen3NextConfig(), r"layers without softmax attention \(linear_attention\)"),
+        (GPT2Config(), "has no hidden_act or hidden_activation in its config"),
+    ],
+)  # fmt: skip
+def test_architectures_without_keys_to_evict_are_refused(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        describe(config)
+
+
+def test_a_model_whose_modules_are_elsewhere_is_refused() -> None:
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=20, n_positions=16)
+    config.hidden_act = "gelu"
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no decoder with 'layers'"):
+        describe(GPT2LMHeadModel(config))
+
+
+class Recorder:
+    """Keeps the features of every layer; gives no positions."""
+
+    def __init__(self) -> None:
+        self.features: dict[int, torch.Tensor] = {}
+
+    def connect(self, projections: Any) -> None: ...
+
+    def positions(self, batch: int, length: int, device: torch.device) -> None:
+        return None
+
+    def row_start(self, layer_idx: int) -> None:
+        return None
+
+    def attended(self, chunk: Chunk) -> None:
+        self.features[chunk.layer_idx] = chunk.features()
+
+    def finished(self, length: int) -> None: ...
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma3"])
+@pytest.mark.parametrize(
+    "length", [1, 2, 4, 5]
+)  # as many tokens as KV heads or query heads is where layouts could be confused
+@torch.no_grad()
+def test_features_are_q_k_v_before_rotation_and_after_norms(family: str, length: int) -> None:  # fmt: skip
+    model, recorder = build(family), Recorder()
+    inputs: dict[int, torch.Tensor] = {}
+    modules = attention_modules(model)
+    handles = [
+        module.register_forward_pre_hook(
+            lambda _m, _a, kwargs, i=i: inputs.__setitem__(i, kwargs["hidden_states"]), with_kwargs=True
+        )
+        for i, module in enumerate(modules)
+    ]
+    with instrumented(model, recorder):
+        model(prompt(length))
+    for handle in handles:
+        handle.remove()
+    for index, features in recorder.features.items():
+        attention, hidden = modules[index], inputs[index]
+        if hasattr(attention, "qkv_proj"):
+            expected = attention.qkv_proj(hidden)
+        else:
+            parts = [getattr(attention, f"{name}_proj")(hidden).unflatten(-1, (-1, 8)) for name in "qkv"]
+            if hasattr(attention, "q_norm"):
+                parts = [attention.q_norm(parts[0]), attention.k_norm(parts[1]), parts[2]]
+            expected = torch.cat([part.flatten(2) for part in parts], dim=-1)
+        torch.testing.assert_close(features, expected, atol=1e-6, rtol=0)
+    assert len(recorder.features) == len(describe(model).layers)
+
+
+def test_an_interleaved_rotary_embedding_is_noticed() -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = CohereConfig(
+        vocab_size=199, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    policy = RetentionPolicy(budget=20, chunk_size=8, stabilizers=2, local_len=2)
+    with pytest.raises(ValueError, match=r"is not the half-split kind .* use positions=\"original\""):
+        prefill(model, prompt(40), RetentionCache(model, "random", policy))
+    original = RetentionPolicy(budget=40, chunk_size=8, stabilizers=2, local_len=2, positions="original")
+    ours = prefill(model, prompt(40), RetentionCache(model, "random", original))
+    with torch.no_grad():
+        torch.testing.assert_close(ours, model(prompt(40)).logits[:, -1], atol=1e-4, rtol=0)
+
+
+def test_a_model_being_read_cannot_be_read_by_another_cache() -> None:
+    model = build("llama")
+    policy = RetentionPolicy(budget=20, chunk_size=8, stabilizers=2, local_len=2)
+
+    def nested(_: RetentionCache) -> None:
+        prefill(model, prompt(30), RetentionCache(model, "random", policy))
+
+    with pytest.raises(ValueError, match="being read by another cache"):
+        prefill(model, prompt(40), RetentionCache(model, "random", policy), on_chunk=nested)
+    prefill(model, prompt(40), RetentionCache(model, "random", policy))  # and is free again after the error
+
+
+def test_a_lora_adapter_changes_what_heads_see() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    ids = prompt(30)
+    plain = build("llama")
+    heads = RetainingHeads.for_model(plain, hidden_dim=8, seed=0)
+    policy = RetentionPolicy(budget=40, chunk_size=8, stabilizers=2, local_len=2)
+    before = RetentionCache(plain, heads, policy)
+    prefill(plain, ids, before)
+    torch.manual_seed(0)
+    adapted = get_peft_model(build("llama"), LoraConfig(target_modules=["k_proj"], init_lora_weights=False, r=4))
+    cache = RetentionCache(adapted, heads, policy)
+    logits = prefill(adapted, ids, cache)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, adapted(ids).logits[:, -1], atol=1e-4, rtol=0)
+    assert not torch.allclose(cache.kept_scores(0), before.kept_scores(0), atol=1e-3)

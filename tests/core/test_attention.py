@@ -1,0 +1,58 @@
+"""Attention of new tokens over a cache equals the per-token oracle, whichever kernel it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from locret import reference
+from locret.attention import MaskMemo, attend
+
+
+def tensors(new: int, slots: int, heads: int = 4, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(new * 100 + slots)
+    shapes = ((1, heads, new, 8), (1, kv_heads, slots, 8), (1, kv_heads, slots, 8))
+    return tuple(torch.randn(shape, generator=g) for shape in shapes)
+
+
+@pytest.mark.parametrize(("new", "slots"), [(1, 1), (1, 37), (5, 5), (5, 6), (7, 41), (300, 333)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_equals_the_oracle(new: int, slots: int, kv_heads: int) -> None:
+    query, key, value = tensors(new, slots, kv_heads=kv_heads)
+    out = attend(query, key, value, scaling=0.3, memo=MaskMemo())
+    torch.testing.assert_close(out[0], reference.attend(query[0], key[0], value[0], 0.3), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("new", "slots", "window"), [(1, 9, 4), (6, 20, 4), (6, 6, 3), (3, 5, 50)])
+def test_a_window_hides_everything_further_back(new: int, slots: int, window: int) -> None:
+    query, key, value = tensors(new, slots)
+    out = attend(query, key, value, scaling=0.3, memo=MaskMemo(), window=window)
+    for i in range(new):
+        end = slots - new + i + 1
+        start = max(end - window, 0)
+        alone = reference.attend(query[0, :, i : i + 1], key[0, :, start:end], value[0, :, start:end], 0.3)
+        torch.testing.assert_close(out[0, :, i : i + 1], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_slots_in_front_of_a_short_row_are_never_attended(softcap: float | None) -> None:
+    query, key, value = (t.expand(2, -1, -1, -1).clone() for t in tensors(1, 20))
+    key[1, :, :6], value[1, :, :6] = 1e4, 1e4
+    out = attend(query, key, value, scaling=0.3, memo=MaskMemo(), row_start=torch.tensor([0, 6]), softcap=softcap)
+    alone = attend(query[1:], key[1:, :, 6:], value[1:, :, 6:], scaling=0.3, memo=MaskMemo(), softcap=softcap)
+    torch.testing.assert_close(out[1:], alone, atol=1e-5, rtol=0)
+
+
+def test_capped_logits_equal_the_formula() -> None:
+    query, key, value = tensors(300, 310)
+    out = attend(query, key, value, scaling=2.0, memo=MaskMemo(), softcap=3.0)
+    logits = query.unflatten(1, (2, 2)) @ key[:, :, None].transpose(-1, -2) * 2.0
+    hidden = torch.ones(300, 310, dtype=torch.bool).triu(11)
+    weights = (3.0 * torch.tanh(logits / 3.0)).masked_fill(hidden, -torch.inf).softmax(-1)
+    torch.testing.assert_close(out, (weights @ value[:, :, None]).flatten(1, 2), atol=1e-5, rtol=0)
+
+
+def test_layers_of_one_pass_share_a_mask() -> None:
+    memo, like = MaskMemo(), torch.zeros(1)
+    assert memo.causal(3, 9, None, like) is memo.causal(3, 9, None, like)
+    assert memo.causal(3, 9, None, like) is not memo.causal(3, 10, None, like)

@@ -1,0 +1,58 @@
+"""Selection: exact size, protection, ties to the newer slot, the oracle's choice on any scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from locret import reference
+from locret.eviction import select_kept
+
+
+@pytest.mark.parametrize("length", [7, 8, 63])  # below, at, above the budget
+def test_protected_slots_stay_when_all_scores_tie(length: int) -> None:
+    scores_BKS = torch.zeros(1, 2, length)
+    protected_S = torch.arange(length) < 4
+    kept_BKC = select_kept(scores_BKS, 8, protected_S)
+    assert kept_BKC.shape == (1, 2, min(8, length))
+    assert (kept_BKC[..., :4] == torch.arange(4)).all()
+
+
+def test_ties_go_to_the_newer_slot() -> None:
+    kept = select_kept(torch.tensor([[[1.0, 0.0, 1.0, 1.0, -0.0]]]), 2)
+    assert kept.tolist() == [[[2, 3]]]
+    assert select_kept(torch.tensor([[[0.0, -0.0, 0.0]]]), 1).tolist() == [[[2]]]
+
+
+def test_protection_beats_infinite_scores_and_nan_loses_to_everything() -> None:
+    scores = torch.tensor([[[torch.inf, torch.nan, -torch.inf, -5.0]]])
+    protected = torch.tensor([False, False, True, False])
+    assert select_kept(scores, 1, protected).tolist() == [[[2]]]
+    assert select_kept(scores, 3, protected).tolist() == [[[0, 2, 3]]]
+
+
+FLOATS = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(FLOATS, min_size=1, max_size=40), st.integers(1, 45), st.integers(0, 40))
+def test_any_scores_give_the_oracles_choice(scores: list[float], budget: int, protected: int) -> None:
+    newest = set(range(len(scores) - min(protected, len(scores)), len(scores)))
+    mask = torch.tensor([slot in newest for slot in range(len(scores))])
+    kept = select_kept(torch.tensor(scores)[None, None], budget, mask if protected else None)
+    assert kept[0, 0].tolist() == reference.select_kept(scores, budget, newest if protected else set())
+
+
+def test_heads_and_rows_choose_on_their_own() -> None:
+    scores = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    kept = select_kept(scores, 13)
+    for row in range(3):
+        for head in range(4):
+            assert kept[row, head].tolist() == reference.select_kept(scores[row, head].tolist(), 13, set())
+
+
+def test_bfloat16_scores_are_compared_with_the_same_tie_rule() -> None:
+    scores = torch.tensor([1.0, 1.001, 1.0, 0.5]).bfloat16()  # the first three round to the same number
+    assert select_kept(scores[None, None], 2).tolist() == [[[1, 2]]]
