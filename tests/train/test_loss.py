@@ -1,0 +1,61 @@
+"""The loss equals the original implementation's and the oracle's, and its two parts scale as they should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from training_cases import CASES, golden
+
+from locret import reference
+from locret.train.loss import retention_loss, top_overlap
+
+
+@pytest.mark.parametrize(("case", "labels"), CASES)
+def test_losses_and_overlap_are_those_of_the_original(case: str, labels: str) -> None:
+    g = golden(case, labels)
+    scores, targets = g.outputs["full.scores"].transpose(1, 2), g.outputs[f"labels.{labels}"]
+    total, regression, smoothness = retention_loss(scores, targets, alpha=g.loss["alpha"])
+    assert regression.item() == pytest.approx(g.loss["regression"], abs=1e-4)
+    assert smoothness.item() == pytest.approx(g.loss["smoothness_sum_over_layers"], abs=1e-3)
+    assert total.item() == pytest.approx(g.loss["total"], abs=1e-4)
+    assert top_overlap(scores, targets).mean().item() == pytest.approx(g.loss["top10_overlap"], abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 2, 7), (2, 4, 31)])
+def test_losses_are_those_of_the_oracle(shape: tuple[int, int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores, labels = (torch.randn(shape, generator=generator) * 2 for _ in range(2))
+    expected = reference.loss(scores, labels, 0.3)
+    assert [value.item() for value in retention_loss(scores, labels, 0.3)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_one_layer_may_come_without_a_layer_dimension() -> None:
+    scores, labels = torch.randn(2, 5), torch.randn(2, 5)
+    assert retention_loss(scores, labels) == retention_loss(scores[None], labels[None])
+    assert torch.equal(top_overlap(scores, labels), top_overlap(scores[None], labels[None]))
+
+
+def test_one_token_has_no_neighbours_and_a_finite_loss() -> None:
+    total, regression, smoothness = retention_loss(torch.full((2, 2, 1), 3.0), torch.zeros(2, 2, 1))
+    assert (total.item(), regression.item(), smoothness.item()) == (2.5, 2.5, 0.0)
+
+
+def test_twice_the_layers_double_the_smoothness_and_leave_the_regression() -> None:
+    scores, labels = torch.randn(2, 3, 9), torch.randn(2, 3, 9)
+    _, regression, smoothness = retention_loss(scores, labels)
+    _, regression_twice, smoothness_twice = retention_loss(torch.cat([scores, scores]), torch.cat([labels, labels]))
+    assert regression_twice.item() == pytest.approx(regression.item(), rel=1e-6)
+    assert smoothness_twice.item() == pytest.approx(2 * smoothness.item(), rel=1e-6)
+
+
+def test_overlap_counts_the_best_tenth_of_each_head() -> None:
+    labels = torch.arange(20.0).expand(2, 1, 20)  # best: 18 and 19
+    scores = labels.clone()
+    scores[1, 0, 19] = -1.0  # best of the second layer: 17 and 18
+    assert top_overlap(scores, labels).tolist() == [1.0, 0.5]
+    assert top_overlap(scores[..., :3], labels[..., :3]).tolist() == [1.0, 1.0]  # at least one
+
+
+def test_shapes_that_differ_are_refused_with_both() -> None:
+    with pytest.raises(ValueError, match=r"scores have shape \(2, 3, 4\) and labels \(2, 3, 5\)"):
+        retention_loss(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5))

@@ -1,0 +1,187 @@
+"""What a retaining head learns to predict: how strongly the answer will look at each prompt token.
+
+Paper:    Locret, arXiv 2410.01805, Eq. 2: the largest attention logit that any answer token gives a prompt token, over
+          the query heads of a KV head's group. After rotary embedding and scaling, before softmax.
+Deviates: `kind="log_attention"` subtracts each query's log-sum-exp over all it sees, which makes queries comparable;
+          `include_last_prompt_token` adds the query that produces the answer's first token, which the paper's index
+          range includes and the original code leaves out.
+"""
+# K KV heads, G query heads of a group, N = K G query heads, R answer queries of a block, Q = G R, T prompt tokens,
+# S prompt and answer tokens, D head dim
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from locret.adapters import find_decoder
+from locret.heads import RetainingHeads
+from locret.instrument import Chunk, Projections, instrumented
+
+LABEL_KINDS = ("logit", "log_attention")
+_BLOCK_ELEMENTS = 2**24
+"""Most logits in memory at once: 64 MiB. More than a row's worth only saves launches."""
+
+
+class LayerObserver:
+    """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
+
+    def __init__(self, on_layer: Callable[[Chunk], None]) -> None:
+        self.attended = on_layer
+
+    def connect(self, projections: dict[int, Projections]) -> None:
+        """Need nothing: chunks carry their projections."""
+
+    def positions(self, batch: int, length: int, device: torch.device) -> Tensor | None:
+        """Number the tokens 0, 1, 2, ..."""
+        return None
+
+    def row_start(self, layer_idx: int) -> Tensor | None:
+        """Have no padding."""
+        return None
+
+    def finished(self, length: int) -> None:
+        """Need no end."""
+
+
+@torch.no_grad()
+def observe(model: nn.Module, input_ids: Tensor, on_layer: Callable[[Chunk], None]) -> None:
+    """Run the decoder once over (1, S) token ids, without cache and without the language-model head.
+
+    `on_layer` is called for each full-attention layer, in order, and may switch gradients on for its own arithmetic.
+    """
+    with instrumented(model, LayerObserver(on_layer)):
+        find_decoder(model)(input_ids=input_ids, use_cache=False)
+
+
+def answer_labels(
+    model: nn.Module,
+    prompt_ids: Tensor,
+    answer_ids: Tensor,
+    kind: str = "logit",
+    include_last_prompt_token: bool = False,
+) -> Tensor:
+    """Return the causal importance labels of a prompt, from one teacher-forced pass over prompt and answer.
+
+    Args:
+        model: The backbone, in evaluation mode.
+        prompt_ids: (1, n) or (n,).
+        answer_ids: (1, m) or (m,).
+        kind: "logit" (paper) or "log_attention", the logit minus its row's log-sum-exp.
+        include_last_prompt_token: Count the last prompt token among the answer's queries.
+
+    Returns:
+        (layers, kv_heads, n) float32 for prompt positions 0 to n - 1; dimension 0 runs over the full-attention layers.
+
+    Raises:
+        ValueError: For an unknown kind, or a prompt or answer that is empty or more than one row.
+    """
+    prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
+    check_kind(kind)
+    rows: list[Tensor] = []
+
+    def on_layer(chunk: Chunk) -> None:
+        rows.append(layer_labels(chunk, prompt_ids.shape[1], kind, include_last_prompt_token))
+
+    observe(model, torch.cat([prompt_ids, answer_ids], dim=1).to(_device(model)), on_layer)
+    return torch.stack(rows)
+
+
+def prompt_scores(model: nn.Module, heads: RetainingHeads, prompt_ids: Tensor) -> Tensor:
+    """Return the heads' scores of a prompt read in one full-attention pass, (layers, kv_heads, n) float32.
+
+    Args:
+        model: The backbone, in evaluation mode.
+        heads: Retaining heads on the same device.
+        prompt_ids: (1, n) or (n,).
+
+    Raises:
+        ValueError: If heads and backbone do not belong together, or the prompt is empty or more than one row.
+    """
+    heads.check_matches(model)
+    rows: list[Tensor] = []
+    observe(
+        model,
+        token_row(prompt_ids, "prompt_ids").to(_device(model)),
+        lambda chunk: rows.append(heads[chunk.layer_idx](chunk.features()[0]).T),
+    )
+    return torch.stack(rows)
+
+
+def layer_labels(
+    chunk: Chunk,
+    prompt: int,
+    kind: str,
+    include_last_prompt_token: bool,
+    *,
+    labelled: int | None = None,
+    block_elements: int = _BLOCK_ELEMENTS,
+) -> Tensor:
+    """Return one layer's labels, (K, T) float32, as a running maximum over blocks of answer queries.
+
+    Args:
+        chunk: The layer's tensors of prompt and answer, batch 1.
+        prompt: Number of prompt tokens.
+        kind: One of `LABEL_KINDS`.
+        include_last_prompt_token: Whether queries start one token before the answer.
+        labelled: T, the first prompt tokens to label; all if None.
+        block_elements: Most logits in memory at once, if one answer token has no more.
+    """
+    tokens, kv_heads = chunk.query.shape[2], chunk.key.shape[1]
+    labelled = prompt if labelled is None else min(labelled, prompt)
+    first = prompt - 1 if include_last_prompt_token else prompt
+    looked_at = labelled if kind == "logit" else tokens
+    rows = max(1, block_elements // (chunk.query.shape[1] * looked_at))
+    # Float32 even under autocast: labels rounded to bfloat16 tie, and the log-sum-exp is a difference of large numbers.
+    with torch.autocast(chunk.query.device.type, enabled=False):
+        keys_KDS = chunk.key[0].float().mT
+        labels_KT = keys_KDS.new_full((kv_heads, labelled), -torch.inf)
+        for start in range(first, tokens, rows):
+            queries_NRD = chunk.query[0, :, start : start + rows].float()
+            block_KT = _block_labels(queries_NRD, keys_KDS, chunk, labelled, start, kind)
+            torch.maximum(labels_KT, block_KT, out=labels_KT)
+    return labels_KT
+
+
+def _block_labels(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Chunk, labelled: int, start: int, kind: str) -> Tensor:
+    """Return (K, T): the largest label that the queries at positions start, start + 1, ... give each prompt token."""
+    kv_heads, rows = keys_KDS.shape[0], queries_NRD.shape[1]
+    end = labelled if kind == "logit" else start + rows
+    grouped_KGRD = queries_NRD.unflatten(0, (kv_heads, -1))
+    logits_KQS = (grouped_KGRD.flatten(1, 2) * chunk.scaling) @ keys_KDS[:, :, :end]
+    if chunk.softcap is not None:
+        logits_KQS = chunk.softcap * torch.tanh(logits_KQS / chunk.softcap)
+    if kind == "logit":
+        return logits_KQS.amax(dim=1)
+    # Only the block's own tokens can be in the future of some of its queries.
+    future_RR = torch.ones(rows, rows, dtype=torch.bool, device=logits_KQS.device).triu(1)
+    logits_KQS[:, :, start:].masked_fill_(future_RR.repeat(grouped_KGRD.shape[1], 1), -torch.inf)
+    return (logits_KQS[:, :, :labelled] - logits_KQS.logsumexp(dim=-1, keepdim=True)).amax(dim=1)
+
+
+def check_kind(kind: str) -> None:
+    """Refuse an unknown kind of label.
+
+    Raises:
+        ValueError: With the kinds there are.
+    """
+    if kind not in LABEL_KINDS:
+        raise ValueError(f'kind="{kind}" is no label of ours; choose one of {", ".join(LABEL_KINDS)}')
+
+
+def token_row(ids: Tensor, name: str) -> Tensor:
+    """Return token ids as (1, n).
+
+    Raises:
+        ValueError: If they are empty or more than one row.
+    """
+    row = ids[None] if ids.ndim == 1 else ids
+    if row.ndim != 2 or row.shape[0] != 1 or not row.shape[1]:
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}; give the ids of one text, (n,) or (1, n), n >= 1")
+    return row
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
