@@ -84,12 +84,12 @@ def long_factors(decoder: nn.Module) -> Iterator[None]:
         current = getattr(module, f"{prefix}inv_freq")
         extra = {"layer_type": layer_type} if layer_type else {}
         long, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, current.device, seq_len=original + 1, **extra)
-        replaced.append((prefix, getattr(module, f"{prefix}original_inv_freq"), current.clone()))
-        setattr(module, f"{prefix}original_inv_freq", long.to(current.dtype))
-        getattr(module, f"{prefix}inv_freq").copy_(long)
+        # Both names may be one tensor (transformers 5.17 makes them so), hence copies, and nothing written in place.
+        for name in (f"{prefix}original_inv_freq", f"{prefix}inv_freq"):
+            replaced.append((name, getattr(module, name).clone()))
+            setattr(module, name, long.to(current.dtype).clone())
     try:
         yield
     finally:
-        for prefix, original_inv_freq, inv_freq in replaced:
-            setattr(module, f"{prefix}original_inv_freq", original_inv_freq)
-            getattr(module, f"{prefix}inv_freq").copy_(inv_freq)
+        for name, tensor in replaced:
+            setattr(module, name, tensor)
