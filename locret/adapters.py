@@ -46,7 +46,7 @@ def describe(model_or_config: Any) -> Backbone:
     """Describe a backbone from its config; given a model, also check that its modules are where they should be.
 
     Raises:
-        ValueError: For encoder-decoder, state-space and latent-attention models, or where no layer has full attention.
+        ValueError: For encoder-decoder, state-space and latent-attention models.
     """
     if isinstance(model_or_config, nn.Module):
         backbone = _describe_config(unwrap(model_or_config).config)
@@ -55,26 +55,26 @@ def describe(model_or_config: Any) -> Backbone:
     return _describe_config(model_or_config)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: Any) -> Any:
     """Return the transformers model inside a PEFT wrapper (its adapters stay active), or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, no-any-return]
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def find_decoder(model: nn.Module) -> nn.Module:
+def find_decoder(model: nn.Module) -> Any:
     """Return the stack of decoder layers, which owns `layers` and `rotary_emb`.
 
     Raises:
         ValueError: If there is none.
     """
     base = unwrap(model)
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else getattr(base, "model", base)  # type: ignore[operator]
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else getattr(base, "model", base)
     for name in ("layers", "rotary_emb"):
         if not hasattr(decoder, name):
             raise ValueError(
                 f"{type(base).__name__} has no decoder with '{name}', so its cache cannot be bounded; "
                 "use a decoder-only model with rotary positions (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2, Gemma-3)"
             )
-    return decoder  # type: ignore[return-value]
+    return decoder
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -83,11 +83,11 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: If a layer has no q_proj, k_proj, v_proj and no fused qkv_proj; the message names what was found.
     """
-    return [_attention_of(layer, index, model) for index, layer in enumerate(find_decoder(model).layers)]  # type: ignore[arg-type]
+    return [_attention_of(layer, index, model) for index, layer in enumerate(find_decoder(model).layers)]
 
 
 def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
-    for _, module in layer.named_modules():
+    for module in layer.modules():
         if hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE):
             return module
     found = sorted(name for name, _ in layer.named_children())
@@ -119,17 +119,12 @@ def _describe_config(config: Any) -> Backbone:
             f"{', '.join(SEPARATE)} or {FUSED} in every layer: use a transformer with rotary positions"
         )
     num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
-    max_positions = text.max_position_embeddings
+    max_positions = _first(text, "max_position_embeddings")
     if kinds is None:
         kinds = ["sliding_attention" if window else "full_attention"] * num_layers
     # A window as long as the context (Phi-3-mini-128K: 262,144) never slides, so such layers count as full attention.
     slides = window is not None and window < max_positions
     layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "full_attention" or not slides)
-    if not layers:
-        raise ValueError(
-            f"every layer of this {model_type} backbone slides over {window} tokens, so its cache is bounded already; "
-            "looked for layers with full attention"
-        )
     return Backbone(
         model_type=model_type,
         num_layers=num_layers,
@@ -137,8 +132,18 @@ def _describe_config(config: Any) -> Backbone:
         num_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        hidden_act=getattr(text, "hidden_act", None) or text.hidden_activation,
-        initializer_range=text.initializer_range,
+        hidden_act=_first(text, "hidden_act", "hidden_activation"),
+        initializer_range=_first(text, "initializer_range"),
         max_positions=max_positions,
         window=window if len(layers) < num_layers else None,
+    )
+
+
+def _first(config: Any, *names: str) -> Any:
+    for name in names:
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    raise ValueError(
+        f"{getattr(config, 'model_type', 'this model')} has no {' or '.join(names)} in its config; "
+        "use a decoder-only model with rotary positions (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2, Gemma-3)"
     )

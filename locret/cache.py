@@ -158,13 +158,15 @@ class RetentionCache(Cache):
 
     def row_start(self, layer_idx: int) -> Tensor | None:
         """Return (B,) the first filled slot of each row, where rows differ."""
-        return self.layers[layer_idx].row_start  # type: ignore[no-any-return]
+        start: Tensor | None = self.layers[layer_idx].row_start
+        return start
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Add the units of L new tokens to a layer; called by the backbone's attention. See `transformers.Cache`."""
-        layer, policy = self.layers[layer_idx], self.policy
+        layer: RetentionLayer | SlidingLayer = self.layers[layer_idx]
+        policy = self.policy
         if isinstance(layer, SlidingLayer):
             return layer.update(key_states, value_states)
         if layer_idx not in self._projections or self._unit_positions is None:
@@ -245,7 +247,8 @@ class RetentionCache(Cache):
         return CacheMemory(self._plan(), self._bytes(), max(self._peak, self._bytes()), units)
 
     def _bytes(self) -> int:
-        return self._workspace.nbytes + sum(layer.nbytes for layer in self.layers)
+        held: int = sum(layer.nbytes for layer in self.layers)
+        return self._workspace.nbytes + held
 
     def _plan(self) -> int:
         parameter = next(self.model.parameters())

@@ -34,11 +34,11 @@ def parse_options(
         SystemExit: With code 2 for an unknown flag, an unknown YAML key or a value of the wrong type.
         ValueError: Where a dataclass refuses its values.
     """
-    from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
+    from jsonargparse import ArgumentParser, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(prog=prog, description=description)
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML recipe; flags after it override it")
+    parser.add_argument("--config", action="config", help="YAML recipe; flags after it override it")
     for cls in option_classes:
         parser.add_class_arguments(cls)
     switches = {"--" + f.name for cls in option_classes for f in fields(cls) if f.type in (bool, "bool")}

@@ -42,33 +42,36 @@ def generate(
         ValueError: If the cache has read more than `input_ids`, or there is nothing to go on from.
     """
     base = unwrap(model)
-    config = options.get("generation_config") or base.generation_config  # type: ignore[union-attr]
+    config = options.get("generation_config") or base.generation_config
     new_tokens = options.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0
     copies = max(
         options.get(name) or getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences")
     )
     if isinstance(input_ids, Tensor):
-        input_ids = (input_ids[None] if input_ids.ndim == 1 else input_ids).to(base.device)  # type: ignore[arg-type]
+        input_ids = (input_ids[None] if input_ids.ndim == 1 else input_ids).to(base.device)
         _read_rest(model, input_ids, cache, attention_mask, new_tokens, progress, hold_last=copies == 1)
     elif input_ids is not None:
         read_prompt(model, input_ids, cache, new_tokens=new_tokens, progress=progress)
     if copies > 1:
         cache = cache.copy()
         cache.batch_repeat_interleave(copies)
-    full = isinstance(input_ids, Tensor)
-    target = input_ids.shape[1] - 1 if isinstance(input_ids, Tensor) else cache.seen - 1
-    if cache.seen > target:
-        if cache.last_tokens is None:
+    last_tokens, full = cache.last_tokens, isinstance(input_ids, Tensor)
+    if not isinstance(input_ids, Tensor) or cache.seen == input_ids.shape[1]:
+        if last_tokens is None:
             raise ValueError("there is no prompt to go on from; give input_ids, or call prefill first")
         cache.take_back()
     cache.reserve(0, new_tokens + 1)
-    tokens = input_ids if isinstance(input_ids, Tensor) else cache.last_tokens[::copies]  # type: ignore[index]
+    if isinstance(input_ids, Tensor):
+        tokens = input_ids
+    else:
+        assert last_tokens is not None
+        tokens = last_tokens[::copies]
     # transformers slices off what the cache has seen if the mask is as long as the ids; a mask of another length says
     # that only the new token is given.
     width = tokens.shape[1] if full else tokens.shape[1] + 1
-    mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=base.device)  # type: ignore[arg-type]
+    mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=base.device)
     with instrumented(model, cache):
-        ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)  # type: ignore[operator]
+        ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
     sequences = ids if isinstance(ids, Tensor) else ids.sequences
     return ids if full else sequences[:, 1:]
 

@@ -68,7 +68,7 @@ class Projections:
         """Return the un-rotated keys, (B, K, L, D)."""
         heads, kv_heads, dim = self.backbone.num_heads, self.backbone.num_kv_heads, self.backbone.head_dim
         flat = self.parts["k"] if "k" in self.parts else self.parts[FUSED][..., heads * dim : (heads + kv_heads) * dim]
-        return flat.unflatten(-1, (kv_heads, dim)).transpose(1, 2)
+        return flat.reshape(*flat.shape[:-1], kv_heads, dim).transpose(1, 2)
 
     def clear(self) -> None:
         """Free the tensors once the layer is done."""
@@ -118,7 +118,7 @@ def instrumented(model: nn.Module, observer: Observer) -> Iterator[None]:
     modules, memo = attention_modules(model), MaskMemo()
     if any(module in _ACTIVE for module in modules):
         raise ValueError("this model is being read by another cache; finish that prefill or generate call first")
-    implementation = base.config._attn_implementation  # type: ignore[union-attr]
+    implementation = base.config._attn_implementation
     with ExitStack() as stack:
         for index, module in enumerate(modules):
             layer = _Layer(index, index in backbone.layers, observer, Projections(backbone), memo)
@@ -132,8 +132,8 @@ def instrumented(model: nn.Module, observer: Observer) -> Iterator[None]:
         after = decoder.register_forward_hook(_finish(observer), with_kwargs=True)
         stack.callback(before.remove)
         stack.callback(after.remove)
-        base.set_attn_implementation(NAME)  # type: ignore[operator]
-        stack.callback(base.set_attn_implementation, implementation)  # type: ignore[arg-type]
+        base.set_attn_implementation(NAME)
+        stack.callback(base.set_attn_implementation, implementation)
         stack.enter_context(long_factors(decoder))
         yield
 

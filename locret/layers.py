@@ -44,12 +44,14 @@ class RetentionLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
+    scores: Tensor
+    positions: Tensor
 
     def __init__(self, rotary: Rotary, workspace: Workspace, compact: bool) -> None:
         super().__init__()
         self.rotary, self.workspace, self.compact = rotary, workspace, compact
-        self.scores: Tensor | None = None
-        self.positions: Tensor | None = None
         self.row_start: Tensor | None = None
         self.fill = self.capacity = 0
         self.rotated = False
@@ -84,7 +86,9 @@ class RetentionLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return sum(t.nbytes for t in (self.keys, self.values, self.scores, self.positions) if t is not None)
+        if not self.is_initialized:
+            return 0
+        return sum(t.nbytes for t in (self.keys, self.values, self.scores, self.positions))
 
     # -- reading and decoding ---------------------------------------------------------------------------------------
 
@@ -109,7 +113,7 @@ class RetentionLayer(CacheLayerMixin):
             self.reserve(max(end, self.capacity + _GROWTH))
         span = slice(self.fill, end)
         self.values[:, :, span] = value_states
-        self.positions[:, :, span] = positions  # type: ignore[index]
+        self.positions[:, :, span] = positions
         keys = self.keys[:, :, :end]
         if raw_keys is None:
             self.keys[:, :, span] = key_states
@@ -126,7 +130,7 @@ class RetentionLayer(CacheLayerMixin):
 
     def set_scores(self, scores_BKL: Tensor) -> None:
         """Store the scores of the newest L units."""
-        self.scores[:, :, self.fill - scores_BKL.shape[-1] : self.fill] = scores_BKL  # type: ignore[index]
+        self.scores[:, :, self.fill - scores_BKL.shape[-1] : self.fill] = scores_BKL
 
     def evict(self, budget: int, protected: int) -> None:
         """Keep the `budget` best units of each KV head, and the newest `protected` ones whatever their score."""
@@ -135,11 +139,11 @@ class RetentionLayer(CacheLayerMixin):
         newest = None
         if protected:
             newest = torch.arange(self.fill, device=self.keys.device) >= self.fill - protected
-        kept = select_kept(self.scores[:, :, : self.fill], budget, newest)  # type: ignore[index]
+        kept = select_kept(self.scores[:, :, : self.fill], budget, newest)
         if self.rotated:
             self._turn_forward(kept)
         for buffer in (self.keys, self.values, self.scores, self.positions):
-            self._gather(buffer, kept)  # type: ignore[arg-type]
+            self._gather(buffer, kept)
         if self.row_start is not None:
             self.row_start = (self.row_start - (self.fill - budget)).clamp_min(0)
         self.fill = budget
@@ -193,10 +197,11 @@ class RetentionLayer(CacheLayerMixin):
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
-        for name in ("keys", "values", "scores", "positions", "row_start"):
+        for name in ("keys", "values", "scores", "positions"):
             tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+            setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+        if self.row_start is not None:
+            self.row_start = self.row_start.index_select(0, rows.to(self.row_start.device))
 
     # -- the contract of transformers -------------------------------------------------------------------------------
 
@@ -225,6 +230,9 @@ class RetentionLayer(CacheLayerMixin):
 
 class SlidingLayer(DynamicSlidingWindowLayer):
     """A sliding-window layer's own cache, one token longer than usual so that the newest token can be taken back."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window + 1)
@@ -269,5 +277,6 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     @property
     def nbytes(self) -> int:
         """Bytes held; the states are views of the last forward's tensors, so their storage counts."""
-        tensors = (self.keys, self.values)
-        return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+        if not self.is_initialized:
+            return 0
+        return sum(t.untyped_storage().nbytes() for t in (self.keys, self.values))

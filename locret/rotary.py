@@ -19,7 +19,7 @@ FULL_ATTENTION = "full_attention"
 class Rotary:
     """Cosines and sines of a backbone's full-attention layers, remembered for the positions asked for last."""
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, decoder: Any) -> None:
         self._module: Any = decoder.rotary_emb
         self._by_type = "layer_type" in inspect.signature(self._module.forward).parameters
         self._key: tuple[object, ...] = ()

@@ -50,7 +50,8 @@ def join_rows(cache: RetentionCache, rows: list[RetentionCache], new_tokens: int
     following = torch.tensor([row._next_position for row in rows], device=device)
     cache.seen, cache._next_position = int(seen.max()), int(following.max())
     cache.pad, cache._shift = cache.seen - seen, cache._next_position - following
-    cache.last_tokens = torch.cat([row.last_tokens for row in rows]) if rows[0].last_tokens is not None else None
+    last_tokens = [row.last_tokens for row in rows if row.last_tokens is not None]
+    cache.last_tokens = torch.cat(last_tokens) if last_tokens else None
     for index, layer in enumerate(cache.layers):
         parts = [row.layers[index] for row in rows]
         if isinstance(layer, SlidingLayer):

@@ -1,0 +1,34 @@
+# `make demo` and `make test` do all the set-up on a fresh machine; the environment is made once and reused.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint types check clean
+
+demo: $(VENV)/installed
+	$(BIN)/python -m locret.infer.demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy wants the packages where imports find them, so it reads a tree laid out like the wheel.
+types: $(VENV)/installed
+	rm -rf build/types && mkdir -p build/types
+	cp -r locret build/types/locret
+	cp -r train infer data build/types/locret/
+	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --strict --allow-subclassing-any --exclude 'locret/(train|infer|data)/' locret
+	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --check-untyped-defs -p locret.train -p locret.infer -p locret.data
+
+check: lint types test
+
+$(VENV)/installed: setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs
