@@ -122,7 +122,8 @@ def as_float32(weight: Tensor, name: str, where: str) -> Tensor:
     """
     if not weight.is_floating_point() or not bool(weight.isfinite().all()):
         raise ValueError(f"{name} in {where} holds values that are not finite numbers; train the heads again")
-    return weight.to(torch.float32, copy=True).contiguous()
+    with torch.inference_mode(False):  # a tensor made under inference mode could never be trained
+        return weight.to(torch.float32, copy=True).contiguous()
 
 
 def write(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor]) -> None:
@@ -137,8 +138,9 @@ def write(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor]) -> N
     try:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     except SafetensorError as error:  # safetensors hides the operating system's error in its text
-        code = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code)) from error
 
 
 @contextmanager
@@ -153,10 +155,10 @@ def replacing(target: Path) -> Iterator[Path]:
         OSError: If it cannot be written; the message names it.
     """
     target = Path(os.path.abspath(target))
-    _refuse_foreign(target)
     # Beside the files to be replaced, since a rename cannot cross file systems and a mounted folder is one of its own.
-    staging = (target if target.exists() else target.parent) / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
+    staging = (target if os.path.exists(target) else target.parent) / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
+        _refuse_foreign(target)
         staging.mkdir(parents=True)
         yield staging
         for file in staging.iterdir():

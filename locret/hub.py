@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from huggingface_hub import constants, errors
+from huggingface_hub import constants, errors, get_token
 
 
 @contextmanager
@@ -70,7 +70,9 @@ def _refusal(error: Exception, action: str, repo: str) -> Exception:
     status = response.status_code
     if isinstance(error, errors.RevisionNotFoundError):
         return ValueError(f"cannot {action} {repo}: that revision does not exist on the Hub at {where}; check the name")
-    if status == 404 or (action == "load" and isinstance(error, errors.RepositoryNotFoundError)):
+    # Without a token the Hub answers 401 for what is private and for what does not exist alike.
+    unseen = isinstance(error, errors.RepositoryNotFoundError) or (status == 401 and get_token() is None)
+    if status == 404 or (action == "load" and unseen):
         return ValueError(
             f"cannot {action} {repo}: it is neither a folder here nor a repository that you can see on the Hub "
             f"at {where} ({status}); check the name, or set HF_TOKEN if it is private"

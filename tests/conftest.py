@@ -1,0 +1,75 @@
+"""What all tests share: one thread, no network, reference numbers, a small random backbone, a Hub on the loopback."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Set before huggingface_hub is imported: a test that forgets its stand-in must fail, not download.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from hub_server import WRITE_TOKEN, HubServer
+
+TESTS = Path(__file__).resolve().parent
+GOLDEN = TESTS / "golden"
+CASES = ("A_llama_gqa", "B_llama_mha", "C_phi3_mha")
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(params=CASES)
+def golden_case(request: pytest.FixtureRequest) -> Path:
+    """Return the folder of each reference case in turn."""
+    return GOLDEN / request.param
+
+
+@pytest.fixture
+def shared() -> Path:
+    """Return the folder of larger reference data beside the repository; skip where there is none."""
+    folder = TESTS.parent.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("the folder 'shared' with reference data is not beside the repository")
+    return folder
+
+
+@pytest.fixture
+def tiny_llama() -> Any:
+    """Return a random Llama: 2 layers, 4 query and 2 KV heads of 8, vocabulary 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    """Start a Hub on the loopback and point the huggingface_hub of this process at it."""
+    from huggingface_hub import constants
+
+    with HubServer() as server:
+        # The client builds these when it is imported, so the environment alone would come too late.
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        yield server

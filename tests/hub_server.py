@@ -1,0 +1,291 @@
+"""A Hugging Face Hub on the loopback interface, for the real huggingface_hub client.
+
+It speaks what the client uses to publish and to load a model: creating repositories and branches, the check of the
+card's YAML, preupload, the LFS batch protocol with its upload and verification, commits and pull requests, repository
+info and file lists, and downloads with redirects for large files. Not the Xet protocol: HF_HUB_DISABLE_XET, or the
+absence of hf_xet, makes the client use LFS.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import yaml
+
+WRITE_TOKEN, READ_TOKEN = "hf_loopback_write", "hf_loopback_read"
+LFS_SUFFIXES = (".safetensors", ".bin")
+
+
+@dataclass
+class Repo:
+    """One repository: each branch points at a commit, a commit is a dict of files."""
+
+    private: bool = False
+    branches: dict[str, str] = field(default_factory=lambda: {"main": "0" * 40})
+    commits: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"0" * 40: {}})
+    messages: list[str] = field(default_factory=list)
+
+    def resolve(self, revision: str) -> str | None:
+        """Return the commit of a branch, or the commit itself."""
+        return self.branches.get(revision) or (revision if revision in self.commits else None)
+
+    def files(self, revision: str = "main") -> dict[str, bytes]:
+        """Return the files at a revision."""
+        return self.commits[self.resolve(revision) or ""]
+
+
+class HubServer:
+    """The server; use as a context manager. `repos`, `blobs` and `requests` are there to be looked at."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.requests: list[tuple[str, str]] = []
+        self.broken_with: int | None = None
+        """If set, every request is answered with this status."""
+        handler = type("Handler", (_Handler,), {"hub": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        # Another host name, as on the Hub: the client keeps its token to itself there.
+        self.storage_url = self.url.replace("127.0.0.1", "localhost")
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
+
+    def __enter__(self) -> HubServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def environment(self, token: str | None = WRITE_TOKEN) -> dict[str, str]:
+        """Return the variables that point a child process at this server."""
+        # An empty HF_TOKEN counts as none; the child must not find one in the home folder either.
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_TOKEN": token or "",
+            "HF_TOKEN_PATH": "/nonexistent/token",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "NO_PROXY": "127.0.0.1,localhost",
+        }
+
+
+class Refused(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, message: str, code: str = "") -> None:
+        self.status, self.message, self.code = status, message, code
+
+
+def git_oid(content: bytes) -> str:
+    """Return the name that git gives a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: HubServer
+    protocol_version = "HTTP/1.1"
+    routes: tuple[tuple[str, str, str], ...] = (
+        ("POST", r"/api/repos/create", "create_repo"),
+        ("POST", r"/api/validate-yaml", "validate_yaml"),
+        ("POST", r"/api/models/([^/]+/[^/]+)/branch/([^/]+)", "create_branch"),
+        ("POST", r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)", "preupload"),
+        ("POST", r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", "commit"),
+        ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", "lfs_batch"),
+        ("PUT", r"/lfs/([0-9a-f]{64})", "lfs_upload"),
+        ("POST", r"/lfs/([0-9a-f]{64})/verify", "lfs_verify"),
+        ("GET", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", "tree"),
+        ("GET", r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", "info"),
+        ("GET", r"/api/models/([^/]+/[^/]+)", "info"),
+        ("GET|HEAD", r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
+        ("GET|HEAD", r"/lfs/([0-9a-f]{64})", "blob"),
+    )
+
+    def do_GET(self) -> None:
+        """Answer any request by the first route that fits."""
+        url = urlsplit(self.path)
+        self.query = parse_qs(url.query)
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.hub.requests.append((self.command, url.path))
+        try:
+            if self.hub.broken_with:
+                raise Refused(self.hub.broken_with, "the server is being repaired")
+            for methods, pattern, action in self.routes:
+                match = re.fullmatch(pattern, url.path)
+                if match and self.command in methods.split("|"):
+                    return getattr(self, action)(*map(unquote, match.groups()))
+            raise Refused(404, f"no route for {self.command} {url.path}")
+        except Refused as refused:
+            headers = {"X-Error-Message": refused.message, **({"X-Error-Code": refused.code} if refused.code else {})}
+            self.answer({"error": refused.message}, refused.status, headers)
+
+    do_POST = do_PUT = do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        """Keep the test's output clean."""
+
+    def answer(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        """Send JSON, or bytes as they are."""
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def json_body(self) -> Any:
+        """Return the request's JSON."""
+        return json.loads(self.body)
+
+    def require(self, write: bool = True) -> None:
+        """Refuse a request without a good token."""
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if token not in (WRITE_TOKEN, READ_TOKEN):
+            raise Refused(401, "Invalid credentials in Authorization header")
+        if write and token == READ_TOKEN:
+            raise Refused(403, "You don't have the rights to write here")
+
+    def find(self, name: str, revision: str = "main") -> tuple[Repo, str]:
+        """Return a repository that the caller may read, and the commit of a revision."""
+        repo = self.hub.repos.get(name)
+        if repo is None or repo.private:
+            # Without a token the Hub does not tell whether a repository is private or missing.
+            if not self.headers.get("Authorization"):
+                raise Refused(401, "Invalid username or password.")
+            self.require(write=False)
+        if repo is None:
+            raise Refused(404, "Repository not found", "RepoNotFound")
+        commit = repo.resolve(revision)
+        if commit is None:
+            raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return repo, commit
+
+    def create_repo(self) -> None:
+        self.require()
+        wanted = self.json_body()
+        name = f"{wanted['organization']}/{wanted['name']}"
+        if name in self.hub.repos:
+            # The client reads the address from this refusal too.
+            return self.answer({"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}, 409)
+        private = wanted.get("private") or wanted.get("visibility") == "private"
+        self.hub.repos[name] = Repo(private=bool(private))
+        return self.answer({"url": f"{self.hub.url}/{name}", "name": name})
+
+    def validate_yaml(self) -> None:
+        match = re.match(r"---\n(.*?)\n---\n", self.json_body()["content"], re.DOTALL)
+        try:
+            card = yaml.safe_load(match[1]) if match else None
+        except yaml.YAMLError as error:
+            return self.answer({"errors": [{"message": f"not YAML: {error}"}], "warnings": []}, 400)
+        problems = []
+        for key in ("tags", "datasets", "metrics"):
+            if card and not all(isinstance(item, str) for item in card.get(key) or []):
+                problems.append({"message": f'"{key}" must be a list of strings'})
+        warnings = [] if card else [{"message": "empty or missing yaml metadata in repo card"}]
+        return self.answer({"errors": problems, "warnings": warnings}, 400 if problems else 200)
+
+    def create_branch(self, name: str, branch: str) -> None:
+        self.require()
+        repo, commit = self.find(name)
+        if branch in repo.branches:
+            raise Refused(409, "Reference already exists")
+        repo.branches[branch] = commit
+        self.answer({})
+
+    def preupload(self, name: str, revision: str) -> None:
+        self.require()
+        repo, commit = self.find(name, revision)
+        files = []
+        for wanted in self.json_body()["files"]:
+            path, lfs = wanted["path"], wanted["path"].endswith(LFS_SUFFIXES)
+            old = repo.commits[commit].get(path)
+            oid = None if old is None else hashlib.sha256(old).hexdigest() if lfs else git_oid(old)
+            mode = "lfs" if lfs else "regular"
+            files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self.answer({"files": files})
+
+    def lfs_batch(self, name: str) -> None:
+        self.require()
+        self.find(name)
+        objects = []
+        for wanted in self.json_body()["objects"]:
+            oid, href = wanted["oid"], f"{self.hub.url}/lfs/{wanted['oid']}"
+            actions = {"upload": {"href": href}, "verify": {"href": href + "/verify"}}
+            objects.append({**wanted, **({} if oid in self.hub.blobs else {"actions": actions})})
+        self.answer({"transfer": "basic", "objects": objects})
+
+    def lfs_upload(self, oid: str) -> None:
+        if hashlib.sha256(self.body).hexdigest() != oid:
+            raise Refused(400, "the content does not match its sha256")
+        self.hub.blobs[oid] = self.body
+        self.answer(b"")
+
+    def lfs_verify(self, oid: str) -> None:
+        if len(self.hub.blobs.get(oid, b"")) != self.json_body()["size"]:
+            raise Refused(400, "the content is not there whole")
+        self.answer({})
+
+    def commit(self, name: str, revision: str) -> None:
+        self.require()
+        repo, parent = self.find(name, revision)
+        files = dict(repo.commits[parent])
+        for line in map(json.loads, self.body.splitlines()):
+            value = line["value"]
+            if line["key"] == "header":
+                repo.messages.append(value["summary"])
+            elif line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.blobs[value["oid"]]
+            elif line["key"] == "deletedFile":
+                files.pop(value["path"], None)
+        oid = hashlib.sha1(repr((parent, sorted(files.items()), len(repo.commits))).encode()).hexdigest()
+        request = f"refs/pr/{len(repo.branches)}" if "create_pr" in self.query else None
+        repo.commits[oid] = files
+        repo.branches[request or revision] = oid
+        url = f"{self.hub.url}/{name}"
+        answer = {"success": True, "commitOid": oid, "commitUrl": f"{url}/commit/{oid}"}
+        if request:
+            answer["pullRequestUrl"] = f"{url}/discussions/{request.rsplit('/', 1)[1]}"
+        self.answer(answer)
+
+    def info(self, name: str, revision: str = "main") -> None:
+        repo, commit = self.find(name, revision)
+        siblings = [{"rfilename": path} for path in repo.commits[commit]]
+        self.answer(
+            {"id": name, "modelId": name, "sha": commit, "private": repo.private, "siblings": siblings, "tags": []}
+        )
+
+    def tree(self, name: str, revision: str) -> None:
+        repo, commit = self.find(name, revision)
+        files = repo.commits[commit].items()
+        self.answer([{"type": "file", "path": p, "size": len(c), "oid": git_oid(c)} for p, c in files])
+
+    def resolve(self, name: str, revision: str, path: str) -> None:
+        repo, commit = self.find(name, revision)
+        content = repo.commits[commit].get(path)
+        if content is None:
+            raise Refused(404, "Entry not found", "EntryNotFound")
+        headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        if not path.endswith(LFS_SUFFIXES):
+            return self.answer(content, headers={**headers, "ETag": f'"{git_oid(content)}"'})
+        oid = hashlib.sha256(content).hexdigest()  # large files live elsewhere, as on the Hub's content network
+        linked = {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(content))}
+        return self.answer(b"", 302, {**headers, **linked, "Location": f"{self.hub.storage_url}/lfs/{oid}"})
+
+    def blob(self, oid: str) -> None:
+        if self.headers.get("Authorization"):
+            raise Refused(400, "the token was sent to the storage host")
+        self.answer(self.hub.blobs[oid], headers={"ETag": f'"{oid}"'})
