@@ -1,0 +1,276 @@
+"""Reads a prompt of any length into a bounded cache, answers, and measures both."""
+
+# K KV heads, C kept units
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import TextStreamer
+
+from locret import RetentionCache, generate, prefill
+from locret.adapters import Backbone, unwrap
+from locret.data.chat import render_prompt
+from locret.data.text_stream import token_stream
+from locret.infer.options import GenerationOptions, PromptOptions
+from locret.policy import RetentionPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer, and what it took: units per KV head, bytes of the whole cache, seconds."""
+
+    answer: str
+    prompt_tokens: int
+    new_tokens: int
+    kept_units: int
+    """Units per KV head when the prompt had been read."""
+    final_units: int
+    """Units per KV head when the answer had been written (of one beam, in a beam search)."""
+    planned_cache_bytes: int
+    peak_cache_bytes: int
+    """Counted from the cache's tensors; in a beam search with the beams' copy."""
+    peak_device_bytes: int | None
+    """Weights and all else that was on the CUDA device; None elsewhere."""
+    prefill_seconds: float
+    """Tokenising included, which happens block by block in between."""
+    decode_seconds: float
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    finished: bool
+    """Whether the answer ended by itself, rather than at max_new_tokens."""
+
+
+class MeasuredCache(RetentionCache):
+    """A cache that remembers the copy a beam search works on, so that its bytes are counted too."""
+
+    beams: MeasuredCache | None = None
+
+    def copy(self) -> MeasuredCache:
+        """Return an independent copy."""
+        twin: MeasuredCache = super().copy()  # type: ignore[assignment]
+        self.beams = twin
+        return twin
+
+
+class AnswerStreamer(TextStreamer):
+    """Prints an answer as it is written, exactly as it would be decoded whole.
+
+    The base class starts afresh after every line, and tokenizers that write no space before a text's first word then
+    drop the line's first space. Here the line's end stays as context.
+    """
+
+    def put(self, value: Tensor) -> None:
+        """Receive new token ids, (1,), after the prompt's, (1, n), which are skipped."""
+        if self.next_tokens_are_prompt:
+            self.next_tokens_are_prompt = False
+            return
+        self.token_cache.extend(value.flatten().tolist())
+        text = decode(self.tokenizer, self.token_cache)
+        end = len(text) if text.endswith("\n") else max(text.rfind(" ") + 1, self.print_len)
+        self.on_finalized_text(text[self.print_len : end])
+        self.print_len = end
+        if text.endswith("\n"):
+            self.token_cache = self.token_cache[-1:]
+            self.print_len = len(decode(self.tokenizer, self.token_cache))
+
+    def end(self) -> None:
+        """Print what is left, and a line's end."""
+        text = decode(self.tokenizer, self.token_cache)
+        self.on_finalized_text(text[self.print_len :], stream_end=True)
+        self.token_cache, self.print_len, self.next_tokens_are_prompt = [], 0, True
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """Return the text of generated ids, as the model wrote it: no clean-up that would differ from word to word."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def prompt_ids(tokenizer: Any, pieces: Iterable[str], options: PromptOptions) -> Iterator[list[int]]:
+    """Tokenise a document with its question and chat template, in bounded memory.
+
+    White space around the document is dropped, as chat templates do; without a template it stays.
+
+    Args:
+        tokenizer: The backbone's.
+        pieces: The document, cut anywhere; the first piece is read at once.
+        options: Question, system message and template.
+
+    Yields:
+        Lists of token ids.
+
+    Raises:
+        ValueError: If the document is empty, or the template is missing or refuses it.
+    """
+    frame = render_prompt(tokenizer, question=options.question, system=options.system, template=options.template)
+    pieces = (piece for piece in pieces if piece) if options.template == "none" else _trimmed(pieces)
+    first = next(pieces, None)
+    if first is None:
+        name = "standard input" if options.prompt_file in (None, "-") else options.prompt_file
+        raise ValueError(f"--prompt-file: {name} is empty; give a text to read")
+    text = frame.around(chain([first], pieces))
+    return token_stream(tokenizer, text, add_special_tokens=frame.add_special_tokens)
+
+
+def _trimmed(pieces: Iterable[str]) -> Iterator[str]:
+    held, started = "", False
+    for piece in pieces:
+        piece = held + (piece if started else piece.lstrip())
+        body = piece.rstrip()
+        held = piece[len(body) :]
+        if body:
+            started = True
+            yield body
+
+
+def answer(
+    model: nn.Module,
+    tokenizer: Any,
+    ids: Iterable[list[int]],
+    cache: MeasuredCache,
+    options: GenerationOptions,
+    *,
+    attn: str = "auto",
+    stream: bool = False,
+    progress: bool = False,
+    on_read: Callable[[RetentionCache], None] | None = None,
+) -> Answer:
+    """Read a prompt and answer it.
+
+    Args:
+        model: The backbone of the cache.
+        tokenizer: The backbone's.
+        ids: Lists of token ids, never held as a whole if they are more than the cache can hold.
+        cache: An empty cache; holds prompt and answer afterwards.
+        options: How the answer is written.
+        attn: One of `locret.infer.options.ATTENTION`.
+        stream: Print the answer on standard output as it is written (a beam search prints nothing).
+        progress: Show a progress bar while reading.
+        on_read: Called with the cache when the prompt has been read, before the answer.
+
+    Returns:
+        The answer and its measurements.
+
+    Raises:
+        ValueError: For an empty prompt.
+    """
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    streamer = AnswerStreamer(tokenizer) if stream and options.num_beams == 1 else None
+    torch.manual_seed(options.seed)
+    warn = _PositionWarning(cache.backbone, cache.policy)
+    with _kernels(attn):
+        start = _now(device)
+        prompt = _as_tensor_if_short(ids, cache.policy.prefill_units)
+        prefill(model, prompt, cache, new_tokens=options.max_new_tokens, progress=progress, on_chunk=warn)
+        warn(cache)
+        read, kept = _now(device), cache.memory().units
+        prompt_tokens = cache.seen
+        if on_read is not None:
+            on_read(cache)
+        begin = _now(device)
+        new = generate(
+            model, cache=cache, tokenizer=tokenizer, streamer=streamer, **_generation(options, model, tokenizer)
+        )[0].tolist()
+        done = _now(device)
+    return Answer(
+        answer=decode(tokenizer, new),
+        prompt_tokens=prompt_tokens,
+        new_tokens=len(new),
+        kept_units=kept,
+        final_units=(cache.beams or cache).memory().units,
+        **_memory(cache),
+        peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        prefill_seconds=read - start,
+        decode_seconds=done - begin,
+        prefill_tokens_per_second=prompt_tokens / (read - start),
+        decode_tokens_per_second=len(new) / (done - begin),
+        finished=len(new) < options.max_new_tokens or new[-1] in _end_ids(model),
+    )
+
+
+class _PositionWarning:
+    """Says once, as early as it is known, that a text goes beyond the positions the backbone was trained on."""
+
+    def __init__(self, backbone: Backbone, policy: RetentionPolicy) -> None:
+        self.backbone, self.policy, self.said = backbone, policy, False
+
+    def __call__(self, cache: RetentionCache) -> None:
+        limit, true = self.backbone.max_positions, self.policy.positions == "original" or not self.backbone.uniform
+        reach = cache.seen if true else min(cache.seen, self.policy.prefill_units)
+        if self.said or reach <= limit:
+            return
+        self.said = True
+        way_out = (
+            "use --positions compact, which numbers the kept units only"
+            if self.policy.positions == "original" and self.backbone.uniform
+            else "shorten the prompt"
+            if true
+            else "lower --budget or --chunk-size"
+        )
+        warnings.warn(
+            f"rotary positions reach beyond {limit}, the longest context of this backbone, where its answers usually "
+            f"fall apart; reading goes on, but {way_out}",
+            stacklevel=2,
+        )
+
+
+def _as_tensor_if_short(ids: Iterable[list[int]], most: int) -> Tensor | Iterable[list[int]]:
+    """Take a prompt that the cache can hold as a whole, so that no more than its length is allocated."""
+    blocks, head = iter(ids), []
+    for block in blocks:
+        head.extend(block)
+        if len(head) > most:
+            return chain([head], blocks)
+    return torch.tensor([head], dtype=torch.long)
+
+
+def _generation(options: GenerationOptions, model: nn.Module, tokenizer: Any) -> dict[str, Any]:
+    # Every setting is given, neutral ones too: what is missing would be filled from the backbone's generation_config.
+    ends = _end_ids(model)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), None)
+    return {
+        "max_new_tokens": options.max_new_tokens,
+        "do_sample": options.temperature > 0,
+        "temperature": options.temperature or 1.0,
+        "top_p": options.top_p,
+        "top_k": options.top_k if options.temperature else 50,
+        "num_beams": options.num_beams,
+        "repetition_penalty": options.repetition_penalty,
+        "stop_strings": options.stop or None,
+        "pad_token_id": pad,
+    }
+
+
+def _end_ids(model: nn.Module) -> list[int]:
+    ends: Any = unwrap(model).generation_config.eos_token_id  # type: ignore[union-attr]
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _memory(cache: MeasuredCache) -> dict[str, int]:
+    own = cache.memory()
+    if cache.beams is None:
+        return {"planned_cache_bytes": own.planned, "peak_cache_bytes": own.peak}
+    copy = cache.beams.memory()
+    peak = max(own.peak, own.actual + copy.actual)
+    return {"planned_cache_bytes": own.planned + copy.planned, "peak_cache_bytes": peak}
+
+
+def _kernels(attn: str) -> AbstractContextManager[Any]:
+    return sdpa_kernel(SDPBackend.MATH) if attn == "math" else nullcontext()
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,221 @@
+"""`locret-infer`: read a prompt of any length in a fixed amount of memory, and answer it.
+
+Order matters: whatever can be refused is refused before weights are loaded, and weights before the prompt is read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from locret.cli import parse_options, print_json, run
+from locret.infer.options import (
+    GenerationOptions,
+    ModelOptions,
+    OutputOptions,
+    PolicyOptions,
+    PromptOptions,
+    ScorerOptions,
+)
+
+OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
+DESCRIPTION = "Read a prompt of any length in a fixed amount of memory, and answer it."
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options of the command, and the names that the user set."""
+
+    model: ModelOptions
+    scorer: ScorerOptions
+    policy: PolicyOptions
+    prompt: PromptOptions
+    generation: GenerationOptions
+    output: OutputOptions
+    chosen: frozenset[str]
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Read the command line and its recipe.
+
+    Raises:
+        SystemExit: With code 2 for an unknown flag, an unknown YAML key or a value of the wrong type.
+        ValueError: For values that make no sense.
+    """
+    instances, chosen = parse_options("locret-infer", DESCRIPTION, OPTION_CLASSES, argv)
+    return Options(*instances, frozenset(chosen))
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        ValueError: For anything the user must change.
+        OSError: If a Hub, a disk or a device's memory fails.
+    """
+    options = parse(argv)
+    with _warnings_as_lines(options.output.quiet):
+        _execute(options)
+    return 0
+
+
+def _execute(options: Options) -> None:
+    """Do what the options say."""
+    from locret.infer import loading
+
+    if options.output.picture:
+        _check_picture(options.output.picture)
+    pieces = None if options.output.dry_run else _document(options.prompt)
+    config = loading.load_config(options.model)
+    device = loading.resolve_device(options.model.device)
+    dtype = loading.resolve_dtype(options.model.dtype, config, device)
+    scorer, recommended = loading.load_scorer(options.scorer, config)
+    policy = loading.resolve_policy(options.policy, options.chosen, recommended)
+    setup: dict[str, Any] = {
+        "model": options.model.model,
+        "scorer": options.scorer.heads or options.scorer.scorer,
+        "policy": policy.to_dict(),
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": _versions(),
+    }
+    if pieces is None:
+        generation = options.generation
+        planned = loading.planned_bytes(
+            options.model, config, dtype, scorer, policy, generation.max_new_tokens, generation.num_beams
+        )
+        print_json({"planned_cache_bytes": planned, **setup, "options": _resolved(options)})
+        return
+    tokenizer = loading.load_tokenizer(options.model)
+    record = _answer(options, tokenizer, pieces, (config, device, dtype), scorer, policy)
+    if options.output.json:
+        print_json({**record, **setup})
+    elif not options.output.quiet:
+        sys.stderr.write(_summary(record))
+
+
+def _answer(
+    options: Options, tokenizer: Any, pieces: Iterator[str], where: tuple[Any, Any, Any], scorer: Any, policy: Any
+) -> dict[str, Any]:
+    """Load the backbone, read, answer, print the answer unless JSON is wanted; return the measurements."""
+    import torch
+
+    from locret.infer import answer, loading
+
+    output = options.output
+    ids = answer.prompt_ids(tokenizer, pieces, options.prompt)
+    stream = not output.json and options.generation.num_beams == 1
+    try:
+        model = loading.load_model(options.model, *where)
+        cache = answer.MeasuredCache(model, scorer, policy)
+        result = answer.answer(
+            model,
+            tokenizer,
+            ids,
+            cache,
+            options.generation,
+            attn=options.model.attn,
+            stream=stream,
+            progress=not output.quiet and sys.stderr.isatty(),
+            on_read=_painter(output.picture, options.scorer),
+        )
+    except torch.OutOfMemoryError as error:
+        raise OSError(
+            f"{where[1]} is out of memory; lower --budget or --chunk-size (--dry-run prints the cache's bytes), "
+            "or take a smaller --dtype"
+        ) from error
+    if not output.json and not stream:
+        print(result.answer)
+    return asdict(result)
+
+
+def _document(options: PromptOptions) -> Iterator[str]:
+    from locret.data.text_stream import read_text
+
+    name = options.prompt_file
+    if name is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("there is nothing to read; give a text with --prompt-file, or pipe one in")
+        name = "-"
+    return read_text(name)
+
+
+def _check_picture(path: str) -> None:
+    from locret.infer import pictures
+
+    pictures.require_matplotlib("--picture")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ValueError(f"--picture {path}: there is no folder {folder}; make it first")
+
+
+def _painter(path: str | None, scorer: ScorerOptions) -> Any:
+    """Return what draws the cache once the prompt has been read; None if no picture is wanted."""
+    if path is None:
+        return None
+
+    def paint(cache: Any) -> None:
+        from locret.infer import pictures
+
+        name = scorer.heads or scorer.scorer
+        title = f"{name}, budget {cache.policy.budget:,}"
+        pictures.retention_map([pictures.retention_of(cache, title)], path)
+
+    return paint
+
+
+def _summary(record: dict[str, Any]) -> str:
+    return (
+        f"read {record['prompt_tokens']:,} tokens at {record['prefill_tokens_per_second']:,.0f}/s, kept "
+        f"{record['kept_units']:,} units per KV head; wrote {record['new_tokens']:,} tokens at "
+        f"{record['decode_tokens_per_second']:,.0f}/s; cache {record['peak_cache_bytes'] / 2**20:,.1f} MiB at most"
+        f"{'' if record['finished'] else '; cut off at --max-new-tokens'}\n"
+    )
+
+
+def _resolved(options: Options) -> dict[str, Any]:
+    parts = (options.model, options.scorer, options.prompt, options.generation)
+    return {name: value for part in parts for name, value in asdict(part).items()}
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    from locret import __version__
+
+    return {"locret": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+@contextmanager
+def _warnings_as_lines(quiet: bool) -> Iterator[None]:
+    """Show each warning as one line on standard error, or none; hide transformers' bars where nobody watches."""
+    from transformers.utils import logging
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        sys.stderr.write(f"locret-infer: warning: {message}\n")
+
+    if quiet or not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    if quiet:
+        logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.showwarning = show  # type: ignore[assignment]
+        warnings.simplefilter("ignore" if quiet else "default")
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+        yield
+
+
+def main() -> None:
+    """Entry point of `locret-infer`."""
+    run(command)
+
+
+if __name__ == "__main__":
+    main()

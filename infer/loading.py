@@ -1,0 +1,208 @@
+"""From options to a backbone, its tokenizer and what decides which units stay; every failure is one sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, hub, scorers
+from locret.adapters import describe
+from locret.infer.options import ModelOptions, ScorerOptions
+from locret.scorers import Scorer
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that `--device` means on this machine.
+
+    Raises:
+        ValueError: For a name that is unknown, or a device that PyTorch does not see.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if _has_mps() else "cpu")
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+        raise ValueError(f"--device {name} is unknown; choose auto, cpu, cuda, cuda:N or mps")
+    device = torch.device(name)
+    count = {"cpu": 1, "mps": int(_has_mps()), "cuda": torch.cuda.device_count()}[device.type]
+    if (device.index or 0) >= count:
+        raise ValueError(f"--device {name}: PyTorch sees {count} {device.type} devices here; use --device auto")
+    return device
+
+
+def _has_mps() -> bool:
+    return torch.backends.mps.is_available()
+
+
+def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    """Return the dtype that `--dtype` means for a backbone on a device.
+
+    On the CPU `auto` is float32: the half precisions are slow or missing in most CPUs, and all CPUs then agree.
+    """
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cpu":
+        return torch.float32
+    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return own if isinstance(own, torch.dtype) else torch.float32
+
+
+def load_config(options: ModelOptions) -> Any:
+    """Read the backbone's config and refuse an architecture that cannot work, before any weights are touched.
+
+    Raises:
+        ValueError: For a folder without a config, a repository that is not there, or an unsupported architecture.
+        OSError: If the Hub refuses or cannot be reached.
+    """
+    from transformers import AutoConfig
+
+    name = options.model
+    if os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, "config.json")):
+            raise ValueError(f"--model {name} has no config.json; give the folder of a backbone, or its Hub id")
+    elif os.path.exists(name):
+        raise ValueError(f"--model {name} is a file; give the folder of a backbone, or its Hub id")
+    elif not _HUB_ID.fullmatch(name):
+        raise ValueError(f"--model {name}: there is no such folder; give the folder of a backbone, or its Hub id")
+    else:
+        _fetch_config(name, options.revision)
+    with _one_sentence(f"--model {name} cannot be read"):
+        config = AutoConfig.from_pretrained(
+            name, revision=options.revision, trust_remote_code=options.trust_remote_code
+        )
+    describe(config)
+    return config
+
+
+def _fetch_config(name: str, revision: str | None) -> None:
+    """Download the config alone, because huggingface_hub's errors are clearer than what transformers makes of them."""
+    from huggingface_hub import errors, hf_hub_download
+
+    with hub.one_sentence("load", name):
+        try:
+            hf_hub_download(name, "config.json", revision=revision)
+        except errors.LocalEntryNotFoundError:
+            raise
+        except errors.EntryNotFoundError:
+            raise ValueError("it has no config.json, so it is no backbone; check --model") from None
+
+
+def load_tokenizer(options: ModelOptions) -> Any:
+    """Load the backbone's own tokenizer.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    from transformers import AutoTokenizer
+
+    with _one_sentence(f"--model {options.model} has no tokenizer that can be read"):
+        return AutoTokenizer.from_pretrained(
+            options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
+        )
+
+
+def load_model(options: ModelOptions, config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Load the backbone, with its adapter if there is one, in evaluation mode.
+
+    Raises:
+        ValueError: If weights are missing or broken, or the adapter does not fit.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _one_sentence(f"--model {options.model} cannot be loaded"):
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            options.model,
+            config=config,
+            revision=options.revision,
+            trust_remote_code=options.trust_remote_code,
+            dtype=dtype,
+            # Straight to the device: the host need not hold the weights.
+            device_map=None if device.type == "cpu" else {"": device},
+        )
+    if options.adapter:
+        from peft import PeftModel
+
+        with _one_sentence(f"--adapter {options.adapter} cannot be put on --model {options.model}"):
+            model = PeftModel.from_pretrained(model, options.adapter)
+    return model.eval()
+
+
+def load_scorer(options: ScorerOptions, config: Any) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
+    """Load the heads, or make the scorer; return it with the policy it recommends, which may be empty.
+
+    Raises:
+        ValueError: If the heads are missing or another backbone's, or there is no such scorer or option.
+        OSError: If the Hub refuses or cannot be reached.
+    """
+    if options.scorer:
+        return scorers.get(options.scorer, **options.scorer_options), {}
+    assert options.heads is not None
+    try:
+        heads = RetainingHeads.from_pretrained(options.heads, allow_other_base=options.allow_other_base)
+        heads.check_matches(config)
+    except ValueError as error:
+        raise ValueError(f"--heads {options.heads}: {error}") from error
+    recommended = heads.config.policy or {}
+    unknown = sorted(set(recommended) - {f.name for f in fields(RetentionPolicy)})
+    if unknown:
+        raise ValueError(
+            f"--heads {options.heads}: its config.json recommends a policy with {', '.join(unknown)}, which does not "
+            "exist; use the toolkit version that wrote it"
+        )
+    return heads, recommended
+
+
+def resolve_policy(flags: RetentionPolicy, chosen: Collection[str], recommended: dict[str, Any]) -> RetentionPolicy:
+    """Return the policy: what the user chose, else what the heads recommend, else the defaults.
+
+    Raises:
+        ValueError: If numbers are out of range or contradict each other.
+    """
+    own = {f.name: getattr(flags, f.name) for f in fields(RetentionPolicy) if f.name in chosen}
+    return RetentionPolicy(**{**recommended, **own})
+
+
+def planned_bytes(
+    options: ModelOptions,
+    config: Any,
+    dtype: torch.dtype,
+    scorer: RetainingHeads | Scorer,
+    policy: RetentionPolicy,
+    new_tokens: int,
+    num_beams: int = 1,
+) -> int:
+    """Return the bytes that the cache of a long prompt will take, from the config alone; the scorer is used up.
+
+    A beam search works on a copy of the cache with one row per beam, beside the cache itself.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    cache = RetentionCache(model, scorer, policy)
+    cache.reserve(None, new_tokens)
+    return cache.memory().planned * (1 if num_beams == 1 else 1 + num_beams)
+
+
+@contextmanager
+def _one_sentence(what: str) -> Iterator[None]:
+    """Turn the paragraphs that loaders raise into the first line that says something."""
+    from safetensors import SafetensorError
+
+    # RuntimeError: peft, when an adapter's shapes are another model's.
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = re.split(r"(?<=[a-z\])'\"])\. ", " ".join(lines[:2]))[0].rstrip(".")
+        raise ValueError(f"{what} ({reason}); check that it is whole and of the right kind") from error

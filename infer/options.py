@@ -1,0 +1,151 @@
+"""The options of `locret-infer`: one dataclass per concern, a field is a flag and a key of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from locret.data.chat import TEMPLATES
+from locret.policy import RetentionPolicy
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+ATTENTION = ("auto", "sdpa", "math")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The backbone, and where it runs."""
+
+    model: str
+    """Folder of the backbone, or its Hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of the backbone on the Hub."""
+    adapter: str | None = None
+    """LoRA adapter (PEFT) to put on the backbone: a folder or a Hub id."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the backbone."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N or mps; auto takes the first CUDA device, else mps, else cpu."""
+    dtype: str = "auto"
+    """bfloat16, float16 or float32; auto takes the backbone's own on an accelerator and float32 on the CPU."""
+    attn: str = "auto"
+    """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); math: its plain one, slow, to compare with."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("--model is empty; give the folder of a backbone, or its Hub id")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+        if self.attn == "flash_attention_2":
+            raise ValueError(
+                "--attn flash_attention_2 is not supported, with or without the extra locret[flash]: attention over a "
+                "retention cache runs on PyTorch's own kernels; use --attn auto, which is a flash kernel on CUDA"
+            )
+        if self.attn not in ATTENTION:
+            raise ValueError(f"--attn {self.attn} is unknown; choose one of {', '.join(ATTENTION)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerOptions:
+    """What decides which cache units stay: either trained heads or a training-free scorer."""
+
+    heads: str | None = None
+    """Folder of retaining heads, or their Hub id."""
+    allow_other_base: bool = False
+    """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
+    scorer: str | None = None
+    """Training-free scorer to use instead of heads."""
+    scorer_options: dict[str, Any] = field(default_factory=dict)
+    """The scorer's own options, as --scorer-options.NAME VALUE."""
+
+    def __post_init__(self) -> None:
+        if self.heads and self.scorer:
+            raise ValueError(f"--heads {self.heads} and --scorer {self.scorer} exclude each other; drop one of them")
+        if not self.heads and not self.scorer:
+            raise ValueError(
+                "nothing says which cache units stay; give trained heads with --heads, "
+                "or a training-free scorer with --scorer"
+            )
+        if self.heads and self.scorer_options:
+            raise ValueError("--scorer-options belongs to --scorer, and heads have no options; drop it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions(RetentionPolicy):
+    """How many units stay. What is not given here is what the heads recommend, else the default."""
+
+    def __post_init__(self) -> None:
+        """Check nothing yet: what the heads recommend is still missing; `loading.resolve_policy` checks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """What to read and what to ask."""
+
+    prompt_file: str | None = None
+    """Text file of any size, UTF-8; - is standard input, as is no file at all where something is piped in."""
+    question: str | None = None
+    """What to ask about the text; without it the text is the whole message."""
+    system: str | None = None
+    """System message."""
+    template: str = "chat"
+    """chat: the tokenizer's chat template; original: the one the original heads were trained on; none: plain text."""
+
+    def __post_init__(self) -> None:
+        if self.template not in TEMPLATES:
+            raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
+        if self.question is not None and not self.question.strip():
+            raise ValueError("--question is empty; leave it out if the text itself says what to do")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """How the answer is written; the backbone's own sampling settings are not used."""
+
+    max_new_tokens: int = 256
+    """Longest answer in tokens."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 always takes the likeliest token."""
+    top_p: float = 1.0
+    """When sampling, draw from the likeliest tokens that have this probability together; 1 is all."""
+    top_k: int = 0
+    """When sampling, draw from this many likeliest tokens; 0 is all."""
+    num_beams: int = 1
+    """Beams of a beam search; the cache is held once more for each of them."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens that the answer has used already; 1 does nothing."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end the answer, as --stop+=TEXT for each; the answer includes them."""
+    seed: int = 0
+    """Seed of sampling."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "num_beams"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give 1 or more")
+        if self.temperature < 0:
+            raise ValueError(f"--temperature {self.temperature} is negative; give 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p {self.top_p} is no probability; give more than 0 and at most 1")
+        if self.top_k < 0:
+            raise ValueError(f"--top-k {self.top_k} is negative; give 0 (all tokens) or more")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"--repetition-penalty {self.repetition_penalty} must be above 0; 1 does nothing")
+        if any(not text for text in self.stop):
+            raise ValueError("--stop has an empty text, which every answer contains; drop it")
+        if not self.temperature and (self.top_p < 1 or self.top_k):
+            raise ValueError("--top-p and --top-k shape sampling, which --temperature 0 turns off; set a temperature")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What comes out besides the answer."""
+
+    json: bool = False
+    """Print one JSON object with answer, memory and speed, instead of the answer as it is written."""
+    quiet: bool = False
+    """No progress, warnings or summary on standard error."""
+    dry_run: bool = False
+    """Print the resolved options and the planned cache bytes as JSON; neither weights nor prompt are read."""
+    picture: str | None = None
+    """PNG file to write: which positions of the text each layer kept. Needs locret[eval]."""

@@ -1,0 +1,179 @@
+"""Pictures of what a cache kept. matplotlib is imported only when one is drawn (extra: locret[eval])."""
+
+# K KV heads, C kept units, W columns
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locret import RetentionCache
+
+# Okabe and Ito's palette: its colours differ for every kind of colour vision.
+KEPT, NEEDLE, INK = "#0072B2", "#D55E00", "#222222"
+COLUMNS = 400
+"""Most columns of a map: one column stands for several neighbouring positions of a longer text."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What one cache held of a text when it had been read."""
+
+    title: str
+    kept: dict[int, list[Tensor]]
+    """For every full-attention layer, and in it for every KV head, the (C,) int64 original positions held."""
+    prompt_tokens: int
+
+
+def retention_of(cache: RetentionCache, title: str) -> Retention:
+    """Take down which positions a cache holds now (its first row, in a batch)."""
+    kept = {
+        layer: [head[head >= 0] for head in cache.kept_positions(layer)[0].cpu()] for layer in cache.backbone.layers
+    }
+    return Retention(title, kept, cache.seen)
+
+
+def require_matplotlib(setting: str) -> None:
+    """Make sure that pictures can be drawn.
+
+    Raises:
+        ValueError: If matplotlib is not installed; the message begins with `setting`.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"{setting} needs matplotlib; install it with `pip install 'locret[eval]'`")
+
+
+def kept_shares(retention: Retention, columns: int) -> Tensor:
+    """Return (rows, columns) float32: the share of positions kept in each stretch of the text, a row per KV head."""
+    edges = column_edges(retention.prompt_tokens, columns)
+    rows = []
+    for heads in retention.kept.values():
+        for positions_C in heads:
+            counts = torch.histogram(positions_C.to(torch.float64), edges).hist
+            rows.append(counts / edges.diff())
+    return torch.stack(rows).float()
+
+
+def column_edges(prompt_tokens: int, columns: int) -> Tensor:
+    """Return (columns + 1,) float64 integer borders between the columns; position p lies in [edge, next edge)."""
+    return torch.linspace(0, prompt_tokens, columns + 1, dtype=torch.float64).round()
+
+
+def retention_map(
+    retentions: Sequence[Retention], path: str | Path, *, needle: tuple[int, int] | None = None, heading: str = ""
+) -> None:
+    """Draw, for one cache or several that read the same text, which positions each layer and KV head kept.
+
+    Above each map a curve shows the mean share kept over the text.
+
+    Args:
+        retentions: What to draw, from top to bottom.
+        path: PNG file to write; an existing one is replaced.
+        needle: First and last position of a passage to mark.
+        heading: Title of the whole picture.
+
+    Raises:
+        ValueError: If matplotlib is not installed.
+        OSError: If the file cannot be written.
+    """
+    require_matplotlib("a picture")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Figure without pyplot: no window system is looked for, and nothing is left behind in the process.
+    heights = [size for retention in retentions for size in (1.0, _map_height(retention))]
+    figure = Figure(figsize=(10, sum(heights) + 0.75 * len(retentions) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(heights), 1, sharex=True, gridspec_kw={"height_ratios": heights})
+    columns = min(COLUMNS, max(r.prompt_tokens for r in retentions))
+    shares = [kept_shares(retention, columns) for retention in retentions]
+    top = max(float(share.mean(0).max()) for share in shares)
+    for index, (retention, share) in enumerate(zip(retentions, shares, strict=True)):
+        curve, rows = axes[2 * index], axes[2 * index + 1]
+        _draw_curve(curve, share, retention, top)
+        image = _draw_rows(rows, share, retention)
+        if needle is not None:
+            _mark(curve, rows, needle)
+    axes[-1].set_xlabel("position in the text (tokens)")
+    figure.colorbar(image, ax=list(axes), label="share of positions kept (%)", fraction=0.03, pad=0.015, shrink=0.6)
+    note = "arrows: the passage that the question asks for" if needle is not None else ""
+    if heading or note:
+        figure.suptitle("\n".join(line for line in (heading, note) if line), fontsize=11, color=INK)
+    _save(figure, Path(path))
+
+
+def _map_height(retention: Retention) -> float:
+    rows = sum(len(heads) for heads in retention.kept.values())
+    return min(6.0, max(1.2, 0.22 * rows))
+
+
+def _draw_curve(axis: Any, share: Tensor, retention: Retention, top: float) -> None:
+    edges = column_edges(retention.prompt_tokens, share.shape[1]).tolist()
+    axis.stairs((100 * share.mean(0)).tolist(), edges, fill=True, color=KEPT, alpha=0.85, linewidth=0)
+    units = max(len(positions) for heads in retention.kept.values() for positions in heads)
+    axis.set_title(
+        f"{retention.title}: {units:,} of {retention.prompt_tokens:,} positions kept per KV head",
+        fontsize=10,
+        loc="left",
+        color=INK,
+    )
+    axis.set_ylabel("kept (%)\nmean")
+    axis.set_ylim(0, 100 * top * 1.05)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_rows(axis: Any, share: Tensor, retention: Retention) -> Any:
+    heads = [len(heads) for heads in retention.kept.values()]
+    # A square root shows a single kept position of a long column, which a linear scale would leave white.
+    from matplotlib.colors import PowerNorm
+
+    image = axis.imshow(
+        100 * share.numpy(),
+        aspect="auto",
+        interpolation="nearest",
+        cmap="Blues",
+        norm=PowerNorm(0.5, 0, 100),
+        extent=(0, retention.prompt_tokens, sum(heads), 0),
+    )
+    borders = [sum(heads[:index]) for index in range(len(heads))]
+    if len(heads) <= 40:  # more lines than that would cover the map
+        for border in range(1, sum(heads)):
+            axis.axhline(border, color="#CCCCCC", linewidth=0.5)
+    for border in borders[1:]:
+        axis.axhline(border, color=INK, linewidth=1)
+    step = math.ceil(len(heads) / 12)
+    middles = [border + count / 2 for border, count in zip(borders, heads, strict=True)]
+    axis.set_yticks(middles[::step], [str(layer) for layer in list(retention.kept)[::step]])
+    axis.set_ylabel(f"layer\n({heads[0]} KV heads each)")
+    axis.tick_params(axis="y", length=0)
+    return image
+
+
+def _mark(curve: Any, rows: Any, needle: tuple[int, int]) -> None:
+    # Arrows outside the map: a line over it would hide what was kept there.
+    middle = sum(needle) / 2
+    curve.axvline(middle, color=NEEDLE, linewidth=1.2, zorder=0)
+    for height, marker in ((-0.04, "^"), (1.04, "v")):
+        rows.plot(
+            middle, height, marker, color=NEEDLE, markersize=7, transform=rows.get_xaxis_transform(), clip_on=False
+        )
+
+
+def _save(figure: Any, path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        figure.savefig(temporary, format="png", dpi=150)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(f"cannot write the picture {path}: {error.strerror or error}; choose another folder") from error
+    finally:
+        temporary.unlink(missing_ok=True)
