@@ -1,0 +1,211 @@
+"""One training row, whatever schema its data set has: chat messages before the answer, and the answer.
+
+Schemas are told apart by their column names alone; `SCHEMAS` is the only list of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+ROLES = {
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "system": "system",
+}
+ANSWER_COLUMNS = ("answer", "response", "completion")
+
+
+class Message(NamedTuple):
+    """One turn of a chat; `role` is user, assistant or system."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """Everything before the last assistant turn, and that turn."""
+
+    messages: tuple[Message, ...]
+    answer: str
+
+    @property
+    def prompt(self) -> str:
+        """Text of the last message before the answer: the whole prompt of a single-turn row."""
+        return self.messages[-1].content
+
+    def chat(self) -> list[dict[str, str]]:
+        """The messages as a chat template takes them."""
+        return [message._asdict() for message in self.messages]
+
+
+class RowError(ValueError):
+    """A row that cannot be trained on; `reason` is a few words that a count of dropped rows is kept under."""
+
+    def __init__(self, source: str, row: int, reason: str, detail: str, remedy: str = "mend or drop the row"):
+        super().__init__(
+            f"--dataset {source}: row {row} (counted from 0) has {detail}; {remedy}, "
+            "or pass --on-bad-row skip to leave out such rows"
+        )
+        self.reason = reason
+
+
+class _Problem(Exception):  # noqa: N818 - never leaves this module: read_row adds source and row number
+    """Reason and detail of a RowError, before the place is known."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A row layout: its name, the columns that tell it, and how a record becomes messages ending with the answer."""
+
+    name: str
+    columns: str
+    matches: Callable[[set[str]], bool]
+    turns: Callable[[Mapping[str, Any]], list[Message]]
+
+
+def detect_schema(columns: Iterable[str], source: str) -> Schema:
+    """Find the schema of a data set from its column names.
+
+    Args:
+        columns: Column names of the data set.
+        source: The data set as the user named it, for the message.
+
+    Raises:
+        ValueError: If no schema fits; the message lists the columns found and the schemas accepted.
+    """
+    found = list(columns)
+    for schema in SCHEMAS:
+        if schema.matches(set(found)):
+            return schema
+    accepted = "; ".join(f"{schema.name}: {schema.columns}" for schema in SCHEMAS)
+    raise ValueError(
+        f"--dataset {source}: columns {', '.join(map(repr, found)) or '(none)'} fit no known schema; "
+        f"rename them to one of: {accepted}"
+    )
+
+
+def read_row(record: Mapping[str, Any], schema: Schema, *, source: str, row: int) -> Row:
+    """Turn one record into a Row.
+
+    Turns after the last assistant turn are left out: nothing answers them.
+
+    Args:
+        record: One row of the data set, as `datasets` yields it.
+        schema: What `detect_schema` found for the data set.
+        source: The data set as the user named it, for messages.
+        row: Index of the record in the data set, from 0.
+
+    Raises:
+        RowError: A ValueError naming data set, row, field and the way out, if the answer or the prompt is missing or
+            empty, or a field has the wrong type.
+    """
+    try:
+        turns = schema.turns(record)
+        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+        if not answers or not turns[answers[-1]].content.strip():
+            raise _Problem("no answer", f"no answer ({schema.name} schema, {schema.columns})")
+        messages = tuple(turns[: answers[-1]])
+        if not any(message.role == "user" and message.content.strip() for message in messages):
+            raise _Problem("empty prompt", f"an empty prompt ({schema.name} schema, {schema.columns})")
+    except _Problem as problem:
+        reason, detail = problem.args
+        raise RowError(source, row, reason, detail) from None
+    return Row(messages, turns[answers[-1]].content)
+
+
+def _text(record: Mapping[str, Any], field: str) -> str:
+    """The field as text; a null or absent one is empty, as `input` is on LongAlpaca's long rows."""
+    value = record.get(field)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise _Problem("wrong type", f"a field {field!r} of type {type(value).__name__} where text is needed")
+    return value
+
+
+def _single_turn(prompt: str, answer: str) -> list[Message]:
+    return [Message("user", prompt), Message("assistant", answer)]
+
+
+def _joined(separator: str, *parts: str) -> str:
+    return separator.join(part for part in parts if part.strip())
+
+
+def _alpaca_turns(record: Mapping[str, Any]) -> list[Message]:
+    return _single_turn(_joined("\n", _text(record, "instruction"), _text(record, "input")), _text(record, "output"))
+
+
+def _document_turns(record: Mapping[str, Any]) -> list[Message]:
+    # Document first: a retaining head is trained to keep what a later question needs.
+    prompt = _joined("\n\n", _text(record, "document"), _text(record, "question"))
+    return _single_turn(prompt, _text(record, "answer"))
+
+
+def _prompt_turns(record: Mapping[str, Any]) -> list[Message]:
+    answer = next(column for column in ANSWER_COLUMNS if column in record)
+    return _single_turn(_text(record, "prompt"), _text(record, answer))
+
+
+def _list_turns(field: str, role_key: str, content_key: str) -> Callable[[Mapping[str, Any]], list[Message]]:
+    def turns(record: Mapping[str, Any]) -> list[Message]:
+        value = record.get(field)
+        if isinstance(value, Mapping):  # `datasets` keeps an old Sequence of structs as a struct of lists
+            value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=True)]
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
+            raise _Problem("wrong type", f"a field {field!r} that is not a list of {role_key}/{content_key} objects")
+        return [_message(turn, field, role_key, content_key) for turn in value]
+
+    return turns
+
+
+def _message(turn: Mapping[str, Any], field: str, role_key: str, content_key: str) -> Message:
+    role = ROLES.get(_text(turn, role_key).lower())
+    if role is None:
+        raise _Problem(
+            "unknown role",
+            f"the {role_key} {turn.get(role_key)!r} in field {field!r} where one of {', '.join(ROLES)} is needed",
+        )
+    return Message(role, _text(turn, content_key))
+
+
+# The first that fits wins: a data set with `messages` often carries `prompt` beside it as a copy.
+SCHEMAS = (
+    Schema(
+        "messages",
+        "messages (list of role, content)",
+        lambda columns: "messages" in columns,
+        _list_turns("messages", "role", "content"),
+    ),
+    Schema(
+        "ShareGPT",
+        "conversations (list of from, value)",
+        lambda columns: "conversations" in columns,
+        _list_turns("conversations", "from", "value"),
+    ),
+    Schema(
+        "Anti-Haystack",
+        "document, question, answer",
+        lambda columns: columns >= {"document", "question", "answer"},
+        _document_turns,
+    ),
+    Schema(
+        "LongAlpaca",
+        "instruction, output, optional input",
+        lambda columns: columns >= {"instruction", "output"},
+        _alpaca_turns,
+    ),
+    Schema(
+        "prompt/answer",
+        f"prompt, and one of {', '.join(ANSWER_COLUMNS)}",
+        lambda columns: "prompt" in columns and bool(columns & set(ANSWER_COLUMNS)),
+        _prompt_turns,
+    ),
+)

@@ -1,0 +1,150 @@
+"""Prompts are rendered around a document and tokenised with the boundary to the answer exact."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from locret.data.chat import ORIGINAL_SYSTEM, encode, leading_special_ids, render_prompt, tokenise_row
+from locret.data.rows import Message, Row
+from locret.data.text_stream import token_stream
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA2 = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }} </s>"
+    "{% else %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
+)
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+ROW = Row((Message("user", "Who was it?"),), "It was me.")
+
+
+def make_tokenizer(template=CHATML, bos=True):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["Who was it? It was me. user assistant the cat of the cats"] * 5, trainer)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    fast.chat_template = template
+    return fast
+
+
+def texts(tokenizer, row, template):
+    return tuple(tokenizer.decode(ids) for ids in tokenise_row(tokenizer, row, template))
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA2])
+def test_prompt_and_answer_together_are_the_templates_own_tokens(template):
+    tokenizer = make_tokenizer(template)
+    chat = ROW.chat()
+    prompt_ids, answer_ids = tokenise_row(tokenizer, ROW, "chat")
+    whole = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": ROW.answer}], return_dict=False)
+    assert prompt_ids == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert prompt_ids + answer_ids == whole
+
+
+def test_the_answer_ends_with_the_end_of_turn():
+    assert texts(make_tokenizer(), ROW, "chat") == (
+        "<|im_start|>user\nWho was it?<|im_end|>\n<|im_start|>assistant\n",
+        "It was me.<|im_end|>\n",
+    )
+
+
+def test_bos_is_not_doubled_when_the_template_writes_it():
+    prompt, answer = texts(make_tokenizer(LLAMA2), ROW, "chat")
+    assert prompt == "<s>[INST] Who was it? [/INST]"
+    assert answer == " It was me. </s>"
+
+
+def test_a_generation_prompt_that_the_full_text_lacks_keeps_prompt_and_answer_whole():
+    prompt, answer = texts(make_tokenizer(THINKING), ROW, "chat")
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n")
+    assert answer == "It was me.</s>"
+
+
+def test_the_original_template_is_the_one_shot_format():
+    row = Row((Message("user", "Hi."), Message("assistant", "Hello."), Message("user", "Who was it?")), "It was me.")
+    assert texts(make_tokenizer(template=None), row, "original") == (
+        f"<s>{ORIGINAL_SYSTEM}\n### Human: Hi.\n### Assistant: Hello.\n### Human: Who was it?\n### Assistant:",
+        " It was me.\n### ",
+    )
+
+
+def test_no_template_concatenates_and_adds_bos_and_eos_once():
+    row = Row((Message("user", "the cat"),), " of the cats")
+    assert texts(make_tokenizer(template=None), row, "none") == ("<s>the cat", " of the cats</s>")
+    assert texts(make_tokenizer(template=None, bos=False), row, "none")[0] == "the cat"
+
+
+def test_a_token_across_the_boundary_is_split_not_lost():
+    tokenizer = make_tokenizer(template=None)
+    row = Row((Message("user", "the ca"),), "t of")
+    prompt_ids, answer_ids = tokenise_row(tokenizer, row, "none")
+    joint = encode(tokenizer, "the cat of")
+    assert joint[: len(prompt_ids) - 1] != prompt_ids[1:]  # the whole text has a token "cat": this row is such a case
+    assert tokenizer.decode(prompt_ids + answer_ids) == "<s>the cat of</s>"
+    assert prompt_ids == tokenizer("the ca")["input_ids"]
+
+
+@pytest.mark.parametrize("template", ["chat", "original", "none"])
+@pytest.mark.parametrize("question", [None, "Who was it?"])
+def test_a_framed_document_reads_like_the_row_it_would_be(template, question):
+    tokenizer = make_tokenizer()
+    frame = render_prompt(tokenizer, question=question, template=template)
+    document = "It was me. the cat " * 50 + "end"
+    prompt = document if question is None else f"{document}\n\n{question}"
+    expected, _ = tokenise_row(tokenizer, Row((Message("user", prompt),), "x"), template)
+    lists = token_stream(
+        tokenizer, frame.around([document]), add_special_tokens=frame.add_special_tokens, window=200, margin=40
+    )
+    assert sum(lists, []) == expected
+    assert expected.count(tokenizer.bos_token_id) == (template != "chat")
+
+
+def test_a_system_message_stands_before_the_document():
+    frame = render_prompt(make_tokenizer(), question="Who?", system="Be kind.")
+    assert frame.prefix == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
+    assert frame.suffix == "\n\nWho?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_leading_special_ids_are_those_the_tokenizer_adds():
+    assert leading_special_ids(make_tokenizer()) == [1]
+    assert leading_special_ids(make_tokenizer(bos=False)) == []
+
+
+def test_a_missing_chat_template_is_named():
+    sentence = "^--template chat: the tokenizer has no chat template; use --template original or --template none$"
+    with pytest.raises(ValueError, match=sentence):
+        render_prompt(make_tokenizer(template=None))
+
+
+def test_an_unknown_template_is_named():
+    with pytest.raises(ValueError, match="^--template llama: no template of that name; choose one of chat, original"):
+        render_prompt(make_tokenizer(), template="llama")
+
+
+def test_a_template_without_a_system_role_says_so():
+    with pytest.raises(ValueError, match=r"refuses turns of system, user \(no system role\); use --template original"):
+        render_prompt(make_tokenizer(LLAMA2), system="Be kind.")
+
+
+def test_a_template_that_repeats_the_users_text_cannot_be_streamed():
+    twice = "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="writes the user's text 2 times, so a document cannot be streamed"):
+        render_prompt(make_tokenizer(twice))
