@@ -1,0 +1,84 @@
+"""`locret-train`: fit retaining heads on a frozen backbone.
+
+locret-train --config recipes/train/tiny.yaml --dataset rows.json --output runs/tiny
+accelerate launch --num_processes 2 -m locret.train.command --config ...
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from locret.cli import print_json, run
+from locret.train.training_run import TrainingRun
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Train heads; return 0, or 128 plus the number of the signal that ended the run early.
+
+    Raises:
+        ValueError: For what the user must change.
+        OSError: If a file cannot be read or written.
+    """
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    training = TrainingRun(argv)
+    training.check()
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import AutocastKwargs
+
+    process = PartialState()
+    training.open_rows(process)
+    if training.run.dry_run:
+        return _show_plan(training, str(process.device))
+    training.check_space()
+    # The main process fills the output folder only when all have seen it as it was.
+    process.wait_for_everyone()
+    accelerator = Accelerator(
+        mixed_precision=training.precision,
+        gradient_accumulation_steps=training.optimizer.gradient_accumulation,
+        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
+    )
+    summary = training.train(accelerator)
+    if accelerator.is_main_process:
+        _report(training, summary)
+    accelerator.end_training()
+    return 128 + summary["stopped"] if summary["stopped"] else 0
+
+
+def _show_plan(training: TrainingRun, device: str) -> int:
+    resolved, plan = {**training.resolved_options(), "device": device}, training.plan()
+    if training.run.json:
+        print_json({"config": resolved, "rows": training.row_count, "memory_bytes": plan})
+        return 0
+    import yaml
+
+    print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
+    print(f"\n# {training.row_count} rows; memory plan:")
+    for name, count in plan.items():
+        print(f"#   {name.replace('_', ' '):<10} {count / 2**20:>12,.1f} MiB")
+    return 0
+
+
+def _report(training: TrainingRun, summary: dict[str, Any]) -> None:
+    if summary["stopped"]:
+        sys.stderr.write(f"stopped at step {summary['step']}; go on with --resume\n")
+    elif training.run.push_to_hub is not None:
+        from locret.push import PushOptions, push
+
+        options = PushOptions(heads=str(training.folder), repo=training.run.push_to_hub, private=training.run.private)
+        summary["pushed"] = push(options)["url"]
+    if training.run.json:
+        print_json({"output": training.run.output, **summary})
+    elif not summary["stopped"]:
+        print(f"heads saved to {training.run.output} (loss {summary['total']:.4f}, overlap {summary['overlap']:.3f})")
+
+
+def main() -> None:
+    """Entry point of `locret-train`."""
+    run(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What `config.json` and the model card say about how heads were trained; of a local path, only its last part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from locret.train.options import BackboneOptions, DataOptions, LossOptions, OptimizerOptions
+
+
+def label_notes(loss: LossOptions) -> dict[str, Any]:
+    """Return the definition of the labels."""
+    return {
+        "kind": loss.label_kind,
+        "include_last_prompt_token": loss.include_last_prompt_token,
+        "reduction": "maximum over the answer's tokens and the query heads of the group",
+    }
+
+
+def training_notes(
+    backbone: BackboneOptions, data: DataOptions, loss: LossOptions, optimizer: OptimizerOptions, **facts: Any
+) -> dict[str, Any]:
+    """Return a summary of the run: `facts` are what options do not say, such as rows read and final losses."""
+    from locret.data.sources import ALIASES
+
+    published = {name.lower(): entry for name, entry in ALIASES.items()}.get(data.dataset.lower())
+    pinned = published.revision if published and not data.data_dir else None
+    clip = "none" if optimizer.clip == "none" else f"by {optimizer.clip}, {optimizer.clip_limit}"
+    o = optimizer
+    return {
+        "dataset": published.repo if published else _public(data.dataset),
+        "dataset_revision": data.dataset_revision or pinned,
+        "backbone": _public(backbone.model),
+        "adapter": backbone.adapter and _public(backbone.adapter),
+        "template": data.template,
+        "max_prompt_tokens": data.max_prompt_tokens,
+        "steps": o.steps,
+        "optimizer": f"AdamW, lr {o.lr}, betas {list(o.betas)}, weight decay {o.weight_decay}",
+        "schedule": f"linear warm-up over {o.warmup_steps} steps, linear decay to 0 at {o.steps}",
+        "clip": clip,
+        "alpha": loss.alpha,
+        "seed": o.seed,
+        **facts,
+    }
+
+
+def _public(name: str) -> str:
+    """Return a Hub id as it is, and the last part of a path, which tells nothing about this machine."""
+    return Path(name).name if os.path.exists(name) or name.count("/") > 1 else name

@@ -1,0 +1,131 @@
+"""The output folder of a training run: checked before any weights are loaded, filled only once training can begin.
+
+OUTPUT/  config.json, model.safetensors, README.md (the heads, at the end), run.json, log.jsonl, tensorboard/,
+         checkpoint-<step>/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RECORD, LOG, TENSORBOARD, CHECKPOINTS = "run.json", "log.jsonl", "tensorboard", "checkpoint-*"
+_OURS = (RECORD, LOG, TENSORBOARD, CHECKPOINTS, ".checkpoint-*", "config.json", "model.safetensors", "README.md")
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors")
+
+
+def check(output: str, *, resume: bool, overwrite: bool, needed_bytes: int = 0) -> Path:
+    """Return the folder, after making sure that a run may go there; writes nothing.
+
+    Args:
+        output: The folder, as typed.
+        resume: Whether an earlier run there is to be continued.
+        overwrite: Whether an earlier run there is to be deleted.
+        needed_bytes: What the run will write.
+
+    Raises:
+        ValueError: If it is a file, or holds something that this run would disturb.
+        OSError: If it cannot be written, or the disk is too full.
+    """
+    folder = Path(output).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {output} is a file; choose a folder")
+    content = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if content and not (folder / RECORD).is_file():
+        raise ValueError(
+            f"--output {output} holds something else than a training run ({', '.join(content[:3])}); "
+            "choose a new or an empty folder"
+        )
+    if content and not (resume or overwrite):
+        raise ValueError(
+            f"--output {output} holds an earlier run; choose another folder, go on with --resume, "
+            "or delete it with --overwrite"
+        )
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"--output {output} cannot be written: no permission for {existing}; choose another folder"
+        )
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        raise OSError(
+            f"--output {output} needs about {needed_bytes / 2**20:.0f} MiB but {existing} has {free / 2**20:.0f} MiB "
+            "free; make room or choose another folder"
+        )
+    return folder
+
+
+def prepare(folder: Path, record: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Make the folder and write `run.json`; with `overwrite`, delete an earlier run's files, and nothing else, first.
+
+    Raises:
+        OSError: If it cannot be written; the message names it.
+    """
+    try:
+        if overwrite and folder.exists():
+            for path in (path for pattern in _OURS for path in folder.glob(pattern)):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / RECORD, record)
+    except OSError as error:
+        raise type(error)(
+            f"--output {folder} cannot be written ({error.strerror or error}); make room or choose another folder"
+        ) from error
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file that appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        temporary.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def run_record(config: Mapping[str, Any], processes: int, device: str) -> dict[str, Any]:
+    """Return what is needed to repeat a run: command, resolved options, versions, commit and hardware."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from locret import __version__
+
+    versions = {"locret": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "config": dict(config),
+        "versions": versions,
+        "commit": source_commit(),
+        "processes": processes,
+        "device": device,
+        "platform": platform.platform(),
+    }
+
+
+def source_commit() -> str | None:
+    """Return the toolkit's git commit, with `+dirty` if tracked files differ; None where it is not a checkout."""
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(
+            ["git", *arguments], cwd=here.parent, capture_output=True, text=True, timeout=10, check=True
+        )
+        return run.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # installed inside somebody else's checkout, we are not in it
+        commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+dirty" if changes else "")

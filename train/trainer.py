@@ -1,0 +1,258 @@
+"""The training loop: one-pass steps, the optimizer, checkpoints, logs and a clean stop on a signal.
+
+accelerate gives the device, autocast, loss scaling, gradient accumulation and the processes. The heads are not wrapped
+for distribution: their backward passes run inside the backbone's forward, where a wrapper's hooks would exchange
+gradients layer by layer and row by row. They are averaged over the processes once per optimizer step instead, so k
+processes with one row each do what one process does with k accumulated.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from locret.heads import RetainingHeads
+from locret.train import checkpointing
+from locret.train.options import LossOptions, OptimizerOptions
+from locret.train.run_log import RunLog, Window, peak_memory
+from locret.train.step import train_step
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from locret.data.training import TrainingStream
+
+
+class Signals:
+    """Inside the block, the first SIGINT or SIGTERM is noted; a second one acts as it did before."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+
+def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
+    """Return the share of the learning rate at a step counted from 0: linear up to 1, then linear down to 0."""
+    if step < warmup_steps:
+        return step / warmup_steps
+    return max(0.0, (steps - step) / max(1, steps - warmup_steps))
+
+
+class Trainer:
+    """Trains heads on a frozen backbone.
+
+    Args:
+        model: The backbone, frozen, in evaluation mode, on the accelerator's device.
+        heads: The heads, on the same device.
+        stream: This process's rows.
+        accelerator: Made with the mixed precision and gradient accumulation of `optimizer_options`.
+        loss_options: Labels and loss.
+        optimizer_options: Optimizer and schedule.
+        max_prompt_tokens: First prompt tokens to train on.
+        folder: Output folder, which exists.
+        save_every: Steps between checkpoints.
+        keep_checkpoints: How many to keep.
+        log_every: Steps between records.
+        config: The options that must not change when the run is resumed; stored with every checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        heads: RetainingHeads,
+        stream: TrainingStream,
+        accelerator: Accelerator,
+        *,
+        loss_options: LossOptions,
+        optimizer_options: OptimizerOptions,
+        max_prompt_tokens: int,
+        folder: Path,
+        save_every: int,
+        keep_checkpoints: int,
+        log_every: int,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.model, self.heads, self.stream, self.accelerator = model, heads, stream, accelerator
+        self.loss_options, self.optimizer_options = loss_options, optimizer_options
+        self.max_prompt_tokens, self.folder, self.config = max_prompt_tokens, folder, dict(config)
+        self.save_every, self.keep_checkpoints, self.log_every = save_every, keep_checkpoints, log_every
+        self.step = self.rows = self.tokens = 0
+        self.learning_rate = 0.0
+        self.last_record: dict[str, Any] = {}
+        o = optimizer_options
+        adamw = torch.optim.AdamW(heads.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            adamw, lambda step: learning_rate_factor(step, o.warmup_steps, o.steps)
+        )
+        self.optimizer = accelerator.prepare(adamw)
+        self.window = Window(accelerator.device)
+
+    def resume(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            path: Its folder.
+            state: What `checkpointing.read` returned.
+
+        Raises:
+            ValueError: If it was made with other options, rows or heads; the message says which differ.
+        """
+        checkpointing.check_same(state["config"], self.config, path)
+        self.stream.restore(state["stream"])
+        checkpointing.load_heads(path, self.heads)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        if self.accelerator.scaler is not None and state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        checkpointing.restore_random_state(state["random"])
+        self.step, self.rows, self.tokens = state["step"], state["rows"], state["tokens"]
+        self.last_record = state["record"]
+
+    def train(self) -> tuple[int, dict[str, Any]]:
+        """Train to the last step, or until SIGINT or SIGTERM.
+
+        Returns:
+            The signal that ended the run (0: it is finished), and the last log record.
+
+        Raises:
+            ValueError: If the loss is no longer a number.
+            OSError: If a checkpoint cannot be written.
+        """
+        steps, layers = self.optimizer_options.steps, self.heads.layers
+        main = self.accelerator.is_main_process
+        with Signals() as signals, RunLog(self.folder, self.step, steps, layers, main) as log:
+            self.window.reset()
+            while self.step < steps:
+                self._optimizer_step()
+                log.advance(self.step)
+                stopped = self._agree(signals.received)
+                ends = bool(stopped) or self.step == steps
+                saves = ends or self.step % self.save_every == 0
+                if saves or self.step % self.log_every == 0:
+                    self.last_record = {"step": self.step, **self._record()}
+                    log.write(self.last_record)
+                if saves:
+                    self._save()
+                if stopped:
+                    return stopped, self.last_record
+            return 0, self.last_record
+
+    def _optimizer_step(self) -> None:
+        # A step that the loss scaler skips (float16) counts as a step all the same, so that a run ends.
+        for _ in range(self.optimizer_options.gradient_accumulation):
+            with self.accelerator.accumulate(self.heads):
+                self._row()
+                if self.accelerator.sync_gradients:
+                    self._average_and_clip()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        self.learning_rate = self.scheduler.get_last_lr()[0]
+        self.scheduler.step()
+        self.step += 1
+
+    def _row(self) -> None:
+        example = next(self.stream)
+        with self.accelerator.autocast():
+            result = train_step(
+                self.model,
+                self.heads,
+                example.prompt_ids,
+                example.answer_ids,
+                alpha=self.loss_options.alpha,
+                kind=self.loss_options.label_kind,
+                include_last_prompt_token=self.loss_options.include_last_prompt_token,
+                max_prompt_tokens=self.max_prompt_tokens,
+                backward=self.accelerator.backward,
+            )
+        losses = torch.stack([result.total, result.regression, result.smoothness])
+        self.window.add(torch.cat([losses, result.overlap]), result.tokens)
+
+    def _average_and_clip(self) -> None:
+        parameters = list(self.heads.parameters())
+        if self.accelerator.num_processes > 1:
+            for parameter in parameters:
+                parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
+        limit = self.optimizer_options.clip_limit
+        if self.optimizer_options.clip == "value":
+            self.accelerator.clip_grad_value_(parameters, limit)
+        elif self.optimizer_options.clip == "norm":
+            self.accelerator.clip_grad_norm_(parameters, limit)
+
+    def _agree(self, received: int) -> int:
+        """Return a signal that any process has received: all must stop after the same step."""
+        if self.accelerator.num_processes == 1:
+            return received
+        numbers = torch.tensor([received], device=self.accelerator.device)
+        return int(self.accelerator.gather(numbers).max())
+
+    def _record(self) -> dict[str, Any]:
+        """Return the window's means over all processes, and begin a new window."""
+        window, processes = self.window, self.accelerator.num_processes
+        assert window.sums is not None
+        values = torch.cat([window.sums / window.rows, window.sums.new_tensor([float(window.tokens)])])
+        means = self.accelerator.reduce(values, reduction="mean").tolist()
+        if not math.isfinite(means[0]):
+            saved = [path.name for path in checkpointing.complete(self.folder)]
+            raise ValueError(
+                f"the loss is {means[0]} at step {self.step}; lower --lr or use --mixed-precision no "
+                f"(last checkpoint: {saved[-1] if saved else 'none'})"
+            )
+        tokens = round(means[-1] * processes)
+        self.rows, self.tokens = self.rows + window.rows * processes, self.tokens + tokens
+        record = {
+            "total": means[0],
+            "regression": means[1],
+            "smoothness": means[2],
+            "overlap": sum(means[3:-1]) / len(self.heads),
+            "overlap_per_layer": means[3:-1],
+            "learning_rate": self.learning_rate,
+            "tokens_per_second": tokens / window.seconds(),
+            "memory_bytes": peak_memory(self.accelerator.device),
+            "rows": self.rows,
+            "tokens": self.tokens,
+        }
+        window.reset()
+        return record
+
+    def _save(self) -> None:
+        if self.accelerator.is_main_process:
+            scaler = self.accelerator.scaler
+            state = {
+                "config": self.config,
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict(),
+                "scaler": None if scaler is None else scaler.state_dict(),
+                "stream": self.stream.state(),
+                "rows": self.rows,
+                "tokens": self.tokens,
+                "record": self.last_record,
+            }
+            checkpointing.save(self.folder, self.step, self.heads, state, self.keep_checkpoints)
+        self.accelerator.wait_for_everyone()

@@ -1,0 +1,237 @@
+"""One training run: its options, and what they resolve to, from the cheapest check to the trained heads.
+
+Everything that can be wrong is checked before the weights are loaded, and the output folder is touched only when
+training can begin.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from locret.adapters import describe
+from locret.cli import parse_options
+from locret.heads import RetainingHeads
+from locret.hub import no_token
+from locret.train import checkpointing, run_folder
+from locret.train.frozen_backbone import load_backbone, load_config, load_tokenizer, resolve_dtype
+from locret.train.memory_plan import backbone_parameters, checkpoint_bytes, memory_plan
+from locret.train.options import (
+    OPTION_CLASSES,
+    BackboneOptions,
+    DataOptions,
+    LossOptions,
+    OptimizerOptions,
+    RunOptions,
+)
+from locret.train.provenance import label_notes, training_notes
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState
+
+logger = logging.getLogger(__name__)
+
+# What a resumed run may choose anew: none of it changes a step.
+_FREE = ("data_dir", *RunOptions.__dataclass_fields__)
+_AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
+
+
+class TrainingRun:
+    """One run of the command: its options, and what it resolves them to, step by step.
+
+    Args:
+        argv: Arguments; those of the process if None.
+    """
+
+    def __init__(self, argv: Sequence[str] | None) -> None:
+        arguments = _with_bare_resume(list(sys.argv[1:] if argv is None else argv))
+        options, self.chosen = parse_options(
+            "locret-train", "Fit retaining heads on a frozen backbone.", OPTION_CLASSES, arguments
+        )
+        self.backbone: BackboneOptions = options[0]
+        self.data: DataOptions = options[1]
+        self.loss: LossOptions = options[2]
+        self.optimizer: OptimizerOptions = options[3]
+        self.run: RunOptions = options[4]
+        self.options = {name: value for part in options for name, value in asdict(part).items()}
+        self.options["betas"] = list(self.optimizer.betas)
+
+    def check(self) -> None:
+        """Check all that needs no weights: options, output folder, backbone's architecture, data, checkpoint.
+
+        Raises:
+            ValueError: For what the user must change.
+            OSError: If the output folder cannot be written.
+        """
+        if self.optimizer.warmup_steps >= self.optimizer.steps:
+            logger.warning(
+                "--warmup-steps %d is not below --steps %d, so the learning rate never reaches --lr; lower it",
+                self.optimizer.warmup_steps,
+                self.optimizer.steps,
+            )
+        if self.run.push_to_hub is not None:
+            self._check_push(self.run.push_to_hub)
+        run = self.run
+        self.folder = run_folder.check(run.output, resume=run.resume is not None, overwrite=run.overwrite)
+        self.config = load_config(self.backbone.model, self.backbone.revision)
+        self.parameters = backbone_parameters(self.config)
+        self._check_initial_heads()
+
+    def _check_push(self, repo: str) -> None:
+        from huggingface_hub import get_token
+
+        from locret.push import PushOptions
+
+        PushOptions(heads=self.run.output, repo=repo, private=self.run.private)
+        if get_token() is None:
+            raise no_token("push to", repo)
+
+    def _check_initial_heads(self) -> None:
+        if self.backbone.init_from is None:
+            return
+        heads = RetainingHeads.from_pretrained(self.backbone.init_from)
+        heads.check_matches(self.config)
+        hidden_dim = heads.config.hidden_dim
+        if "hidden_dim" in self.chosen and self.backbone.hidden_dim != hidden_dim:
+            raise ValueError(
+                f"--hidden-dim {self.backbone.hidden_dim} differs from {hidden_dim} of the heads in --init-from "
+                f"{self.backbone.init_from}; leave it out"
+            )
+        self.backbone = replace(self.backbone, hidden_dim=hidden_dim)
+        self.options["hidden_dim"] = hidden_dim
+
+    def open_rows(self, process: PartialState) -> None:
+        """Open this process's training rows, which checks their schema and template, and settle the precision."""
+        from locret.data.training import TrainingStream, load_rows
+
+        data = self.data
+        rows = load_rows(data.dataset, data_dir=data.data_dir, split=data.split, revision=data.dataset_revision)
+        self.row_count = len(rows)
+        self.stream = TrainingStream(
+            rows,
+            load_tokenizer(self.backbone.model, self.backbone.revision),
+            seed=self.optimizer.seed,
+            max_length=min(filter(None, (data.max_length, _context(self.config)))),
+            on_bad_row=data.on_bad_row,
+            template=data.template,
+            source=data.dataset,
+            rank=process.process_index,
+            world=process.num_processes,
+        )
+        self.dtype = resolve_dtype(self.backbone.dtype, self.config, process.device)
+        self.precision = self.backbone.mixed_precision
+        if self.precision == "auto":
+            self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
+
+    def plan(self) -> dict[str, int]:
+        """Return the memory plan, in bytes."""
+        trained = min(self.data.max_prompt_tokens, _context(self.config))
+        return memory_plan(
+            self.config,
+            self.parameters,
+            hidden_dim=self.backbone.hidden_dim,
+            dtype=self.dtype,
+            autocast=self.precision != "no",
+            tokens=min(self.data.max_length or trained, _context(self.config)),
+            trained_tokens=trained,
+        )
+
+    def resolved_options(self) -> dict[str, Any]:
+        """Return all options, with what "auto" came to."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {**self.options, "dtype": dtype, "mixed_precision": self.precision}
+
+    def check_space(self) -> None:
+        """Make sure that checkpoints fit on the disk.
+
+        Raises:
+            OSError: If they do not.
+        """
+        run, needed = self.run, checkpoint_bytes(self.plan(), self.run.keep_checkpoints)
+        run_folder.check(run.output, resume=run.resume is not None, overwrite=run.overwrite, needed_bytes=needed)
+
+    def fixed_options(self, processes: int) -> dict[str, Any]:
+        """Return the options that a resumed run must share."""
+        fixed = {name: value for name, value in self.resolved_options().items() if name not in _FREE}
+        return {**fixed, "rows_per_step": fixed.pop("gradient_accumulation") * processes}
+
+    def train(self, accelerator: Accelerator) -> dict[str, Any]:
+        """Load the weights, train, save; return the final record."""
+        from locret.train.trainer import Trainer
+
+        checkpoint = None if self.run.resume is None else checkpointing.find(self.run.resume, self.folder)
+        state = None if checkpoint is None else checkpointing.read(checkpoint)
+        fixed = self.fixed_options(accelerator.num_processes)
+        if state is not None and checkpoint is not None:
+            checkpointing.check_same(state["config"], fixed, checkpoint)
+        model = load_backbone(
+            self.backbone.model,
+            self.backbone.revision,
+            dtype=self.dtype,
+            device=accelerator.device,
+            adapter=self.backbone.adapter,
+        )
+        heads = self._new_heads(model).to(accelerator.device)
+        if accelerator.is_main_process:
+            record = run_folder.run_record(self.resolved_options(), accelerator.num_processes, str(accelerator.device))
+            run_folder.prepare(self.folder, record, overwrite=self.run.overwrite)
+        accelerator.wait_for_everyone()
+        trainer = Trainer(
+            model,
+            heads,
+            self.stream,
+            accelerator,
+            loss_options=self.loss,
+            optimizer_options=self.optimizer,
+            max_prompt_tokens=self.data.max_prompt_tokens,
+            folder=self.folder,
+            save_every=self.run.save_every,
+            keep_checkpoints=self.run.keep_checkpoints,
+            log_every=self.run.log_every,
+            config=fixed,
+        )
+        if state is not None and checkpoint is not None:
+            trainer.resume(checkpoint, state)
+        started = time.perf_counter()
+        stopped, record = trainer.train()
+        summary = {**record, "seconds": time.perf_counter() - started, "stopped": stopped or None}
+        if not stopped and accelerator.is_main_process:
+            self._annotate(heads, summary).save_pretrained(self.folder)
+        accelerator.wait_for_everyone()
+        return summary
+
+    def _new_heads(self, model: torch.nn.Module) -> RetainingHeads:
+        if self.backbone.init_from is None:
+            heads = RetainingHeads.for_model(model, self.backbone.hidden_dim, seed=self.optimizer.seed)
+        else:
+            heads = RetainingHeads.from_pretrained(self.backbone.init_from)
+            heads.check_matches(model)
+        return heads.requires_grad_(True)
+
+    def _annotate(self, heads: RetainingHeads, summary: dict[str, Any]) -> RetainingHeads:
+        final = {f"final_{name}": summary[name] for name in ("total", "regression", "smoothness", "overlap")}
+        precision = f"backbone {str(self.dtype).removeprefix('torch.')}, autocast {self.precision}"
+        facts = {"dataset_rows": self.row_count, "rows": summary["rows"], "tokens": summary["tokens"], **final}
+        notes = training_notes(self.backbone, self.data, self.loss, self.optimizer, precision=precision, **facts)
+        policy = self.run.policy.to_dict() if "policy" in self.chosen else None
+        return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes)
+
+
+def _context(config: Any) -> int:
+    return describe(config).max_positions
+
+
+def _with_bare_resume(arguments: list[str]) -> list[str]:
+    """Let `--resume` stand alone for `--resume auto`."""
+    return [
+        "--resume=auto"
+        if argument == "--resume" and (index + 1 == len(arguments) or arguments[index + 1].startswith("--"))
+        else argument
+        for index, argument in enumerate(arguments)
+    ]
