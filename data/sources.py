@@ -1,7 +1,7 @@
 """Where training rows come from: a published data set by name, a Hub id, or local files; always through `datasets`.
 
 The three named sets are those of the paper's Section 4.1 and its data ablation. Each is pinned to the newest commit of
-its repository that was known when this was written; `--revision` overrides it.
+its repository that was known when this was written; `--dataset-revision` overrides it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def load_rows(
     local = _local_path(dataset, alias, data_dir)
     if local is not None:
         if revision is not None:
-            logger.warning("--revision %s is ignored: --dataset %s is read from %s", revision, dataset, local)
+            logger.warning("--dataset-revision %s is ignored: --dataset %s is read from %s", revision, dataset, local)
         rows = _load_local(local, dataset, split)
     elif alias is not None:
         published = ALIASES[alias]
@@ -192,7 +192,7 @@ def _load_hub(repo: str, dataset: str, split: str, revision: str | None) -> Data
     except datasets.exceptions.DatasetNotFoundError as error:
         raise ValueError(
             f"--dataset {dataset}: the Hub has no data set {repo} at revision {revision or 'main'} that you may read "
-            f"({error}); check the name and --revision, log in with `hf auth login`, or pass --data-dir"
+            f"({error}); check the name and --dataset-revision, log in with `hf auth login`, or pass --data-dir"
         ) from None
     except ValueError as error:
         raise ValueError(f"--dataset {dataset}: {' '.join(str(error).split())}") from None

@@ -122,7 +122,7 @@ def test_a_data_dir_without_a_copy_lists_what_was_looked_for(tmp_path):
 def test_a_revision_that_does_nothing_is_warned_about(tmp_path, caplog):
     path = write(tmp_path / "rows.json", ROWS)
     load_rows(str(path), revision="abc")
-    assert "--revision abc is ignored" in caplog.text
+    assert "--dataset-revision abc is ignored" in caplog.text
 
 
 def test_named_sets_are_pinned_to_full_commits():
