@@ -15,6 +15,7 @@ from typing import Any
 
 from locret._version import __version__
 from locret.adapters import Backbone, describe, unwrap
+from locret.policy import RetentionPolicy
 
 FORMAT_VERSION = 1
 NOTES = ("base_model", "base_model_revision", "label", "policy", "training", "evaluation", "license")
@@ -79,6 +80,13 @@ class HeadsConfig:
                 f"layers={list(layers)} must be ascending indices below num_hidden_layers={self.num_hidden_layers}; "
                 "list the full-attention layers"
             )
+
+        known = [f.name for f in fields(RetentionPolicy)]
+        for name in self.policy or {}:
+            if name not in known:
+                raise ValueError(
+                    f"policy has an unknown key '{name}'; the keys are those of RetentionPolicy: {', '.join(known)}"
+                )
 
     @property
     def feature_dim(self) -> int:

@@ -1,6 +1,6 @@
 """The retaining head of one layer: a small MLP that predicts how much future answers will need each cached token.
 
-Paper:    Locret, arXiv 2410.01805, section 3.2: s = W2 act(W1 [q; k; v]), q, k and v before rotary embedding.
+Paper:    Locret, arXiv 2410.01805, section 3.3: s = W2 act(W1 [q; k; v]), q, k and v before rotary embedding.
 Weights:  float32 always. A head is a few megabytes beside a backbone of gigabytes, and its updates vanish in bfloat16.
 """
 # H query heads, K key/value heads, D head dim, R = hidden_dim, F = (H + 2 K) D features

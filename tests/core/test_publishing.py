@@ -1,4 +1,4 @@
-"""Publishing: the real huggingface_hub client against a Hub on the loopback, the filled card, and every refusal."""
+"""Publishing: the real huggingface_hub client against a Hub on the loopback, and every refusal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from hub_server import READ_TOKEN, WRITE_TOKEN, HubServer
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import constants
 
 from locret.heads import RetainingHeads
 from locret.push import PushOptions, command, push
@@ -60,53 +60,6 @@ def assert_same(one: RetainingHeads, other: RetainingHeads) -> None:
 def run_push(environment: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
     command_line = [sys.executable, "-m", "locret.push", *map(str, arguments)]
     return subprocess.run(command_line, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
-
-
-# ---- the model card
-
-
-def test_the_card_is_filled_and_has_the_hubs_metadata(saved):
-    card = ModelCard.load(saved / "README.md")
-    data = card.data.to_dict()
-    assert data["library_name"] == "locret"
-    assert data["base_model"] == "org/base"
-    assert data["base_model_relation"] == "adapter"
-    assert data["license"] == "apache-2.0"
-    assert data["pipeline_tag"] == "text-generation"
-    assert data["datasets"] == ["org/long-texts"]
-    assert data["metrics"] == ["exact_match"]
-    assert "retaining-heads" in data["tags"]
-    for text in (
-        "# Retaining heads for org/base",
-        'AutoModelForCausalLM.from_pretrained("org/base", revision="abc123"',
-        "RetentionPolicy(budget=64, chunk_size=32)",
-        "| Layers with a head | 2 of 2 |",
-        "| Weights | 1,584 in float32 |",  # 2 layers * 12 * (64 + 2)
-        "| steps | 300 |",
-        "log of the attention",
-        "| include_last_prompt_token | True |",
-        "| exact_match | 0.94 |",
-        "2410.01805",
-    ):
-        assert text in card.content, text
-    for unfilled in ("{{", "None", "More Information Needed"):
-        assert unfilled not in card.content
-
-
-def test_the_cards_example_is_python_that_compiles(saved):
-    code = (saved / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    compile(code, "README.md", "exec")
-
-
-def test_a_card_without_facts_says_so_instead_of_guessing(tiny_llama):
-    tiny_llama.config._name_or_path = ""
-    heads = RetainingHeads.for_model(tiny_llama, 4).annotate(training={"dataset": "my file.jsonl"})
-    card = heads.generate_model_card()
-    assert not {"base_model", "base_model_relation", "metrics", "datasets"} & card.data.to_dict().keys()
-    assert "No results recorded." in card.content
-    assert "the defaults of `RetentionPolicy` apply" in card.content
-    heads.annotate(training=None)
-    assert "Not trained: the weights are random." in heads.generate_model_card().content
 
 
 # ---- push_to_hub and from_pretrained
@@ -177,6 +130,7 @@ def test_loading_from_an_unreachable_hub_is_one_sentence(refusing):
 # ---- locret-push
 
 
+@pytest.mark.slow  # starts interpreters that import torch
 def test_the_command_publishes_and_the_heads_load_elsewhere(saved, heads, tmp_path):
     with HubServer() as hub:
         done = run_push(hub.environment(), "--heads", saved, "--repo", "org/heads", "--private", "--json")
@@ -203,6 +157,7 @@ def test_the_command_publishes_and_the_heads_load_elsewhere(saved, heads, tmp_pa
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.slow  # starts interpreters that import torch
 def test_a_refused_token_ends_the_command_with_one_line(saved, tmp_path):
     with HubServer() as hub:
         environment = {**hub.environment("hf_wrong"), "HF_HOME": str(tmp_path)}
@@ -329,6 +284,7 @@ def test_options_that_contradict_each_other_are_refused():
         PushOptions(heads="h", repo="org/x", commit_message=" ")
 
 
+@pytest.mark.slow  # starts interpreters that import torch
 def test_wrong_usage_exits_with_2(tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
         command(["--heads", "h", "--repo", "org/x", "--no-such-flag"])
