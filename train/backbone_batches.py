@@ -1,0 +1,127 @@
+"""What the embedded backbone learns from: copies of random sequences, and chats about texts with hidden facts."""
+# B batch, T tokens of a sequence
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from locret.data.embedded_tokenizer import BOS
+from locret.data.filler import FillerOptions, generator
+from locret.data.needles import facts_sample, passkey_sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of the curriculum."""
+
+    steps: int
+    """Optimizer steps."""
+    tokens: int
+    """Longest text of this stage, in tokens of the chat prompt; lengths are drawn between a quarter of it and it."""
+    batch_tokens: int = 4096
+    """Tokens of a batch; short sequences make larger batches."""
+    facts: int = 0
+    """Most named numbers hidden in a text; 0 makes the stage copy only."""
+    dense_share: float = 0.34
+    """Share of batches that are dense copying."""
+    span: int = 0
+    """Highest position id reached by random gaps, in half of the batches; 0 makes no gaps."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"stages: {name}={getattr(self, name)} trains nothing; give 1 or more")
+        if self.facts and self.tokens < 128:
+            raise ValueError(f"stages: tokens={self.tokens} is too short to hide facts in; give 128 or more")
+
+
+def dense_batch(rng: random.Random, vocabulary: int, first: int, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return ids (B, T) of random sequences followed by a random rotation of themselves, and the loss mask (B, T).
+
+    Half of the rows draw from few tokens, so that one token of context does not tell what follows.
+    The mask marks tokens to be predicted: all of the copy whose predecessor is in the copy.
+    """
+    torch_rng = torch.Generator().manual_seed(rng.getrandbits(63))
+    half = tokens // 2
+    ids_BT = torch.empty(rows, 2 * half, dtype=torch.long)
+    for row in range(rows):
+        if rng.random() < 0.5:
+            pool = torch.randint(first, vocabulary, (max(half // 4, 8),), generator=torch_rng)
+            source = pool[torch.randint(0, len(pool), (half,), generator=torch_rng)]
+        else:
+            source = torch.randint(first, vocabulary, (half,), generator=torch_rng)
+        ids_BT[row] = torch.cat([source, source.roll(-rng.randrange(half))])
+    mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+    mask_BT[:, half + min(4, half - 1) :] = True
+    return ids_BT, mask_BT
+
+
+def fact_batch(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: str
+) -> tuple[Tensor, Tensor]:
+    """Return ids (B, T) of chats about texts with hidden facts, right-padded, and the mask (B, T) of answer tokens."""
+    length = rng.randint(max(stage.tokens // 4, 128), stage.tokens)
+    answer_share = 9 * stage.facts / max(length, 1)
+    rows = max(round(stage.batch_tokens / (length * (1 + min(answer_share, 0.5)))), 1)
+    pairs = []
+    for row in range(rows):
+        # Facts take nine tokens in the text, two in the question and nine in the answer.
+        facts = rng.randint(1, max(min(stage.facts, (length - 40) // 16), 1))
+        asked = rng.choice((1, rng.randint(1, facts + 1), facts + 1))
+        digits = 5 if asked > 1 or rng.random() < 0.5 else rng.randint(2, 8)
+        options = FillerOptions(digits=digits, number_share=rng.uniform(0, 0.3), keylike_share=rng.uniform(0, 0.3))
+        arguments = {"split": "train", "options": options}
+        if rng.random() < 0.15:
+            sample = passkey_sample(tokenizer, length, rng.random(), f"{seed}/{row}", **arguments)
+        else:
+            sample = facts_sample(tokenizer, length, facts, asked, f"{seed}/{row}", **arguments)
+        messages = [{"role": "user", "content": sample.content}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        reply = tokenizer(sample.reply, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        pairs.append((prompt, reply))
+    longest = max(len(prompt) + len(reply) for prompt, reply in pairs)
+    ids_BT = torch.full((rows, longest), tokenizer.pad_token_id)
+    mask_BT = torch.zeros(rows, longest, dtype=torch.bool)
+    for row, (prompt, reply) in enumerate(pairs):
+        ids_BT[row, : len(prompt) + len(reply)] = torch.tensor(prompt + reply)
+        mask_BT[row, len(prompt) : len(prompt) + len(reply)] = True
+    return ids_BT, mask_BT
+
+
+def gapped_positions(rng: random.Random, tokens: int, span: int) -> Tensor:
+    """Return ascending position ids (1, T) from 0, with up to eight random gaps that reach at most `span` - 1."""
+    positions_T = torch.arange(tokens)
+    room = rng.randint(0, max(span - tokens, 0))
+    gaps = rng.randint(1, 8)
+    cuts = sorted(rng.random() for _ in range(gaps - 1))
+    for low, high in zip([0.0, *cuts], [*cuts, 1.0], strict=True):
+        positions_T[rng.randrange(1, tokens) :] += int((high - low) * room)
+    return positions_T[None]
+
+
+def batches(
+    tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: int
+) -> Iterator[tuple[int, bool, Tensor, Tensor, Tensor]]:
+    """Yield stage index, whether dense, ids (B, T), mask (B, T) and position ids (1, T) of every step."""
+    rng = generator(seed, "train", "backbone")
+    first = tokenizer.convert_tokens_to_ids("\n")  # the special tokens come before it
+    step = 0
+    for index, stage in enumerate(stages):
+        for _ in range(stage.steps):
+            dense = not stage.facts or rng.random() < stage.dense_share
+            if dense:
+                length = rng.randint(max(stage.tokens // 4, 16), stage.tokens)
+                ids_BT, mask_BT = dense_batch(rng, len(tokenizer), first, max(stage.batch_tokens // length, 1), length)
+                ids_BT[:, 0] = tokenizer.convert_tokens_to_ids(BOS)
+            else:
+                ids_BT, mask_BT = fact_batch(rng, tokenizer, stage, f"{seed}/{step}")
+            gapped = stage.span and rng.random() < 0.5
+            positions_1T = gapped_positions(rng, ids_BT.shape[1], stage.span if gapped else 0)
+            yield index, dense, ids_BT, mask_BT, positions_1T
+            step += 1
