@@ -40,6 +40,7 @@ def attend(
     softcap: float | None = None,
     window: int | None = None,
     row_start: Tensor | None = None,
+    flash: bool = False,
 ) -> Tensor:
     """Attend causally: new token i of L sees slots 0 .. S - L + i.
 
@@ -52,6 +53,7 @@ def attend(
         softcap: Bound of the logits, as in Gemma-2.
         window: Tokens a sliding-window layer sees, the own one included.
         row_start: (B,) first slot of each row that holds something, where rows differ.
+        flash: Use the flash-attn package where it can do the job; it has no form for rows that differ.
 
     Returns:
         (B, N, L, D).
@@ -59,6 +61,8 @@ def attend(
     new, slots = query.shape[-2], key.shape[-2]
     if window is not None and slots <= window:
         window = None
+    if flash and row_start is None:
+        return _flash(query, key, value, scaling, softcap, window)
     bounded = window is not None or row_start is not None
     if softcap is not None:
         mask = _with_rows(memo.causal(new, slots, window, query), row_start, slots)
@@ -77,6 +81,25 @@ def attend(
     # On CUDA the aligned bias reaches a flash kernel; on the CPU it would be expanded for every layer anew.
     mask = causal_lower_right(new, slots) if query.is_cuda else memo.causal(new, slots, None, query)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None, window: int | None
+) -> Tensor:
+    # The package aligns causal masks to the bottom right, counts a window to the left without the own token, and wants
+    # heads behind tokens.
+    from flash_attn import flash_attn_func
+
+    out: Tensor = flash_attn_func(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        softcap=softcap or 0.0,
+    )
+    return out.transpose(1, 2)
 
 
 def _with_rows(mask_LS: Tensor, row_start: Tensor | None, slots: int) -> Tensor:

@@ -101,6 +101,7 @@ class _Layer:
     observer: Observer
     projections: Projections
     memo: MaskMemo
+    flash: bool
 
 
 _ACTIVE: WeakKeyDictionary[nn.Module, _Layer] = WeakKeyDictionary()
@@ -119,9 +120,11 @@ def instrumented(model: nn.Module, observer: Observer) -> Iterator[None]:
     if any(module in _ACTIVE for module in modules):
         raise ValueError("this model is being read by another cache; finish that prefill or generate call first")
     implementation = base.config._attn_implementation
+    # A backbone loaded with flash_attention_2 goes on using that package; with anything else PyTorch's kernels serve.
+    flash = implementation == "flash_attention_2"
     with ExitStack() as stack:
         for index, module in enumerate(modules):
-            layer = _Layer(index, index in backbone.layers, observer, Projections(backbone), memo)
+            layer = _Layer(index, index in backbone.layers, observer, Projections(backbone), memo, flash)
             _ACTIVE[module] = layer
             stack.callback(_ACTIVE.pop, module, None)
             if layer.governed:
@@ -222,6 +225,7 @@ def locret_attention(
         softcap=softcap,
         window=None if layer.governed else sliding_window,
         row_start=layer.observer.row_start(layer.index),
+        flash=layer.flash,
     )
     if layer.governed:
         layer.observer.attended(Chunk(layer.index, query, key, value, scaling, softcap, layer.projections))
