@@ -28,7 +28,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     from accelerate import Accelerator, PartialState
     from accelerate.utils import AutocastKwargs
 
-    process = PartialState()
+    cpu = _on_cpu()
+    process = PartialState(cpu=cpu)
     training.open_rows(process)
     if training.run.dry_run:
         return _show_plan(training, str(process.device))
@@ -36,6 +37,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     # The main process fills the output folder only when all have seen it as it was.
     process.wait_for_everyone()
     accelerator = Accelerator(
+        cpu=cpu,
         mixed_precision=training.precision,
         gradient_accumulation_steps=training.optimizer.gradient_accumulation,
         kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
@@ -73,6 +75,14 @@ def _report(training: TrainingRun, summary: dict[str, Any]) -> None:
         print_json({"output": training.run.output, **summary})
     elif not summary["stopped"]:
         print(f"heads saved to {training.run.output} (loss {summary['total']:.4f}, overlap {summary['overlap']:.3f})")
+
+
+def _on_cpu() -> bool:
+    """Say so to accelerate where there is nothing else: it would not join several CPU processes by itself."""
+    import torch
+    from accelerate.utils import parse_flag_from_env
+
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
 def main() -> None:

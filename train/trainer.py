@@ -173,7 +173,7 @@ class Trainer:
                     self._average_and_clip()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-        self.learning_rate = self.scheduler.get_last_lr()[0]
+        self.learning_rate = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.step += 1
 

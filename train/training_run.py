@@ -159,7 +159,8 @@ class TrainingRun:
     def fixed_options(self, processes: int) -> dict[str, Any]:
         """Return the options that a resumed run must share."""
         fixed = {name: value for name, value in self.resolved_options().items() if name not in _FREE}
-        return {**fixed, "rows_per_step": fixed.pop("gradient_accumulation") * processes}
+        rows_per_step = fixed.pop("gradient_accumulation") * processes
+        return {**fixed, "rows_per_step": rows_per_step}
 
     def train(self, accelerator: Accelerator) -> dict[str, Any]:
         """Load the weights, train, save; return the final record."""

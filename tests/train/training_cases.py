@@ -100,3 +100,19 @@ def write_rows(path: Path, rows: int = 6) -> Path:
     ]
     path.write_text(json.dumps(texts))
     return path
+
+
+def train_arguments(paths: tuple[Path, Path], output: Path, *more: str) -> list[str]:
+    """The command line of six short steps on the backbone and rows at `paths`; `more` comes last and wins."""
+    small = ["--steps=6", "--warmup-steps=2", "--hidden-dim=8", "--log-every=1"]
+    return [f"--model={paths[0]}", f"--dataset={paths[1]}", f"--output={output}", *small, *more]
+
+
+def train(paths: tuple[Path, Path], output: Path, *more: str) -> int:
+    """Run `locret-train` in this process and return its exit code."""
+    from accelerate.state import AcceleratorState
+
+    from locret.train.command import command
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process means one run, outside of tests
+    return command(train_arguments(paths, output, *more))

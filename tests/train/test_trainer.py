@@ -1,0 +1,307 @@
+"""The loop: oracle losses, bit-exact resume, processes, signals, checkpoints and logs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_cases import train, train_arguments, write_backbone, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
+
+from locret import RetainingHeads, reference
+from locret.data.training import TrainingStream, load_rows
+from locret.train import checkpointing
+from locret.train.labels import answer_labels, prompt_scores
+from locret.train.loss import retention_loss
+from locret.train.trainer import learning_rate_factor
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a backbone's folder and a file of six rows."""
+    folder = tmp_path_factory.mktemp("trainer")
+    return write_backbone(folder / "model"), write_rows(folder / "rows.json")
+
+
+@pytest.fixture(scope="module")
+def straight(paths: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the output of six steps without a break, with checkpoints after three and six."""
+    output = tmp_path_factory.mktemp("straight") / "run"
+    assert train(paths, output, "--save-every=3") == 0
+    return output
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+def losses(output: Path) -> list[tuple[float, ...]]:
+    return [(r["step"], r["total"], r["regression"], r["smoothness"], *r["overlap_per_layer"]) for r in records(output)]
+
+
+def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
+    ours, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], atol=tolerance, rtol=0, msg=name)
+
+
+def test_training_on_two_rows_has_the_losses_of_the_oracle(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "two.json", rows=2)
+    output = tmp_path / "run"
+    assert train((paths[0], rows), output, "--steps=5", "--warmup-steps=2", "--alpha=0.1") == 0
+    model = AutoModelForCausalLM.from_pretrained(paths[0], dtype=torch.float32).eval().requires_grad_(False)
+    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0).requires_grad_(True)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = get_linear_schedule_with_warmup(optimizer, 2, 5)
+    stream = TrainingStream(
+        load_rows(str(rows)), AutoTokenizer.from_pretrained(paths[0]), seed=0, max_length=2048, source="two"
+    )
+    for record in records(output):
+        example = next(stream)
+        labels = answer_labels(model, example.prompt_ids, example.answer_ids)
+        scores = prompt_scores_with_gradient(model, heads, example.prompt_ids)
+        total, regression, smoothness = reference.loss(scores.detach(), labels, 0.1)
+        assert record["total"] == pytest.approx(total, abs=1e-4)
+        assert record["regression"] == pytest.approx(regression, abs=1e-4)
+        assert record["smoothness"] == pytest.approx(smoothness, rel=1e-5)
+        assert record["learning_rate"] == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.zero_grad()
+        retention_loss(scores, labels, 0.1)[0].backward()
+        torch.nn.utils.clip_grad_value_(heads.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+    trained = RetainingHeads.from_pretrained(output)
+    for name, weight in heads.state_dict().items():
+        torch.testing.assert_close(trained.state_dict()[name], weight, atol=1e-6, rtol=0)
+
+
+def prompt_scores_with_gradient(model: Any, heads: RetainingHeads, prompt_ids: torch.Tensor) -> torch.Tensor:
+    from locret.train.labels import observe
+
+    features: dict[int, torch.Tensor] = {}
+    observe(model, prompt_ids, lambda chunk: features.update({chunk.layer_idx: chunk.features()[0]}))
+    return torch.stack([heads[layer](features[layer]).T for layer in heads])
+
+
+def test_a_resumed_run_ends_bit_by_bit_like_an_uninterrupted_one(
+    paths: tuple[Path, Path], straight: Path, tmp_path: Path
+) -> None:
+    assert train(paths, tmp_path / "resumed", f"--resume={straight / 'checkpoint-3'}", "--save-every=3") == 0
+    assert_same_weights(straight, tmp_path / "resumed")
+    assert losses(tmp_path / "resumed") == losses(straight)[3:]
+    states = [checkpointing.read(folder / "checkpoint-6") for folder in (straight, tmp_path / "resumed")]
+    for ours, theirs in zip(*(state["optimizer"]["state"].values() for state in states), strict=True):
+        assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
+        assert torch.equal(ours["exp_avg_sq"], theirs["exp_avg_sq"])
+    assert states[0]["stream"] == states[1]["stream"]
+
+
+def test_resume_takes_the_newest_checkpoint_and_drops_later_records(
+    paths: tuple[Path, Path], straight: Path, tmp_path: Path
+) -> None:
+    broken_off = tmp_path / "run"
+    shutil.copytree(straight, broken_off)
+    shutil.rmtree(broken_off / "checkpoint-6")
+    (broken_off / "model.safetensors").unlink()
+    (broken_off / ".checkpoint-6.0a1b.partial").mkdir()
+    assert train(paths, broken_off, "--resume") == 0
+    assert_same_weights(straight, broken_off)
+    assert losses(broken_off) == losses(straight)
+
+
+def test_resuming_a_finished_run_only_saves_its_heads(paths: tuple[Path, Path], straight: Path, tmp_path: Path) -> None:
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").unlink()
+    assert train(paths, tmp_path / "run", "--resume") == 0
+    assert_same_weights(straight, tmp_path / "run")
+
+
+def test_resume_with_other_options_names_those_that_differ(
+    paths: tuple[Path, Path], straight: Path, tmp_path: Path
+) -> None:
+    checkpoint = straight / "checkpoint-3"
+    with pytest.raises(ValueError, match=r"--alpha was 0.0025 and is now 0.5; --lr was 0.0005 and is now 0.001; use"):
+        train(paths, tmp_path / "run", f"--resume={checkpoint}", "--lr=1.0e-3", "--alpha=0.5")
+    with pytest.raises(ValueError, match="--rows-per-step was 1 and is now 2"):
+        train(paths, tmp_path / "run", f"--resume={checkpoint}", "--gradient-accumulation=2")
+    with pytest.raises(ValueError, match="is not a checkpoint \\(it has no state.pt\\); give a folder such as"):
+        train(paths, tmp_path / "run", f"--resume={straight}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_refuses_a_damaged_checkpoint(paths: tuple[Path, Path], straight: Path, tmp_path: Path) -> None:
+    shutil.copytree(straight / "checkpoint-3", tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / "state.pt").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(ValueError, match="state.pt is damaged .*; resume from another checkpoint"):
+        train(paths, tmp_path / "run", f"--resume={tmp_path / 'checkpoint-3'}")
+
+
+def test_two_processes_do_what_one_does_with_accumulation(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    options = ("--steps=4", "--warmup-steps=1", "--clip-limit=0.01")
+    assert train(paths, tmp_path / "one", *options, "--gradient-accumulation=2") == 0
+    # accelerate reads torchrun's variables; its own launcher starts several CPU processes through MPI only.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    arguments = ["-m", "locret.train.command", *train_arguments(paths, tmp_path / "two", *options)]
+    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=200, env=cpu_environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance=1e-6)
+    for one, two in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
+        assert one == pytest.approx(two, abs=1e-5)
+    assert [r["tokens"] for r in records(tmp_path / "one")] == [r["tokens"] for r in records(tmp_path / "two")]
+    # A step's rows are what must agree, not how they are spread over processes.
+    assert (
+        train(paths, tmp_path / "on", *options, "--gradient-accumulation=2", f"--resume={tmp_path}/two/checkpoint-4")
+        == 0
+    )
+
+
+@pytest.fixture(scope="module")
+def stopped(paths: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Start two endless runs side by side, and stop one with SIGINT and one with SIGTERM once they have made a step."""
+    folder = tmp_path_factory.mktemp("stopped")
+    runs = {}
+    for name in ("SIGINT", "SIGTERM"):
+        arguments = train_arguments(paths, folder / name, "--steps=100000", "--warmup-steps=10", "--save-every=99999")
+        command = [sys.executable, "-m", "locret.train.command", *arguments]
+        runs[name] = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=cpu_environment())
+    try:
+        for name, process in runs.items():
+            wait_for_records(folder / name / "log.jsonl", process)
+            process.send_signal(getattr(signal, name))
+        yield {name: (process.wait(60), folder / name, process.stderr.read()) for name, process in runs.items()}
+    finally:
+        for process in runs.values():
+            process.kill()
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_saves_a_checkpoint_to_go_on_from(stopped: dict[str, Any], name: str, code: int) -> None:
+    exit_code, output, messages = stopped[name]
+    assert exit_code == code, messages[-2000:]
+    (saved,) = checkpointing.complete(output)
+    step = checkpointing.read(saved)["step"]
+    assert saved.name == f"checkpoint-{step}"
+    assert records(output)[-1]["step"] == step
+    assert f"stopped at step {step}; go on with --resume" in messages
+    assert not (output / "model.safetensors").exists()
+    assert len(RetainingHeads.from_pretrained(saved)) == 2
+
+
+def test_only_the_newest_checkpoints_are_kept(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    assert train(paths, tmp_path / "run", "--save-every=1", "--keep-checkpoints=2") == 0
+    assert [path.name for path in checkpointing.complete(tmp_path / "run")] == ["checkpoint-5", "checkpoint-6"]
+    assert not list((tmp_path / "run").glob(".*"))
+
+
+def test_a_full_disk_leaves_no_half_written_checkpoint(
+    paths: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="cannot write retaining heads to .*checkpoint-6.*make room"):
+        train(paths, tmp_path / "run")
+    assert not list((tmp_path / "run").glob("*checkpoint*"))
+
+
+def test_no_permission_while_saving_is_one_sentence(
+    paths: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Any, target: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(PermissionError, match=r"--output .* cannot be written \(Permission denied\); make room or"):
+        train(paths, tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_loss_that_is_no_number_ends_the_run_without_saving(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the loss is (nan|inf) at step 3; lower --lr"):
+        train(paths, tmp_path / "run", "--lr=1.0e+30", "--warmup-steps=1", "--log-every=3")
+    assert not checkpointing.complete(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("clip", "limit"), [("value", 1e-6), ("norm", 1e-6), ("none", 0.5)])
+def test_gradients_are_clipped_as_asked(
+    paths: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: str, limit: float
+) -> None:
+    seen: list[torch.Tensor] = []
+    step = torch.optim.AdamW.step
+
+    def look(self: torch.optim.AdamW, *args: Any) -> Any:
+        seen.append(torch.cat([p.grad.flatten() for group in self.param_groups for p in group["params"]]))
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", look)
+    assert (
+        train(paths, tmp_path / "run", "--steps=1", "--warmup-steps=0", f"--clip={clip}", f"--clip-limit={limit}") == 0
+    )
+    largest, norm = seen[0].abs().max().item(), seen[0].norm().item()
+    if clip == "value":
+        assert largest == pytest.approx(limit)
+        assert norm > 2 * limit
+    elif clip == "norm":
+        assert norm == pytest.approx(limit, rel=1e-3)
+    else:
+        assert largest > 1e-4
+
+
+@pytest.mark.parametrize("step", [0, 1, 1999, 2000, 2500, 2999, 3000])
+def test_the_default_schedule_is_the_papers(step: int) -> None:
+    expected = step / 2000 if step < 2000 else (3000 - step) / 1000
+    assert learning_rate_factor(step, 2000, 3000) == pytest.approx(expected)
+
+
+def test_logs_hold_losses_overlaps_speed_and_memory(straight: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert [record["step"] for record in records(straight)] == [1, 2, 3, 4, 5, 6]
+    record = records(straight)[-1]
+    assert record["rows"] == 6
+    assert record["tokens_per_second"] > 0
+    assert record["memory_bytes"] > 10**8
+    assert record["overlap"] == pytest.approx(sum(record["overlap_per_layer"]) / 2)
+    board = EventAccumulator(str(straight / "tensorboard")).Reload()
+    names = {"loss/total", "loss/regression", "loss/smoothness", "overlap/mean", "overlap/layer_00", "overlap/layer_01"}
+    assert names | {"run/learning_rate", "run/tokens_per_second", "run/memory_bytes"} == set(board.Tags()["scalars"])
+    shown = [(event.step, event.value) for event in board.Scalars("loss/total")]
+    assert shown == [(r["step"], pytest.approx(r["total"])) for r in records(straight)]
+
+
+def test_scores_of_trained_heads_are_nearer_to_the_labels(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    assert train(paths, tmp_path / "run", "--steps=60", "--warmup-steps=5", "--lr=1.0e-2", "--log-every=30") == 0
+    model = AutoModelForCausalLM.from_pretrained(paths[0], dtype=torch.float32).eval()
+    prompt_ids, answer_ids = torch.arange(40, 60), torch.arange(50, 56)
+    labels = answer_labels(model, prompt_ids, answer_ids)
+    trained, fresh = RetainingHeads.from_pretrained(tmp_path / "run"), RetainingHeads.for_model(model, 8, seed=0)
+    after, before = (
+        retention_loss(prompt_scores(model, heads, prompt_ids), labels)[1].item() for heads in (trained, fresh)
+    )
+    assert after < 0.7 * before
+
+
+def cpu_environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+def wait_for_records(log: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while not (log.exists() and log.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, f"{log} has no records yet"
+        time.sleep(0.1)
