@@ -150,7 +150,7 @@ class RetainingHeads(
         return self
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *, revision: str | None = None, **kwargs: Any
     ) -> RetainingHeads:
         """Load heads from a folder or from the Hub: safetensors only, every key, layer and shape checked.
@@ -171,10 +171,10 @@ class RetainingHeads(
         download = {name: kwargs[name] for name in checkpoint.DOWNLOAD_OPTIONS if name in kwargs}
         folder = checkpoint.find(str(pretrained_model_name_or_path), revision=revision, **download)
         checkpoint.read_config(folder)  # the mixin reads it again, but says nothing useful about a broken one
-        return super().from_pretrained(folder, **kwargs)  # type: ignore[no-any-return]
+        return super().from_pretrained(folder, **kwargs)
 
     @classmethod
-    def _from_pretrained(  # type: ignore[override]
+    def _from_pretrained(
         cls,
         *,
         model_id: str,
@@ -194,7 +194,7 @@ class RetainingHeads(
         heads.allow_other_base = allow_other_base
         return heads
 
-    def save_pretrained(  # type: ignore[override]
+    def save_pretrained(
         self,
         save_directory: str | Path,
         *,
@@ -229,15 +229,15 @@ class RetainingHeads(
     def _save_pretrained(self, save_directory: Path) -> None:
         checkpoint.write(save_directory, self.config, self.state_dict())
 
-    def push_to_hub(self, repo_id: str, *, model_card_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> str:  # type: ignore[override]
+    def push_to_hub(self, repo_id: str, *, model_card_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> str:
         """Upload the heads with their model card; arguments are those of huggingface_hub's mixin.
 
         Returns:
             The URL of the commit.
         """
         card = {"repo_id": repo_id, **(model_card_kwargs or {})}
-        return super().push_to_hub(repo_id, model_card_kwargs=card, **kwargs)  # type: ignore[no-any-return]
+        return super().push_to_hub(repo_id, model_card_kwargs=card, **kwargs)
 
-    def generate_model_card(self, **values: Any) -> Any:  # type: ignore[override]
+    def generate_model_card(self, **values: Any) -> Any:
         """Return the filled model card; `repo_id` in `values` is what its example loads."""
         return model_card.fill(self._hub_mixin_info, self.config, **values)

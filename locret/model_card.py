@@ -97,7 +97,7 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
     Returns:
         The card, front matter included.
     """
-    return ModelCard.from_template(
+    card: ModelCard = ModelCard.from_template(
         card_data=_front_matter(info, config),
         template_str=info.model_card_template,
         **{
@@ -118,6 +118,7 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
             **values,
         },
     )
+    return card
 
 
 def _front_matter(info: Any, config: HeadsConfig) -> ModelCardData:

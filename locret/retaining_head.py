@@ -86,7 +86,7 @@ class RetainingHead(nn.Module):
 
     def _weight_as(self, dtype: torch.dtype) -> Tensor:
         """Return W1 in `dtype`, from the cached copy while W1 is unchanged."""
-        weight = self.fc1.weight
+        weight: Tensor = self.fc1.weight
         if weight.dtype == dtype:
             return weight
         if weight.is_inference():  # such tensors do not count their changes, so a copy could go stale unnoticed
@@ -104,7 +104,7 @@ class RetainingHead(nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         self._cast = None
-        return super()._apply(keep_dtype, recurse)  # type: ignore[no-any-return]
+        return super()._apply(keep_dtype, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cast": None}

@@ -40,4 +40,5 @@ class RetainingHeadScorer(Scorer):
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
         assert isinstance(self.heads, RetainingHeads)
-        return self.heads[chunk.layer_idx](chunk.features()).transpose(1, 2)
+        scores_BLK: Tensor = self.heads[chunk.layer_idx](chunk.features())
+        return scores_BLK.transpose(1, 2)
