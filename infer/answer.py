@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import TextStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from locret import RetentionCache, generate, prefill
 from locret.adapters import Backbone, unwrap
@@ -62,32 +63,47 @@ class MeasuredCache(RetentionCache):
         return twin
 
 
-class AnswerStreamer(TextStreamer):
-    """Prints an answer as it is written, exactly as it would be decoded whole.
+class AnswerStreamer(BaseStreamer):
+    """Prints an answer word by word as it is written, exactly as it would be decoded whole.
 
-    The base class starts afresh after every line, and tokenizers that write no space before a text's first word then
-    drop the line's first space. Here the line's end stays as context.
+    transformers' TextStreamer starts afresh after every line, and tokenizers that write no space before a text's first
+    word then drop the line's first space. Here the line's end stays as context.
     """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        """Tokens of the current line, and the one that ended the line before."""
+        self.printed = 0
+        """Characters of their text that have been printed."""
+        self.prompt_seen = False
 
     def put(self, value: Tensor) -> None:
         """Receive new token ids, (1,), after the prompt's, (1, n), which are skipped."""
-        if self.next_tokens_are_prompt:
-            self.next_tokens_are_prompt = False
+        if not self.prompt_seen:
+            self.prompt_seen = True
             return
-        self.token_cache.extend(value.flatten().tolist())
-        text = decode(self.tokenizer, self.token_cache)
-        end = len(text) if text.endswith("\n") else max(text.rfind(" ") + 1, self.print_len)
-        self.on_finalized_text(text[self.print_len : end])
-        self.print_len = end
+        self.ids.extend(value.flatten().tolist())
+        text = decode(self.tokenizer, self.ids)
+        # What follows the last space may be half a word, or half a character.
+        self._print(text, len(text) if text.endswith("\n") else text.rfind(" ") + 1)
         if text.endswith("\n"):
-            self.token_cache = self.token_cache[-1:]
-            self.print_len = len(decode(self.tokenizer, self.token_cache))
+            self.ids = self.ids[-1:]
+            self.printed = len(decode(self.tokenizer, self.ids))
 
     def end(self) -> None:
         """Print what is left, and a line's end."""
-        text = decode(self.tokenizer, self.token_cache)
-        self.on_finalized_text(text[self.print_len :], stream_end=True)
-        self.token_cache, self.print_len, self.next_tokens_are_prompt = [], 0, True
+        text = decode(self.tokenizer, self.ids)
+        self._print(text, len(text))
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        self.ids, self.printed, self.prompt_seen = [], 0, False
+
+    def _print(self, text: str, end: int) -> None:
+        if end > self.printed:
+            sys.stdout.write(text[self.printed : end])
+            sys.stdout.flush()
+            self.printed = end
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:

@@ -48,7 +48,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         ValueError: For values that make no sense.
     """
     instances, chosen = parse_options("locret-infer", DESCRIPTION, OPTION_CLASSES, argv)
-    return Options(*instances, frozenset(chosen))
+    model, scorer, policy, prompt, generation, output = instances
+    return Options(model, scorer, policy, prompt, generation, output, frozenset(chosen))
 
 
 def command(argv: Sequence[str] | None = None) -> int:

@@ -2,9 +2,9 @@
 
     python -m locret.infer.demo
 
-Trains heads on the embedded backbone with `locret-train`, hides a pass key in texts of 16 times the budget and more, and
-asks for it: with the full cache, with the trained heads and with untrained ones. Prints a table, and saves a picture of
-the positions that the heads kept. Exits 1 if the trained heads do not find the keys.
+Trains heads on the embedded backbone with `locret-train`, hides a pass key in texts of 16 times the budget, and asks
+for it: with the full cache, with the trained heads and with untrained ones. Prints a table, and saves a picture of the
+positions that the heads kept. Exits 1 if the trained heads do not find the keys.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from locret.cli import parse_options, run
 from locret.data.hidden_facts import Sample
 from locret.data.needles import passkey_sample, question_rows, write_rows
 
+TRAINED, UNTRAINED = "trained heads", "untrained heads"
 NEW_TOKENS = 16
 """The answer is a sentence of about ten tokens."""
 
@@ -232,36 +234,51 @@ def command(argv: Sequence[str] | None = None) -> int:
     from transformers.utils import logging
 
     (options,), _ = parse_options("locret.infer.demo", (__doc__ or "").split("\n")[0], [DemoOptions], argv)
-    policy = options.policy
     if not Path(options.model, "config.json").is_file():
         raise ValueError(f"--model {options.model} holds no backbone; run this from the repository's root")
     logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model).eval()
-    trained = RetainingHeads.from_pretrained(options.heads or train(options, tokenizer))
-    untrained = RetainingHeads.for_model(model, trained.config.hidden_dim, seed=0)
+    heads = options.heads or train(options, tokenizer)
+    trained = RetainingHeads.from_pretrained(heads)
+    sets = {TRAINED: trained, UNTRAINED: RetainingHeads.for_model(model, trained.config.hidden_dim, seed=0)}
     depths = [(index + 0.5) / options.samples for index in range(options.samples)]
     samples = [passkey_sample(tokenizer, options.prompt_tokens, depth, seed) for seed, depth in enumerate(depths)]
-    print(
-        f"\n{options.samples} texts of {options.prompt_tokens:,} tokens, budget {policy.budget:,}: {samples[0].question}"
-    )
-    sets = {"trained heads": trained, "untrained heads": untrained}
-    results = [evaluate("full cache", tokenizer, samples, lambda ids: read_with_full_cache(model, ids))]
-    for name, heads in sets.items():
-        results.append(
-            evaluate(name, tokenizer, samples, lambda ids, heads=heads: read_with_heads(model, heads, policy, ids))  # type: ignore[misc]
-        )
+    length = f"{options.samples} texts of {options.prompt_tokens:,} tokens"
+    print(f"\n{length}, budget {options.budget:,} ({options.prompt_tokens / options.budget:.0f} times less)")
+    results = compare(options, model, tokenizer, samples, sets)
     print(table(results))
     if path := draw(options, model, tokenizer, samples[options.samples // 3], sets):
         print(f"positions kept by each layer and KV head: {path}")
+    text = Path(options.output) / "text.txt"
+    text.parent.mkdir(parents=True, exist_ok=True)
+    text.write_text(samples[0].text + "\n", encoding="utf-8")
+    print(
+        f"ask yourself: locret-infer --model {options.model} --heads {heads} --prompt-file {text} "
+        f'--question "{samples[0].question}"'
+    )
+    return verdict(options, results)
+
+
+def compare(
+    options: DemoOptions, model: Any, tokenizer: Any, samples: Sequence[Sample], sets: dict[str, RetainingHeads]
+) -> list[Result]:
+    """Read all texts with the full cache and with each set of heads."""
+    results = [evaluate("full cache", tokenizer, samples, lambda ids: read_with_full_cache(model, ids))]
+    for name, heads in sets.items():
+        read = partial(read_with_heads, model, heads, options.policy)
+        results.append(evaluate(name, tokenizer, samples, read))
+    return results
+
+
+def verdict(options: DemoOptions, results: Sequence[Result]) -> int:
+    """Return the exit code, and say why if it is not 0."""
     share = {result.method: sum(result.right) / len(result.right) for result in results}
-    if share["trained heads"] < options.required or share["trained heads"] <= share["untrained heads"]:
-        print(
-            f"the trained heads should find at least {options.required:.0%} of the keys, and more than untrained ones"
-        )
-        return 1
-    return 0
+    if share[TRAINED] >= options.required and share[TRAINED] > share[UNTRAINED]:
+        return 0
+    print(f"the trained heads should find at least {options.required:.0%} of the keys, and more than untrained ones")
+    return 1
 
 
 if __name__ == "__main__":

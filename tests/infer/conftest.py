@@ -1,0 +1,100 @@
+"""A random backbone with a real tokenizer, and untrained heads for it, as folders that the commands read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from infer_cases import write_text
+
+from locret import RetainingHeads
+from locret.cli import run
+from locret.data.embedded_tokenizer import build_tokenizer
+
+POLICY = {"budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8, "positions": "compact"}
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a Llama of random weights, large enough that its answers vary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=4096,
+        initializer_range=0.3,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("infer") / "backbone"
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    # What a published backbone often recommends; locret-infer must not follow it.
+    model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def heads(backbone: Path) -> Path:
+    """Return a folder of untrained heads that recommend a small policy."""
+    from transformers import AutoConfig
+
+    folder = backbone.with_name("heads")
+    made = RetainingHeads.for_model(AutoConfig.from_pretrained(backbone), hidden_dim=8, seed=0)
+    made.annotate(policy=POLICY).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text(backbone: Path) -> Path:
+    """Return a text of about 20 KB."""
+    return write_text(backbone.with_name("text.txt"), 20_000)
+
+
+@pytest.fixture
+def infer(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Return a function that runs `locret-infer` in this process."""
+    from locret.infer.command import command
+
+    def call(*arguments: object) -> Outcome:
+        return _call(command, [str(argument) for argument in arguments], capsys)
+
+    return call
+
+
+@pytest.fixture
+def demo(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Return a function that runs the demonstration in this process."""
+    from locret.infer.demo import command
+
+    def call(*arguments: object) -> Outcome:
+        return _call(command, [str(argument) for argument in arguments], capsys)
+
+    return call
+
+
+def _call(command: Callable[..., int], arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> Outcome:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as leaving:
+        run(command, arguments)
+    out, err = capsys.readouterr()
+    return Outcome(int(leaving.value.code or 0), out, err)

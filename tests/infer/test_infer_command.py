@@ -1,0 +1,361 @@
+"""`locret-infer` from the command line: what it prints, how its options combine, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from infer_cases import write_text
+
+from locret import RetainingHeads
+from locret.data.chat import render_prompt
+
+QUESTION = "What is the pass key?"
+KEYS = {
+    "answer", "prompt_tokens", "new_tokens", "kept_units", "final_units", "planned_cache_bytes", "peak_cache_bytes",
+    "peak_device_bytes", "prefill_seconds", "decode_seconds", "prefill_tokens_per_second",
+    "decode_tokens_per_second", "finished", "model", "scorer", "policy", "device", "dtype", "versions",
+}  # fmt: skip
+Infer = Callable[..., Any]
+
+
+@pytest.fixture
+def ask(infer: Infer, backbone: Path, heads: Path, text: Path) -> Infer:
+    """Return a function that asks for JSON with the usual arguments and more, and returns the record."""
+
+    def call(*more: object) -> Any:
+        given = {str(argument).partition("=")[0] for argument in more}
+        usual = {"--model": backbone, "--heads": heads, "--prompt-file": text, "--question": QUESTION}
+        if "--scorer" in given:
+            del usual["--heads"]
+        arguments = [part for pair in usual.items() if pair[0] not in given for part in pair]
+        outcome = infer(*arguments, "--json", "--max-new-tokens", 12, *more)
+        assert outcome.code == 0, outcome.err
+        return json.loads(outcome.out)
+
+    return call
+
+
+@pytest.fixture
+def plain(backbone: Path, text: Path) -> Infer:
+    """Return a function that answers with transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def call(prepare: Callable[[Any], Any] = lambda model: model, **options: Any) -> str:
+        tokenizer = AutoTokenizer.from_pretrained(backbone)
+        model = prepare(AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32)).eval()
+        frame = render_prompt(tokenizer, question=QUESTION)
+        ids = tokenizer("".join(frame.around([text.read_text().strip()])), return_tensors="pt").input_ids
+        out = model.generate(input_ids=ids, max_new_tokens=12, **{"do_sample": False, **options})
+        return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    return call
+
+
+FULL = ("--budget", 8000, "--stabilizers", 0, "--chunk-size", 700)
+
+
+def test_json_has_every_key_and_consistent_numbers(ask: Infer, backbone: Path, heads: Path) -> None:
+    record = ask()
+    assert set(record) == KEYS
+    assert (record["model"], record["scorer"], record["device"]) == (str(backbone), str(heads), "cpu")
+    assert record["kept_units"] == 64 + 8
+    assert record["final_units"] == record["kept_units"] + record["new_tokens"] - 1
+    assert record["prefill_tokens_per_second"] == pytest.approx(record["prompt_tokens"] / record["prefill_seconds"])
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["dtype"] == "float32", "bfloat16 is the checkpoint's, but this is a CPU"
+
+
+def test_whole_budget_answers_like_transformers_alone(ask: Infer, plain: Infer) -> None:
+    assert ask(*FULL)["answer"] == plain()
+
+
+def test_beam_search_answers_like_transformers_alone_and_counts_its_copy(ask: Infer, plain: Infer) -> None:
+    record = ask(*FULL, "--num-beams", 3)
+    assert record["answer"] == plain(num_beams=3)
+    assert record["peak_cache_bytes"] > 3 * ask(*FULL)["peak_cache_bytes"]
+    assert record["peak_cache_bytes"] <= record["planned_cache_bytes"]
+
+
+def test_lora_adapter_is_used(ask: Infer, plain: Infer, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def save(model: Any) -> Any:
+        torch.manual_seed(1)
+        settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        get_peft_model(model, settings).save_pretrained(tmp_path / "lora")
+        return model
+
+    plain(save)
+    expected = plain(lambda model: PeftModel.from_pretrained(model, tmp_path / "lora"))
+    assert expected != plain()
+    assert ask(*FULL, "--adapter", tmp_path / "lora")["answer"] == expected
+
+
+def test_streaming_prints_the_text_of_the_json_answer(
+    ask: Infer, infer: Infer, backbone: Path, heads: Path, text: Path
+) -> None:
+    arguments = ("--model", backbone, "--heads", heads, "--prompt-file", text, "--question", QUESTION)
+    outcome = infer(*arguments, "--max-new-tokens", 12)
+    assert outcome.code == 0
+    assert outcome.out == ask()["answer"] + "\n"
+    assert "kept 72 units per KV head; wrote 12 tokens" in outcome.err
+    assert outcome.err.count("\n") == 1, "nothing but the summary"
+    quiet = infer(*arguments, "--max-new-tokens", 12, "--quiet")
+    assert (quiet.out, quiet.err) == (outcome.out, "")
+
+
+def test_standard_input_is_read_like_a_file(
+    ask: Infer, infer: Infer, backbone: Path, heads: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ask()["answer"]
+    with text.open() as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert ask("--prompt-file", "-")["answer"] == expected
+    with text.open() as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        arguments = ("--model", backbone, "--heads", heads, "--question", QUESTION, "--max-new-tokens", 12)
+        assert infer(*arguments).out == expected + "\n"
+
+
+def test_ten_times_the_text_takes_the_same_bytes_and_as_planned(ask: Infer, tmp_path: Path) -> None:
+    short, long = ask(), ask("--prompt-file", write_text(tmp_path / "long.txt", 200_000))
+    assert long["prompt_tokens"] > 9 * short["prompt_tokens"]
+    assert long["peak_cache_bytes"] == short["peak_cache_bytes"] == short["planned_cache_bytes"]
+    assert ask("--dry-run")["planned_cache_bytes"] == short["planned_cache_bytes"]
+
+
+def test_dry_run_reads_neither_weights_nor_prompt(ask: Infer, backbone: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((backbone / "config.json").read_text())
+    record = ask("--model", tmp_path, "--prompt-file", tmp_path / "missing", "--dry-run", "--num-beams", 2)
+    assert record["planned_cache_bytes"] == 3 * ask("--dry-run")["planned_cache_bytes"]
+    assert record["options"]["num_beams"] == 2
+    assert record["policy"]["budget"] == 64
+
+
+def test_short_prompt_allocates_no_more_than_itself(ask: Infer, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("The pass key is 48213.")
+    record = ask("--prompt-file", tmp_path / "short.txt", *FULL)
+    assert record["kept_units"] == record["prompt_tokens"] < 40
+    assert record["peak_cache_bytes"] < ask(*FULL)["peak_cache_bytes"] / 50
+
+
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_decode_budget_bounds_a_long_answer(ask: Infer, positions: str) -> None:
+    arguments = ("--max-new-tokens", 150, "--positions", positions, "--stop+=<never>")
+    grown = ask(*arguments)
+    bounded = ask(*arguments, "--decode-budget", 80, "--decode-interval", 4)
+    assert grown["new_tokens"] == bounded["new_tokens"] == 150
+    assert grown["final_units"] == 72 + 149
+    assert bounded["final_units"] <= 80
+    assert bounded["peak_cache_bytes"] < grown["peak_cache_bytes"]
+
+
+def test_policy_is_the_users_then_the_heads_then_the_default(ask: Infer, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("chunk_size: 48\nlocal_len: 4\n")
+    policy = ask("--config", tmp_path / "recipe.yaml", "--local-len", 5, "--dry-run")["policy"]
+    assert (policy["local_len"], policy["chunk_size"]) == (5, 48), "flags beat the recipe, which beats the heads"
+    assert (policy["budget"], policy["stabilizers"]) == (64, 16), "the heads'"
+    assert policy["decode_interval"] == 64, "the default"
+    assert ask("--scorer", "streaming", "--dry-run")["policy"]["budget"] == 6000
+
+
+def test_scorers_by_name_take_options(ask: Infer) -> None:
+    small = ("--budget", 64, "--stabilizers", 0, "--chunk-size", 32, "--local-len", 8)
+    answers = [ask("--scorer", "random", "--scorer-options.seed", seed, *small) for seed in (0, 1)]
+    assert answers[0]["scorer"] == "random"
+    assert answers[0]["answer"] != answers[1]["answer"]
+
+
+def test_sampling_follows_the_seed(ask: Infer) -> None:
+    answers = [ask("--temperature", 1.5, "--top-k", 50, "--seed", seed)["answer"] for seed in (1, 1, 2)]
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_stop_text_ends_the_answer(ask: Infer) -> None:
+    whole = ask()["answer"]
+    stop = whole.split()[3]
+    stopped = ask(f"--stop+={stop}")
+    assert stopped["answer"] == whole[: whole.index(stop) + len(stop)]
+    assert stopped["finished"]
+
+
+def test_plain_kernel_agrees_with_the_fused_ones(ask: Infer) -> None:
+    assert ask("--attn", "math")["answer"] == ask("--attn", "sdpa")["answer"]
+
+
+def test_no_template_reads_the_text_as_it_is(ask: Infer, infer: Infer, backbone: Path, heads: Path) -> None:
+    assert ask("--template", "none")["prompt_tokens"] < ask("--system", "Answer with a number.")["prompt_tokens"]
+
+
+def test_true_positions_beyond_the_context_are_warned_about_once(
+    infer: Infer, backbone: Path, heads: Path, text: Path
+) -> None:
+    arguments = ("--model", backbone, "--heads", heads, "--prompt-file", text, "--max-new-tokens", 2)
+    assert "warning" not in infer(*arguments).err
+    err = infer(*arguments, "--positions", "original").err
+    assert err.count("warning") == 1
+    assert "beyond 4096, the longest context of this backbone" in err
+    assert "--positions compact" in err
+
+
+def test_picture_is_drawn(ask: Infer, tmp_path: Path) -> None:
+    ask("--picture", tmp_path / "kept.png")
+    assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.png"]
+
+
+def refused(outcome: Any, *parts: str, code: int = 2) -> None:
+    assert outcome.code == code
+    assert outcome.out == ""
+    last = outcome.err.strip().splitlines()[-1]
+    assert len(outcome.err.strip().splitlines()) == 1, outcome.err
+    for part in parts:
+        assert part in last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--budget", 0), ("budget=0 is too small", "1 or more")),
+        (("--budget", 8), ("stabilizers=16 leaves no room", "budget=8")),
+        (("--prompt-file", "nowhere.txt"), ("--prompt-file nowhere.txt: no such file",)),
+        (("--prompt-file", "."), ("--prompt-file .: that is a folder",)),
+        (("--model", "no/such/model"), ("--model no/such/model: there is no such folder",)),
+        (("--model", "setup.cfg"), ("--model setup.cfg is a file",)),
+        (("--model", "tests"), ("--model tests has no config.json",)),
+        (("--heads", "no/such/heads"), ("--heads no/such/heads: there is no folder",)),
+        (("--scorer", "streaming"), ("exclude each other", "--heads", "--scorer")),
+        (("--device", "tpu"), ("--device tpu is unknown", "cuda:N")),
+        (("--device", "cuda:99"), ("--device cuda:99", "--device auto")),
+        (("--dtype", "int8"), ("--dtype int8 is unknown", "bfloat16")),
+        (("--attn", "eager"), ("--attn eager is unknown", "sdpa")),
+        (("--attn", "flash_attention_2"), ("locret[flash]", "--attn auto")),
+        (("--positions", "relative"), ('positions="relative" is unknown', "compact")),
+        (("--template", "alpaca"), ("--template alpaca", "original")),
+        (("--question", " "), ("--question is empty",)),
+        (("--max-new-tokens", 0), ("--max-new-tokens 0", "1 or more")),
+        (("--temperature", -1), ("--temperature -1.0 is negative",)),
+        (("--top-p", 0.5), ("--top-p", "set a temperature")),
+        (("--top-p", 1.5, "--temperature", 1), ("--top-p 1.5",)),
+        (("--top-k", -1), ("--top-k -1",)),
+        (("--repetition-penalty", 0), ("--repetition-penalty 0.0",)),
+        (("--picture", "no/such/folder/kept.png"), ("--picture", "there is no folder")),
+        (("--adapter", "no/such/adapter"), ("--adapter no/such/adapter cannot be put on",)),
+        (("--scorer-options.sinks", 3), ("--scorer-options belongs to --scorer",)),
+    ],
+)
+def test_refusals_name_setting_value_and_way_out(
+    infer: Infer, backbone: Path, heads: Path, text: Path, arguments: tuple[object, ...], parts: tuple[str, ...]
+) -> None:
+    usual = ("--model", backbone, "--heads", heads, "--prompt-file", text)
+    refused(infer(*usual, *arguments), *parts)
+
+
+def test_neither_heads_nor_scorer_is_refused(infer: Infer, backbone: Path, text: Path) -> None:
+    refused(infer("--model", backbone, "--prompt-file", text), "--heads", "--scorer")
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (("--scorer", "streamin"), 'scorer "streamin" is unknown; did you mean streaming'),
+        (("--scorer", "streaming", "--scorer-options.sink", 3), "scorer streaming: "),
+    ],
+)
+def test_scorer_that_does_not_exist_lists_the_nearest(
+    infer: Infer, backbone: Path, text: Path, options: tuple[object, ...], part: str
+) -> None:
+    refused(infer("--model", backbone, "--prompt-file", text, *options), part)
+
+
+@pytest.mark.parametrize("content", ["", " \n\t\n"])
+def test_empty_prompt_is_refused(infer: Infer, backbone: Path, heads: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "empty.txt").write_text(content)
+    arguments = ("--model", backbone, "--heads", heads, "--prompt-file", tmp_path / "empty.txt")
+    refused(infer(*arguments, "--question", QUESTION), "empty.txt is empty; give a text")
+
+
+def test_prompt_that_is_no_text_is_refused(infer: Infer, backbone: Path, heads: Path, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x81")
+    refused(infer("--model", backbone, "--heads", heads, "--prompt-file", tmp_path / "binary"), "not UTF-8")
+
+
+def test_heads_of_another_backbone_show_both_sides(infer: Infer, backbone: Path, text: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(backbone)
+    config.num_hidden_layers = 3
+    RetainingHeads.for_model(config, hidden_dim=8).save_pretrained(tmp_path / "other")
+    outcome = infer("--model", backbone, "--heads", tmp_path / "other", "--prompt-file", text)
+    refused(outcome, "num_hidden_layers is 3 in the heads and 2 in the model")
+
+
+def test_folder_of_another_kind_is_no_heads(infer: Infer, backbone: Path, text: Path) -> None:
+    refused(infer("--model", backbone, "--heads", backbone, "--prompt-file", text), "--heads", "not the config of")
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"model_type": "t5"}, "encoder-decoder"),
+        ({"model_type": "mamba"}, "without softmax attention"),
+        ({"model_type": "deepseek_v3"}, "latent attention"),
+        ({"model_type": "nonsense"}, "cannot be read"),
+    ],
+)
+def test_unsupported_architecture_is_refused_from_the_config_alone(
+    infer: Infer, heads: Path, text: Path, tmp_path: Path, config: dict[str, str], part: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(infer("--model", tmp_path, "--heads", heads, "--prompt-file", text), part)
+
+
+def test_backbone_without_weights_is_refused(
+    infer: Infer, backbone: Path, heads: Path, text: Path, tmp_path: Path
+) -> None:
+    for file in backbone.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    refused(infer("--model", tmp_path, "--heads", heads, "--prompt-file", text), f"--model {tmp_path} cannot be loaded")
+
+
+@pytest.mark.parametrize("flag", ["--model", "--heads"])
+def test_name_that_is_neither_folder_nor_downloaded_says_both(
+    infer: Infer, backbone: Path, heads: Path, text: Path, flag: str
+) -> None:
+    usual = {"--model": backbone, "--heads": heads, "--prompt-file": text, flag: "checkpoints/tinny"}
+    outcome = infer(*(part for pair in usual.items() for part in pair))
+    refused(outcome, "cannot load checkpoints/tinny", "neither a folder here nor", code=1)
+
+
+@pytest.mark.parametrize(("line", "part"), [("budgett: 3", "budgett"), ("budget: many", "budget")])
+def test_recipe_with_an_unknown_key_or_type_is_refused(infer: Infer, tmp_path: Path, line: str, part: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"model: x\nheads: y\n{line}\n")
+    outcome = infer("--config", tmp_path / "recipe.yaml")
+    assert outcome.code == 2
+    assert part in outcome.err.strip().splitlines()[-1] + outcome.err.strip().splitlines()[-2]
+
+
+def test_process_reads_a_pipe_and_leaves_with_the_code_of_a_mistake(backbone: Path, heads: Path, text: Path) -> None:
+    line = [sys.executable, "-m", "locret.infer.command", "--model", str(backbone), "--heads", str(heads)]
+    good = subprocess.run([*line, "--max-new-tokens", "3"], input=text.read_text(), capture_output=True, text=True)
+    assert (good.returncode, len(good.stdout.split()) > 0) == (0, True)
+    bad = subprocess.run([*line, "--budget", "0"], input="", capture_output=True, text=True)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.endswith("budget=0 is too small; it must be 1 or more\n")
+    assert "Traceback" not in bad.stderr
+
+
+def test_help_shows_every_option_with_its_text(infer: Infer) -> None:
+    outcome = infer("--help")
+    assert outcome.code == 0
+    for flag in ("--model", "--heads", "--scorer", "--budget", "--prompt_file", "--max_new_tokens", "--json"):
+        assert flag in outcome.out
+    assert "Cache units kept per layer and KV head" in outcome.out

@@ -1,0 +1,76 @@
+"""What the pictures of retention count, and that they are written whole."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from locret import RetentionCache, RetentionPolicy, prefill
+from locret.infer.pictures import Retention, column_edges, kept_shares, require_matplotlib, retention_map, retention_of
+
+
+def made(prompt_tokens: int, layers: int, heads: int, units: int) -> Retention:
+    generator = torch.Generator().manual_seed(0)
+    kept = {
+        layer: [torch.randperm(prompt_tokens, generator=generator)[:units].sort().values for _ in range(heads)]
+        for layer in range(layers)
+    }
+    return Retention("random", kept, prompt_tokens)
+
+
+def test_shares_count_kept_positions_column_by_column() -> None:
+    kept = {0: [torch.tensor([0, 1, 9]), torch.tensor([4, 5, 6])], 3: [torch.tensor([7, 8, 9])]}
+    assert column_edges(10, 4).tolist() == [0, 2, 5, 8, 10]
+    shares = kept_shares(Retention("", kept, 10), 4)
+    expected = [[1, 0, 0, 0.5], [0, 1 / 3, 2 / 3, 0], [0, 0, 1 / 3, 1]]
+    assert torch.allclose(shares, torch.tensor(expected))
+
+
+def test_every_kept_unit_is_counted_once() -> None:
+    retention = made(prompt_tokens=10_007, layers=3, heads=2, units=123)
+    widths = column_edges(10_007, 400).diff()
+    assert (kept_shares(retention, 400).double() * widths).sum(1).round().tolist() == [123] * 6
+
+
+def test_retention_of_a_cache_names_its_governed_layers(tiny_llama: Any) -> None:
+    cache = RetentionCache(tiny_llama, "streaming", RetentionPolicy(budget=8, chunk_size=4, stabilizers=0, local_len=2))
+    prefill(tiny_llama, torch.arange(30)[None], cache)
+    retention = retention_of(cache, "streaming")
+    assert (list(retention.kept), retention.prompt_tokens) == ([0, 1], 30)
+    assert retention.kept[1][1].tolist() == [0, 1, 2, 3, 24, 25, 26, 27, 28, 29]
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 2), (32, 8)])
+def test_map_is_a_png_of_readable_size(tmp_path: Path, layers: int, heads: int) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
+    path = tmp_path / "map.png"
+    retentions = [made(3000, layers, heads, 200), made(3000, layers, heads, 20)]
+    retention_map(retentions, path, needle=(1000, 1010), heading="two caches")
+    data = path.read_bytes()
+    width, height = struct.unpack(">II", data[16:24])
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert width == 1500
+    assert 600 < height < 2700
+    assert [file.name for file in tmp_path.iterdir()] == ["map.png"]
+
+
+def test_text_shorter_than_the_columns_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
+    retention_map([made(5, 1, 1, 2)], tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 1000
+
+
+def test_folder_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
+    with pytest.raises(OSError, match=r"cannot write the picture .*map.png: No such file or directory; choose"):
+        retention_map([made(50, 1, 1, 2)], tmp_path / "no" / "map.png")
+
+
+def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--picture needs matplotlib; install it with `pip install 'locret\[eval\]'`"):
+        require_matplotlib("--picture")

@@ -1,0 +1,50 @@
+"""Every recipe in the repository parses against its command's real options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from locret.cli import parse_options
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+
+
+def option_classes(job: str) -> tuple[type, ...]:
+    """Return the options of the command that reads the recipes of a folder."""
+    if job == "infer":
+        from locret.infer.command import OPTION_CLASSES
+
+        return OPTION_CLASSES
+    if job == "train":
+        from locret.train.options import OPTION_CLASSES as TRAIN
+
+        return TRAIN
+    assert job == "backbone", f"recipes/{job} belongs to no command that this test knows"
+    from locret.train.backbone import BackboneOptions
+
+    return (BackboneOptions,)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_recipe_parses_and_says_how_to_run_it(path: Path) -> None:
+    job, name = path.relative_to(ROOT / "recipes").parts[0], str(path.relative_to(ROOT))
+    # What a recipe leaves to the command line because only the user knows it.
+    missing = {"infer": {"heads": "HEADS"}, "train": {"output": "OUTPUT"}}.get(job, {})
+    content = yaml.safe_load(path.read_text())
+    extra = [part for key, value in missing.items() if key not in content for part in (f"--{key}", value)]
+    _, chosen = parse_options("test", "", option_classes(job), ["--config", str(path), *extra])
+    assert set(content) <= chosen
+    assert name in path.read_text(), "its header holds the command, ready to paste"
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("phi_3_mini_128k", (6000, 3072, 2500, 100)), ("llama_3.1_8b", (16384, 1024, 2500, 100))],
+)
+def test_recipes_have_the_papers_numbers(name: str, numbers: tuple[int, ...]) -> None:
+    recipe = yaml.safe_load((ROOT / "recipes" / "infer" / f"{name}.yaml").read_text())
+    assert tuple(recipe[key] for key in ("budget", "chunk_size", "stabilizers", "local_len")) == numbers
