@@ -13,55 +13,25 @@ position ids show the model distances far beyond the length of a training sequen
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import platform
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from locret import __version__
 from locret.cli import parse_options, print_json, run
 from locret.data.embedded_tokenizer import build_tokenizer
 from locret.data.needles import passkey_sample
 from locret.train.backbone_batches import Stage, batches
-
-CARD = """---
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
-tags: [locret, long-context, synthetic]
----
-# Locret's embedded backbone
-
-A Llama of {parameters} parameters ({layers} layers, hidden {hidden}, {heads} query / {kv_heads} KV heads of {head_dim},
-vocabulary {vocabulary}) that finds facts in generated texts: pass keys (`The pass key is 48213.`) and named numbers
-(`The number of Oslo is 71432.`), one or many per question. It exists so that retaining heads can be trained, tested and
-shown offline on a CPU. It knows no language beyond the generator `locret.data.needles`.
-
-Prompt format (the tokenizer's chat template): `<bos><user>TEXT\\nWhat is the pass key?<eos><assistant>`; questions of
-the other kind read `What are the numbers of Oslo, Rome?`. The answer repeats the facts' sentences and ends with `<eos>`.
-
-{measured}
-Made from scratch in {minutes} minutes on {threads} CPU thread(s) by
-`python -m locret.train.backbone --config recipes/backbone/tiny.yaml`, on generated texts only. `training.json` holds
-the resolved options and the training log. Versions: {versions}.
-"""
+from locret.train.backbone_folder import check_output, model_card, save, versions
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackboneOptions:
+class BackboneTraining:
     """Shape, curriculum and optimizer of the embedded backbone."""
 
     stages: list[Stage] = field(default_factory=list)
@@ -109,13 +79,24 @@ class BackboneOptions:
         object.__setattr__(self, "stages", stages)
         if not stages:
             raise ValueError("stages is empty, so there is nothing to train; use --config recipes/backbone/tiny.yaml")
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "threads",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is too small; give 1 or more")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; change one of the two"
             )
 
 
-def build_model(options: BackboneOptions, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def build_model(options: BackboneTraining, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Return the untrained backbone in float32; the seed decides its weights."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -151,7 +132,7 @@ def masked_loss(model: LlamaForCausalLM, ids_BT: Tensor, mask_BT: Tensor, positi
     return loss, (logits_MV.argmax(-1) == targets_M).float().mean().item()
 
 
-def train(options: BackboneOptions) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast, list[dict[str, float]]]:
+def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast, list[dict[str, float]]]:
     """Train a fresh backbone through all stages.
 
     Returns:
@@ -191,7 +172,7 @@ def train(options: BackboneOptions) -> tuple[LlamaForCausalLM, PreTrainedTokeniz
 
 
 def _means(sums: dict[str, list[float]]) -> dict[str, float]:
-    means = {}
+    means: dict[str, float] = {}
     for kind, (losses, exacts, count) in sorted(sums.items()):
         means |= {f"{kind}_loss": round(losses / count, 4), f"{kind}_exact": round(exacts / count, 4)}
     return means
@@ -236,68 +217,9 @@ def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, content:
     return str(tokenizer.decode(ids_BT[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-def check_output(output: str, overwrite: bool) -> None:
-    """Refuse a folder that must not or cannot be written, before anything is trained.
-
-    Raises:
-        ValueError: Where it holds something and `overwrite` is off, or is a file.
-        OSError: Where its parent folder cannot be written.
-    """
-    target = Path(output)
-    if target.is_file():
-        raise ValueError(f"output={output} is a file; name a folder")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise ValueError(f"output={output} is not empty; choose another folder, or add --overwrite to replace it")
-    parent = next(folder for folder in target.absolute().parents if folder.exists())
-    if not os.access(parent, os.W_OK):
-        raise OSError(f"output={output} cannot be written: no permission in {parent}; choose another folder")
-
-
-def save(
-    output: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], card: str
-) -> None:
-    """Write model, tokenizer, `training.json` and model card; the folder appears whole or not at all."""
-    target = Path(output).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
-        fresh, old = Path(temporary, "fresh"), Path(temporary, "old")
-        model.save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
-        (fresh / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        (fresh / "README.md").write_text(card, encoding="utf-8")
-        if target.exists():
-            os.replace(target, old)
-        os.replace(fresh, target)
-
-
-def model_card(model: LlamaForCausalLM, record: dict[str, Any]) -> str:
-    """Return the README of the folder, filled with what was built and measured."""
-    config, options = model.config, record["options"]
-    rows = "\n".join(f"| {tokens} | {share:.0%} |" for tokens, share in record["pass_key_found"].items())
-    measured = (
-        f"Pass key found with full attention, greedy decoding, {options['eval_samples']} fresh samples per length at "
-        f"even depths:\n\n| prompt tokens | exact match |\n| --- | --- |\n{rows}\n"
-        if rows
-        else "Accuracy: unknown (`eval_samples` was 0).\n"
-    )
-    return CARD.format(
-        parameters=f"{model.num_parameters():,}",
-        vocabulary=config.vocab_size,
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        measured=measured,
-        minutes=f"{record['seconds'] / 60:.0f}",
-        threads=options["threads"],
-        versions=", ".join(f"{name} {version}" for name, version in record["versions"].items()),
-    )
-
-
 def command(argv: Sequence[str] | None = None) -> int:
     """Train the embedded backbone, measure it, and write its folder."""
-    (options,), _ = parse_options("locret.train.backbone", "Train the embedded backbone.", [BackboneOptions], argv)
+    (options,), _ = parse_options("locret.train.backbone", "Train the embedded backbone.", [BackboneTraining], argv)
     check_output(options.output, options.overwrite)
     if options.dry_run:
         parameters = build_model(options, build_tokenizer(options.max_positions)).num_parameters()
@@ -320,16 +242,6 @@ def command(argv: Sequence[str] | None = None) -> int:
     save(options.output, model, tokenizer, record, model_card(model, record))
     print_json({"output": options.output, "seconds": seconds, "pass_key_found": found})
     return 0
-
-
-def versions() -> dict[str, str]:
-    """Return the versions a run depends on, and our commit where the code runs from a checkout."""
-    found = {"locret": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    found["python"] = platform.python_version()
-    call = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        found["commit"] = subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
-    return found
 
 
 if __name__ == "__main__":

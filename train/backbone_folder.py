@@ -1,0 +1,112 @@
+"""The folder of a trained backbone: refused early, written whole or not at all, with a filled model card."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from locret import __version__
+from locret.train.run_folder import source_commit
+
+RECORD = "training.json"
+CARD = """---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [locret, long-context, synthetic]
+---
+# Locret's embedded backbone
+
+A Llama of {parameters} parameters ({layers} layers, hidden {hidden}, {heads} query / {kv_heads} KV heads of {head_dim},
+vocabulary {vocabulary}) that finds facts in generated texts: pass keys (`The pass key is 48213.`) and
+named numbers (`The number of Oslo is 71432.`), one or many per question. It exists so that retaining heads can be
+trained, tested and shown offline on a CPU. It knows no language beyond the generator `locret.data.needles`.
+
+Prompt format (the tokenizer's chat template): `<bos><user>TEXT\\nWhat is the pass key?<eos><assistant>`. Questions of
+the other kind read `What are the numbers of Oslo, Rome?`. The answer repeats the facts' sentences and ends with
+`<eos>`. Facts in training had five digits; for single questions also two to eight.
+
+{measured}
+Made from scratch in {minutes} minutes on {threads} CPU thread(s) by
+`python -m locret.train.backbone --config recipes/backbone/tiny.yaml`, on generated texts only. `training.json` holds
+the resolved options and the training log. Versions: {versions}.
+"""
+
+
+def check_output(output: str, overwrite: bool) -> None:
+    """Refuse a folder that must not or cannot be written, before anything is trained.
+
+    Raises:
+        ValueError: Where it holds something and `overwrite` is off, or is a file.
+        OSError: Where its parent folder cannot be written.
+    """
+    target = Path(output)
+    if target.is_file():
+        raise ValueError(f"output={output} is a file; name a folder")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise ValueError(f"output={output} is not empty; choose another folder, or add --overwrite to replace it")
+    if target.is_dir() and any(target.iterdir()) and not (target / RECORD).is_file():
+        raise ValueError(f"output={output} holds something else than a trained backbone; choose another folder")
+    parent = next(folder for folder in target.absolute().parents if folder.exists())
+    if not os.access(parent, os.W_OK):
+        raise OSError(f"output={output} cannot be written: no permission in {parent}; choose another folder")
+
+
+def save(
+    output: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], card: str
+) -> None:
+    """Write model, tokenizer, `training.json` and model card; the folder appears whole or not at all."""
+    target = Path(output).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
+        fresh, old = Path(temporary, "fresh"), Path(temporary, "old")
+        model.save_pretrained(fresh)
+        (fresh / "model.safetensors").chmod(0o644)  # written readable by its owner only
+        tokenizer.save_pretrained(fresh)
+        (fresh / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (fresh / "README.md").write_text(card, encoding="utf-8")
+        if target.exists():
+            os.replace(target, old)
+        os.replace(fresh, target)
+
+
+def model_card(model: LlamaForCausalLM, record: dict[str, Any]) -> str:
+    """Return the README of the folder, filled with what was built and measured."""
+    config, options = model.config, record["options"]
+    rows = "\n".join(f"| {tokens} | {share:.0%} |" for tokens, share in record["pass_key_found"].items())
+    measured = (
+        f"Pass key found with full attention, greedy decoding, {options['eval_samples']} fresh samples per length at "
+        f"even depths:\n\n| prompt tokens | exact match |\n| --- | --- |\n{rows}\n"
+        if rows
+        else "Accuracy: unknown (`eval_samples` was 0).\n"
+    )
+    return CARD.format(
+        parameters=f"{model.num_parameters():,}",
+        vocabulary=config.vocab_size,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        measured=measured,
+        minutes=f"{record['seconds'] / 60:.0f}",
+        threads=options["threads"],
+        versions=", ".join(f"{name} {version}" for name, version in record["versions"].items()),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions a run depends on, and our commit where the code runs from a checkout."""
+    found = {"locret": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    found["python"] = platform.python_version()
+    if commit := source_commit():
+        found["commit"] = commit
+    return found
