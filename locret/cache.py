@@ -186,7 +186,8 @@ class RetentionCache(Cache):
     def attended(self, chunk: Chunk) -> None:
         """Score a layer's new units and, while the prompt is read, evict down to the budget at once."""
         layer = self.layers[chunk.layer_idx]
-        chunk.positions = self._unit_positions
+        assert self._unit_positions is not None
+        chunk.positions = self._unit_positions.to(chunk.key.device)
         layer.set_scores(self.scorer.score(chunk))
         if self._phase == "read":
             layer.evict(self.policy.budget, 0 if self._final else self.policy.stabilizers)
