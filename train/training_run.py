@@ -107,7 +107,7 @@ class TrainingRun:
         self.options["hidden_dim"] = hidden_dim
 
     def open_rows(self, process: PartialState) -> None:
-        """Open this process's training rows, which checks their schema and template, and settle the precision."""
+        """Open this process's training rows, which checks schema, template and first row, and settle the precision."""
         from locret.data.training import TrainingStream, load_rows
 
         data = self.data
@@ -124,6 +124,9 @@ class TrainingRun:
             rank=process.process_index,
             world=process.num_processes,
         )
+        beginning = self.stream.state()
+        next(self.stream)
+        self.stream.restore(beginning)
         self.dtype = resolve_dtype(self.backbone.dtype, self.config, process.device)
         self.precision = self.backbone.mixed_precision
         if self.precision == "auto":

@@ -1,0 +1,405 @@
+"""`locret-train`: dry run, recipes, adapters, publishing, and one clear sentence for everything that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from training_cases import token_ids, train, train_arguments, write_backbone, write_rows
+
+from locret import RetainingHeads
+from locret.cli import run
+from locret.train.command import command
+from locret.train.frozen_backbone import load_backbone, resolve_dtype
+from locret.train.labels import answer_labels
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a backbone's folder and a file of six rows."""
+    folder = tmp_path_factory.mktemp("command")
+    return write_backbone(folder / "model"), write_rows(folder / "rows.json")
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
+    """Run the command as the console script does; return exit code and the last line on standard error."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(SystemExit) as stop:
+        run(command, arguments)
+    return int(stop.value.code or 0), capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_dry_run_prints_options_and_memory_without_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_backbone(tmp_path / "model", weights=False)
+    assert not list(model.glob("*.safetensors"))
+    paths = (model, write_rows(tmp_path / "rows.json"))
+    before = sorted(tmp_path.rglob("*"))
+    assert train(paths, tmp_path / "run", "--dry-run") == 0
+    text = capsys.readouterr().out
+    shown = yaml.safe_load(text)
+    assert (shown["steps"], shown["lr"], shown["alpha"], shown["dtype"]) == (6, 5e-4, 2.5e-3, "float32")
+    assert "6 rows; memory plan:" in text
+    assert train(paths, tmp_path / "run", "--dry-run", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)["memory_bytes"]
+    weights = 2 * 8 * (64 + 2)  # layers * d_R * (features + scores)
+    assert (plan["heads"], plan["gradients"], plan["optimizer"]) == (4 * weights, 4 * weights, 8 * weights)
+    assert plan["total"] == sum(count for name, count in plan.items() if name != "total")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_memory_plan_counts_the_backbones_bytes(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(paths, tmp_path / "run", "--dry-run", "--json", "--dtype=bfloat16")
+    record = json.loads(capsys.readouterr().out)
+    model = load_backbone(str(paths[0]), None, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert record["memory_bytes"]["backbone"] == sum(weight.nbytes for weight in model.parameters())
+    assert record["config"]["mixed_precision"] == "bf16"
+
+
+def test_json_is_the_only_thing_on_standard_output(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(paths, tmp_path / "run", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["step"], record["rows"], record["stopped"]) == (6, 6, None)
+    assert record["output"] == str(tmp_path / "run")
+
+
+def test_heads_say_how_they_were_trained(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    options = ["--label-kind=log_attention", "--include-last-prompt-token", "--policy.budget=64"]
+    assert train(paths, tmp_path / "run", *options, "--policy.stabilizers=8") == 0
+    config = RetainingHeads.from_pretrained(tmp_path / "run").config
+    assert config.label is not None
+    assert config.label["kind"] == "log_attention"
+    assert config.label["include_last_prompt_token"] is True
+    assert config.policy is not None
+    assert (config.policy["budget"], config.policy["stabilizers"]) == (64, 8)
+    assert config.training is not None
+    assert (config.training["dataset"], config.training["backbone"]) == ("rows.json", "model")
+    assert str(tmp_path) not in (tmp_path / "run" / "config.json").read_text()
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"]["label_kind"] == "log_attention"
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_a_recipe_is_overridden_by_flags(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: {paths[0]}\ndataset: {paths[1]}\nsteps: 7\nlr: 1.0e-3\npolicy: {{budget: 3000}}\n")
+    assert command([f"--config={recipe}", f"--output={tmp_path / 'run'}", "--steps=9", "--dry-run", "--json"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert (config["steps"], config["lr"], config["policy"]["budget"]) == (9, 1e-3, 3000)
+
+
+@pytest.mark.parametrize("recipe", sorted((REPOSITORY / "recipes" / "train").rglob("*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_parses(recipe: Path) -> None:
+    from locret.train.training_run import TrainingRun
+
+    given = yaml.safe_load(recipe.read_text())
+    missing = [f"--{name}=somewhere" for name in ("dataset", "output") if name not in given]
+    training = TrainingRun([f"--config={recipe}", *missing])
+    assert training.backbone.model == given["model"]
+    assert "policy" in training.chosen
+
+
+def test_paper_recipes_change_nothing_of_the_papers_training() -> None:
+    from locret.train.training_run import TrainingRun
+
+    for name in ("llama_3.1_8b", "phi_3_mini_128k"):
+        recipe = REPOSITORY / "recipes" / "train" / f"{name}.yaml"
+        training = TrainingRun([f"--config={recipe}", "--output=somewhere"])
+        assert training.chosen == {"model", "dataset", "on_bad_row", "policy", "output"}
+        o = training.optimizer
+        assert (o.steps, o.lr, o.betas, o.warmup_steps, o.clip, o.clip_limit) == (
+            3000,
+            5e-4,
+            (0.9, 0.95),
+            2000,
+            "value",
+            0.5,
+        )
+        assert (training.loss.alpha, training.loss.label_kind) == (2.5e-3, "logit")
+        assert (training.data.max_prompt_tokens, training.backbone.hidden_dim) == (10240, 1024)
+
+
+# -- adapters and second stages --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(paths: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a LoRA adapter with random, not zero, weights."""
+    from peft import LoraConfig, get_peft_model
+
+    base = load_backbone(str(paths[0]), None, dtype=torch.float32, device=torch.device("cpu"))
+    lora = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    folder = tmp_path_factory.mktemp("adapter")
+    lora.save_pretrained(folder)
+    return folder
+
+
+def test_a_lora_adapter_changes_labels_and_training(paths: tuple[Path, Path], adapter: Path, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    plain = load_backbone(str(paths[0]), None, **arguments)
+    adapted = load_backbone(str(paths[0]), None, **arguments, adapter=str(adapter))
+    assert not any(parameter.requires_grad for parameter in adapted.parameters())
+    row = token_ids(20), token_ids(5, seed=1)
+    labels = answer_labels(adapted, *row)
+    assert (labels - answer_labels(plain, *row)).abs().max() > 0.1
+    merged = adapted.merge_and_unload()  # type: ignore[operator]
+    torch.testing.assert_close(labels, answer_labels(merged, *row), atol=1e-4, rtol=0)
+    assert train(paths, tmp_path / "with", f"--adapter={adapter}", "--steps=2", "--warmup-steps=0") == 0
+    assert train(paths, tmp_path / "without", "--steps=2", "--warmup-steps=0") == 0
+    one, other = (
+        json.loads((tmp_path / name / "log.jsonl").read_text().splitlines()[0]) for name in ("with", "without")
+    )
+    assert one["total"] != other["total"]
+    config = RetainingHeads.from_pretrained(tmp_path / "with").config
+    assert config.training is not None
+    assert config.training["adapter"] == adapter.name
+
+
+def test_init_from_goes_on_with_trained_heads(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(paths, tmp_path / "first") == 0
+    arguments = [f"--model={paths[0]}", f"--dataset={paths[1]}", f"--init-from={tmp_path / 'first'}", "--steps=1"]
+    assert command([*arguments, "--warmup-steps=0", "--lr=1.0e-9", f"--output={tmp_path / 'second'}"]) == 0
+    first, second = (RetainingHeads.from_pretrained(tmp_path / name).state_dict() for name in ("first", "second"))
+    assert all(torch.allclose(first[name], second[name], atol=1e-7) for name in first)
+    code, message = refused(capsys, [*arguments, "--hidden-dim=9", f"--output={tmp_path / 'third'}"])
+    assert code == 2
+    assert "--hidden-dim 9 differs from 8 of the heads in --init-from" in message
+
+
+# -- publishing ------------------------------------------------------------------------------------------------------
+
+
+def test_trained_heads_are_published_and_load_from_the_hub(paths: tuple[Path, Path], tmp_path: Path, hub: Any) -> None:
+    assert train(paths, tmp_path / "run", "--push-to-hub=somebody/tiny-heads") == 0
+    published = RetainingHeads.from_pretrained("somebody/tiny-heads").state_dict()
+    trained = RetainingHeads.from_pretrained(tmp_path / "run").state_dict()
+    assert all(torch.equal(trained[name], published[name]) for name in trained)
+    assert set(hub.repos["somebody/tiny-heads"].files()) >= {"config.json", "model.safetensors", "README.md"}
+
+
+def test_publishing_is_checked_before_training(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--push-to-hub=no-slash"))
+    assert (code, "--repo no-slash is not a repository name; use org/name" in message) == (2, True)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--push-to-hub=somebody/heads"))
+    assert (code, "cannot push to somebody/heads without a token; set HF_TOKEN" in message) == (1, True)
+    assert not (tmp_path / "run").exists()
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+BAD_OPTIONS = [
+    (["--alpha=-1"], "--alpha -1.0 is negative; use 0 to leave out the smoothness term"),
+    (["--steps=0"], "--steps 0 is too small; it must be more than 0"),
+    (["--warmup-steps=-1"], "--warmup-steps -1 is negative; it must be 0 or more"),
+    (["--betas=[0.9,1.5]"], "--betas [0.9, 1.5]: a decay rate is outside 0 to 1; use such as [0.9, 0.95]"),
+    (["--policy.stabilizers=7000"], "stabilizers=7000 leaves no room for scored units in budget=6000"),
+    (["--policy.budget=0"], "budget=0 is too small; it must be 1 or more"),
+    (["--resume", "--overwrite"], "--resume and --overwrite contradict each other; drop one of them"),
+    (["--label-kind=softmax"], "log_attention"),
+    (["--learning-rate=1"], "--learning_rate=1"),
+    (["--dataset=LongAlpcaa"], "did you mean LongAlpaca"),
+    (["--dataset=nowhere/rows.json"], "--dataset nowhere/rows.json: no such file or folder; check the path"),
+    (["--data-dir=nowhere"], "--data-dir nowhere is not a folder"),
+    (["--model=no/such/model"], "--model no/such/model cannot be loaded"),
+    (["--max-length=10"], "together longer than the context of 10 tokens"),
+    (["--template=none", "--max-length=3"], "longer than the context of 3 tokens"),
+    (["--adapter=no/such/adapter"], "--adapter no/such/adapter cannot be loaded"),
+    (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
+    (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("more", "expected"), BAD_OPTIONS, ids=[" ".join(more) for more, _ in BAD_OPTIONS])
+def test_a_bad_option_is_one_sentence_and_leaves_nothing(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], expected: str
+) -> None:
+    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", *more))
+    assert expected in message
+    assert code == 2
+    assert not (tmp_path / "run").exists()
+
+
+BAD_ROWS = [
+    ("[]", "is empty; it needs at least one row"),
+    ('[{"text": "a"}]', "columns 'text' fit no known schema"),
+    ('[{"instruction": "a", "output": ""}]', "row 0 (counted from 0) has no answer"),
+    ('[{"instruction": "", "output": "a"}]', "row 0 (counted from 0) has an empty prompt"),
+    (json.dumps([{"instruction": "a", "output": "the house " * 1500}]), "longer than the context of 2048 tokens"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BAD_ROWS, ids=["empty", "schema", "no answer", "no prompt", "too long"])
+def test_a_bad_data_set_is_one_sentence(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, expected: str
+) -> None:
+    rows = tmp_path / "rows.json"
+    rows.write_text(text)
+    code, message = refused(capsys, train_arguments((paths[0], rows), tmp_path / "run"))
+    assert (code, expected in message) == (2, True), message
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_key_in_a_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: a\ndataset: b\noutput: c\nlearning_rate: 1.0e-3\n")
+    code, message = refused(capsys, [f"--config={recipe}"])
+    assert (code, "learning_rate" in message) == (2, True), message
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_type": "mamba"}, "looked for q_proj, k_proj, v_proj or qkv_proj"),
+        ({"model_type": "deepseek_v3"}, "latent attention"),
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "never-heard-of"}, "never-heard-of"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_an_unsupported_architecture_is_refused_from_its_config(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Any, expected: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    code, message = refused(capsys, train_arguments((tmp_path / "model", paths[1]), tmp_path / "run"))
+    assert (code, expected in message) == (2, True), message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_without_weights_is_one_sentence(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_backbone(tmp_path / "model", weights=False)
+    code, message = refused(capsys, train_arguments((model, paths[1]), tmp_path / "run"))
+    assert (code, "cannot be loaded" in message) == (2, True), message
+    assert not (tmp_path / "run").exists()
+
+
+# -- the output folder -----------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_run_is_not_overwritten_unasked(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(paths, tmp_path / "run") == 0
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    # A model that cannot be loaded shows that the folder is looked at first.
+    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--model=no/such/model"))
+    assert (code, "holds an earlier run; choose another folder, go on with --resume, or" in message) == (2, True)
+    assert train(paths, tmp_path / "run", "--overwrite", "--steps=2", "--warmup-steps=0") == 0
+    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 2
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("more", [[], ["--resume"], ["--overwrite"]])
+def test_a_folder_with_something_else_is_never_touched(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", *more))
+    assert (code, "holds something else than a training run (config.json); choose a new" in message) == (2, True)
+    assert (tmp_path / "run" / "config.json").read_text() == "{}"
+
+
+def test_a_file_in_the_way_is_refused(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").write_text("")
+    code, message = refused(capsys, train_arguments(paths, tmp_path / "run"))
+    assert (code, message.endswith("is a file; choose a folder")) == (2, True)
+    code, message = refused(capsys, train_arguments(paths, tmp_path / "run" / "below"))
+    assert (code, "cannot be written: no permission for" in message) == (1, True)
+
+
+def test_no_permission_for_the_output_folder_is_found_before_the_model_is_loaded(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The tests may run as root, whom no permission stops.
+    monkeypatch.setattr("locret.train.run_folder.os.access", lambda path, mode: path != tmp_path)
+    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--model=no/such/model"))
+    assert (code, f"no permission for {tmp_path}; choose another folder" in message) == (1, True)
+
+
+def test_a_full_disk_is_found_before_the_model_is_loaded(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr("locret.train.run_folder.shutil.disk_usage", lambda path: usage)
+    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--hidden-dim=4096"))
+    assert code == 1
+    assert "needs about 21 MiB" in message
+    assert "has 1 MiB free; make room or choose another folder" in message
+    assert not (tmp_path / "run").exists()
+
+
+# -- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_a_warm_up_that_never_ends_is_warned_about(
+    paths: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train(paths, tmp_path / "run", "--warmup-steps=2000", "--dry-run") == 0
+    assert "--warmup-steps 2000 is not below --steps 6, so the learning rate never reaches --lr" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "expected"),
+    [
+        ("auto", "cpu", torch.float32),
+        ("auto", "cuda", torch.bfloat16),
+        ("float16", "cuda", torch.float16),
+        ("bfloat16", "cpu", torch.bfloat16),
+    ],
+)
+def test_the_automatic_dtype_is_the_checkpoints_but_float32_on_a_cpu(
+    dtype: str, device: str, expected: torch.dtype
+) -> None:
+    from transformers import LlamaConfig
+
+    assert resolve_dtype(dtype, LlamaConfig(dtype="bfloat16"), torch.device(device)) == expected
+
+
+def test_help_cites_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command(["--help"])
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Steps of linear warm-up (Locret, section 4.1)." in text
+    assert "Retention policy to recommend with the heads" in text
+
+
+def test_labels_loss_and_step_need_no_more_than_torch_and_transformers() -> None:
+    script = (
+        "import sys\n"
+        "for name in ('datasets', 'jsonargparse', 'accelerate', 'peft', 'tensorboard'):\n"
+        "    sys.modules[name] = None\n"
+        "import locret.train.labels, locret.train.loss, locret.train.step, locret.train\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
