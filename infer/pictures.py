@@ -88,6 +88,7 @@ def retention_map(
     require_matplotlib("a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     # Figure without pyplot: no window system is looked for, and nothing is left behind in the process.
     heights = [size for retention in retentions for size in (1.0, _map_height(retention))]
@@ -97,13 +98,15 @@ def retention_map(
     columns = min(COLUMNS, max(r.prompt_tokens for r in retentions))
     shares = [kept_shares(retention, columns) for retention in retentions]
     top = max(float(share.mean(0).max()) for share in shares)
+    highest = max(float(share.max()) for share in shares)
     for index, (retention, share) in enumerate(zip(retentions, shares, strict=True)):
         curve, rows = axes[2 * index], axes[2 * index + 1]
         _draw_curve(curve, share, retention, top)
-        image = _draw_rows(rows, share, retention)
+        image = _draw_rows(rows, share, retention, highest)
         if needle is not None:
             _mark(curve, rows, needle)
     axes[-1].set_xlabel("position in the text (tokens)")
+    axes[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     figure.colorbar(image, ax=list(axes), label="share of positions kept (%)", fraction=0.03, pad=0.015, shrink=0.6)
     note = "arrows: the passage that the question asks for" if needle is not None else ""
     if heading or note:
@@ -131,7 +134,7 @@ def _draw_curve(axis: Any, share: Tensor, retention: Retention, top: float) -> N
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_rows(axis: Any, share: Tensor, retention: Retention) -> Any:
+def _draw_rows(axis: Any, share: Tensor, retention: Retention, highest: float) -> Any:
     heads = [len(heads) for heads in retention.kept.values()]
     # A square root shows a single kept position of a long column, which a linear scale would leave white.
     from matplotlib.colors import PowerNorm
@@ -141,7 +144,7 @@ def _draw_rows(axis: Any, share: Tensor, retention: Retention) -> Any:
         aspect="auto",
         interpolation="nearest",
         cmap="Blues",
-        norm=PowerNorm(0.5, 0, 100),
+        norm=PowerNorm(0.5, 0, 100 * highest),
         extent=(0, retention.prompt_tokens, sum(heads), 0),
     )
     borders = [sum(heads[:index]) for index in range(len(heads))]
@@ -149,7 +152,7 @@ def _draw_rows(axis: Any, share: Tensor, retention: Retention) -> Any:
         for border in range(1, sum(heads)):
             axis.axhline(border, color="#CCCCCC", linewidth=0.5)
     for border in borders[1:]:
-        axis.axhline(border, color=INK, linewidth=1)
+        axis.axhline(border, color=INK, linewidth=1 if len(heads) <= 12 else 0.4)
     step = math.ceil(len(heads) / 12)
     middles = [border + count / 2 for border, count in zip(borders, heads, strict=True)]
     axis.set_yticks(middles[::step], [str(layer) for layer in list(retention.kept)[::step]])
@@ -159,13 +162,14 @@ def _draw_rows(axis: Any, share: Tensor, retention: Retention) -> Any:
 
 
 def _mark(curve: Any, rows: Any, needle: tuple[int, int]) -> None:
+    from matplotlib.transforms import offset_copy
+
     # Arrows outside the map: a line over it would hide what was kept there.
     middle = sum(needle) / 2
     curve.axvline(middle, color=NEEDLE, linewidth=1.2, zorder=0)
-    for height, marker in ((-0.04, "^"), (1.04, "v")):
-        rows.plot(
-            middle, height, marker, color=NEEDLE, markersize=7, transform=rows.get_xaxis_transform(), clip_on=False
-        )
+    for edge, points, marker in ((0, -5, "^"), (1, 5, "v")):
+        place = offset_copy(rows.get_xaxis_transform(), rows.figure, y=points, units="points")
+        rows.plot(middle, edge, marker, color=NEEDLE, markersize=7, transform=place, clip_on=False)
 
 
 def _save(figure: Any, path: Path) -> None:

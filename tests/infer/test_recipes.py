@@ -24,9 +24,9 @@ def option_classes(job: str) -> tuple[type, ...]:
 
         return TRAIN
     assert job == "backbone", f"recipes/{job} belongs to no command that this test knows"
-    from locret.train.backbone import BackboneOptions
+    from locret.train.backbone import BackboneTraining
 
-    return (BackboneOptions,)
+    return (BackboneTraining,)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
