@@ -27,7 +27,7 @@ def passkey_sample(
     tokenizer: Any,
     tokens: int = 2048,
     depth: float = 0.5,
-    seed: int = 0,
+    seed: int | str = 0,
     *,
     split: Split = "eval",
     options: FillerOptions | None = None,

@@ -76,11 +76,11 @@ def fact_batch(
         asked = rng.choice((1, rng.randint(1, facts + 1), facts + 1))
         digits = 5 if asked > 1 or rng.random() < 0.5 else rng.randint(2, 8)
         options = FillerOptions(digits=digits, number_share=rng.uniform(0, 0.3), keylike_share=rng.uniform(0, 0.3))
-        arguments = {"split": "train", "options": options}
+        seeded = f"{seed}/{row}"
         if rng.random() < 0.15:
-            sample = passkey_sample(tokenizer, length, rng.random(), f"{seed}/{row}", **arguments)
+            sample = passkey_sample(tokenizer, length, rng.random(), seeded, split="train", options=options)
         else:
-            sample = facts_sample(tokenizer, length, facts, asked, f"{seed}/{row}", **arguments)
+            sample = facts_sample(tokenizer, length, facts, asked, seeded, split="train", options=options)
         messages = [{"role": "user", "content": sample.content}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         reply = tokenizer(sample.reply, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
