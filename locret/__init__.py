@@ -1,13 +1,20 @@
 """Retaining heads and bounded-memory inference for long-context language models."""
 
-from locret import scorers
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from locret._version import __version__
-from locret.cache import RetentionCache
-from locret.generation import generate
-from locret.heads import RetainingHead, RetainingHeads
-from locret.policy import RetentionPolicy
-from locret.prefill import prefill
-from locret.storage import load_cache, save_cache
+
+if TYPE_CHECKING:
+    from locret import scorers
+    from locret.cache import RetentionCache
+    from locret.generation import generate
+    from locret.heads import RetainingHead, RetainingHeads
+    from locret.policy import RetentionPolicy
+    from locret.chunked_prefill import prefill
+    from locret.storage import load_cache, save_cache
 
 __all__ = [
     "RetainingHead",
@@ -21,3 +28,29 @@ __all__ = [
     "save_cache",
     "scorers",
 ]
+
+# Loaded when first asked for, so that `--help` and a refused option do not wait for torch and transformers.
+_HOME = {
+    "RetainingHead": "locret.heads",
+    "RetainingHeads": "locret.heads",
+    "RetentionCache": "locret.cache",
+    "RetentionPolicy": "locret.policy",
+    "generate": "locret.generation",
+    "load_cache": "locret.storage",
+    "prefill": "locret.chunked_prefill",
+    "save_cache": "locret.storage",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "scorers":
+        return import_module("locret.scorers")
+    if name not in _HOME:
+        raise AttributeError(f"module 'locret' has no attribute '{name}'")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

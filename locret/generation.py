@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from locret.adapters import unwrap
 from locret.cache import RetentionCache
 from locret.instrument import instrumented
-from locret.prefill import read_prompt
+from locret.chunked_prefill import read_prompt
 
 
 @torch.no_grad()

@@ -51,3 +51,13 @@ def test_importing_the_core_loads_nothing_heavy() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+def test_public_names_load_on_demand_and_no_module_hides_one() -> None:
+    code = (
+        "import sys, locret; assert 'torch' not in sys.modules; import locret.chunked_prefill, locret.generation, pkgutil;"
+        "modules = {m.name for m in pkgutil.iter_modules(locret.__path__)};"
+        "print(sorted(modules & set(locret.__all__)), [n for n in locret.__all__ if not hasattr(locret, n)])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "['scorers'] []"
