@@ -10,10 +10,10 @@ from locret._version import __version__
 if TYPE_CHECKING:
     from locret import scorers
     from locret.cache import RetentionCache
+    from locret.chunked_prefill import prefill
     from locret.generation import generate
     from locret.heads import RetainingHead, RetainingHeads
     from locret.policy import RetentionPolicy
-    from locret.chunked_prefill import prefill
     from locret.storage import load_cache, save_cache
 
 __all__ = [

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from locret.adapters import unwrap
 from locret.cache import RetentionCache
-from locret.instrument import instrumented
 from locret.chunked_prefill import read_prompt
+from locret.instrument import instrumented
 
 
 @torch.no_grad()
