@@ -1,6 +1,7 @@
 """`locret-infer`: read a prompt of any length in a fixed amount of memory, and answer it.
 
-Order matters: whatever can be refused is refused before weights are loaded, and weights before the prompt is read.
+Order matters: what can be refused here is refused before the backbone's config is fetched, what the config shows before
+weights are loaded.
 """
 
 from __future__ import annotations
@@ -72,11 +73,12 @@ def _execute(options: Options) -> None:
     if options.output.picture:
         _check_picture(options.output.picture)
     pieces = None if options.output.dry_run else _document(options.prompt)
-    config = loading.load_config(options.model)
     device = loading.resolve_device(options.model.device)
-    dtype = loading.resolve_dtype(options.model.dtype, config, device)
-    scorer, recommended = loading.load_scorer(options.scorer, config)
+    scorer, recommended = loading.load_scorer(options.scorer)
     policy = loading.resolve_policy(options.policy, options.chosen, recommended)
+    config = loading.load_config(options.model)
+    loading.check_matches(options.scorer, scorer, config)
+    dtype = loading.resolve_dtype(options.model.dtype, config, device)
     setup: dict[str, Any] = {
         "model": options.model.model,
         "scorer": options.scorer.heads or options.scorer.scorer,

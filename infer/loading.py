@@ -135,11 +135,11 @@ def load_model(options: ModelOptions, config: Any, device: torch.device, dtype: 
     return model.eval()
 
 
-def load_scorer(options: ScorerOptions, config: Any) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
+def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
     """Load the heads, or make the scorer; return it with the policy it recommends, which may be empty.
 
     Raises:
-        ValueError: If the heads are missing or another backbone's, or there is no such scorer or option.
+        ValueError: If the heads are missing or broken, or there is no such scorer or option.
         OSError: If the Hub refuses or cannot be reached.
     """
     if options.scorer:
@@ -147,7 +147,6 @@ def load_scorer(options: ScorerOptions, config: Any) -> tuple[RetainingHeads | S
     assert options.heads is not None
     try:
         heads = RetainingHeads.from_pretrained(options.heads, allow_other_base=options.allow_other_base)
-        heads.check_matches(config)
     except ValueError as error:
         raise ValueError(f"--heads {options.heads}: {error}") from error
     recommended = heads.config.policy or {}
@@ -158,6 +157,19 @@ def load_scorer(options: ScorerOptions, config: Any) -> tuple[RetainingHeads | S
             "exist; use the toolkit version that wrote it"
         )
     return heads, recommended
+
+
+def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, config: Any) -> None:
+    """Refuse heads of another backbone, from its config alone.
+
+    Raises:
+        ValueError: If they differ; the message shows both sides.
+    """
+    if isinstance(scorer, RetainingHeads):
+        try:
+            scorer.check_matches(config)
+        except ValueError as error:
+            raise ValueError(f"--heads {options.heads}: {error}") from error
 
 
 def resolve_policy(flags: RetentionPolicy, chosen: Collection[str], recommended: dict[str, Any]) -> RetentionPolicy:

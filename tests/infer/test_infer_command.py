@@ -267,6 +267,7 @@ def test_neither_heads_nor_scorer_is_refused(infer: Infer, backbone: Path, text:
     [
         (("--scorer", "streamin"), 'scorer "streamin" is unknown; did you mean streaming'),
         (("--scorer", "streaming", "--scorer-options.sink", 3), "scorer streaming: "),
+        (("--scorer", "streaming", "--budget", 0, "--model", "org/not-asked-for"), "budget=0 is too small"),
     ],
 )
 def test_scorer_that_does_not_exist_lists_the_nearest(
