@@ -26,7 +26,6 @@ def command(argv: Sequence[str] | None = None) -> int:
     training = TrainingRun(argv)
     training.check()
     from accelerate import Accelerator, PartialState
-    from accelerate.utils import AutocastKwargs
 
     cpu = _on_cpu()
     process = PartialState(cpu=cpu)
@@ -40,7 +39,6 @@ def command(argv: Sequence[str] | None = None) -> int:
         cpu=cpu,
         mixed_precision=training.precision,
         gradient_accumulation_steps=training.optimizer.gradient_accumulation,
-        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
     )
     summary = training.train(accelerator)
     if accelerator.is_main_process:
