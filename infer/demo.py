@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 from locret.cli import parse_options, run
 from locret.data.hidden_facts import Sample
 from locret.data.needles import passkey_sample, question_rows, write_rows
@@ -39,47 +39,29 @@ class DemoOptions:
     """Backbone that finds pass keys; the embedded one, from the repository's root."""
     output: str = "runs/demo"
     """Folder for rows, heads, logs and the picture; an earlier demonstration in it is replaced."""
+    recipe: str = "recipes/train/tiny.yaml"
+    """How to train; its policy is the one that texts are read with."""
     heads: str | None = None
-    """Heads to use instead of training some."""
-    rows: int = 300
+    """Heads to use instead of training some; they must recommend a policy."""
+    rows: int = 400
     """Generated texts to train on."""
     row_tokens: int = 1024
     """Length of each of them."""
-    steps: int = 300
-    """Training steps."""
-    prompt_tokens: int = 4096
-    """Length of the texts to read, at least 16 times the budget."""
+    times: int = 16
+    """Length of the texts to read, as a multiple of the budget."""
     samples: int = 10
     """Texts to read."""
-    budget: int = 256
-    """Cache units per KV head."""
-    chunk_size: int = 256
-    """Prompt tokens per forward pass."""
-    stabilizers: int = 64
-    """Newest units kept unconditionally while reading."""
-    local_len: int = 32
-    """Last tokens of the prompt, never evicted."""
     required: float = 0.5
-    """Share of the answers that trained heads must get right, and more than untrained ones do."""
+    """Share of the answers that trained heads must get right; also more than untrained ones do."""
     threads: int = 2
     """CPU threads."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "steps", "samples", "threads"):
+        for name in ("rows", "samples", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} is too small; give 1 or more")
-        if self.prompt_tokens < 16 * self.budget:
-            raise ValueError(
-                f"--prompt-tokens {self.prompt_tokens} is less than 16 times --budget {self.budget}; raise it to at "
-                f"least {16 * self.budget}, so that the demonstration shows something"
-            )
-
-    @property
-    def policy(self) -> RetentionPolicy:
-        """The retention policy of both sets of heads."""
-        return RetentionPolicy(
-            budget=self.budget, chunk_size=self.chunk_size, stabilizers=self.stabilizers, local_len=self.local_len
-        )
+        if self.times < 16:
+            raise ValueError(f"--times {self.times} shows little; give 16 or more, so that most of the text must go")
 
 
 @dataclass
@@ -103,23 +85,9 @@ def train(options: DemoOptions, tokenizer: Any) -> str:
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     rows, heads = folder / "rows.json", folder / "training"
-    write_rows(question_rows(tokenizer, options.rows, options.row_tokens), rows)
-    policy = {f"--policy.{name}": str(value) for name, value in options.policy.to_dict().items() if value is not None}
-    arguments = {
-        "--model": options.model,
-        "--dataset": str(rows),
-        "--output": str(heads),
-        "--overwrite": "true",
-        "--steps": str(options.steps),
-        # Short training on short rows: a small head, a quick warm-up, and labels that compare at tight budgets.
-        "--hidden-dim": "64",
-        "--lr": "2.0e-3",
-        "--warmup-steps": str(options.steps // 10),
-        "--label-kind": "log_attention",
-        "--include-last-prompt-token": "true",
-        **policy,
-    }
-    line = [sys.executable, "-m", "locret.train.command", *(part for pair in arguments.items() for part in pair)]
+    write_rows(question_rows(tokenizer, options.rows, options.row_tokens, seed=1), rows)
+    flags = ("--model", options.model, "--dataset", str(rows), "--output", str(heads), "--overwrite")
+    line = [sys.executable, "-m", "locret.train.command", "--config", options.recipe, *flags]
     print("$ locret-train " + " ".join(line[3:]), flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
     if subprocess.run(line, env=environment, check=False).returncode:
@@ -177,10 +145,14 @@ def evaluate(
 
 
 def draw(
-    options: DemoOptions, model: Any, tokenizer: Any, sample: Sample, sets: dict[str, RetainingHeads]
+    path: Path,
+    model: Any,
+    tokenizer: Any,
+    policy: RetentionPolicy,
+    sample: Sample,
+    sets: dict[str, RetainingHeads],
 ) -> Path | None:
     """Save a picture of what each set of heads kept of one text; return its path, or None without matplotlib."""
-    from locret import prefill
     from locret.infer import pictures
 
     try:
@@ -191,12 +163,11 @@ def draw(
     ids = prompt_tensor(tokenizer, sample)
     retentions = []
     for name, heads in sets.items():
-        cache = RetentionCache(model, heads, options.policy)
+        cache = RetentionCache(model, heads, policy)
         prefill(model, ids, cache)
         retentions.append(pictures.retention_of(cache, name))
-    path = Path(options.output) / "kept_positions.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    heading = f"What retaining heads keep of {ids.shape[1]:,} tokens with a budget of {options.budget:,}"
+    heading = f"What retaining heads keep of {ids.shape[1]:,} tokens with a budget of {policy.budget:,}"
     pictures.retention_map(retentions, path, needle=find_fact(tokenizer, sample, ids), heading=heading)
     return path
 
@@ -243,13 +214,17 @@ def command(argv: Sequence[str] | None = None) -> int:
     heads = options.heads or train(options, tokenizer)
     trained = RetainingHeads.from_pretrained(heads)
     sets = {TRAINED: trained, UNTRAINED: RetainingHeads.for_model(model, trained.config.hidden_dim, seed=0)}
+    policy = recommended_policy(trained, heads)
+    tokens = options.times * policy.budget
     depths = [(index + 0.5) / options.samples for index in range(options.samples)]
-    samples = [passkey_sample(tokenizer, options.prompt_tokens, depth, seed) for seed, depth in enumerate(depths)]
-    length = f"{options.samples} texts of {options.prompt_tokens:,} tokens"
-    print(f"\n{length}, budget {options.budget:,} ({options.prompt_tokens / options.budget:.0f} times less)")
-    results = compare(options, model, tokenizer, samples, sets)
+    samples = [passkey_sample(tokenizer, tokens, depth, seed) for seed, depth in enumerate(depths)]
+    print(
+        f"\n{options.samples} texts of {tokens:,} tokens, {options.times} times the budget of {policy.budget:,} units"
+    )
+    results = compare(model, tokenizer, policy, samples, sets)
     print(table(results))
-    if path := draw(options, model, tokenizer, samples[options.samples // 3], sets):
+    picture = Path(options.output) / "kept_positions.png"
+    if path := draw(picture, model, tokenizer, policy, samples[options.samples // 3], sets):
         print(f"positions kept by each layer and KV head: {path}")
     text = Path(options.output) / "text.txt"
     text.parent.mkdir(parents=True, exist_ok=True)
@@ -261,13 +236,24 @@ def command(argv: Sequence[str] | None = None) -> int:
     return verdict(options, results)
 
 
+def recommended_policy(heads: RetainingHeads, name: str) -> RetentionPolicy:
+    """Return the policy that heads were trained for.
+
+    Raises:
+        ValueError: If they recommend none.
+    """
+    if not heads.config.policy:
+        raise ValueError(f"--heads {name} recommend no policy; give heads trained with a recipe that states one")
+    return RetentionPolicy(**heads.config.policy)
+
+
 def compare(
-    options: DemoOptions, model: Any, tokenizer: Any, samples: Sequence[Sample], sets: dict[str, RetainingHeads]
+    model: Any, tokenizer: Any, policy: RetentionPolicy, samples: Sequence[Sample], sets: dict[str, RetainingHeads]
 ) -> list[Result]:
     """Read all texts with the full cache and with each set of heads."""
     results = [evaluate("full cache", tokenizer, samples, lambda ids: read_with_full_cache(model, ids))]
     for name, heads in sets.items():
-        read = partial(read_with_heads, model, heads, options.policy)
+        read = partial(read_with_heads, model, heads, policy)
         results.append(evaluate(name, tokenizer, samples, read))
     return results
 

@@ -146,6 +146,6 @@ class OutputOptions:
     quiet: bool = False
     """No progress, warnings or summary on standard error."""
     dry_run: bool = False
-    """Print the resolved options and the planned cache bytes as JSON; the backbone's weights and the prompt are not read."""
+    """Print the resolved options and the planned cache bytes as JSON, without the backbone's weights or the prompt."""
     picture: str | None = None
     """PNG file to write: which positions of the text each layer kept. Needs locret[eval]."""
