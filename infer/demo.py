@@ -230,7 +230,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     text.parent.mkdir(parents=True, exist_ok=True)
     text.write_text(samples[0].text + "\n", encoding="utf-8")
     print(
-        f"ask yourself: locret-infer --model {options.model} --heads {heads} --prompt-file {text} "
+        f"ask it yourself: locret-infer --model {options.model} --heads {heads} --prompt-file {text} "
         f'--question "{samples[0].question}"'
     )
     return verdict(options, results)
