@@ -182,37 +182,41 @@ def answer(
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    streamer = AnswerStreamer(tokenizer) if stream and options.num_beams == 1 else None
     torch.manual_seed(options.seed)
-    warn = _PositionWarning(cache.backbone, cache.policy)
+    streamer = AnswerStreamer(tokenizer) if stream and options.num_beams == 1 else None
+    settings = _generation(options, model, tokenizer)
     with _kernels(attn):
-        start = _now(device)
-        prompt = _as_tensor_if_short(ids, cache.policy.prefill_units)
-        prefill(model, prompt, cache, new_tokens=options.max_new_tokens, progress=progress, on_chunk=warn)
-        warn(cache)
-        read, kept = _now(device), cache.memory().units
-        prompt_tokens = cache.seen
+        read_seconds = _read(model, ids, cache, options.max_new_tokens, progress)
+        prompt_tokens, kept_units = cache.seen, cache.memory().units
         if on_read is not None:
             on_read(cache)
-        begin = _now(device)
-        new = generate(
-            model, cache=cache, tokenizer=tokenizer, streamer=streamer, **_generation(options, model, tokenizer)
-        )[0].tolist()
-        done = _now(device)
+        start = _now(device)
+        new = generate(model, cache=cache, tokenizer=tokenizer, streamer=streamer, **settings)[0].tolist()
+        seconds = _now(device) - start
     return Answer(
         answer=decode(tokenizer, new),
         prompt_tokens=prompt_tokens,
         new_tokens=len(new),
-        kept_units=kept,
+        kept_units=kept_units,
         final_units=(cache.beams or cache).memory().units,
         **_memory(cache),
         peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        prefill_seconds=read - start,
-        decode_seconds=done - begin,
-        prefill_tokens_per_second=prompt_tokens / (read - start),
-        decode_tokens_per_second=len(new) / (done - begin),
+        prefill_seconds=read_seconds,
+        decode_seconds=seconds,
+        prefill_tokens_per_second=prompt_tokens / read_seconds,
+        decode_tokens_per_second=len(new) / seconds,
         finished=len(new) < options.max_new_tokens or new[-1] in _end_ids(model),
     )
+
+
+def _read(model: nn.Module, ids: Iterable[list[int]], cache: RetentionCache, new_tokens: int, progress: bool) -> float:
+    """Read the prompt and return the seconds it took."""
+    device, warn = next(model.parameters()).device, _PositionWarning(cache.backbone, cache.policy)
+    start = _now(device)
+    prompt = _as_tensor_if_short(ids, cache.policy.prefill_units)
+    prefill(model, prompt, cache, new_tokens=new_tokens, progress=progress, on_chunk=warn)
+    warn(cache)
+    return _now(device) - start
 
 
 class _PositionWarning:
