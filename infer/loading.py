@@ -124,6 +124,7 @@ def load_model(options: ModelOptions, config: Any, device: torch.device, dtype: 
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,
             dtype=dtype,
+            attn_implementation=options.attn if options.attn == "flash_attention_2" else None,
             # Straight to the device: the host need not hold the weights.
             device_map=None if device.type == "cpu" else {"": device},
         )

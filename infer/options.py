@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from locret.data.chat import TEMPLATES
 from locret.policy import RetentionPolicy
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-ATTENTION = ("auto", "sdpa", "math")
+ATTENTION = ("auto", "sdpa", "flash_attention_2", "math")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +30,21 @@ class ModelOptions:
     dtype: str = "auto"
     """bfloat16, float16 or float32; auto takes the backbone's own on an accelerator and float32 on the CPU."""
     attn: str = "auto"
-    """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); math: its plain one, slow, to compare with."""
+    """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the flash-attn package, for half
+    precision on CUDA; math: PyTorch's plain kernel, slow, to compare with."""
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("--model is empty; give the folder of a backbone, or its Hub id")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
-        if self.attn == "flash_attention_2":
-            raise ValueError(
-                "--attn flash_attention_2 is not supported, with or without the extra locret[flash]: attention over a "
-                "retention cache runs on PyTorch's own kernels; use --attn auto, which is a flash kernel on CUDA"
-            )
         if self.attn not in ATTENTION:
             raise ValueError(f"--attn {self.attn} is unknown; choose one of {', '.join(ATTENTION)}")
+        if self.attn == "flash_attention_2" and find_spec("flash_attn") is None:
+            raise ValueError(
+                "--attn flash_attention_2 needs the flash-attn package, which is not installed; install locret[flash], "
+                "or use --attn auto, which is a flash kernel of PyTorch on CUDA"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
