@@ -220,11 +220,11 @@ def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, content:
 def command(argv: Sequence[str] | None = None) -> int:
     """Train the embedded backbone, measure it, and write its folder."""
     (options,), _ = parse_options("locret.train.backbone", "Train the embedded backbone.", [BackboneTraining], argv)
-    check_output(options.output, options.overwrite)
     if options.dry_run:
         parameters = build_model(options, build_tokenizer(options.max_positions)).num_parameters()
         print_json({"options": asdict(options), "parameters": parameters, "bytes": 4 * parameters})
         return 0
+    check_output(options.output, options.overwrite)
     started = time.monotonic()
     model, tokenizer, log = train(options)
     seconds = round(time.monotonic() - started, 1)
