@@ -125,7 +125,8 @@ class _Stream:
             item = next(self._more, None)
             if item is None:
                 break
-            fresh.extend([item] if isinstance(item, int) else item)
+            # Ids may come one by one or in lists, as numbers of Python, NumPy or torch.
+            fresh.extend(torch.as_tensor(item, dtype=torch.long).flatten().tolist())
         if fresh:
             self._pending = torch.cat([self._pending, torch.tensor([fresh])], dim=1)
         return min(count, self._pending.shape[1])

@@ -134,6 +134,20 @@ def test_pieces_of_an_iterator_may_have_any_size_and_the_answer_is_the_same(mode
     assert torch.equal(ours, answer[:, 93:])
 
 
+@pytest.mark.parametrize("kind", ["list", "numpy", "tensors", "int32", "one row"])
+def test_ids_of_any_kind_are_read_alike(model: Any, heads: RetainingHeads, kind: str) -> None:
+    ids = prompt(45)
+    given: dict[str, Any] = {
+        "list": ids[0].tolist(),
+        "numpy": iter(ids[0].numpy()),
+        "tensors": iter(ids[0].split(7)),
+        "int32": ids.to(torch.int32),
+        "one row": ids[0],
+    }
+    expected = prefill(model, ids, RetentionCache(model, heads, SMALL))
+    assert torch.equal(prefill(model, given[kind], RetentionCache(model, heads, SMALL)), expected)
+
+
 def test_an_iterator_is_read_no_further_than_a_chunk_ahead(model: Any, heads: RetainingHeads) -> None:
     cache = RetentionCache(model, heads, SMALL)
     drawn = 0
