@@ -126,7 +126,10 @@ class _Stream:
             if item is None:
                 break
             # Ids may come one by one or in lists, as numbers of Python, NumPy or torch.
-            fresh.extend(torch.as_tensor(item, dtype=torch.long).flatten().tolist())
+            if isinstance(item, int):
+                fresh.append(item)
+            else:
+                fresh.extend(torch.as_tensor(item, dtype=torch.long).flatten().tolist())
         if fresh:
             self._pending = torch.cat([self._pending, torch.tensor([fresh])], dim=1)
         return min(count, self._pending.shape[1])
