@@ -43,8 +43,10 @@ class DemoOptions:
     """How to train; its policy is the one that texts are read with."""
     heads: str | None = None
     """Heads to use instead of training some; they must recommend a policy."""
-    rows: int = 400
+    rows: int = 1200
     """Generated texts to train on."""
+    steps: int = 1200
+    """Training steps; fewer than the recipe's, to show results in minutes."""
     row_tokens: int = 1024
     """Length of each of them."""
     times: int = 16
@@ -57,7 +59,7 @@ class DemoOptions:
     """CPU threads."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "samples", "threads"):
+        for name in ("rows", "steps", "samples", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} is too small; give 1 or more")
         if self.times < 16:
@@ -86,8 +88,8 @@ def train(options: DemoOptions, tokenizer: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     rows, heads = folder / "rows.json", folder / "training"
     write_rows(question_rows(tokenizer, options.rows, options.row_tokens, seed=1), rows)
-    flags = ("--model", options.model, "--dataset", str(rows), "--output", str(heads), "--overwrite")
-    line = [sys.executable, "-m", "locret.train.command", "--config", options.recipe, *flags]
+    flags = ("--model", options.model, "--dataset", str(rows), "--steps", str(options.steps), "--output", str(heads))
+    line = [sys.executable, "-m", "locret.train.command", "--config", options.recipe, *flags, "--overwrite"]
     print("$ locret-train " + " ".join(line[3:]), flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
     if subprocess.run(line, env=environment, check=False).returncode:

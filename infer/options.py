@@ -30,8 +30,8 @@ class ModelOptions:
     dtype: str = "auto"
     """bfloat16, float16 or float32; auto takes the backbone's own on an accelerator and float32 on the CPU."""
     attn: str = "auto"
-    """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the flash-attn package, for half
-    precision on CUDA; math: PyTorch's plain kernel, slow, to compare with."""
+    """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the flash-attn package (half
+    precision on CUDA); math: PyTorch's plain kernel, slow, to compare with."""
 
     def __post_init__(self) -> None:
         if not self.model:

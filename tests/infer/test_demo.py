@@ -29,7 +29,7 @@ def test_demo_trains_heads_and_fails_where_the_backbone_finds_nothing(
     demo: Callable[..., Any], backbone: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    training = ("--recipe", tmp_path / "recipe.yaml", "--rows", 3, "--row-tokens", 256, "--threads", 1)
+    training = ("--recipe", tmp_path / "recipe.yaml", "--rows", 3, "--steps", 3, "--row-tokens", 256, "--threads", 1)
     outcome = demo("--model", backbone, "--output", tmp_path, "--samples", 2, *training)
     assert outcome.code == 1, outcome.err
     assert "$ locret-train --config" in outcome.out
