@@ -62,6 +62,8 @@ def load_rows(
             cannot be parsed.
         OSError: If the Hub cannot be reached, or a file cannot be read.
     """
+    if not dataset.strip():
+        raise ValueError("--dataset is empty; give LongAlpaca, LongAlign, Anti-Haystack, a Hub id or a file")
     alias = _alias(dataset)
     local = _local_path(dataset, alias, data_dir)
     if local is not None:

@@ -152,6 +152,8 @@ def _check_picture(path: str) -> None:
     from locret.infer import pictures
 
     pictures.require_matplotlib("--picture")
+    if os.path.isdir(path):
+        raise ValueError(f"--picture {path} is a folder; give a PNG file")
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise ValueError(f"--picture {path}: there is no folder {folder}; make it first")

@@ -55,8 +55,8 @@ class DemoOptions:
     """Texts to read."""
     required: float = 0.5
     """Share of the answers that trained heads must get right; also more than untrained ones do."""
-    threads: int = 2
-    """CPU threads."""
+    threads: int = 1
+    """CPU threads; a backbone this small gains nothing from more."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "steps", "samples", "threads"):

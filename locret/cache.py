@@ -71,6 +71,8 @@ class RetentionCache(Cache):
         """Tokens read or generated so far, padding included."""
         self.last_tokens: Tensor | None = None
         """(B, 1) the prompt's last token, while it is the newest unit."""
+        self.held_back = False
+        """Whether `last_tokens` is still to be fed."""
         self.pad: Tensor | None = None
         """(B,) left padding of each row, where rows differ."""
         self._shift: Tensor | None = None
@@ -80,7 +82,7 @@ class RetentionCache(Cache):
         self._projections: dict[int, Projections] = {}
         self._unit_positions: Tensor | None = None
         self._planned = self._peak = 0
-        self._rotation_checked = False
+        self._rotation_checked: set[int] = set()
 
     def _new_layer(self, index: int) -> RetentionLayer | SlidingLayer:
         if index in self.backbone.layers:
@@ -99,6 +101,8 @@ class RetentionCache(Cache):
         """Get ready for a prompt of `prompt_tokens` (None: unknown), to be followed by `new_tokens` generated ones."""
         if self.pad is not None:
             raise ValueError("rows of different length are read one at a time; use locret.prefill")
+        if self._phase != "decode":
+            raise ValueError("an earlier read of this cache was interrupted; start again with cache.fresh()")
         for layer in self.governed:
             layer.unsettle(self._next_position)
             layer.evict(self.policy.budget, self.policy.stabilizers)
@@ -176,7 +180,7 @@ class RetentionCache(Cache):
         raw_keys = None
         if self._phase == "read" and layer.compact:
             raw_keys = self._projections[layer_idx].key()
-            self._check_rotation(raw_keys, key_states)
+            self._check_rotation(layer_idx, raw_keys, key_states)
         elif self._phase == "decode" and policy.decode_budget is not None:
             new = key_states.shape[-2]
             if layer.fill + new > policy.decode_budget:
@@ -195,14 +199,16 @@ class RetentionCache(Cache):
     def finished(self, length: int) -> None:
         """Count the tokens of a forward pass."""
         self.seen += length
+        self.held_back = False
         self._next_position += length
         if self._phase == "decode":
             self.last_tokens = None
         self._peak = max(self._peak, self._bytes())
 
-    def _check_rotation(self, raw_keys: Tensor, key_states: Tensor) -> None:
+    def _check_rotation(self, layer_idx: int, raw_keys: Tensor, key_states: Tensor) -> None:
         """Compare our rotation with the backbone's once, so that another kind of rotary embedding is never mistaken."""
-        if self._rotation_checked:
+        # Position 0 is never rotated, so it tells nothing.
+        if layer_idx in self._rotation_checked or self._next_position + raw_keys.shape[-2] == 1:
             return
         cos, sin = self._rotary.table(self._next_position, raw_keys.shape[-2], key_states)
         ours, theirs = rotate(raw_keys, cos, sin).float(), key_states.float()
@@ -211,7 +217,7 @@ class RetentionCache(Cache):
                 f"the rotary embedding of {self.backbone.model_type} is not the half-split kind (Llama, Phi-3, Qwen), "
                 'so cached keys cannot be re-rotated; use positions="original"'
             )
-        self._rotation_checked = True
+        self._rotation_checked = self._rotation_checked | {layer_idx}
 
     # -- looking inside ---------------------------------------------------------------------------------------------
 
@@ -268,7 +274,10 @@ class RetentionCache(Cache):
     # -- whole caches -----------------------------------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """Forget the newest token, so that it can be fed again for its logits."""
+        """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing."""
+        if self.held_back:
+            return
+        self.held_back = True
         for layer in self.layers:
             layer.take_back()
         self.seen -= 1
@@ -311,6 +320,17 @@ class RetentionCache(Cache):
         """Repeat every row, as `generate` does with its inputs for beams and several answers."""
         rows = next((layer.keys.shape[0] for layer in self.layers if layer.is_initialized), 0)
         self.select_rows(torch.arange(rows).repeat_interleave(repeats))
+
+    def crop(self, *_: Any, **__: Any) -> None:
+        """Refuse: an evicted unit cannot come back, so speculative tokens cannot be taken back."""
+        raise ValueError(
+            "a RetentionCache cannot be cropped, so assisted and prompt-lookup decoding do not work with it; "
+            "leave out assistant_model and prompt_lookup_num_tokens"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RetentionCache:
+        """Copy the units but not the backbone."""
+        return self.copy()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows."""

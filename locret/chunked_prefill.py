@@ -17,6 +17,7 @@ from locret.instrument import instrumented
 from locret.rows import join_rows, split_rows
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def prefill(
     model: nn.Module,
@@ -74,13 +75,14 @@ def read_prompt(
     lengths = row_lengths(model, ids, attention_mask)
     if cache.pad is None and (lengths == ids.shape[1]).all():
         return _read(model, _Stream(ids, device), cache, new_tokens, progress, hold_last, on_chunk)
-    logits, rows = [], split_rows(cache, ids.shape[0])
+    logits, rows, width = [], split_rows(cache, ids.shape[0]), cache.seen + ids.shape[1]
     for row, row_ids, length in zip(rows, ids, lengths.tolist(), strict=True):
-        logits.append(
-            _read(model, _Stream(row_ids[None, ids.shape[1] - length :], device), row, 0, progress, hold_last)
-        )
-    join_rows(cache, rows, new_tokens)
-    return None if hold_last else torch.cat(logits)  # type: ignore[arg-type]
+        logits.append(_read(model, _Stream(row_ids[None, ids.shape[1] - length :], device), row, 0, progress, False))
+    join_rows(cache, rows, width, new_tokens)
+    if hold_last:
+        cache.take_back()
+        return None
+    return torch.cat(logits)  # type: ignore[arg-type]
 
 
 def row_lengths(model: nn.Module, ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -168,11 +170,12 @@ def _read(
         while (left := stream.available(policy.chunk_size + 1)) > 0:
             last = left <= policy.chunk_size
             tokens = stream.take(left if last else policy.chunk_size)
-            cache.last_tokens = tokens[:, -1:]
+            cache.last_tokens = tokens[:, -1:].clone()
             bar.update(tokens.shape[1])
             if last and not hold_last:
                 logits = unwrap(model)(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             elif tokens.shape[1] > last:
                 decoder(input_ids=tokens[:, :-1] if last else tokens, past_key_values=cache, use_cache=True)
+        cache.held_back = hold_last
         cache.end_reading()
     return None if logits is None else logits[:, -1]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
-from locret.adapters import unwrap
+from locret.adapters import find_decoder, unwrap
 from locret.cache import RetentionCache
 from locret.chunked_prefill import read_prompt
 from locret.instrument import instrumented
+from locret.rotary import uses_long_factors
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def generate(
     model: nn.Module,
@@ -70,10 +75,14 @@ def generate(
     # that only the new token is given.
     width = tokens.shape[1] if full else tokens.shape[1] + 1
     mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=base.device)
-    with instrumented(model, cache):
+    with instrumented(model, cache), _cache_kept(base, model):
         ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
-    sequences = ids if isinstance(ids, Tensor) else ids.sequences
-    return ids if full else sequences[:, 1:]
+    if full:
+        return ids
+    if isinstance(ids, Tensor):
+        return ids[:, 1:]
+    ids.sequences = ids.sequences[:, 1:]
+    return ids
 
 
 def _read_rest(
@@ -92,8 +101,21 @@ def _read_rest(
             f"the cache has read {cache.seen} tokens but input_ids has {ids.shape[1]}; give the whole conversation, "
             "or a new cache"
         )
-    if missing > (1 if hold_last else 0):
+    if missing > (1 if hold_last and cache.seen else 0):
         mask = None if attention_mask is None else attention_mask[:, cache.seen :]
         read_prompt(
             model, ids[:, cache.seen :], cache, mask, new_tokens=new_tokens, progress=progress, hold_last=hold_last
         )
+
+
+@contextmanager
+def _cache_kept(base: Any, model: nn.Module) -> Iterator[None]:
+    """Keep Phi-3 from dropping its cache at the original context length: factors do not change here."""
+    if not uses_long_factors(find_decoder(model)):
+        yield
+        return
+    base.prepare_inputs_for_generation = MethodType(GenerationMixin.prepare_inputs_for_generation, base)
+    try:
+        yield
+    finally:
+        del base.prepare_inputs_for_generation

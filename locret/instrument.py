@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from locret.adapters import FUSED, Backbone, attention_modules, describe, find_decoder, unwrap
 from locret.attention import MaskMemo, attend
@@ -173,6 +173,11 @@ def _steer(observer: Observer) -> Any:
     def hook(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+        if isinstance(observer, Cache) and kwargs.get("past_key_values") is not observer:
+            raise ValueError(
+                "the backbone was called without this RetentionCache, as decoding with guidance_scale or an assistant "
+                "model does; use sampling or beams"
+            )
         positions = observer.positions(tokens.shape[0], tokens.shape[1], tokens.device)
         # The observer's cache knows what is padding, so the mask that `generate` carries along is not needed.
         kwargs["attention_mask"] = None

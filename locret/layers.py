@@ -189,6 +189,11 @@ class RetentionLayer(CacheLayerMixin):
             keys.copy_(unrotate(keys, cos, sin))
         self.rotated = False
 
+    @property
+    def held_row_start(self) -> Tensor | None:
+        """(B,) first filled slot of each row, between forward passes."""
+        return self.row_start
+
     def take_back(self) -> None:
         """Forget the newest unit."""
         self.fill -= 1
@@ -257,6 +262,11 @@ class SlidingLayer(DynamicSlidingWindowLayer):
             self.lazy_initialization(keys, values)
         self.keys, self.values, self.cumulative_length = keys, values, seen
         self.row_start = self._next_row_start = row_start
+
+    @property
+    def held_row_start(self) -> Tensor | None:
+        """(B,) first filled slot of each row in what is kept; `row_start` is that of what was attended last."""
+        return self._next_row_start
 
     def take_back(self) -> None:
         """Forget the newest token."""

@@ -65,6 +65,12 @@ def unrotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(keys.float(), cos / magnitude_squared, -sin / magnitude_squared).to(keys.dtype)
 
 
+def uses_long_factors(decoder: Any) -> bool:
+    """Return whether any layer's rotary embedding is LongRoPE."""
+    rope_type = decoder.rotary_emb.rope_type
+    return "longrope" in (rope_type.values() if isinstance(rope_type, dict) else [rope_type])
+
+
 @contextmanager
 def long_factors(decoder: nn.Module) -> Iterator[None]:
     """Make a LongRoPE backbone use its long factors at every length.

@@ -27,7 +27,8 @@ def split_rows(cache: RetentionCache, batch: int) -> list[RetentionCache]:
         row.seen, row._next_position = cache.seen - pad, cache._next_position - shift
         row.pad = row._shift = None
         for layer in row.layers:
-            _drop_front(layer, int(layer.row_start[0]) if layer.row_start is not None else 0, row.seen)
+            start = layer.held_row_start
+            _drop_front(layer, int(start[0]) if start is not None else 0, row.seen)
         rows.append(row)
     return rows
 
@@ -43,12 +44,12 @@ def _drop_front(layer: RetentionLayer | SlidingLayer, empty: int, seen: int) -> 
         layer.fill -= empty
 
 
-def join_rows(cache: RetentionCache, rows: list[RetentionCache], new_tokens: int = 0) -> None:
+def join_rows(cache: RetentionCache, rows: list[RetentionCache], width: int, new_tokens: int = 0) -> None:
     """Fill `cache` with the rows' units, aligned to the right, with room for `new_tokens` more."""
     device = rows[0].layers[0].keys.device
     seen = torch.tensor([row.seen for row in rows], device=device)
     following = torch.tensor([row._next_position for row in rows], device=device)
-    cache.seen, cache._next_position = int(seen.max()), int(following.max())
+    cache.seen, cache._next_position, cache.held_back = width, int(following.max()), False
     cache.pad, cache._shift = cache.seen - seen, cache._next_position - following
     last_tokens = [row.last_tokens for row in rows if row.last_tokens is not None]
     cache.last_tokens = torch.cat(last_tokens) if last_tokens else None

@@ -46,13 +46,13 @@ def save_cache(cache: RetentionCache, path: str | Path) -> None:
             tensor = getattr(layer, name)
             held = tensor[:, :, : layer.fill] if isinstance(layer, RetentionLayer) else tensor
             tensors[f"layers.{index}.{name}"] = held.contiguous()
-        if layer.row_start is not None:
-            tensors[f"layers.{index}.row_start"] = layer.row_start
+        if layer.held_row_start is not None:
+            tensors[f"layers.{index}.row_start"] = layer.held_row_start
         fill = layer.fill if isinstance(layer, RetentionLayer) else layer.cumulative_length
         layers.append({"fill": fill, "rotated": getattr(layer, "rotated", False)})
     for name in _ROW_TENSORS:
         if getattr(cache, name) is not None:
-            tensors[f"rows.{name}"] = getattr(cache, name)
+            tensors[f"rows.{name}"] = getattr(cache, name).contiguous()
     state = {
         "format": FORMAT,
         "toolkit_version": __version__,
@@ -60,6 +60,7 @@ def save_cache(cache: RetentionCache, path: str | Path) -> None:
         "policy": cache.policy.to_dict(),
         "scorer": cache.scorer.name,
         "seen": cache.seen,
+        "held_back": cache.held_back,
         "next_position": cache._next_position,
         "layers": layers,
     }
@@ -99,6 +100,7 @@ def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scor
         raise ValueError(f"{path} was made with another backbone ({'; '.join(different)}); load that backbone")
     parameter = next(model.parameters())
     cache.seen, cache._next_position = state["seen"], state["next_position"]
+    cache.held_back = state["held_back"]
     for name in _ROW_TENSORS:
         if f"rows.{name}" in tensors:
             setattr(cache, name, tensors[f"rows.{name}"].to(parameter.device))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
-_FREE = ("data_dir", *RunOptions.__dataclass_fields__)
+_FREE = ("data_dir", "on_bad_row", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
@@ -204,7 +204,11 @@ class TrainingRun:
             trainer.resume(checkpoint, state)
         started = time.perf_counter()
         stopped, record = trainer.train()
-        summary = {**record, "seconds": time.perf_counter() - started, "stopped": stopped or None}
+        dropped = dict(self.stream.dropped)
+        if dropped:
+            logger.warning("rows left out: %s", ", ".join(f"{count} {reason}" for reason, count in dropped.items()))
+        seconds = time.perf_counter() - started
+        summary = {**record, "dropped_rows": dropped, "seconds": seconds, "stopped": stopped or None}
         if not stopped and accelerator.is_main_process:
             self._annotate(heads, summary).save_pretrained(self.folder)
         accelerator.wait_for_everyone()
@@ -222,6 +226,8 @@ class TrainingRun:
         final = {f"final_{name}": summary[name] for name in ("total", "regression", "smoothness", "overlap")}
         precision = f"backbone {str(self.dtype).removeprefix('torch.')}, autocast {self.precision}"
         facts = {"dataset_rows": self.row_count, "rows": summary["rows"], "tokens": summary["tokens"], **final}
+        if summary["dropped_rows"]:
+            facts["dropped_rows"] = summary["dropped_rows"]
         notes = training_notes(self.backbone, self.data, self.loss, self.optimizer, precision=precision, **facts)
         policy = self.run.policy.to_dict() if "policy" in self.chosen else None
         return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes)

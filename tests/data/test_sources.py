@@ -205,3 +205,8 @@ def test_a_named_set_is_fetched_from_the_hub_at_its_revision(hub, tmp_path, argu
 def test_a_data_set_the_hub_does_not_have_is_named(hub, tmp_path):
     printed = load_in_fresh_process(hub, tmp_path, "load_rows('some/other')")
     assert printed.startswith("ValueError --dataset some/other: the Hub has no data set some/other at revision main")
+
+
+def test_an_empty_name_is_refused_instead_of_reading_the_current_folder() -> None:
+    with pytest.raises(ValueError, match="--dataset is empty; give LongAlpaca"):
+        load_rows(" ")
