@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,8 @@ def generate(
         **options: Whatever `model.generate` takes: max_new_tokens, do_sample, num_beams, streamer, stop_strings, ...
 
     Returns:
-        (B * returned sequences, N + new) prompt and new ids; only the new ids where the prompt was not a tensor.
+        (B * returned sequences, N + new) prompt and new ids; only the new ids where the prompt was not a tensor. With
+        return_dict_in_generate=True the output object of transformers, whose `sequences` are these.
 
     Raises:
         ValueError: If the cache has read more than `input_ids`, or there is nothing to go on from.
@@ -77,12 +78,12 @@ def generate(
     mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=base.device)
     with instrumented(model, cache), _cache_kept(base, model):
         ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
-    if full:
-        return ids
-    if isinstance(ids, Tensor):
-        return ids[:, 1:]
-    ids.sequences = ids.sequences[:, 1:]
-    return ids
+    if not full:
+        if isinstance(ids, Tensor):
+            ids = ids[:, 1:]
+        else:
+            ids.sequences = ids.sequences[:, 1:]
+    return cast(Tensor, ids)
 
 
 def _read_rest(

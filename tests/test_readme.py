@@ -50,4 +50,3 @@ def test_every_target_and_file_it_names_exists() -> None:
     paths += [link for link in re.findall(r"\]\(([^)]+)\)", TEXT) if "://" not in link]
     assert len(paths) > 8
     assert [path for path in paths if not (ROOT / path).exists()] == []
-    assert "@@" not in TEXT
