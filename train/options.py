@@ -16,6 +16,8 @@ class BackboneOptions:
     """Backbone: a Hub id, or a folder in the Hugging Face format."""
     revision: str | None = None
     """Branch, tag or commit of the backbone on the Hub."""
+    base_model: str | None = None
+    """Hub id to record with the heads where --model is a local copy, so that they are loaded with no other backbone."""
     adapter: str | None = None
     """PEFT LoRA adapter to put on the backbone, a folder or a Hub id; it stays frozen too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

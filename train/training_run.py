@@ -230,6 +230,8 @@ class TrainingRun:
             facts["dropped_rows"] = summary["dropped_rows"]
         notes = training_notes(self.backbone, self.data, self.loss, self.optimizer, precision=precision, **facts)
         policy = self.run.policy.to_dict() if "policy" in self.chosen else None
+        if self.backbone.base_model is not None:
+            heads.annotate(base_model=self.backbone.base_model, base_model_revision=self.backbone.revision)
         return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes)
 
 

@@ -403,3 +403,17 @@ def test_labels_loss_and_step_need_no_more_than_torch_and_transformers() -> None
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_hub_id_of_a_local_backbone_is_recorded_and_other_ids_are_refused(
+    paths: tuple[Path, Path], tmp_path: Path
+) -> None:
+    assert train(paths, tmp_path / "run", "--base-model", "org/backbone", "--revision", "v1") == 0
+    heads = RetainingHeads.from_pretrained(tmp_path / "run")
+    assert (heads.config.base_model, heads.config.base_model_revision) == ("org/backbone", "v1")
+    assert "org/backbone" in (tmp_path / "run" / "README.md").read_text()
+    model = load_backbone(str(paths[0]), None, dtype=torch.float32, device=torch.device("cpu"))
+    heads.check_matches(model)
+    model.config._name_or_path = "org/another"
+    with pytest.raises(ValueError, match="base_model is .*org/another"):
+        heads.check_matches(model)
