@@ -156,6 +156,15 @@ class TrainingStream(Iterator[TrainingExample]):
         self._epoch, self._cursor, self._good_in_epoch = self._epoch + 1, 0, 0
         self._order = self._permutation(self._epoch)
 
+    def check_rows(self) -> None:
+        """Read every row without tokenising it, so that a bad one is refused before anything is written.
+
+        Raises:
+            ValueError: For the first row without prompt or answer; the message names it.
+        """
+        for row in range(len(self._rows)):
+            read_row(self._rows[row], self.schema, source=self._source, row=row)
+
     def _tokenise(self, row: int) -> TrainingExample:
         parsed = read_row(self._rows[row], self.schema, source=self._source, row=row)
         try:

@@ -127,6 +127,8 @@ class TrainingRun:
         beginning = self.stream.state()
         next(self.stream)
         self.stream.restore(beginning)
+        if data.on_bad_row == "raise":
+            self.stream.check_rows()
         self.dtype = resolve_dtype(self.backbone.dtype, self.config, process.device)
         self.precision = self.backbone.mixed_precision
         if self.precision == "auto":

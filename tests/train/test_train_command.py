@@ -417,3 +417,16 @@ def test_the_hub_id_of_a_local_backbone_is_recorded_and_other_ids_are_refused(
     model.config._name_or_path = "org/another"
     with pytest.raises(ValueError, match="base_model is .*org/another"):
         heads.check_matches(model)
+
+
+def test_a_bad_last_row_is_refused_before_anything_is_written(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = json.loads(paths[1].read_text())
+    rows[-1]["output"] = ""
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    code, message = refused(capsys, train_arguments((paths[0], tmp_path / "rows.json"), tmp_path / "run", "--steps=1"))
+    assert code == 2
+    assert "row 5" in message
+    assert "--on-bad-row skip" in message
+    assert not (tmp_path / "run").exists()
