@@ -1,0 +1,39 @@
+"""The tasks of `locret-eval`. To add one: one file beside these, one line in `_TASKS`."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from locret.data.tasks.base import Draw, Planted, Question, Sample, Task
+from locret.data.tasks.multikey import MultiKey
+from locret.data.tasks.multivalue import MultiValue
+from locret.data.tasks.number import Number
+from locret.data.tasks.passkey import PassKey
+from locret.data.tasks.two_stage import TwoStage
+from locret.data.tasks.variable_tracking import VariableTracking
+
+__all__ = ["Draw", "Planted", "Question", "Sample", "Task", "get", "names"]
+
+_TASKS: tuple[type[Task], ...] = (PassKey, Number, MultiKey, MultiValue, VariableTracking, TwoStage)
+
+
+def names() -> list[str]:
+    """Return the names that `get` knows, in the order of tables."""
+    return [task.name for task in _TASKS]
+
+
+def get(name: str, **options: Any) -> Task:
+    """Return the task called `name` with its options.
+
+    Raises:
+        ValueError: If there is no such task (the message lists the nearest names), or it has no such option.
+    """
+    for task in _TASKS:
+        if task.name == name:
+            try:
+                return task(**options)
+            except TypeError as error:
+                raise ValueError(f"task {name}: {error}") from error
+    near = get_close_matches(name, names(), n=3) or names()
+    raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')

@@ -1,0 +1,49 @@
+"""RULER's niah_multivalue: one key with several numbers, all of them asked; other keys have one number each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from locret.data.tasks.base import Draw, Planted, Question, Sample, Task
+from locret.data.tasks.metrics import all_contained
+from locret.data.tasks.multikey import INTRODUCTION, needle
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiValue(Task):
+    """Find all numbers of one key."""
+
+    name: ClassVar[str] = "multivalue"
+    source: ClassVar[str] = "RULER niah_multivalue (arXiv 2404.06654), with other keys added"
+    metric: ClassVar[str] = "string match, all"
+    introduction: ClassVar[str] = INTRODUCTION
+    max_new_tokens: ClassVar[int] = 48
+
+    values: int = 4
+    """Numbers of the key."""
+    others: int = 2
+    """Other keys in the text, with one number each."""
+    digits: int = 7
+    """Digits of each number."""
+
+    def plant(self, draw: Draw) -> Planted:
+        """Return the needles of the key, then those of the other keys."""
+        key = draw.name()
+        numbers = tuple(draw.number(self.digits) for _ in range(self.values))
+        others = [(draw.name(), draw.number(self.digits)) for _ in range(self.others)]
+        question = Question(
+            text=f"What are all the special magic numbers for {key} mentioned in the provided text?",
+            targets=numbers,
+            reply=f"The special magic numbers for {key} mentioned in the provided text are: {', '.join(numbers)}.",
+        )
+        statements = (*(needle(key, number) for number in numbers), *(needle(*pair) for pair in others))
+        return Planted(statements=statements, questions=(question,))
+
+    def place(self, depths: list[float]) -> list[float]:
+        """Return the depths with those of the key ascending: the reply names its numbers in the order of the text."""
+        return sorted(depths[: self.values]) + depths[self.values :]
+
+    def score(self, prediction: str, sample: Sample) -> float:
+        """Return the share of the numbers that the prediction contains."""
+        return all_contained(prediction, sample.targets)
