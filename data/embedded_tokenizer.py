@@ -27,7 +27,20 @@ def _words(text: str) -> tuple[str, ...]:
 NAMES = _words(
     "Oslo Rome Paris Cairo Lima Quito Delhi Tokyo Seoul Hanoi Accra Tunis Dakar Lagos Miami Boston Dallas Denver "
     "Madrid London Dublin Berlin Vienna Prague Warsaw Athens Sofia Riga Minsk Kiev Baku Doha Dubai Manila Perth "
-    "Sydney Havana Bogota Ottawa Lisbon Geneva Zurich Milan Turin Naples Genoa Venice Malta"
+    "Sydney Havana Bogota Ottawa Lisbon Geneva Zurich Milan Turin Naples Genoa Venice Malta Tehran Amman Beirut Kabul "
+    "Lahore Mumbai Dhaka Osaka Kyoto Taipei Jakarta Nairobi Kigali Luanda Harare Maputo Rabat Tripoli Khartoum Dodoma "
+    "Caracas Panama Managua Santiago Brasilia Asuncion Phoenix Houston Chicago Seattle Toronto Oxford Bristol Glasgow "
+    "Dresden Munich"
+)
+# Variables of assignment chains ("VAR ALPHA = 48213."), one token each.
+VARIABLES = _words(
+    "ALPHA BRAVO CHARLIE DELTA ECHO FOXTROT GOLF HOTEL INDIA JULIET KILO LIMA MIKE NOVEMBER OSCAR PAPA QUEBEC ROMEO "
+    "SIERRA TANGO UNIFORM VICTOR WHISKEY XRAY YANKEE ZULU BETA GAMMA EPSILON ZETA THETA IOTA KAPPA LAMBDA OMEGA SIGMA "
+    "TAU PHI CHI PSI"
+)
+COLORS = _words(
+    "red green blue white black yellow orange purple pink brown gray cyan magenta violet indigo teal maroon navy olive "
+    "gold silver beige turquoise"
 )
 NOUNS = _words(
     "house door garden river road bridge tower market ship train wagon horse dog cat bird fish tree stone lamp table "
@@ -52,7 +65,10 @@ WORDS = _words(
     "name names place places time times day days night year years man woman child children people king queen city "
     "world water fire earth air light sun moon sky grass rain snow wind hand hands head eyes Remember remember it's "
     "hidden important info text question Question Answer value values secret special magic steps coins pieces "
-    "unknown lost found written"
+    "unknown lost found written irrelevant inside lot memorize information quiz within following sure afterwards "
+    "First mentioned provided special numbers hop track chain variable variables assigned assignment above VAR Dict sum "
+    "equation entries "
+    "Memorize Make Some Find Read Then then Once once upon magic sequences memory memories dictionary colors color"
 )
 PUNCTUATION = tuple(string.punctuation)
 
@@ -70,7 +86,7 @@ def vocabulary() -> list[str]:
     """Return all tokens in the order of their ids; special tokens first, `<pad>` is 0."""
     digits = [*string.digits, *(f"{value:02d}" for value in range(100))]
     characters = [*string.ascii_letters, *PUNCTUATION]
-    words = [*NAMES, *NOUNS, *ADJECTIVES, *VERBS, *PLACES, *TIMES, *WORDS]
+    words = [*NAMES, *VARIABLES, *COLORS, *NOUNS, *ADJECTIVES, *VERBS, *PLACES, *TIMES, *WORDS]
     starting = [*SPECIAL_TOKENS, "\n", *digits, *characters, *words]
     tokens = [*starting, *("##" + piece for piece in [*digits, *characters])]
     return list(dict.fromkeys(tokens))

@@ -24,9 +24,10 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from locret.cli import parse_options, print_json, run
+from locret.data import tasks
 from locret.data.embedded_tokenizer import build_tokenizer
-from locret.data.needles import passkey_sample
-from locret.train.backbone_batches import Stage, batches
+from locret.train import backbone_attention
+from locret.train.backbone_batches import Batch, Stage, batches
 from locret.train.backbone_folder import check_output, model_card, save, versions
 
 
@@ -48,6 +49,12 @@ class BackboneTraining:
     """Key/value heads per layer."""
     head_dim: int = 32
     """Width of a head."""
+    local_layers: int = 2
+    """First layers that see a short window only, in the batches a stage says."""
+    window: int = 32
+    """That window, in tokens."""
+    autocast: bool = True
+    """Multiply matrices in bfloat16; the weights stay float32."""
     rope_theta: float = 1.0e6
     """Base of the rotary embedding; large, so that half of the dimensions compare content at any distance."""
     max_positions: int = 65536
@@ -56,13 +63,17 @@ class BackboneTraining:
     """Learning rate of AdamW after warm-up; falls linearly to a tenth over the last third of the steps."""
     warmup_steps: int = 50
     """Steps of linear warm-up."""
+    init: str = ""
+    """Folder of a trained backbone to continue from, instead of fresh weights; its shape must be the options'."""
     seed: int = 0
     """Seed of weights and data."""
     threads: int = 1
     """CPU threads. The same number gives the same weights on the same machine."""
+    eval_tasks: list[str] = field(default_factory=tasks.names)
+    """Tasks measured after training."""
     eval_samples: int = 20
-    """Fresh pass-key samples per length measured after training; 0 measures nothing."""
-    eval_tokens: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096])
+    """Fresh samples per task and length measured after training; 0 measures nothing."""
+    eval_tokens: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
     """Lengths measured after training, in tokens of the chat prompt."""
     output: str = "checkpoints/tiny"
     """Folder to write."""
@@ -116,20 +127,23 @@ def build_model(options: BackboneTraining, tokenizer: PreTrainedTokenizerFast) -
     )
     torch.manual_seed(options.seed)
     model = LlamaForCausalLM(config)
-    model.set_attn_implementation("sdpa")
+    if options.init:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(options.init).state_dict())
+    model.set_attn_implementation(backbone_attention.NAME)
     return model
 
 
-def masked_loss(model: LlamaForCausalLM, ids_BT: Tensor, mask_BT: Tensor, positions_1T: Tensor) -> tuple[Tensor, float]:
-    """Return the mean cross-entropy of the marked tokens, and the share of them predicted exactly."""
-    # An explicit mask of ones: without one, gaps in the positions would be taken for boundaries of packed texts.
-    hidden_BTE = model.model(
-        input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), position_ids=positions_1T, use_cache=False
-    ).last_hidden_state
-    targets_M = ids_BT[:, 1:][mask_BT[:, 1:]]
-    logits_MV = model.lm_head(hidden_BTE[:, :-1][mask_BT[:, 1:]])
+def masked_loss(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, float, float]:
+    """Return the mean cross-entropy of the marked tokens, and the shares of tokens and of whole rows that are right."""
+    # Gaps in the positions would be taken for boundaries of packed texts, but our attention takes no mask.
+    hidden_BTE = model.model(input_ids=batch.ids_BT, position_ids=batch.positions_1T, use_cache=False).last_hidden_state
+    mask_BT = batch.mask_BT[:, 1:]
+    targets_M = batch.ids_BT[:, 1:][mask_BT]
+    logits_MV = model.lm_head(hidden_BTE[:, :-1][mask_BT]).float()
     loss = torch.nn.functional.cross_entropy(logits_MV, targets_M)
-    return loss, (logits_MV.argmax(-1) == targets_M).float().mean().item()
+    right_M = logits_MV.detach().argmax(-1) == targets_M
+    wrong_B = torch.zeros(len(mask_BT)).index_add_(0, mask_BT.nonzero()[:, 0], (~right_M).float())
+    return loss, right_M.float().mean().item(), (wrong_B == 0).float().mean().item()
 
 
 def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast, list[dict[str, float]]]:
@@ -149,20 +163,24 @@ def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokeni
     started = time.monotonic()
     bar = tqdm(batches(tokenizer, options.stages, options.seed), total=total, unit="step", file=sys.stderr)
     with _tensorboard(options.tensorboard) as write_scalar:
-        for step, (stage, dense, ids_BT, mask_BT, positions_1T) in enumerate(bar, start=1):
+        for step, batch in enumerate(bar, start=1):
             rate = options.lr * learning_rate_factor(step, total, options.warmup_steps)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss, exact = masked_loss(model, ids_BT, mask_BT, positions_1T)
+            with (
+                backbone_attention.local_layers(options.local_layers if batch.local else 0, options.window),
+                torch.autocast("cpu", torch.bfloat16, enabled=options.autocast),
+            ):
+                loss, exact, whole = masked_loss(model, batch)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            entry = sums.setdefault("dense" if dense else "fact", [0.0, 0.0, 0.0])
-            for index, value in enumerate((loss.item(), exact, 1.0)):
+            entry = sums.setdefault("dense" if batch.dense else "fact", [0.0, 0.0, 0.0, 0.0])
+            for index, value in enumerate((loss.item(), exact, whole, 1.0)):
                 entry[index] += value
             if step % 50 == 0 or step == total:
-                record = {"step": step, "stage": stage, "lr": rate} | _means(sums)
+                record = {"step": step, "stage": batch.stage, "lr": rate} | _means(sums)
                 sums.clear()
                 bar.set_postfix(record)
                 for name, value in record.items():
@@ -173,8 +191,9 @@ def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokeni
 
 def _means(sums: dict[str, list[float]]) -> dict[str, float]:
     means: dict[str, float] = {}
-    for kind, (losses, exacts, count) in sorted(sums.items()):
-        means |= {f"{kind}_loss": round(losses / count, 4), f"{kind}_exact": round(exacts / count, 4)}
+    for kind, (*totals, count) in sorted(sums.items()):
+        for name, value in zip(("loss", "exact", "rows"), totals, strict=True):
+            means[f"{kind}_{name}"] = round(value / count, 4)
     return means
 
 
@@ -196,20 +215,27 @@ def learning_rate_factor(step: int, total: int, warmup: int) -> float:
 
 
 def measure(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, lengths: Sequence[int], samples: int
-) -> dict[str, float]:
-    """Return for each length the share of fresh pass-key samples, at even depths, that greedy decoding answers."""
-    result = {}
-    for tokens in lengths:
-        right = 0
-        for index in tqdm(range(samples), desc=f"pass key in {tokens} tokens", file=sys.stderr, leave=False):
-            sample = passkey_sample(tokenizer, tokens, (index + 0.5) / samples, seed=index)
-            right += sample.is_answered_by(answer(model, tokenizer, sample.content))
-        result[str(tokens)] = round(right / samples, 4)
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    names: Sequence[str],
+    lengths: Sequence[int],
+    samples: int,
+) -> dict[str, dict[str, float]]:
+    """Return per task and length the share of fresh samples, at even depths, that greedy decoding answers exactly."""
+    model.set_attn_implementation("sdpa")
+    result: dict[str, dict[str, float]] = {}
+    for name in names:
+        task = tasks.get(name)
+        for tokens in lengths:
+            right = 0
+            for index in tqdm(range(samples), desc=f"{name} in {tokens} tokens", file=sys.stderr, leave=False):
+                sample = task.sample(tokenizer, tokens, depth=(index + 0.5) / samples, seed=index)
+                right += task.score(answer(model, tokenizer, sample.content, task.max_new_tokens), sample) == 1
+            result.setdefault(name, {})[str(tokens)] = round(right / samples, 4)
     return result
 
 
-def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, content: str, new_tokens: int = 16) -> str:
+def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, content: str, new_tokens: int) -> str:
     """Return what the model says to one user turn: plain `generate`, greedy, full attention."""
     messages = [{"role": "user", "content": content}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
@@ -228,7 +254,11 @@ def command(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     model, tokenizer, log = train(options)
     seconds = round(time.monotonic() - started, 1)
-    found = measure(model, tokenizer, options.eval_tokens, options.eval_samples) if options.eval_samples else {}
+    found = (
+        measure(model, tokenizer, options.eval_tasks, options.eval_tokens, options.eval_samples)
+        if options.eval_samples
+        else {}
+    )
     settings = {
         name: value for name, value in asdict(options).items() if name not in ("output", "overwrite", "dry_run")
     }
@@ -236,11 +266,11 @@ def command(argv: Sequence[str] | None = None) -> int:
         "options": settings,
         "versions": versions(),
         "seconds": seconds,
-        "pass_key_found": found,
+        "exact": found,
         "log": log,
     }
     save(options.output, model, tokenizer, record, model_card(model, record))
-    print_json({"output": options.output, "seconds": seconds, "pass_key_found": found})
+    print_json({"output": options.output, "seconds": seconds, "exact": found})
     return 0
 
 

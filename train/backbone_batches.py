@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from locret.data.embedded_tokenizer import BOS
 from locret.data.filler import FillerOptions, generator
-from locret.data.needles import facts_sample, passkey_sample
+from locret.data.tasks.mixture import mixture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +26,39 @@ class Stage:
     """Longest text of this stage, in tokens of the chat prompt; lengths are drawn between a quarter of it and it."""
     batch_tokens: int = 4096
     """Tokens of a batch; short sequences make larger batches."""
-    facts: int = 0
-    """Most named numbers hidden in a text; 0 makes the stage copy only."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks whose facts are hidden in the texts; none makes the stage copy only."""
+    density: float = 0.4
+    """Largest share of a text taken by facts and questions; the share is drawn between a tenth of it and it."""
+    single_share: float = 0.5
+    """Share of the texts that hide one task's facts and ask one question, as evaluation does."""
     dense_share: float = 0.34
     """Share of batches that are dense copying."""
     span: int = 0
     """Highest position id reached by random gaps, in half of the batches; 0 makes no gaps."""
+    local_share: float = 0.0
+    """Share of batches in which the first layers see a short window only."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "tokens", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"stages: {name}={getattr(self, name)} trains nothing; give 1 or more")
-        if self.facts and self.tokens < 128:
-            raise ValueError(f"stages: tokens={self.tokens} is too short to hide facts in; give 128 or more")
+        if self.tasks and self.tokens < 256:
+            raise ValueError(f"stages: tokens={self.tokens} is too short to hide facts in; give 256 or more")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's data."""
+
+    stage: int
+    dense: bool
+    local: bool
+    """Whether the first layers see a short window only."""
+    ids_BT: Tensor
+    mask_BT: Tensor
+    """The tokens to be predicted."""
+    positions_1T: Tensor
 
 
 def dense_batch(rng: random.Random, vocabulary: int, first: int, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -66,21 +86,26 @@ def fact_batch(
     rng: random.Random, tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: str
 ) -> tuple[Tensor, Tensor]:
     """Return ids (B, T) of chats about texts with hidden facts, right-padded, and the mask (B, T) of answer tokens."""
-    length = rng.randint(max(stage.tokens // 4, 128), stage.tokens)
-    answer_share = 9 * stage.facts / max(length, 1)
-    rows = max(round(stage.batch_tokens / (length * (1 + min(answer_share, 0.5)))), 1)
+    length = rng.randint(max(stage.tokens // 2, 256), stage.tokens)
+    rows = max(stage.batch_tokens // length, 1)
     pairs = []
     for row in range(rows):
-        # Facts take nine tokens in the text, two in the question and nine in the answer.
-        facts = rng.randint(1, max(min(stage.facts, (length - 40) // 16), 1))
-        asked = rng.choice((1, rng.randint(1, facts + 1), facts + 1))
-        digits = 5 if asked > 1 or rng.random() < 0.5 else rng.randint(2, 8)
-        options = FillerOptions(digits=digits, number_share=rng.uniform(0, 0.3), keylike_share=rng.uniform(0, 0.3))
-        seeded = f"{seed}/{row}"
-        if rng.random() < 0.15:
-            sample = passkey_sample(tokenizer, length, rng.random(), seeded, split="train", options=options)
-        else:
-            sample = facts_sample(tokenizer, length, facts, asked, seeded, split="train", options=options)
+        filler = FillerOptions(
+            number_share=rng.uniform(0, 0.3),
+            keylike_share=rng.uniform(0, 0.3),
+            noise_share=rng.choice((0.0, 0.0, 0.5, 1.0)),
+        )
+        single = rng.random() < stage.single_share
+        sample = mixture(
+            tokenizer,
+            [rng.choice(stage.tasks)] if single else stage.tasks,
+            length,
+            seed=f"{seed}/{row}",
+            density=0.01 if single else stage.density * rng.uniform(0.1, 1.0),
+            questions=1 if single else None,
+            all_keys=True,
+            filler=filler,
+        )
         messages = [{"role": "user", "content": sample.content}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         reply = tokenizer(sample.reply, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
@@ -105,16 +130,14 @@ def gapped_positions(rng: random.Random, tokens: int, span: int) -> Tensor:
     return positions_T[None]
 
 
-def batches(
-    tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: int
-) -> Iterator[tuple[int, bool, Tensor, Tensor, Tensor]]:
-    """Yield stage index, whether dense, ids (B, T), mask (B, T) and position ids (1, T) of every step."""
+def batches(tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: int) -> Iterator[Batch]:
+    """Yield the batch of every step."""
     rng = generator(seed, "train", "backbone")
     first = tokenizer.convert_tokens_to_ids("\n")  # the special tokens come before it
     step = 0
     for index, stage in enumerate(stages):
         for _ in range(stage.steps):
-            dense = not stage.facts or rng.random() < stage.dense_share
+            dense = not stage.tasks or rng.random() < stage.dense_share
             if dense:
                 length = rng.randint(max(stage.tokens // 4, 16), stage.tokens)
                 ids_BT, mask_BT = dense_batch(rng, len(tokenizer), first, max(stage.batch_tokens // length, 1), length)
@@ -123,5 +146,5 @@ def batches(
                 ids_BT, mask_BT = fact_batch(rng, tokenizer, stage, f"{seed}/{step}")
             gapped = stage.span and rng.random() < 0.5
             positions_1T = gapped_positions(rng, ids_BT.shape[1], stage.span if gapped else 0)
-            yield index, dense, ids_BT, mask_BT, positions_1T
+            yield Batch(index, dense, rng.random() < stage.local_share, ids_BT, mask_BT, positions_1T)
             step += 1

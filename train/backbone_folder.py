@@ -26,13 +26,12 @@ tags: [locret, long-context, synthetic]
 # Locret's embedded backbone
 
 A Llama of {parameters} parameters ({layers} layers, hidden {hidden}, {heads} query / {kv_heads} KV heads of {head_dim},
-vocabulary {vocabulary}) that finds facts in generated texts: pass keys (`The pass key is 48213.`) and
-named numbers (`The number of Oslo is 71432.`), one or many per question. It exists so that retaining heads can be
-trained, tested and shown offline on a CPU. It knows no language beyond the generator `locret.data.needles`.
+vocabulary {vocabulary}) that answers questions about facts hidden in generated texts: the tasks of `locret.data.tasks`
+(pass key, number, keys with one or several values, variables, a sum looked up in a dictionary). It exists so that
+retaining heads can be trained, tested, compared and shown offline on a CPU. It knows no language beyond the generator.
 
-Prompt format (the tokenizer's chat template): `<bos><user>TEXT\\nWhat is the pass key?<eos><assistant>`. Questions of
-the other kind read `What are the numbers of Oslo, Rome?`. The answer repeats the facts' sentences and ends with
-`<eos>`. Facts in training had five digits; for single questions also two to eight.
+Prompt format (the tokenizer's chat template): `<bos><user>TEXT\nWhat is the pass key?<eos><assistant>`; the question
+comes after the text. `python -m locret.data.question_rows` writes examples of every task.
 
 {measured}
 Made from scratch in {minutes} minutes on {threads} CPU thread(s) by
@@ -81,13 +80,7 @@ def save(
 def model_card(model: LlamaForCausalLM, record: dict[str, Any]) -> str:
     """Return the README of the folder, filled with what was built and measured."""
     config, options = model.config, record["options"]
-    rows = "\n".join(f"| {tokens} | {share:.0%} |" for tokens, share in record["pass_key_found"].items())
-    measured = (
-        f"Pass key found with full attention, greedy decoding, {options['eval_samples']} fresh samples per length at "
-        f"even depths:\n\n| prompt tokens | exact match |\n| --- | --- |\n{rows}\n"
-        if rows
-        else "Accuracy: unknown (`eval_samples` was 0).\n"
-    )
+    measured = f"{accuracy(record['exact'], options['eval_samples'])}\n"
     return CARD.format(
         parameters=f"{model.num_parameters():,}",
         vocabulary=config.vocab_size,
@@ -101,6 +94,21 @@ def model_card(model: LlamaForCausalLM, record: dict[str, Any]) -> str:
         threads=options["threads"],
         versions=", ".join(f"{name} {version}" for name, version in record["versions"].items()),
     )
+
+
+def accuracy(exact: dict[str, dict[str, float]], samples: int) -> str:
+    """Return the share of exact answers per task and length as a Markdown table under a sentence."""
+    if not exact:
+        return "Accuracy: unknown (`eval_samples` was 0).\n"
+    lengths = list(next(iter(exact.values())))
+    lines = [
+        f"Exact answers with full attention, greedy decoding, {samples} fresh samples per cell, needles at even depths:",
+        "",
+        f"| task | {' | '.join(f'{int(length):,} tokens' for length in lengths)} |",
+        f"| --- |{' --- |' * len(lengths)}",
+        *(f"| {task} | {' | '.join(f'{share:.0%}' for share in row.values())} |" for task, row in exact.items()),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def versions() -> dict[str, str]:

@@ -161,14 +161,16 @@ class Task(ABC):
             depths,
             filler=Filler(rng, filler),
             tokens=tokens,
-            around=lambda text: Sample(
-                introduction=self.introduction,
-                text=text,
-                question=asked.text,
-                targets=(),
-                reply="",
-                depths=(),
-            ).content,
+            around=lambda text: (
+                Sample(
+                    introduction=self.introduction,
+                    text=text,
+                    question=asked.text,
+                    targets=(),
+                    reply="",
+                    depths=(),
+                ).content
+            ),
         )
         return Sample(
             introduction=self.introduction,

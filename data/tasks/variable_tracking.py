@@ -16,9 +16,7 @@ class VariableTracking(Task):
     name: ClassVar[str] = "variable_tracking"
     source: ClassVar[str] = "RULER vt (arXiv 2404.06654), two hops and a second chain"
     metric: ClassVar[str] = "string match, all"
-    introduction: ClassVar[str] = (
-        "Memorize and track the chain of variable assignment hidden in the following text."
-    )
+    introduction: ClassVar[str] = "Memorize and track the chain of variable assignment hidden in the following text."
     max_new_tokens: ClassVar[int] = 32
 
     hops: int = 2

@@ -1,0 +1,119 @@
+"""Texts with the facts of several tasks, and questions about many of them.
+
+Heads learn from what answers look at: with one short question per text most facts would be labelled as not needed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from locret.data.filler import Filler, FillerOptions, Split, generator
+from locret.data.haystack import count_tokens, hide
+from locret.data.tasks.base import Draw, Planted, Question, Sample, Task
+from locret.data.tasks.multikey import MultiKey
+from locret.data.tasks.multivalue import MultiValue
+from locret.data.tasks.number import Number
+from locret.data.tasks.passkey import PassKey
+from locret.data.tasks.two_stage import TwoStage
+from locret.data.tasks.variable_tracking import VariableTracking
+
+
+def varied(name: str, rng: random.Random) -> Task:
+    """Return the task called `name` with options drawn around those of evaluation.
+
+    Raises:
+        ValueError: For a task that cannot be mixed.
+    """
+    variants: dict[str, Task] = {
+        "passkey": PassKey(digits=rng.choice((4, 5, 5, 6))),
+        "number": Number(digits=rng.choice((8, 10, 10, 12))),
+        "multikey": MultiKey(keys=rng.randint(1, 8), digits=rng.choice((6, 7, 7, 8))),
+        "multivalue": MultiValue(values=rng.randint(2, 4), others=rng.randint(0, 2), digits=rng.choice((6, 7, 7, 8))),
+        "variable_tracking": VariableTracking(
+            hops=rng.choice((1, 2, 2, 3)), chains=rng.choice((1, 2)), digits=rng.choice((4, 5, 5, 6))
+        ),
+        "two_stage": TwoStage(entries=rng.randint(8, 16), equations=rng.randint(1, 6)),
+    }
+    if name not in variants:
+        raise ValueError(f'task "{name}" cannot be mixed into training rows; choose from {", ".join(variants)}')
+    return variants[name]
+
+
+def mixture(
+    tokenizer: Any,
+    tasks: Sequence[str],
+    tokens: int,
+    *,
+    seed: int | str = 0,
+    split: Split = "train",
+    density: float = 0.3,
+    questions: int | None = None,
+    all_keys: bool = False,
+    filler: FillerOptions | None = None,
+) -> Sample:
+    """Return a text that hides facts of several tasks, with questions about them and the replies, one after the other.
+
+    Args:
+        tokenizer: Any tokenizer with a chat template.
+        tasks: Names of the tasks to draw facts from; a task may come several times, or not at all in a short text.
+        tokens: Length of the chat prompt, never exceeded.
+        seed: Same seed, same text.
+        split: Random stream and half of the keys.
+        density: Share of the prompt taken by facts and questions, as far as whole tasks fit; at least one task.
+        questions: How many are asked, drawn at random; all of them if None.
+        all_keys: Draw keys from both splits' halves, as training a backbone needs.
+        filler: What the text around the facts looks like.
+
+    Raises:
+        ValueError: For an unknown task, or `tokens` too few for one task.
+    """
+    rng = generator(seed, split, "mixture", tokens, *tasks)
+    draw = Draw(rng, split, all_keys=all_keys)
+    planted: list[tuple[Planted, list[float], str]] = []
+    room = density * tokens
+    once = ("passkey", "number", "two_stage")
+    waiting = [name for name in tasks for _ in range(1 if name in once else 3)]
+    for name in rng.sample(waiting, len(waiting)):
+        task = varied(name, rng)
+        try:
+            plant = task.plant(draw)
+        except ValueError:  # no key is left for another one
+            continue
+        asked = " ".join(question.text for question in plant.questions)
+        cost = count_tokens(tokenizer, " ".join((*plant.statements, asked)))
+        if planted and cost > room:
+            continue
+        room -= cost
+        depths = task.place([rng.random() for _ in plant.statements])
+        planted.append((plant, depths, task.introduction))
+    pool: list[tuple[Question, str]] = [
+        (question, introduction) for plant, _, introduction in planted for question in plant.questions
+    ]
+    wanted = rng.sample(pool, len(pool) if questions is None else min(questions, len(pool)))
+    introduction = wanted[0][1] if len(wanted) == 1 else ""
+    question = " ".join(question.text for question, _ in wanted)
+    statements = [statement for plant, _, _ in planted for statement in plant.statements]
+    depths = [depth for _, places, _ in planted for depth in places]
+
+    def sample(text: str) -> Sample:
+        return Sample(
+            introduction=introduction,
+            text=text,
+            question=question,
+            targets=tuple(target for asked, _ in wanted for target in asked.targets),
+            reply=" ".join(asked.reply for asked, _ in wanted),
+            depths=tuple(depths),
+        )
+
+    return sample(
+        hide(
+            tokenizer,
+            statements,
+            depths,
+            filler=Filler(rng, filler),
+            tokens=tokens,
+            around=lambda text: sample(text).content,
+        )
+    )
