@@ -1,8 +1,11 @@
 """How far predicted scores are from the labels, and how well they agree on what to keep.
 
-Paper:    Locret, arXiv 2410.01805, Eq. 3, with the reductions of the original code.
-Deviates: never. The paper weighs regression and smoothness alike; the code averages the regression over layers and sums
-          the smoothness over them, which makes alpha, in effect, larger by the number of layers.
+Paper:    Locret, arXiv 2410.01805, Eq. 3, with the reductions of the original code: the regression is averaged over
+          layers and the smoothness summed over them, which makes alpha, in effect, larger by the number of layers.
+Deviates: `objective="ranking"` puts a listwise loss in the regression's place: ListNet (Cao et al., ICML 2007), the
+          top-one distributions of labels and scores compared. Eviction only sorts, so only the order has to be right,
+          and errors among the units that are kept weigh more than errors among those that are not. `floor` raises
+          labels below it to it, so that nothing is spent on telling useless units apart.
 """
 # L layers, K KV heads, T prompt tokens
 
@@ -16,27 +19,61 @@ ALPHA = 2.5e-3
 """Weight of the smoothness term (Locret, section 4.1)."""
 
 
-def retention_loss(scores: Tensor, labels: Tensor, alpha: float = ALPHA) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (total, regression, smoothness), three scalars; total = regression + alpha * smoothness.
+OBJECTIVES = ("regression", "ranking")
 
-    Regression is the smooth L1 loss (beta 1) of scores and labels, averaged over everything. Smoothness is the squared
-    difference of the scores of neighbouring tokens, averaged per layer and summed over layers; 0 for a single token.
+
+def retention_loss(
+    scores: Tensor,
+    labels: Tensor,
+    alpha: float = ALPHA,
+    *,
+    objective: str = "regression",
+    floor: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (total, fit, smoothness), three scalars; total = fit + alpha * smoothness.
+
+    Fit is, for the objective "regression", the smooth L1 loss (beta 1) of scores and labels, averaged over everything;
+    for "ranking", KL(softmax(labels / temperature) || softmax(scores)) over the tokens, in nats, averaged over KV heads
+    and layers. Smoothness is the squared difference of the scores of neighbouring tokens, averaged per layer and summed
+    over layers; 0 for a single token.
 
     Args:
         scores: (L, K, T) predicted scores, float32; or (K, T) for one layer.
         labels: Of the same shape, see `answer_labels`.
         alpha: Weight of the smoothness term.
+        objective: One of `OBJECTIVES`.
+        floor: Labels below it count as this, in the labels' unit; None leaves them as they are.
+        temperature: Of the labels' distribution, for "ranking" only; above 1 it looks further down the ranking.
 
     Raises:
-        ValueError: If the shapes differ, or are not those above.
+        ValueError: If the shapes differ, or are not those above; for an unknown objective, or a temperature of
+            0 or less.
     """
     _check_shapes(scores, labels)
     scores_LKT, labels_LKT = _with_layers(scores), _with_layers(labels)
-    regression = F.smooth_l1_loss(scores_LKT, labels_LKT, beta=1.0)
+    if floor is not None:
+        labels_LKT = labels_LKT.clamp(min=floor)
+    if objective == "regression":
+        fit = F.smooth_l1_loss(scores_LKT, labels_LKT, beta=1.0)
+    elif objective == "ranking":
+        fit = _listwise(scores_LKT, labels_LKT, temperature)
+    else:
+        raise ValueError(f'objective="{objective}" is no objective of ours; choose one of {", ".join(OBJECTIVES)}')
     smoothness = scores_LKT.new_zeros(())
     if scores_LKT.shape[-1] > 1:
         smoothness = scores_LKT.diff(dim=-1).square().mean(dim=(1, 2)).sum()
-    return regression + alpha * smoothness, regression, smoothness
+    return fit + alpha * smoothness, fit, smoothness
+
+
+def _listwise(scores_LKT: Tensor, labels_LKT: Tensor, temperature: float) -> Tensor:
+    """Return the mean over layers and KV heads of KL(softmax(labels / temperature) || softmax(scores))."""
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature} is not above 0; use 1 for the labels as they are")
+    # Both as logarithms: a label far below the best underflows to a weight of exactly 0, never to 0 * inf.
+    target_LKT = F.log_softmax(labels_LKT.float() / temperature, dim=-1)
+    predicted_LKT = F.log_softmax(scores_LKT.float(), dim=-1)
+    return F.kl_div(predicted_LKT, target_LKT, reduction="none", log_target=True).sum(dim=-1).mean()
 
 
 @torch.no_grad()

@@ -70,10 +70,25 @@ class LossOptions:
     include_last_prompt_token: bool = False
     """Count the last prompt token, which produces the answer's first token, among the answer's (Locret's index range
     does, the original code does not)."""
+    label_floor: float | None = None
+    """Labels below this are raised to it, so that nothing is spent on telling useless tokens apart; in nats, such as
+    -8 for log_attention. None leaves them as they are (original)."""
+    objective: Literal["regression", "ranking"] = "regression"
+    """Predict the labels (smooth L1; Locret, Eq. 3), or only their order (ListNet: the KL divergence of the scores'
+    softmax over the prompt from the labels')."""
+    temperature: float = 1.0
+    """Of the labels' softmax in a ranking; above 1 it looks further down the ranking."""
     alpha: float = 2.5e-3
     """Weight of the smoothness term, which is summed over layers (Locret, section 4.1; original)."""
 
     def __post_init__(self) -> None:
+        _check_positive(self, "temperature")
+        if self.temperature != 1 and self.objective != "ranking":
+            raise ValueError(f"--temperature {self.temperature} changes nothing here; add --objective ranking")
+        if self.label_floor is not None and self.label_floor >= 0 and self.label_kind == "log_attention":
+            raise ValueError(
+                f"--label-floor {self.label_floor} raises every label: log_attention is never above 0; use such as -8"
+            )
         if self.alpha < 0:
             raise ValueError(f"--alpha {self.alpha} is negative; use 0 to leave out the smoothness term")
 

@@ -13,6 +13,7 @@ def label_notes(loss: LossOptions) -> dict[str, Any]:
     """Return the definition of the labels."""
     return {
         "kind": loss.label_kind,
+        "floor": loss.label_floor,
         "include_last_prompt_token": loss.include_last_prompt_token,
         "reduction": "maximum over the answer's tokens and the query heads of the group",
     }
@@ -27,6 +28,7 @@ def training_notes(
     published = {name.lower(): entry for name, entry in ALIASES.items()}.get(data.dataset.lower())
     pinned = published.revision if published and not data.data_dir else None
     clip = "none" if optimizer.clip == "none" else f"by {optimizer.clip}, {optimizer.clip_limit}"
+    objective = loss.objective if loss.objective == "regression" else f"ranking, temperature {loss.temperature}"
     o = optimizer
     return {
         "dataset": published.repo if published else _public(data.dataset),
@@ -39,6 +41,7 @@ def training_notes(
         "optimizer": f"AdamW, lr {o.lr}, betas {list(o.betas)}, weight decay {o.weight_decay}",
         "schedule": f"linear warm-up over {o.warmup_steps} steps, linear decay to 0 at {o.steps}",
         "clip": clip,
+        "objective": objective,
         "alpha": loss.alpha,
         "seed": o.seed,
         **facts,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from locret.train.loss import OBJECTIVES
 from locret.train.run_folder import LOG, TENSORBOARD
 
 
@@ -67,7 +68,9 @@ class RunLog:
         step = record["step"]
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        for name in ("total", "regression", "smoothness"):
+        for name in ("total", *OBJECTIVES, "smoothness"):
+            if name not in record:
+                continue
             self._board.add_scalar(f"loss/{name}", record[name], step)
         self._board.add_scalar("overlap/mean", record["overlap"], step)
         for layer, overlap in zip(self.layers, record["overlap_per_layer"], strict=True):

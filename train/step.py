@@ -30,7 +30,8 @@ class StepResult:
     """Losses of one row; all tensors are on the device and detached."""
 
     total: Tensor
-    regression: Tensor
+    fit: Tensor
+    """Regression or ranking loss, mean over layers."""
     smoothness: Tensor
     """Sum over layers."""
     overlap: Tensor
@@ -48,6 +49,9 @@ def train_step(
     alpha: float = ALPHA,
     kind: str = "logit",
     include_last_prompt_token: bool = False,
+    objective: str = "regression",
+    floor: float | None = None,
+    temperature: float = 1.0,
     max_prompt_tokens: int = MAX_PROMPT_TOKENS,
     backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> StepResult:
@@ -61,6 +65,9 @@ def train_step(
         alpha: Weight of the smoothness term.
         kind: Label kind, see `answer_labels`.
         include_last_prompt_token: See `answer_labels`.
+        objective: See `retention_loss`.
+        floor: See `retention_loss`; the overlap is that of the labels without it.
+        temperature: See `retention_loss`.
         max_prompt_tokens: First prompt tokens to train on; labels are those of the whole text.
         backward: Called once per layer with the layer's share of the loss; the shares add up to the total.
 
@@ -68,7 +75,7 @@ def train_step(
         The losses of the row.
 
     Raises:
-        ValueError: For an unknown kind, or a prompt or answer that is empty or more than one row.
+        ValueError: For an unknown kind or objective, or a prompt or answer that is empty or more than one row.
     """
     check_kind(kind)
     prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
@@ -80,18 +87,20 @@ def train_step(
         features_TF = _first_features(chunk, trained)
         with torch.enable_grad(), _without_cast_cache(features_TF.device.type):
             scores_KT = heads[chunk.layer_idx](features_TF).T
-            _, regression, smoothness = retention_loss(scores_KT, labels_KT)
-            # Regression is a mean over layers, smoothness a sum over them.
-            backward(regression / len(heads) + alpha * smoothness)
+            _, fit, smoothness = retention_loss(
+                scores_KT, labels_KT, objective=objective, floor=floor, temperature=temperature
+            )
+            # The fit is a mean over layers, smoothness a sum over them.
+            backward(fit / len(heads) + alpha * smoothness)
         overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
         # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
-        parts.append(torch.stack([regression.detach(), smoothness.detach(), overlap]))
+        parts.append(torch.stack([fit.detach(), smoothness.detach(), overlap]))
 
     ids = torch.cat([prompt_ids, answer_ids], dim=1).to(next(model.parameters()).device)
     observe(model, ids, on_layer)
-    regressions, smoothnesses, overlaps = torch.stack(parts, dim=1)
-    regression, smoothness = regressions.mean(), smoothnesses.sum()
-    return StepResult(regression + alpha * smoothness, regression, smoothness, overlaps, ids.shape[1])
+    fits, smoothnesses, overlaps = torch.stack(parts, dim=1)
+    fit, smoothness = fits.mean(), smoothnesses.sum()
+    return StepResult(fit + alpha * smoothness, fit, smoothness, overlaps, ids.shape[1])
 
 
 def _first_features(chunk: Chunk, tokens: int) -> Tensor:

@@ -188,10 +188,13 @@ class Trainer:
                 alpha=self.loss_options.alpha,
                 kind=self.loss_options.label_kind,
                 include_last_prompt_token=self.loss_options.include_last_prompt_token,
+                objective=self.loss_options.objective,
+                floor=self.loss_options.label_floor,
+                temperature=self.loss_options.temperature,
                 max_prompt_tokens=self.max_prompt_tokens,
                 backward=self.accelerator.backward,
             )
-        losses = torch.stack([result.total, result.regression, result.smoothness])
+        losses = torch.stack([result.total, result.fit, result.smoothness])
         self.window.add(torch.cat([losses, result.overlap]), result.tokens)
 
     def _average_and_clip(self) -> None:
@@ -228,7 +231,7 @@ class Trainer:
         self.rows, self.tokens = self.rows + window.rows * processes, self.tokens + tokens
         record = {
             "total": means[0],
-            "regression": means[1],
+            self.loss_options.objective: means[1],
             "smoothness": means[2],
             "overlap": sum(means[3:-1]) / len(self.heads),
             "overlap_per_layer": means[3:-1],

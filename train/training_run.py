@@ -225,7 +225,7 @@ class TrainingRun:
         return heads.requires_grad_(True)
 
     def _annotate(self, heads: RetainingHeads, summary: dict[str, Any]) -> RetainingHeads:
-        final = {f"final_{name}": summary[name] for name in ("total", "regression", "smoothness", "overlap")}
+        final = {f"final_{name}": summary[name] for name in ("total", self.loss.objective, "smoothness", "overlap")}
         precision = f"backbone {str(self.dtype).removeprefix('torch.')}, autocast {self.precision}"
         facts = {"dataset_rows": self.row_count, "rows": summary["rows"], "tokens": summary["tokens"], **final}
         if summary["dropped_rows"]:

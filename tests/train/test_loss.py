@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from training_cases import CASES, golden
@@ -54,6 +56,80 @@ def test_overlap_counts_the_best_tenth_of_each_head() -> None:
     scores[1, 0, 19] = -1.0  # best of the second layer: 17 and 18
     assert top_overlap(scores, labels).tolist() == [1.0, 0.5]
     assert top_overlap(scores[..., :3], labels[..., :3]).tolist() == [1.0, 1.0]  # at least one
+
+
+SHAPES = [(1, 1, 1), (1, 1, 2), (3, 2, 7), (2, 4, 31)]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("floor", [None, -1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_ranking_loss_is_that_of_the_oracle(
+    shape: tuple[int, int, int], floor: float | None, temperature: float
+) -> None:
+    scores, labels = pair(shape)
+    total, fit, smoothness = retention_loss(
+        scores, labels, 0.3, objective="ranking", floor=floor, temperature=temperature
+    )
+    assert fit.item() == pytest.approx(reference.ranking_loss(scores, labels, floor, temperature), abs=1e-5)
+    assert smoothness.item() == pytest.approx(retention_loss(scores, labels)[2].item())
+    assert total.item() == pytest.approx(fit.item() + 0.3 * smoothness.item(), abs=1e-5)
+
+
+def test_a_ranking_is_right_whatever_is_added_to_a_heads_scores() -> None:
+    scores, labels = pair((2, 3, 9))
+    _, fit, _ = retention_loss(scores, labels, objective="ranking")
+    _, shifted, _ = retention_loss(scores + torch.randn(2, 3, 1), labels, objective="ranking")
+    assert shifted.item() == pytest.approx(fit.item(), abs=1e-5)
+    assert retention_loss(labels + 5, labels, objective="ranking")[1].item() == pytest.approx(0, abs=1e-6)
+
+
+def test_the_gradient_of_a_ranking_is_the_difference_of_the_two_distributions() -> None:
+    scores, labels = pair((1, 2, 7))
+    scores.requires_grad_()
+    retention_loss(scores, labels, 0.0, objective="ranking", temperature=2.0)[0].backward()
+    assert scores.grad is not None
+    expected = (torch.softmax(scores.detach(), -1) - torch.softmax(labels / 2, -1)) / 2  # mean over two KV heads
+    torch.testing.assert_close(scores.grad, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_ranking_of_huge_values_is_finite(autocast: bool) -> None:
+    scores = torch.tensor([[[3e4, -3e4, 0.0, 1.0]]], requires_grad=True)
+    labels = torch.tensor([[[-3e4, 3e4, 0.0, -1.0]]])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        total, fit, _ = retention_loss(scores, labels, 0.0, objective="ranking")
+    total.backward()
+    assert fit.item() == pytest.approx(6e4)
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [[[1.0, -1.0, 0.0, 0.0]]]
+
+
+def test_a_floor_makes_useless_units_equal_and_leaves_the_others() -> None:
+    scores, labels = pair((2, 2, 9))
+    floored = retention_loss(scores, labels, floor=0.0)
+    assert floored == retention_loss(scores, labels.clamp(min=0))
+    assert floored[1] != retention_loss(scores, labels)[1]
+    assert retention_loss(scores, labels, floor=-100.0) == retention_loss(scores, labels)
+
+
+def pair(shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random scores and labels."""
+    generator = torch.Generator().manual_seed(0)
+    scores, labels = (torch.randn(shape, generator=generator) * 2 for _ in range(2))
+    return scores, labels
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "pairs"}, 'objective="pairs" is no objective of ours; choose one of regression, ranking'),
+        ({"objective": "ranking", "temperature": 0.0}, "temperature=0.0 is not above 0; use 1 for the labels as"),
+    ],
+)
+def test_an_objective_that_does_not_exist_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        retention_loss(*pair((1, 1, 2)), **options)
 
 
 def test_shapes_that_differ_are_refused_with_both() -> None:

@@ -80,12 +80,13 @@ def test_json_is_the_only_thing_on_standard_output(
 
 
 def test_heads_say_how_they_were_trained(paths: tuple[Path, Path], tmp_path: Path) -> None:
-    options = ["--label-kind=log_attention", "--include-last-prompt-token", "--policy.budget=64"]
+    options = ["--label-kind=log_attention", "--include-last-prompt-token", "--policy.budget=64", "--label-floor=-8"]
     assert train(paths, tmp_path / "run", *options, "--policy.stabilizers=8") == 0
     config = RetainingHeads.from_pretrained(tmp_path / "run").config
     assert config.label is not None
     assert config.label["kind"] == "log_attention"
     assert config.label["include_last_prompt_token"] is True
+    assert config.label["floor"] == -8
     assert config.policy is not None
     assert (config.policy["budget"], config.policy["stabilizers"]) == (64, 8)
     assert config.training is not None
@@ -94,6 +95,17 @@ def test_heads_say_how_they_were_trained(paths: tuple[Path, Path], tmp_path: Pat
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["label_kind"] == "log_attention"
     assert record["versions"]["torch"] == torch.__version__
+
+
+def test_heads_trained_to_rank_say_so(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    options = ["--objective=ranking", "--temperature=2", "--label-kind=log_attention"]
+    assert train(paths, tmp_path / "run", *options) == 0
+    training = RetainingHeads.from_pretrained(tmp_path / "run").config.training
+    assert training is not None
+    assert training["objective"] == "ranking, temperature 2.0"
+    records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert training["final_ranking"] == records[-1]["ranking"]
+    assert "regression" not in records[-1]
 
 
 def test_a_recipe_is_overridden_by_flags(
@@ -212,6 +224,9 @@ def test_publishing_is_checked_before_training(
 
 BAD_OPTIONS = [
     (["--alpha=-1"], "--alpha -1.0 is negative; use 0 to leave out the smoothness term"),
+    (["--temperature=2"], "--temperature 2.0 changes nothing here; add --objective ranking"),
+    (["--temperature=0", "--objective=ranking"], "--temperature 0.0 is too small; it must be more than 0"),
+    (["--label-floor=0", "--label-kind=log_attention"], "--label-floor 0.0 raises every label: log_attention is never"),
     (["--steps=0"], "--steps 0 is too small; it must be more than 0"),
     (["--warmup-steps=-1"], "--warmup-steps -1 is negative; it must be 0 or more"),
     (["--betas=[0.9,1.5]"], "--betas [0.9, 1.5]: a decay rate is outside 0 to 1; use such as [0.9, 0.95]"),
