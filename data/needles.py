@@ -10,17 +10,15 @@ whatever the seed.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from locret.data.embedded_tokenizer import NAMES, build_tokenizer
 from locret.data.filler import Filler, FillerOptions, Split, generator
 from locret.data.hidden_facts import Fact, Sample, ask, hide_facts
+from locret.data.question_rows import write_rows
 
 
 def passkey_sample(
@@ -183,23 +181,6 @@ class RowsOptions:
         for name in ("rows", "tokens", "facts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} leaves nothing to write; give 1 or more")
-
-
-def write_rows(rows: Sequence[dict[str, str]], output: str | Path) -> None:
-    """Write rows as one JSON list; the file appears whole or not at all.
-
-    Raises:
-        OSError: Where the folder is missing or not writable.
-    """
-    target = Path(output)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        temporary.write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, target)
-    except OSError as error:
-        raise OSError(f"output={output} cannot be written ({error.strerror}); choose a writable folder") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def command(argv: Sequence[str] | None = None) -> int:

@@ -44,7 +44,7 @@ def test_the_chat_prompt_has_exactly_the_tokens_asked_for(tokens, seed):
 def test_every_word_of_the_texts_is_in_the_vocabulary():
     text = facts_sample(TOKENIZER, 4096, 16, 17).content
     letters = [t for t in TOKENIZER.convert_ids_to_tokens(TOKENIZER(text)["input_ids"]) if re.fullmatch("##[a-z]", t)]
-    assert letters == []
+    assert len(letters) <= text.count("One ")  # the only word that is spelt
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
@@ -74,15 +74,15 @@ def test_training_and_evaluation_never_share_a_text_for_any_pair_of_seeds():
 def test_filler_holds_numbers_and_look_alikes_but_states_no_fact():
     filler = Filler(random.Random(0), FillerOptions())
     text = " ".join(filler.sentence() for _ in range(3000))
-    assert len(re.findall(r"\b\d{5}\b", text)) > 400
+    assert len(re.findall(r"\b\d{5}\b", text)) > 150
     assert re.search(r"The \w+ key is \d{5}\.", text)
     assert "The pass key is" not in text
     assert not re.search(rf"The number of ({'|'.join(NAMES)}) is", text)
 
 
 def test_filler_numbers_have_as_many_digits_as_the_facts():
-    sample = facts_sample(TOKENIZER, 512, 4, 5, options=FillerOptions(digits=3))
-    assert {len(number) for number in re.findall(r"\d+", sample.text)} == {3}
+    sample = facts_sample(TOKENIZER, 512, 4, 5, options=FillerOptions(digits=(3, 6)))
+    assert {len(number) for number in re.findall(r"\d+", sample.text)} == {3, 6}
 
 
 def test_a_question_for_many_facts_is_answered_by_their_sentences_in_order():
@@ -152,9 +152,9 @@ def test_a_stream_is_lazy():
         (lambda: passkey_sample(TOKENIZER, 10), "tokens=10 cannot hold the facts and the question, which take 22"),
         (lambda: passkey_sample(TOKENIZER, 256, 1.5), "depth=1.5 is outside the text"),
         (lambda: facts_sample(TOKENIZER, 256, 3, 5), "asked=5 does not fit 3 facts; ask for 1 to 4"),
-        (lambda: facts_sample(TOKENIZER, 4096, 99, 1), "facts=99 is more than the 48 names there are"),
+        (lambda: facts_sample(TOKENIZER, 4096, 99, 1), f"facts=99 is more than the {len(NAMES)} names there are"),
         (lambda: FillerOptions(number_share=2.0), "number_share=2.0 is no share"),
-        (lambda: FillerOptions(digits=0), "digits=0 leaves no number to find"),
+        (lambda: FillerOptions(digits=()), "digits=() leaves no number to write"),
         (lambda: command(["--output", "x.json", "--rows", "0"]), "rows=0 leaves nothing to write"),
         (lambda: stream_passkey(sentences=0), "sentences=0 leaves no text"),
     ],
