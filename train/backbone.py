@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from locret.data.embedded_tokenizer import build_tokenizer
 from locret.train import backbone_attention
 from locret.train.backbone_batches import Batch, Stage, batches
 from locret.train.backbone_folder import check_output, model_card, save, versions
+from locret.train.backbone_start import initialize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,10 @@ class BackboneTraining:
     """Key/value heads per layer."""
     head_dim: int = 32
     """Width of a head."""
+    start: Literal["random", "distances"] = "random"
+    """Initial weights; "distances" makes the first layer look at the tokens just before each token."""
+    silent_layers: list[int] = field(default_factory=list)
+    """Layers that start by adding nothing to their input, so that the others find each other sooner."""
     local_layers: int = 2
     """First layers that see a short window only, in the batches a stage says."""
     window: int = 32
@@ -127,6 +133,11 @@ def build_model(options: BackboneTraining, tokenizer: PreTrainedTokenizerFast) -
     )
     torch.manual_seed(options.seed)
     model = LlamaForCausalLM(config)
+    if options.start == "distances":
+        initialize(model)
+    for layer in options.silent_layers:
+        torch.nn.init.zeros_(model.model.layers[layer].self_attn.o_proj.weight)
+        torch.nn.init.zeros_(model.model.layers[layer].mlp.down_proj.weight)
     if options.init:
         model.load_state_dict(LlamaForCausalLM.from_pretrained(options.init).state_dict())
     model.set_attn_implementation(backbone_attention.NAME)

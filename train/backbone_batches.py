@@ -1,5 +1,5 @@
 """What the embedded backbone learns from: copies of random sequences, and chats about texts with hidden facts."""
-# B batch, T tokens of a sequence
+# B batch, T tokens of a sequence, A tokens to copy
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from locret.data.embedded_tokenizer import BOS
+from locret.data.embedded_tokenizer import BOS, COLORS, NAMES, VARIABLES
 from locret.data.filler import FillerOptions, generator
 from locret.data.tasks.mixture import mixture
 
@@ -61,7 +61,14 @@ class Batch:
     positions_1T: Tensor
 
 
-def dense_batch(rng: random.Random, vocabulary: int, first: int, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+def fact_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """Return the ids of the tokens that answers are made of: keys, colours and the pieces of numbers."""
+    pieces = [*(f"{digit}" for digit in range(10)), *(f"{pair:02d}" for pair in range(100))]
+    words = [*NAMES, *VARIABLES, *COLORS, *pieces, *(f"##{piece}" for piece in pieces)]
+    return torch.tensor(tokenizer.convert_tokens_to_ids(words))
+
+
+def dense_batch(rng: random.Random, alphabet_A: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Return ids (B, T) of random sequences followed by a random rotation of themselves, and the loss mask (B, T).
 
     Half of the rows draw from few tokens, so that one token of context does not tell what follows.
@@ -72,10 +79,10 @@ def dense_batch(rng: random.Random, vocabulary: int, first: int, rows: int, toke
     ids_BT = torch.empty(rows, 2 * half, dtype=torch.long)
     for row in range(rows):
         if rng.random() < 0.5:
-            pool = torch.randint(first, vocabulary, (max(half // 4, 8),), generator=torch_rng)
-            source = pool[torch.randint(0, len(pool), (half,), generator=torch_rng)]
+            pool = alphabet_A[torch.randint(len(alphabet_A), (max(half // 4, 8),), generator=torch_rng)]
+            source = pool[torch.randint(len(pool), (half,), generator=torch_rng)]
         else:
-            source = torch.randint(first, vocabulary, (half,), generator=torch_rng)
+            source = alphabet_A[torch.randint(len(alphabet_A), (half,), generator=torch_rng)]
         ids_BT[row] = torch.cat([source, source.roll(-rng.randrange(half))])
     mask_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     mask_BT[:, half + min(4, half - 1) :] = True
@@ -133,14 +140,14 @@ def gapped_positions(rng: random.Random, tokens: int, span: int) -> Tensor:
 def batches(tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: int) -> Iterator[Batch]:
     """Yield the batch of every step."""
     rng = generator(seed, "train", "backbone")
-    first = tokenizer.convert_tokens_to_ids("\n")  # the special tokens come before it
+    alphabet_A = fact_tokens(tokenizer)
     step = 0
     for index, stage in enumerate(stages):
         for _ in range(stage.steps):
             dense = not stage.tasks or rng.random() < stage.dense_share
             if dense:
                 length = rng.randint(max(stage.tokens // 4, 16), stage.tokens)
-                ids_BT, mask_BT = dense_batch(rng, len(tokenizer), first, max(stage.batch_tokens // length, 1), length)
+                ids_BT, mask_BT = dense_batch(rng, alphabet_A, max(stage.batch_tokens // length, 1), length)
                 ids_BT[:, 0] = tokenizer.convert_tokens_to_ids(BOS)
             else:
                 ids_BT, mask_BT = fact_batch(rng, tokenizer, stage, f"{seed}/{step}")
