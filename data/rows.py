@@ -90,7 +90,7 @@ def detect_schema(columns: Iterable[str], source: str) -> Schema:
     )
 
 
-def read_row(record: Mapping[str, Any], schema: Schema, *, source: str, row: int) -> Row:
+def read_row(record: Mapping[str, Any], schema: Schema, *, source: str, row: int, answer_needed: bool = True) -> Row:
     """Turn one record into a Row.
 
     Turns after the last assistant turn are left out: nothing answers them.
@@ -100,6 +100,7 @@ def read_row(record: Mapping[str, Any], schema: Schema, *, source: str, row: int
         schema: What `detect_schema` found for the data set.
         source: The data set as the user named it, for messages.
         row: Index of the record in the data set, from 0.
+        answer_needed: Whether a row without an answer is refused; else its answer is empty, and all turns count.
 
     Raises:
         RowError: A ValueError naming data set, row, field and the way out, if the answer or the prompt is missing or
@@ -108,15 +109,16 @@ def read_row(record: Mapping[str, Any], schema: Schema, *, source: str, row: int
     try:
         turns = schema.turns(record)
         answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
-        if not answers or not turns[answers[-1]].content.strip():
+        if answer_needed and (not answers or not turns[answers[-1]].content.strip()):
             raise _Problem("no answer", f"no answer ({schema.name} schema, {schema.columns})")
-        messages = tuple(turns[: answers[-1]])
+        end = answers[-1] if answers else len(turns)
+        messages = tuple(turns[:end])
         if not any(message.role == "user" and message.content.strip() for message in messages):
             raise _Problem("empty prompt", f"an empty prompt ({schema.name} schema, {schema.columns})")
     except _Problem as problem:
         reason, detail = problem.args
         raise RowError(source, row, reason, detail) from None
-    return Row(messages, turns[answers[-1]].content)
+    return Row(messages, turns[end].content if answers else "")
 
 
 def _text(record: Mapping[str, Any], field: str) -> str:
@@ -207,5 +209,11 @@ SCHEMAS = (
         f"prompt, and one of {', '.join(ANSWER_COLUMNS)}",
         lambda columns: "prompt" in columns and bool(columns & set(ANSWER_COLUMNS)),
         _prompt_turns,
+    ),
+    Schema(
+        "text",
+        "text, for --label-source reconstruction",
+        lambda columns: "text" in columns,
+        lambda record: [Message("user", _text(record, "text"))],
     ),
 )

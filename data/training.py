@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from locret.data.chat import check_template, tokenise_row
-from locret.data.rows import RowError, detect_schema, read_row
+from locret.data.reconstruction import reconstruction
+from locret.data.rows import Row, RowError, detect_schema, read_row
 from locret.data.sources import load_rows
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class TrainingStream(Iterator[TrainingExample]):
         on_bad_row: `raise` stops at a row that cannot be trained on, `skip` counts it in `dropped`.
         template: One of `locret.data.chat.TEMPLATES`.
         source: The data set as the user named it, for messages.
+        reconstruct: Take the text itself for the answer, see `locret.data.reconstruction`; rows need none then.
         rank: Index of this process.
         world: Number of processes.
 
@@ -67,6 +69,7 @@ class TrainingStream(Iterator[TrainingExample]):
         on_bad_row: str = "raise",
         template: str = "chat",
         source: str = "(rows)",
+        reconstruct: bool = False,
         rank: int = 0,
         world: int = 1,
     ):
@@ -83,6 +86,7 @@ class TrainingStream(Iterator[TrainingExample]):
         self._rows, self._tokenizer, self._source = rows, tokenizer, source
         self._seed, self._max_length, self._template = seed, max_length, template
         self._skip, self._rank, self._world = on_bad_row == "skip", rank, world
+        self._reconstruct = reconstruct
         self._epoch, self._cursor, self._good_in_epoch = 0, 0, 0
         self._order = self._permutation(0)
 
@@ -163,10 +167,16 @@ class TrainingStream(Iterator[TrainingExample]):
             ValueError: For the first row without prompt or answer; the message names it.
         """
         for row in range(len(self._rows)):
-            read_row(self._rows[row], self.schema, source=self._source, row=row)
+            self._read(row)
+
+    def _read(self, row: int) -> Row:
+        given = read_row(
+            self._rows[row], self.schema, source=self._source, row=row, answer_needed=not self._reconstruct
+        )
+        return reconstruction(given) if self._reconstruct else given
 
     def _tokenise(self, row: int) -> TrainingExample:
-        parsed = read_row(self._rows[row], self.schema, source=self._source, row=row)
+        parsed = self._read(row)
         try:
             prompt_ids, answer_ids = tokenise_row(self._tokenizer, parsed, self._template)
         except ValueError as error:

@@ -159,7 +159,9 @@ def _label(label: Mapping[str, Any] | None) -> str:
         return "Not recorded."
     kind = str(label.get("kind"))
     meaning = _LABELS.get(kind, kind)
-    sentence = f"A token's label is {meaning}, maximum over the answer's tokens and the query heads of the group."
+    repeated = label.get("source") == "reconstruction"
+    queries = "the tokens of the text's repetition" if repeated else "the answer's tokens"
+    sentence = f"A token's label is {meaning}, maximum over {queries} and the query heads of the group."
     return f"{sentence}\n\n{_table(label)}"
 
 

@@ -64,6 +64,9 @@ class DataOptions:
 class LossOptions:
     """What the heads learn."""
 
+    label_source: Literal["answer", "reconstruction"] = "answer"
+    """Whose attention labels a text: that of the row's answer (Locret, Eq. 2), or that of the text's own repetition
+    after a short request, which needs no answers (KVzip, arXiv 2505.23416) and twice the context."""
     label_kind: Literal["logit", "log_attention"] = "logit"
     """Label of a token: the largest attention logit of the answer's tokens (Locret, Eq. 2), or the largest log of the
     attention."""

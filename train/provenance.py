@@ -11,11 +11,13 @@ from locret.train.options import BackboneOptions, DataOptions, LossOptions, Opti
 
 def label_notes(loss: LossOptions) -> dict[str, Any]:
     """Return the definition of the labels."""
+    queries = "the answer's tokens" if loss.label_source == "answer" else "the tokens of the text's repetition"
     return {
+        "source": loss.label_source,
         "kind": loss.label_kind,
-        "floor": loss.label_floor,
+        **({} if loss.label_floor is None else {"floor": loss.label_floor}),
         "include_last_prompt_token": loss.include_last_prompt_token,
-        "reduction": "maximum over the answer's tokens and the query heads of the group",
+        "reduction": f"maximum over {queries} and the query heads of the group",
     }
 
 

@@ -121,6 +121,7 @@ class TrainingRun:
             on_bad_row=data.on_bad_row,
             template=data.template,
             source=data.dataset,
+            reconstruct=self.loss.label_source == "reconstruction",
             rank=process.process_index,
             world=process.num_processes,
         )
@@ -136,14 +137,16 @@ class TrainingRun:
 
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
-        trained = min(self.data.max_prompt_tokens, _context(self.config))
+        context = _context(self.config)
+        trained = min(self.data.max_prompt_tokens, context)
+        read = 2 * trained if self.loss.label_source == "reconstruction" else trained
         return memory_plan(
             self.config,
             self.parameters,
             hidden_dim=self.backbone.hidden_dim,
             dtype=self.dtype,
             autocast=self.precision != "no",
-            tokens=min(self.data.max_length or trained, _context(self.config)),
+            tokens=min(self.data.max_length or read, context),
             trained_tokens=trained,
         )
 

@@ -54,12 +54,30 @@ def test_messages_win_over_a_prompt_column_beside_them():
     assert read({"prompt": "copy", "answer": "copy", "messages": messages}) == QUESTION_AND_ANSWER
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": "Who?"},
+        {"instruction": "Who?", "output": ""},
+        {"prompt": "Who?", "answer": None},
+        {"messages": [{"role": "user", "content": "Who?"}]},
+        {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": ""}]},
+    ],
+)
+def test_a_row_without_an_answer_is_read_only_where_none_is_needed(record):
+    schema = detect_schema(record, "rows.json")
+    row = read_row(record, schema, source="rows.json", row=3, answer_needed=False)
+    assert row == Row((Message("user", "Who?"),), "")
+    with pytest.raises(ValueError, match=r"row 3 \(counted from 0\) has no answer"):
+        read(record)
+
+
 def test_unknown_columns_list_what_was_found_and_what_is_accepted():
     with pytest.raises(ValueError) as caught:
-        detect_schema(["text", "label"], "rows.json")
+        detect_schema(["body", "label"], "rows.json")
     message = str(caught.value)
     assert message.startswith(
-        "--dataset rows.json: columns 'text', 'label' fit no known schema; rename them to one of: "
+        "--dataset rows.json: columns 'body', 'label' fit no known schema; rename them to one of: "
     )
     for accepted in (
         "messages (list",
@@ -67,6 +85,7 @@ def test_unknown_columns_list_what_was_found_and_what_is_accepted():
         "document, question",
         "instruction, output",
         "prompt, and",
+        "text, for --label-source reconstruction",
     ):
         assert accepted in message
 

@@ -168,7 +168,7 @@ def test_turns_the_chat_template_refuses_are_a_bad_row(tokenizer):
         ({"template": "alpaca"}, "--template alpaca: no template of that name"),
         ({"rank": 2, "world": 2}, "rank=2 is not a process of world=2"),
         ({"rows": []}, "there are no rows"),
-        ({"rows": [{"text": "x"}]}, "columns 'text' fit no known schema"),
+        ({"rows": [{"body": "x"}]}, "columns 'body' fit no known schema"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(tokenizer, setting, sentence):

@@ -108,6 +108,27 @@ def test_heads_trained_to_rank_say_so(paths: tuple[Path, Path], tmp_path: Path) 
     assert "regression" not in records[-1]
 
 
+def test_labels_from_reconstruction_need_no_answers(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is the one on rows that ask for the text and answer with it, written by hand."""
+    from locret.data.reconstruction import REQUEST
+
+    texts = [row["instruction"] for row in json.loads(paths[1].read_text())]
+    (tmp_path / "texts.json").write_text(json.dumps([{"text": text} for text in texts]))
+    rows = [{"instruction": f"{text}\n\n{REQUEST}", "output": text} for text in texts]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    assert train((paths[0], tmp_path / "texts.json"), tmp_path / "texts", "--label-source=reconstruction") == 0
+    assert train((paths[0], tmp_path / "rows.json"), tmp_path / "rows") == 0
+    ours, byhand = (RetainingHeads.from_pretrained(tmp_path / name) for name in ("texts", "rows"))
+    assert all(torch.equal(weight, byhand.state_dict()[name]) for name, weight in ours.state_dict().items())
+    assert ours.config.label is not None
+    assert ours.config.label["source"] == "reconstruction"
+    assert "maximum over the tokens of the text's repetition" in (tmp_path / "texts" / "README.md").read_text()
+    code, message = refused(capsys, train_arguments((paths[0], tmp_path / "texts.json"), tmp_path / "answers"))
+    assert (code, "has no answer (text schema, text, for --label-source reconstruction)" in message) == (2, True)
+
+
 def test_a_recipe_is_overridden_by_flags(
     paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,7 +280,7 @@ def test_a_bad_option_is_one_sentence_and_leaves_nothing(
 
 BAD_ROWS = [
     ("[]", "is empty; it needs at least one row"),
-    ('[{"text": "a"}]', "columns 'text' fit no known schema"),
+    ('[{"body": "a"}]', "columns 'body' fit no known schema"),
     ('[{"instruction": "a", "output": ""}]', "row 0 (counted from 0) has no answer"),
     ('[{"instruction": "", "output": "a"}]', "row 0 (counted from 0) has an empty prompt"),
     (json.dumps([{"instruction": "a", "output": "the house " * 1500}]), "longer than the context of 2048 tokens"),
