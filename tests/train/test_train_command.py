@@ -1,9 +1,8 @@
-"""`locret-train`: dry run, recipes, adapters, publishing, and one clear sentence for everything that can be wrong."""
+"""`locret-train`: dry run, recipes, adapters, publishing, and what heads say about their training."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,32 +11,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from training_cases import token_ids, train, train_arguments, write_backbone, write_rows
+from training_cases import refused, token_ids, train, train_arguments, write_backbone, write_rows
 
 from locret import RetainingHeads
-from locret.cli import run
 from locret.train.command import command
 from locret.train.frozen_backbone import load_backbone, resolve_dtype
 from locret.train.labels import answer_labels
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return a backbone's folder and a file of six rows."""
-    folder = tmp_path_factory.mktemp("command")
-    return write_backbone(folder / "model"), write_rows(folder / "rows.json")
-
-
-def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
-    """Run the command as the console script does; return exit code and the last line on standard error."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(SystemExit) as stop:
-        run(command, arguments)
-    return int(stop.value.code or 0), capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_a_dry_run_prints_options_and_memory_without_weights(
@@ -241,159 +222,6 @@ def test_publishing_is_checked_before_training(
     assert not (tmp_path / "run").exists()
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------
-
-BAD_OPTIONS = [
-    (["--alpha=-1"], "--alpha -1.0 is negative; use 0 to leave out the smoothness term"),
-    (["--temperature=2"], "--temperature 2.0 changes nothing here; add --objective ranking"),
-    (["--temperature=0", "--objective=ranking"], "--temperature 0.0 is too small; it must be more than 0"),
-    (["--label-floor=0", "--label-kind=log_attention"], "--label-floor 0.0 raises every label: log_attention is never"),
-    (["--steps=0"], "--steps 0 is too small; it must be more than 0"),
-    (["--warmup-steps=-1"], "--warmup-steps -1 is negative; it must be 0 or more"),
-    (["--betas=[0.9,1.5]"], "--betas [0.9, 1.5]: a decay rate is outside 0 to 1; use such as [0.9, 0.95]"),
-    (["--policy.stabilizers=7000"], "stabilizers=7000 leaves no room for scored units in budget=6000"),
-    (["--policy.budget=0"], "budget=0 is too small; it must be 1 or more"),
-    (["--resume", "--overwrite"], "--resume and --overwrite contradict each other; drop one of them"),
-    (["--label-kind=softmax"], "log_attention"),
-    (["--learning-rate=1"], "--learning_rate=1"),
-    (["--dataset=LongAlpcaa"], "did you mean LongAlpaca"),
-    (["--dataset=nowhere/rows.json"], "--dataset nowhere/rows.json: no such file or folder; check the path"),
-    (["--data-dir=nowhere"], "--data-dir nowhere is not a folder"),
-    (["--model=no/such/model"], "--model no/such/model cannot be loaded"),
-    (["--max-length=10"], "together longer than the context of 10 tokens"),
-    (["--template=none", "--max-length=3"], "longer than the context of 3 tokens"),
-    (["--adapter=no/such/adapter"], "--adapter no/such/adapter cannot be loaded"),
-    (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
-    (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint"),
-]
-
-
-@pytest.mark.parametrize(("more", "expected"), BAD_OPTIONS, ids=[" ".join(more) for more, _ in BAD_OPTIONS])
-def test_a_bad_option_is_one_sentence_and_leaves_nothing(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], expected: str
-) -> None:
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", *more))
-    assert expected in message
-    assert code == 2
-    assert not (tmp_path / "run").exists()
-
-
-BAD_ROWS = [
-    ("[]", "is empty; it needs at least one row"),
-    ('[{"body": "a"}]', "columns 'body' fit no known schema"),
-    ('[{"instruction": "a", "output": ""}]', "row 0 (counted from 0) has no answer"),
-    ('[{"instruction": "", "output": "a"}]', "row 0 (counted from 0) has an empty prompt"),
-    (json.dumps([{"instruction": "a", "output": "the house " * 1500}]), "longer than the context of 2048 tokens"),
-]
-
-
-@pytest.mark.parametrize(("text", "expected"), BAD_ROWS, ids=["empty", "schema", "no answer", "no prompt", "too long"])
-def test_a_bad_data_set_is_one_sentence(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, expected: str
-) -> None:
-    rows = tmp_path / "rows.json"
-    rows.write_text(text)
-    code, message = refused(capsys, train_arguments((paths[0], rows), tmp_path / "run"))
-    assert (code, expected in message) == (2, True), message
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_unknown_key_in_a_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: a\ndataset: b\noutput: c\nlearning_rate: 1.0e-3\n")
-    code, message = refused(capsys, [f"--config={recipe}"])
-    assert (code, "learning_rate" in message) == (2, True), message
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "mamba"}, "looked for q_proj, k_proj, v_proj or qkv_proj"),
-        ({"model_type": "deepseek_v3"}, "latent attention"),
-        ({"model_type": "gpt2"}, "gpt2"),
-        ({"model_type": "never-heard-of"}, "never-heard-of"),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
-)
-def test_an_unsupported_architecture_is_refused_from_its_config(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Any, expected: str
-) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    code, message = refused(capsys, train_arguments((tmp_path / "model", paths[1]), tmp_path / "run"))
-    assert (code, expected in message) == (2, True), message
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_without_weights_is_one_sentence(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = write_backbone(tmp_path / "model", weights=False)
-    code, message = refused(capsys, train_arguments((model, paths[1]), tmp_path / "run"))
-    assert (code, "cannot be loaded" in message) == (2, True), message
-    assert not (tmp_path / "run").exists()
-
-
-# -- the output folder -----------------------------------------------------------------------------------------------
-
-
-def test_an_earlier_run_is_not_overwritten_unasked(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(paths, tmp_path / "run") == 0
-    (tmp_path / "run" / "notes.txt").write_text("mine")
-    # A model that cannot be loaded shows that the folder is looked at first.
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--model=no/such/model"))
-    assert (code, "holds an earlier run; choose another folder, go on with --resume, or" in message) == (2, True)
-    assert train(paths, tmp_path / "run", "--overwrite", "--steps=2", "--warmup-steps=0") == 0
-    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 2
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
-    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("more", [[], ["--resume"], ["--overwrite"]])
-def test_a_folder_with_something_else_is_never_touched(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
-) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text("{}")
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", *more))
-    assert (code, "holds something else than a training run (config.json); choose a new" in message) == (2, True)
-    assert (tmp_path / "run" / "config.json").read_text() == "{}"
-
-
-def test_a_file_in_the_way_is_refused(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run").write_text("")
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run"))
-    assert (code, message.endswith("is a file; choose a folder")) == (2, True)
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run" / "below"))
-    assert (code, "cannot be written: no permission for" in message) == (1, True)
-
-
-def test_no_permission_for_the_output_folder_is_found_before_the_model_is_loaded(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The tests may run as root, whom no permission stops.
-    monkeypatch.setattr("locret.train.run_folder.os.access", lambda path, mode: path != tmp_path)
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--model=no/such/model"))
-    assert (code, f"no permission for {tmp_path}; choose another folder" in message) == (1, True)
-
-
-def test_a_full_disk_is_found_before_the_model_is_loaded(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
-    monkeypatch.setattr("locret.train.run_folder.shutil.disk_usage", lambda path: usage)
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--hidden-dim=4096"))
-    assert code == 1
-    assert "needs about 21 MiB" in message
-    assert "has 1 MiB free; make room or choose another folder" in message
-    assert not (tmp_path / "run").exists()
-
-
 # -- the rest --------------------------------------------------------------------------------------------------------
 
 
@@ -453,16 +281,3 @@ def test_the_hub_id_of_a_local_backbone_is_recorded_and_other_ids_are_refused(
     model.config._name_or_path = "org/another"
     with pytest.raises(ValueError, match="base_model is .*org/another"):
         heads.check_matches(model)
-
-
-def test_a_bad_last_row_is_refused_before_anything_is_written(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = json.loads(paths[1].read_text())
-    rows[-1]["output"] = ""
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    code, message = refused(capsys, train_arguments((paths[0], tmp_path / "rows.json"), tmp_path / "run", "--steps=1"))
-    assert code == 2
-    assert "row 5" in message
-    assert "--on-bad-row skip" in message
-    assert not (tmp_path / "run").exists()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_cases import train, train_arguments, write_backbone, write_rows
+from training_cases import train, train_arguments, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 
 from locret import RetainingHeads, reference
@@ -26,13 +26,6 @@ from locret.train import checkpointing
 from locret.train.labels import answer_labels, prompt_scores
 from locret.train.loss import retention_loss
 from locret.train.trainer import learning_rate_factor
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return a backbone's folder and a file of six rows."""
-    folder = tmp_path_factory.mktemp("trainer")
-    return write_backbone(folder / "model"), write_rows(folder / "rows.json")
 
 
 @pytest.fixture(scope="module")

@@ -116,3 +116,17 @@ def train(paths: tuple[Path, Path], output: Path, *more: str) -> int:
 
     AcceleratorState._reset_state(reset_partial_state=True)  # one process means one run, outside of tests
     return command(train_arguments(paths, output, *more))
+
+
+def refused(capsys: Any, arguments: list[str]) -> tuple[int, str]:
+    """Run the command as the console script does; return exit code and the last line on standard error."""
+    import pytest
+    from accelerate.state import AcceleratorState
+
+    from locret.cli import run
+    from locret.train.command import command
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(SystemExit) as stop:
+        run(command, arguments)
+    return int(stop.value.code or 0), capsys.readouterr().err.strip().splitlines()[-1]
