@@ -1,0 +1,290 @@
+"""Which heads are best? One set of heads per variant of the training options, all evaluated alike, one table.
+
+    python -m locret.train.compare --config recipes/train/compare_tiny.yaml --output runs/compare
+
+OUTPUT/  rows/<name>.jsonl (training rows), recipes/<variant>.yaml (what `locret-train` is given), <variant>/ (heads),
+         evaluation/<variant>/ and evaluation/references/ (what `locret-eval` writes), compare.md, compare.json
+
+Training and evaluation are processes of their own, one after the other. A run that was interrupted goes on where it
+stopped when it is started again; what has been trained or evaluated with the same options is not done twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TRAIN, EVALUATE = "locret.train.command", "locret.infer.evaluation.command"
+_FOLDERS = ("rows", "recipes", "evaluation")
+REFERENCES = "references"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Options of `python -m locret.train.compare`."""
+
+    model: str
+    """Backbone: a folder in the Hugging Face format, or a Hub id."""
+    output: str
+    """Folder for everything; the same one goes on with what is missing."""
+    variants: dict[str, dict[str, Any]]
+    """Options of `locret-train` by name of the variant; `dataset` may name one of the rows, `init_from` an earlier
+    variant."""
+    common: dict[str, Any] = field(default_factory=dict)
+    """Options of `locret-train` that all variants share."""
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Options of `python -m locret.data.question_rows` by name of the rows."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    """Options of `locret-eval`: tasks, lengths, budget, samples, ..."""
+    references: list[str] = field(default_factory=lambda: ["full", "oracle", "untrained"])
+    """Methods of `locret-eval` that need no trained heads; the oracle is the ceiling."""
+    only: str = ""
+    """Train and evaluate these variants only, such as logit,ranking; the table still shows all that are finished."""
+    dry_run: bool = False
+    """Check every variant's options and print them; train nothing and write nothing."""
+
+    def __post_init__(self) -> None:
+        if not self.variants:
+            raise ValueError("variants is empty; name at least one, such as {paper: {label_kind: logit}}")
+        for name in (*self.variants, *self.rows):
+            if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name in _FOLDERS:
+                raise ValueError(
+                    f'the name "{name}" cannot be a folder here; use letters, digits, - and _, and none of '
+                    + ", ".join(_FOLDERS)
+                )
+        for name in self._only():
+            if name not in self.variants:
+                raise ValueError(f"--only {name}: no such variant; choose from {', '.join(self.variants)}")
+
+    def chosen(self) -> list[str]:
+        """Return the variants to work on, in the order of the recipe."""
+        asked = self._only()
+        return [name for name in self.variants if not asked or name in asked]
+
+    def _only(self) -> list[str]:
+        return [name.strip() for name in self.only.split(",") if name.strip()]
+
+    def recipe(self, name: str) -> dict[str, Any]:
+        """Return the options of `locret-train` for a variant, without its output folder.
+
+        Raises:
+            ValueError: If it goes on from a variant that is not trained before it.
+        """
+        root, names = Path(self.output), list(self.variants)
+        options = {"model": self.model, **self.common, **self.variants[name]}
+        if options.get("dataset") in self.rows:
+            options["dataset"] = str(root / "rows" / f"{options['dataset']}.jsonl")
+        start = options.get("init_from")
+        if start in self.variants:
+            if names.index(start) >= names.index(name):
+                raise ValueError(f'variant "{name}" goes on from "{start}", which comes after it; swap them')
+            options["init_from"] = str(root / start)
+        return options
+
+
+def table(results: Mapping[str, Mapping[str, Any]], variants: Sequence[str]) -> str:
+    """Return two Markdown tables with a line per variant and reference: by prompt length and budget, and by task.
+
+    A number is a mean score, 0 to 100, over the tasks in the first table and over lengths and budgets in the second;
+    the best variant of a column is bold, and a number that misses one of its parts is left out.
+
+    Args:
+        results: `results.json` of `locret-eval` by name of the variant; references under `REFERENCES`.
+        variants: Names in the order of the lines.
+    """
+    lines = {name: _scores(results[name]["cells"], "locret") for name in variants if name in results}
+    cells = results.get(REFERENCES, {}).get("cells", [])
+    references = {method: _scores(cells, method) for method in dict.fromkeys(cell["method"] for cell in cells)}
+    places = sorted({(tokens, budget) for scores in lines.values() for _, tokens, budget in scores})
+    tasks = list(dict.fromkeys(task for scores in lines.values() for task, _, _ in scores))
+    by_place = {f"{tokens:,} @ {budget}": [(task, tokens, budget) for task in tasks] for tokens, budget in places}
+    by_task = {task: [(task, *place) for place in places] for task in tasks}
+    everything = {"mean": [(task, *place) for task in tasks for place in places]}
+    return _grid({**by_place, **everything}, lines, references) + "\n" + _grid(by_task, lines, references)
+
+
+_Scores = dict[tuple[str, int, int], float]
+"""Scores by task, length and budget; the budget is 0 for a method without one, such as the full cache."""
+
+
+def _scores(cells: Sequence[Mapping[str, Any]], method: str) -> _Scores:
+    return {
+        (cell["task"], cell["tokens"], cell["budget"] or 0): cell["score"] for cell in cells if cell["method"] == method
+    }
+
+
+def _grid(
+    columns: Mapping[str, Sequence[tuple[str, int, int]]],
+    lines: Mapping[str, _Scores],
+    references: Mapping[str, _Scores],
+) -> str:
+    def mean(scores: _Scores, parts: Sequence[tuple[str, int, int]]) -> float | None:
+        values = [scores.get(part, scores.get((*part[:2], 0))) for part in parts]
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known and len(known) == len(values) else None
+
+    numbers = {name: [mean(s, parts) for parts in columns.values()] for name, s in (lines | references).items()}
+    best = [max((numbers[name][i] or 0.0 for name in lines), default=None) for i in range(len(columns))]
+    text = [f"| heads | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
+    for name, values in numbers.items():
+        shown = [_show(value, name in lines and value == top) for value, top in zip(values, best, strict=True)]
+        text.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(text) + "\n"
+
+
+def _show(value: float | None, bold: bool) -> str:
+    return "" if value is None else f"**{value:.1f}**" if bold else f"{value:.1f}"
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Train, evaluate, and write the table; return 0.
+
+    Raises:
+        ValueError: For what the user must change.
+        OSError: If something cannot be written, or a process fails.
+    """
+    from locret.cli import parse_options
+
+    (options,), _ = parse_options(
+        "locret.train.compare", "Compare heads that were trained with different options.", [CompareOptions], argv
+    )
+    check(options)
+    if options.dry_run:
+        import yaml
+
+        sys.stdout.write(yaml.safe_dump({name: options.recipe(name) for name in options.chosen()}, sort_keys=False))
+        return 0
+    _remember(Path(options.output) / "evaluation.yaml", options.evaluation, "the evaluation")
+    for name in options.chosen():
+        _train(options, name)
+        _evaluate(options, name, ["locret"], heads=Path(options.output) / name)
+    _evaluate(options, REFERENCES, options.references, heads=None)
+    write_table(options)
+    return 0
+
+
+def check(options: CompareOptions) -> None:
+    """Check the options of all variants before the first one is trained.
+
+    Raises:
+        ValueError: For what the user must change.
+    """
+    from locret.data.question_rows import QuestionRowsOptions
+    from locret.train.training_run import TrainingRun
+
+    for name, given in options.rows.items():
+        try:
+            QuestionRowsOptions(**{"output": "rows.jsonl", **given})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"rows.{name}: {error}") from None
+    for name in options.chosen():
+        flags = [f"--{key}={_flag_value(value)}" for key, value in options.recipe(name).items() if value is not None]
+        try:
+            TrainingRun([*flags, f"--output={Path(options.output) / name}"])
+        except SystemExit:
+            raise ValueError(f"variants.{name} is refused by locret-train, see above; mend the recipe") from None
+        except ValueError as error:
+            raise ValueError(f"variants.{name}: {error}") from None
+
+
+def write_table(options: CompareOptions) -> None:
+    """Write `compare.md` and `compare.json` from the evaluations that are finished."""
+    root = Path(options.output)
+    results = {}
+    for name in (*options.variants, REFERENCES):
+        file = root / "evaluation" / name / "results.json"
+        if file.is_file():
+            results[name] = json.loads(file.read_text(encoding="utf-8"))
+    text = table(results, list(options.variants))
+    cells = {name: result["cells"] for name, result in results.items()}
+    recipes = {name: options.recipe(name) for name in options.variants}
+    _write(root / "compare.json", json.dumps({"recipes": recipes, "cells": cells}, indent=1) + "\n")
+    _write(root / "compare.md", text)
+    sys.stdout.write(text)
+
+
+def _train(options: CompareOptions, name: str) -> None:
+    root = Path(options.output)
+    recipe = options.recipe(name)
+    for rows, given in options.rows.items():
+        if recipe.get("dataset") == str(root / "rows" / f"{rows}.jsonl"):
+            _make_rows(options, rows, given)
+    file = root / "recipes" / f"{name}.yaml"
+    _remember(file, recipe, f'variant "{name}"')
+    if (root / name / "model.safetensors").is_file():
+        sys.stderr.write(f"{name}: already trained\n")
+        return
+    resume = ["--resume"] if (root / name / "run.json").is_file() else []
+    _call(name, TRAIN, [f"--config={file}", f"--output={root / name}", *resume])
+
+
+def _make_rows(options: CompareOptions, name: str, given: Mapping[str, Any]) -> None:
+    from locret.data import question_rows
+
+    file = Path(options.output) / "rows" / f"{name}.jsonl"
+    _remember(file.with_suffix(".yaml"), given, f'the rows "{name}"')
+    if not file.is_file():
+        flags = [f"--{key}={_flag_value(value)}" for key, value in {"tokenizer": options.model, **given}.items()]
+        question_rows.command([*flags, f"--output={file}"])
+
+
+def _evaluate(options: CompareOptions, name: str, methods: Sequence[str], heads: Path | None) -> None:
+    if not methods:
+        return
+    root = Path(options.output)
+    output = root / "evaluation" / name
+    arguments = [f"--config={root / 'evaluation.yaml'}", f"--model={options.model}", f"--methods={','.join(methods)}"]
+    arguments += [] if heads is None else [f"--heads={heads}"]
+    _call(name, EVALUATE, [*arguments, f"--output={output}", *(["--resume"] if output.is_dir() else [])])
+
+
+def _call(name: str, module: str, arguments: Sequence[str]) -> None:
+    sys.stderr.write(f"{name}: {module}\n")
+    # Standard output is for the table alone; 2 is standard error.
+    code = subprocess.run([sys.executable, "-m", module, *arguments], stdout=2, check=False).returncode
+    if code in (130, 143, -2, -15):
+        raise KeyboardInterrupt
+    if code:
+        raise ChildProcessError(f"{name}: {module} ended with exit code {code}, see above; mend it and start again")
+
+
+def _remember(file: Path, options: Mapping[str, Any], what: str) -> None:
+    """Write options to a file, or make sure that they are those it holds.
+
+    Raises:
+        ValueError: If they are others.
+    """
+    import yaml
+
+    text = yaml.safe_dump(dict(options), sort_keys=False, allow_unicode=True)
+    if file.is_file() and file.read_text(encoding="utf-8") != text:
+        raise ValueError(f"{file} says that {what} had other options; choose another --output, or rename it")
+    _write(file, text)
+
+
+def _write(file: Path, text: str) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)
+    except OSError as error:
+        raise type(error)(f"{file} cannot be written ({error.strerror}); choose another --output") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _flag_value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+if __name__ == "__main__":
+    from locret.cli import run
+
+    run(command)
