@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
 from locret import checkpoint, model_card
+from locret.fingerprint import weight_fingerprint
 from locret.heads_config import HeadsConfig
 from locret.retaining_head import RetainingHead
 
@@ -124,10 +126,15 @@ class RetainingHeads(
 
         Raises:
             ValueError: If layers, dimensions, activation or base model differ; the message shows both sides.
+
+        Warns:
+            UserWarning: If the heads were trained on a backbone in a folder, and a model given here has the same shape
+                and other weights.
         """
         allow = self.allow_other_base if allow_other_base is None else allow_other_base
         differences = self.config.differences(model_or_config, allow_other_base=allow)
         if not differences:
+            self._warn_of_other_weights(model_or_config)
             return
         only_name = len(differences) == 1 and differences[0].startswith("base_model is")
         way_out = "pass allow_other_base=True to use them all the same" if only_name else "train heads for this model"
@@ -136,12 +143,23 @@ class RetainingHeads(
             f"load {self.config.base_name} that they were trained on, or {way_out}"
         )
 
+    def _warn_of_other_weights(self, model_or_config: Any) -> None:
+        expected = self.config.base_weights
+        found = weight_fingerprint(model_or_config) if expected and isinstance(model_or_config, nn.Module) else None
+        if expected and found and found != expected:
+            warnings.warn(
+                f"the retaining heads were trained on other weights of this shape (fingerprint {expected[:12]}, the "
+                f"model's is {found[:12]}), so their scores may mean little here; load the backbone they were trained "
+                "on, or train heads for this one",
+                stacklevel=3,
+            )
+
     def annotate(self, **notes: Any) -> RetainingHeads:
         """Note facts that go into `config.json` and the model card, and return these heads.
 
         Args:
-            notes: Any of base_model, base_model_revision, label, policy, training, evaluation, license; see
-                `HeadsConfig`.
+            notes: Any of base_model, base_model_revision, base_weights, label, policy, training, evaluation, license;
+                see `HeadsConfig`.
 
         Raises:
             ValueError: For any other name.

@@ -18,7 +18,7 @@ from locret.adapters import Backbone, describe, unwrap
 from locret.policy import RetentionPolicy
 
 FORMAT_VERSION = 1
-NOTES = ("base_model", "base_model_revision", "label", "policy", "training", "evaluation", "license")
+NOTES = ("base_model", "base_model_revision", "base_weights", "label", "policy", "training", "evaluation", "license")
 """The fields that `RetainingHeads.annotate` may set: facts about the heads that their weights do not show."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -33,6 +33,8 @@ class HeadsConfig:
     """Hub id of the backbone; None for one that came from a local folder."""
     base_model_revision: str | None = None
     """Commit of the backbone, where known."""
+    base_weights: str | None = None
+    """`weight_fingerprint` of a backbone that has no Hub id."""
     base_model_type: str
     """The backbone's `model_type` (not called that, so that nothing takes heads for a transformers model)."""
     base_architecture: str | None = None

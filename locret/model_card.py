@@ -143,6 +143,7 @@ def _dimensions(config: HeadsConfig) -> dict[str, Any]:
     return {
         "Backbone": f"{config.base_name} ({config.base_architecture or config.base_model_type})",
         "Backbone revision": config.base_model_revision or "not recorded",
+        **({"Backbone weights": f"fingerprint {config.base_weights[:12]}"} if config.base_weights else {}),
         "Layers with a head": f"{len(config.layers)} of {config.num_hidden_layers}",
         "Query heads": config.num_attention_heads,
         "KV heads": config.num_key_value_heads,

@@ -17,6 +17,7 @@ import torch
 
 from locret.adapters import describe
 from locret.cli import parse_options
+from locret.fingerprint import weight_fingerprint
 from locret.heads import RetainingHeads
 from locret.hub import no_token
 from locret.train import checkpointing, run_folder
@@ -215,7 +216,7 @@ class TrainingRun:
         seconds = time.perf_counter() - started
         summary = {**record, "dropped_rows": dropped, "seconds": seconds, "stopped": stopped or None}
         if not stopped and accelerator.is_main_process:
-            self._annotate(heads, summary).save_pretrained(self.folder)
+            self._annotate(heads, model, summary).save_pretrained(self.folder)
         accelerator.wait_for_everyone()
         return summary
 
@@ -227,7 +228,7 @@ class TrainingRun:
             heads.check_matches(model)
         return heads.requires_grad_(True)
 
-    def _annotate(self, heads: RetainingHeads, summary: dict[str, Any]) -> RetainingHeads:
+    def _annotate(self, heads: RetainingHeads, model: torch.nn.Module, summary: dict[str, Any]) -> RetainingHeads:
         final = {f"final_{name}": summary[name] for name in ("total", self.loss.objective, "smoothness", "overlap")}
         precision = f"backbone {str(self.dtype).removeprefix('torch.')}, autocast {self.precision}"
         facts = {"dataset_rows": self.row_count, "rows": summary["rows"], "tokens": summary["tokens"], **final}
@@ -237,6 +238,7 @@ class TrainingRun:
         policy = self.run.policy.to_dict() if "policy" in self.chosen else None
         if self.backbone.base_model is not None:
             heads.annotate(base_model=self.backbone.base_model, base_model_revision=self.backbone.revision)
+        heads.annotate(base_weights=None if heads.config.base_model else weight_fingerprint(model))
         return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes)
 
 

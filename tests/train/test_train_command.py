@@ -14,6 +14,7 @@ import yaml
 from training_cases import refused, token_ids, train, train_arguments, write_backbone, write_rows
 
 from locret import RetainingHeads
+from locret.fingerprint import weight_fingerprint
 from locret.train.command import command
 from locret.train.frozen_backbone import load_backbone, resolve_dtype
 from locret.train.labels import answer_labels
@@ -78,6 +79,8 @@ def test_heads_say_how_they_were_trained(paths: tuple[Path, Path], tmp_path: Pat
     assert config.training is not None
     assert (config.training["dataset"], config.training["backbone"]) == ("rows.json", "model")
     assert str(tmp_path) not in (tmp_path / "run" / "config.json").read_text()
+    model = load_backbone(str(paths[0]), None, dtype=torch.float32, device=torch.device("cpu"))
+    assert config.base_weights == weight_fingerprint(model)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["label_kind"] == "log_attention"
     assert record["versions"]["torch"] == torch.__version__
@@ -280,6 +283,7 @@ def test_the_hub_id_of_a_local_backbone_is_recorded_and_other_ids_are_refused(
     assert train(paths, tmp_path / "run", "--base-model", "org/backbone", "--revision", "v1") == 0
     heads = RetainingHeads.from_pretrained(tmp_path / "run")
     assert (heads.config.base_model, heads.config.base_model_revision) == ("org/backbone", "v1")
+    assert heads.config.base_weights is None
     assert "org/backbone" in (tmp_path / "run" / "README.md").read_text()
     model = load_backbone(str(paths[0]), None, dtype=torch.float32, device=torch.device("cpu"))
     heads.check_matches(model)
