@@ -35,6 +35,7 @@ def memory_plan(
     autocast: bool,
     tokens: int,
     trained_tokens: int,
+    kept_features: bool = False,
 ) -> dict[str, int]:
     """Return bytes by purpose.
 
@@ -46,11 +47,12 @@ def memory_plan(
         autocast: Whether the heads compute in two bytes instead of four.
         tokens: Tokens of the longest row, prompt and answer.
         trained_tokens: Prompt tokens of it that are trained on.
+        kept_features: Whether the features of all layers are held at once, as training under eviction does.
 
     Returns:
-        `backbone`, `heads`, `gradients`, `optimizer` (exact) and `one_layer` (an estimate of the largest tensors that
-        live at once while one layer is read and trained: hidden states, MLP, queries, keys and values before and after
-        rotation, the head's own), and their `total`.
+        `backbone`, `heads`, `gradients`, `optimizer` and, where they are kept, `features` (exact), `one_layer` (an
+        estimate of the largest tensors that live at once while one layer is read and trained: hidden states, MLP,
+        queries, keys and values before and after rotation, the head's own), and their `total`.
 
     Raises:
         ValueError: For a backbone that retaining heads cannot work on.
@@ -72,6 +74,8 @@ def memory_plan(
         "optimizer": weights * 8,
         "one_layer": max(reading, tokens * size * (2 * width + 2 * feature) + training + _LABEL_BLOCK_BYTES),
     }
+    if kept_features:
+        plan["features"] = len(backbone.layers) * trained_tokens * feature * size
     return {**plan, "total": sum(plan.values())}
 
 

@@ -81,6 +81,9 @@ class LossOptions:
     softmax over the prompt from the labels')."""
     temperature: float = 1.0
     """Of the labels' softmax in a ranking; above 1 it looks further down the ranking."""
+    evict_while_training: bool = False
+    """Read the rows chunk by chunk with the heads' own evictions under --policy (if none, the one that --init-from's
+    heads recommend), and learn from the states this leaves: a second stage. Labels are those without eviction."""
     alpha: float = 2.5e-3
     """Weight of the smoothness term, which is summed over layers (Locret, section 4.1; original)."""
 

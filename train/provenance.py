@@ -44,6 +44,7 @@ def training_notes(
         "schedule": f"linear warm-up over {o.warmup_steps} steps, linear decay to 0 at {o.steps}",
         "clip": clip,
         "objective": objective,
+        "states": "as the heads' own evictions leave them" if loss.evict_while_training else "nothing evicted",
         "alpha": loss.alpha,
         "seed": o.seed,
         **facts,

@@ -12,13 +12,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from locret.heads import RetainingHeads
 from locret.instrument import Chunk
-from locret.train.labels import check_kind, layer_labels, observe, token_row
+from locret.labels import check_kind, layer_labels, observe, token_row
 from locret.train.loss import ALPHA, retention_loss, top_overlap
 
 MAX_PROMPT_TOKENS = 10240
@@ -82,25 +84,51 @@ def train_step(
     prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)
     parts: list[Tensor] = []
 
+    options: LossArguments = {"alpha": alpha, "objective": objective, "floor": floor, "temperature": temperature}
+
     def on_layer(chunk: Chunk) -> None:
         labels_KT = layer_labels(chunk, prompt, kind, include_last_prompt_token, labelled=trained)
         features_TF = _first_features(chunk, trained)
-        with torch.enable_grad(), _without_cast_cache(features_TF.device.type):
-            scores_KT = heads[chunk.layer_idx](features_TF).T
-            _, fit, smoothness = retention_loss(
-                scores_KT, labels_KT, objective=objective, floor=floor, temperature=temperature
-            )
-            # The fit is a mean over layers, smoothness a sum over them.
-            backward(fit / len(heads) + alpha * smoothness)
-        overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
-        # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
-        parts.append(torch.stack([fit.detach(), smoothness.detach(), overlap]))
+        parts.append(learn_layer(heads, chunk.layer_idx, features_TF, labels_KT, backward, **options))
 
     ids = torch.cat([prompt_ids, answer_ids], dim=1).to(next(model.parameters()).device)
     observe(model, ids, on_layer)
+    return step_result(parts, alpha, ids.shape[1])
+
+
+class LossArguments(TypedDict):
+    """Keyword arguments of `retention_loss`."""
+
+    alpha: float
+    objective: str
+    floor: float | None
+    temperature: float
+
+
+def learn_layer(
+    heads: RetainingHeads,
+    layer_idx: int,
+    features_TF: Tensor,
+    labels_KT: Tensor,
+    backward: Callable[[Tensor], None],
+    **options: Unpack[LossArguments],
+) -> Tensor:
+    """Call `backward` with one layer's share of the total; return (3,) its fit, smoothness and overlap, detached."""
+    with torch.enable_grad(), _without_cast_cache(features_TF.device.type):
+        scores_KT = heads[layer_idx](features_TF).T
+        _, fit, smoothness = retention_loss(scores_KT, labels_KT, **options)
+        # The fit is a mean over layers, smoothness a sum over them.
+        backward(fit / len(heads) + options["alpha"] * smoothness)
+    overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
+    # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
+    return torch.stack([fit.detach(), smoothness.detach(), overlap])
+
+
+def step_result(parts: list[Tensor], alpha: float, tokens: int) -> StepResult:
+    """Combine what `learn_layer` returned for every layer."""
     fits, smoothnesses, overlaps = torch.stack(parts, dim=1)
     fit, smoothness = fits.mean(), smoothnesses.sum()
-    return StepResult(fit + alpha * smoothness, fit, smoothness, overlaps, ids.shape[1])
+    return StepResult(fit + alpha * smoothness, fit, smoothness, overlaps, tokens)
 
 
 def _first_features(chunk: Chunk, tokens: int) -> Tensor:

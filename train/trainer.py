@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,12 @@ import torch
 from torch import nn
 
 from locret.heads import RetainingHeads
+from locret.policy import RetentionPolicy
 from locret.train import checkpointing
+from locret.train.eviction_step import train_step_under_eviction
 from locret.train.options import LossOptions, OptimizerOptions
 from locret.train.run_log import RunLog, Window, peak_memory
-from locret.train.step import train_step
+from locret.train.step import StepResult, train_step
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -76,6 +79,7 @@ class Trainer:
         loss_options: Labels and loss.
         optimizer_options: Optimizer and schedule.
         max_prompt_tokens: First prompt tokens to train on.
+        policy: How rows are read where `loss_options` says that heads evict while they are trained.
         folder: Output folder, which exists.
         save_every: Steps between checkpoints.
         keep_checkpoints: How many to keep.
@@ -93,6 +97,7 @@ class Trainer:
         loss_options: LossOptions,
         optimizer_options: OptimizerOptions,
         max_prompt_tokens: int,
+        policy: RetentionPolicy,
         folder: Path,
         save_every: int,
         keep_checkpoints: int,
@@ -103,6 +108,9 @@ class Trainer:
         self.loss_options, self.optimizer_options = loss_options, optimizer_options
         self.max_prompt_tokens, self.folder, self.config = max_prompt_tokens, folder, dict(config)
         self.save_every, self.keep_checkpoints, self.log_every = save_every, keep_checkpoints, log_every
+        self.take_step: Callable[..., StepResult] = train_step
+        if loss_options.evict_while_training:
+            self.take_step = partial(train_step_under_eviction, policy=policy)
         self.step = self.rows = self.tokens = 0
         self.learning_rate = 0.0
         self.last_record: dict[str, Any] = {}
@@ -180,7 +188,7 @@ class Trainer:
     def _row(self) -> None:
         example = next(self.stream)
         with self.accelerator.autocast():
-            result = train_step(
+            result = self.take_step(
                 self.model,
                 self.heads,
                 example.prompt_ids,

@@ -20,6 +20,7 @@ from locret.cli import parse_options
 from locret.fingerprint import weight_fingerprint
 from locret.heads import RetainingHeads
 from locret.hub import no_token
+from locret.policy import RetentionPolicy
 from locret.train import checkpointing, run_folder
 from locret.train.frozen_backbone import load_backbone, load_config, load_tokenizer, resolve_dtype
 from locret.train.memory_plan import backbone_parameters, checkpoint_bytes, memory_plan
@@ -83,6 +84,8 @@ class TrainingRun:
         self.config = load_config(self.backbone.model, self.backbone.revision)
         self.parameters = backbone_parameters(self.config)
         self._check_initial_heads()
+        if self.loss.evict_while_training and "policy" not in self.chosen:
+            raise ValueError("--evict-while-training needs to know how to evict; add --policy.budget 256 and so on")
 
     def _check_push(self, repo: str) -> None:
         from huggingface_hub import get_token
@@ -95,6 +98,8 @@ class TrainingRun:
 
     def _check_initial_heads(self) -> None:
         if self.backbone.init_from is None:
+            if self.loss.evict_while_training:
+                logger.warning("--evict-while-training without --init-from: untrained heads evict by chance at first")
             return
         heads = RetainingHeads.from_pretrained(self.backbone.init_from)
         heads.check_matches(self.config)
@@ -106,6 +111,10 @@ class TrainingRun:
             )
         self.backbone = replace(self.backbone, hidden_dim=hidden_dim)
         self.options["hidden_dim"] = hidden_dim
+        if self.loss.evict_while_training and "policy" not in self.chosen and heads.config.policy:
+            self.run = replace(self.run, policy=RetentionPolicy(**heads.config.policy))
+            self.options["policy"] = heads.config.policy
+            self.chosen.add("policy")
 
     def open_rows(self, process: PartialState) -> None:
         """Open this process's training rows, which checks schema, template and first row, and settle the precision."""
@@ -149,6 +158,7 @@ class TrainingRun:
             autocast=self.precision != "no",
             tokens=min(self.data.max_length or read, context),
             trained_tokens=trained,
+            kept_features=self.loss.evict_while_training,
         )
 
     def resolved_options(self) -> dict[str, Any]:
@@ -167,7 +177,8 @@ class TrainingRun:
 
     def fixed_options(self, processes: int) -> dict[str, Any]:
         """Return the options that a resumed run must share."""
-        fixed = {name: value for name, value in self.resolved_options().items() if name not in _FREE}
+        free = set(_FREE) - ({"policy"} if self.loss.evict_while_training else set())
+        fixed = {name: value for name, value in self.resolved_options().items() if name not in free}
         rows_per_step = fixed.pop("gradient_accumulation") * processes
         return {**fixed, "rows_per_step": rows_per_step}
 
@@ -200,6 +211,7 @@ class TrainingRun:
             loss_options=self.loss,
             optimizer_options=self.optimizer,
             max_prompt_tokens=self.data.max_prompt_tokens,
+            policy=self.run.policy,
             folder=self.folder,
             save_every=self.run.save_every,
             keep_checkpoints=self.run.keep_checkpoints,
