@@ -101,9 +101,9 @@ class QuestionRowsOptions:
         Raises:
             ValueError: If one is not a number of at least 1.
         """
-        given = self.tokens.split(",") if isinstance(self.tokens, str) else self.tokens
-        lengths = [given] if isinstance(given, int) else list(given)
-        if not lengths or not all(str(length).strip().isdigit() and int(length) for length in lengths):
+        given = self.tokens if isinstance(self.tokens, list) else str(self.tokens).split(",")
+        lengths = [str(length).strip() for length in given]
+        if not lengths or not all(length.isdigit() and int(length) for length in lengths):
             raise ValueError(f"--tokens {self.tokens} is no length; give a number, or several such as 512,1024")
         return [int(length) for length in lengths]
 

@@ -129,7 +129,7 @@ def _grid(
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known and len(known) == len(values) else None
 
-    numbers = {name: [mean(s, parts) for parts in columns.values()] for name, s in (lines | references).items()}
+    numbers = {name: [mean(s, parts) for parts in columns.values()] for name, s in {**lines, **references}.items()}
     best = [max((numbers[name][i] or 0.0 for name in lines), default=None) for i in range(len(columns))]
     text = [f"| heads | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
     for name, values in numbers.items():
