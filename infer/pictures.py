@@ -111,7 +111,7 @@ def retention_map(
     note = "arrows: the passage that the question asks for" if needle is not None else ""
     if heading or note:
         figure.suptitle("\n".join(line for line in (heading, note) if line), fontsize=11, color=INK)
-    _save(figure, Path(path))
+    save(figure, path)
 
 
 def _map_height(retention: Retention) -> float:
@@ -172,7 +172,13 @@ def _mark(curve: Any, rows: Any, needle: tuple[int, int]) -> None:
         rows.plot(middle, edge, marker, color=NEEDLE, markersize=7, transform=place, clip_on=False)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: str | Path) -> None:
+    """Write a figure as PNG, whole or not at all.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         figure.savefig(temporary, format="png", dpi=150)

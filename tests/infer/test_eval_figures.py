@@ -1,0 +1,145 @@
+"""The numbers behind an evaluation's pictures, by hand; and that every picture it can draw is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from locret.infer.evaluation import figures, series
+from locret.infer.evaluation.series import Line, Point, Reading
+
+
+def cell(method: str, budget: int | None, score: float, **changes: Any) -> dict[str, Any]:
+    settings = {"task": "passkey", "tokens": 2048, "chunk_size": 64, "stabilizers": 16, "n": 4, "standard_error": 2.0}
+    return {**settings, "method": method, "budget": budget, "score": score, **changes}
+
+
+def record(depth: float | None, tokens: int, score: float, **changes: Any) -> dict[str, Any]:
+    settings = {"task": "passkey", "method": "locret", "budget": 64, "chunk_size": 32, "stabilizers": 8}
+    return {**settings, "depth": depth, "tokens": tokens, "score": score, **changes}
+
+
+def drawn(name: str, folder: Path) -> bool:
+    return (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+CURVE = [
+    cell("full", None, 100.0, chunk_size=None, stabilizers=None, standard_error=0.0),
+    cell("locret", 128, 90.0),
+    cell("locret", 64, 75.0),
+    cell("random", 64, 0.0),
+    cell("random", 128, 5.0),
+]
+
+
+def test_lines_run_from_small_to_large_budgets_and_full_holds_for_all() -> None:
+    (panel,) = series.panels(CURVE, "budget")
+    assert (panel.task, panel.tokens) == ("passkey", 2048)
+    assert panel.lines == (
+        Line("full", "full", (Point(0, 100.0, 0.0),), True),
+        Line("locret", "locret", (Point(64, 75.0, 2.0), Point(128, 90.0, 2.0)), False),
+        Line("random", "random", (Point(64, 0.0, 2.0), Point(128, 5.0, 2.0)), False),
+    )
+
+
+def test_one_value_of_a_setting_is_no_figure() -> None:
+    assert series.panels(CURVE, "stabilizers") == []
+    assert series.panels(CURVE[:2], "budget") == []
+
+
+def test_each_task_and_length_is_a_panel() -> None:
+    cells = CURVE + [{**c, "tokens": 8192} for c in CURVE] + [{**c, "task": "number"} for c in CURVE]
+    shown = [(panel.task, panel.tokens) for panel in series.panels(cells, "budget")]
+    assert shown == [("passkey", 2048), ("passkey", 8192), ("number", 2048)]
+
+
+def test_stabilizers_that_follow_the_budget_leave_one_line() -> None:
+    cells = [cell("locret", budget, 50.0, stabilizers=budget // 4) for budget in (64, 128)]
+    (panel,) = series.panels(cells, "budget")
+    assert [(line.label, len(line.points)) for line in panel.lines] == [("locret", 2)]
+    assert series.panels(cells, "stabilizers") == []
+
+
+def test_budgets_tell_the_lines_of_an_ablation_apart() -> None:
+    cells = [cell("locret", budget, 1.0, stabilizers=n) for budget in (64, 128) for n in (16, 0, 32)]
+    (panel,) = series.panels(cells, "stabilizers")
+    assert [line.label for line in panel.lines] == ["locret, budget 64", "locret, budget 128"]
+    assert [point.x for point in panel.lines[0].points] == [0, 16, 32]
+
+
+def test_heat_map_averages_by_depth_and_length() -> None:
+    records = [record(0.25, 1024, 1.0), record(0.25, 1024, 0.0), record(0.75, 1024, 1.0), record(0.75, 2048, 0.5)]
+    heat = series.heat_map(records)
+    assert heat.lengths == (1024, 2048)
+    assert heat.depths == (0.0, 0.5, 1.0)
+    assert heat.scores == ((50.0, None), (100.0, 50.0))
+    assert heat.counts == ((2, 0), (1, 1))
+
+
+def test_drawn_depths_fall_into_ten_rows() -> None:
+    records = [record((i + 0.5) / 20, 1024, float(i < 2)) for i in range(20)] + [record(1.0, 1024, 1.0)]
+    heat = series.heat_map(records)
+    assert [count for (count,) in heat.counts] == [2] * 9 + [3]
+    assert heat.scores[0] == (100.0,)
+    assert heat.scores[1] == (0.0,)
+    assert heat.scores[9] == (pytest.approx(100 / 3),)
+
+
+def test_heat_map_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no samples with a depth"):
+        series.heat_map([])
+
+
+def test_only_tasks_with_a_single_needle_get_a_heat_map() -> None:
+    assert [series.has_single_needle(name) for name in ("passkey", "number")] == [True, True]
+    assert [series.has_single_needle(name) for name in ("multikey", "multivalue", "unknown")] == [False, False, False]
+
+
+def test_ways_of_reading_have_a_heat_map_each() -> None:
+    records = [
+        record(0.5, 1024, 1.0),
+        record(0.5, 1024, 1.0, task="number"),
+        record(0.5, 1024, 1.0, task="multikey"),
+        record(None, 1024, 1.0),
+        record(0.5, 1024, 1.0, method="full", budget=None, chunk_size=None, stabilizers=None),
+    ]
+    grouped = series.readings(records)
+    assert {reading.name: list(tasks) for reading, tasks in grouped.items()} == {
+        "locret_64": ["passkey", "number"],
+        "full_all": ["passkey"],
+    }
+    assert len(grouped[Reading("locret", 64)]["passkey"]) == 1
+
+
+def test_heat_maps_of_an_ablation_are_not_mixed() -> None:
+    grouped = series.readings([record(0.5, 1024, 1.0, stabilizers=n) for n in (0, 8)])
+    assert [r.name for r in grouped] == ["locret_64_chunk-32_stabilizers-0", "locret_64_chunk-32_stabilizers-8"]
+    assert next(iter(grouped)).title == "locret, budget 64, chunk 32, stabilizers 0"
+
+
+def test_every_picture_is_written_and_named(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
+    cells = CURVE + [cell("locret", 64, 1.0, stabilizers=0), cell("locret", 64, 1.0, chunk_size=256)]
+    records = [record(0.5, 1024, 1.0), record(0.1, 2048, 0.0), record(0.3, 1024, 1.0, task="number")]
+    names = figures.write_all(tmp_path, records, {"cells": cells})
+    assert names == [
+        "accuracy_by_budget.png",
+        "score_by_chunk_size.png",
+        "score_by_stabilizers.png",
+        "heat_map_locret_64.png",
+    ]
+    assert all(drawn(name, tmp_path) for name in names)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(names)
+
+
+def test_run_with_one_budget_and_no_needle_draws_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
+    assert figures.write_all(tmp_path, [], {"cells": CURVE[:2]}) == []
+
+
+def test_missing_matplotlib_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--figures all needs matplotlib; install it with `pip install 'locret\[eval"):
+        figures.write_all(tmp_path, [], {"cells": []})
