@@ -25,11 +25,12 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from locret.cli import parse_options, print_json, run
+from locret.environment import versions
 from locret.data import tasks
 from locret.data.embedded_tokenizer import build_tokenizer
 from locret.train import backbone_attention
 from locret.train.backbone_batches import Batch, Stage, batches
-from locret.train.backbone_folder import check_output, model_card, save, versions
+from locret.train.backbone_folder import check_output, model_card, save
 from locret.train.backbone_start import initialize
 
 
@@ -66,7 +67,9 @@ class BackboneTraining:
     max_positions: int = 65536
     """Longest context to record in the config, in tokens."""
     lr: float = 2.0e-3
-    """Learning rate of AdamW after warm-up; falls linearly to a tenth over the last third of the steps."""
+    """Learning rate of AdamW after warm-up."""
+    decay_share: float = 0.33
+    """Share of the steps, at the end, over which the learning rate falls linearly to a tenth; 0 keeps it."""
     warmup_steps: int = 50
     """Steps of linear warm-up."""
     init: str = ""
@@ -175,7 +178,7 @@ def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokeni
     bar = tqdm(batches(tokenizer, options.stages, options.seed), total=total, unit="step", file=sys.stderr)
     with _tensorboard(options.tensorboard) as write_scalar:
         for step, batch in enumerate(bar, start=1):
-            rate = options.lr * learning_rate_factor(step, total, options.warmup_steps)
+            rate = options.lr * learning_rate_factor(step, total, options.warmup_steps, options.decay_share)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             with (
@@ -220,9 +223,10 @@ def _tensorboard(folder: str) -> Iterator[Callable[[str, float, int], object]]:
         yield writer.add_scalar
 
 
-def learning_rate_factor(step: int, total: int, warmup: int) -> float:
-    """Return the share of the peak rate at `step` (from 1): linear warm-up, flat, a linear fall over the last third."""
-    return min(1.0, step / max(warmup, 1)) * min(1.0, 0.1 + 0.9 * (total - step) / max(total / 3, 1))
+def learning_rate_factor(step: int, total: int, warmup: int, decay_share: float) -> float:
+    """Return the share of the peak rate at `step` (from 1): linear warm-up, flat, then a linear fall to a tenth."""
+    fall = (total - step) / (total * decay_share) if decay_share else 1.0
+    return min(1.0, step / max(warmup, 1)) * min(1.0, 0.1 + 0.9 * fall)
 
 
 def measure(

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from locret import __version__
-from locret.train.run_folder import source_commit
 
 RECORD = "training.json"
 CARD = """---
@@ -102,19 +97,10 @@ def accuracy(exact: dict[str, dict[str, float]], samples: int) -> str:
         return "Accuracy: unknown (`eval_samples` was 0).\n"
     lengths = list(next(iter(exact.values())))
     lines = [
-        f"Exact answers with full attention, greedy decoding, {samples} fresh samples per cell, needles at even depths:",
+        f"Exact answers with full attention, greedy decoding, {samples} fresh samples a cell, needles at even depths:",
         "",
         f"| task | {' | '.join(f'{int(length):,} tokens' for length in lengths)} |",
         f"| --- |{' --- |' * len(lengths)}",
         *(f"| {task} | {' | '.join(f'{share:.0%}' for share in row.values())} |" for task, row in exact.items()),
     ]
     return "\n".join(lines) + "\n"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions a run depends on, and our commit where the code runs from a checkout."""
-    found = {"locret": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    found["python"] = platform.python_version()
-    if commit := source_commit():
-        found["commit"] = commit
-    return found

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 SHARED = 0.9
 """Size of the shared direction; the rest of an embedding has norm 1."""
 SHARPNESS = (20.0, 10.0, 6.0, 6.0, 6.0)
-"""Attention logits that the fastest rotary frequencies add at the preferred distance; their sum is the peak's height."""
+"""Attention logits that the fastest rotary frequencies add at the preferred distance; their sum is the peak."""
 
 
 @torch.no_grad()

@@ -10,11 +10,12 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from locret.environment import source_commit
 
 RECORD, LOG, TENSORBOARD, CHECKPOINTS = "run.json", "log.jsonl", "tensorboard", "checkpoint-*"
 _OURS = (RECORD, LOG, TENSORBOARD, CHECKPOINTS, ".checkpoint-*", "config.json", "model.safetensors", "README.md")
@@ -111,21 +112,3 @@ def run_record(config: Mapping[str, Any], processes: int, device: str) -> dict[s
         "device": device,
         "platform": platform.platform(),
     }
-
-
-def source_commit() -> str | None:
-    """Return the toolkit's git commit, with `+dirty` if tracked files differ; None where it is not a checkout."""
-    here = Path(__file__).resolve()
-
-    def git(*arguments: str) -> str:
-        run = subprocess.run(
-            ["git", *arguments], cwd=here.parent, capture_output=True, text=True, timeout=10, check=True
-        )
-        return run.stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", here.name)  # installed inside somebody else's checkout, we are not in it
-        commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit + ("+dirty" if changes else "")

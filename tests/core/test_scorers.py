@@ -14,8 +14,11 @@ POLICY = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6)
 
 
 def make(name: str, model: Any) -> scorers.Scorer:
-    options = {"heads": RetainingHeads.for_model(model, hidden_dim=8, seed=0)} if name == "retaining_heads" else {}
-    return scorers.get(name, **options)
+    options: dict[str, dict[str, Any]] = {
+        "retaining_heads": {"heads": RetainingHeads.for_model(model, hidden_dim=8, seed=0)},
+        "oracle": {"labels": torch.rand(3, 2, 60, generator=torch.Generator().manual_seed(0))},
+    }
+    return scorers.get(name, **options.get(name, {}))
 
 
 @pytest.mark.parametrize("name", scorers.names())
@@ -92,3 +95,21 @@ def test_an_unknown_scorer_or_option_is_refused() -> None:
         scorers.get("streamin")
     with pytest.raises(ValueError, match="scorer random: .*unexpected keyword argument 'window'"):
         scorers.get("random", window=3)
+
+
+def test_the_oracle_keeps_what_the_true_answer_looks_at() -> None:
+    from locret.labels import answer_labels
+
+    model, ids = build("llama"), prompt(77)
+    labels_LKN = answer_labels(model, ids, prompt(5, seed=3), "log_attention", True)
+    policy = RetentionPolicy(budget=24, chunk_size=77, stabilizers=0, local_len=1)
+    cache = RetentionCache(model, scorers.get("oracle", labels=labels_LKN), policy)
+    prefill(model, ids, cache)
+    for layer in range(3):
+        best_KC = labels_LKN[layer, :, :76].topk(24, dim=-1).indices.sort(dim=-1).values
+        assert torch.equal(cache.kept_positions(layer)[0, :, :24], best_KC)
+
+
+def test_an_oracle_for_another_backbone_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"labels of shape \(4, 2, 60\) do not fit this backbone; give .* \(3, 2, n\)"):
+        RetentionCache(build("llama"), scorers.get("oracle", labels=torch.rand(4, 2, 60)), POLICY)

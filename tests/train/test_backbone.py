@@ -12,17 +12,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret.cli import run
-from locret.data.needles import facts_sample, passkey_sample
-from locret.train import backbone
+from locret.data import tasks
+from locret.data.embedded_tokenizer import build_tokenizer
+from locret.train import backbone, backbone_attention
 from locret.train.backbone import BackboneTraining, answer, build_model, command, masked_loss, train
-from locret.train.backbone_batches import Stage, batches, dense_batch, gapped_positions
+from locret.train.backbone_batches import Batch, Stage, batches, dense_batch, fact_tokens, gapped_positions
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "checkpoints" / "tiny"
 RECIPE = ROOT / "recipes" / "backbone" / "tiny.yaml"
 COPY, FACTS = (
     Stage(steps=1, tokens=32, batch_tokens=64),
-    Stage(steps=2, tokens=128, batch_tokens=256, facts=2, span=512),
+    Stage(steps=2, tokens=256, batch_tokens=256, tasks=["passkey", "multikey"], span=512, local_share=0.5),
 )
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 
@@ -32,9 +33,10 @@ def recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
     shape = "".join(f"{name}: {value}\n" for name, value in SMALL.items())
     stages = (
-        "stages: [{steps: 1, tokens: 32, batch_tokens: 64}, {steps: 2, tokens: 128, batch_tokens: 256, facts: 2}]\n"
+        "stages: [{steps: 1, tokens: 32, batch_tokens: 64}, "
+        "{steps: 2, tokens: 256, batch_tokens: 256, tasks: [passkey]}]\n"
     )
-    path.write_text(shape + stages + "eval_samples: 1\neval_tokens: [64]\n")
+    path.write_text(shape + stages + "eval_samples: 1\neval_tokens: [128]\neval_tasks: [passkey, number]\n")
     return str(path)
 
 
@@ -47,14 +49,14 @@ def test_a_three_step_run_writes_a_folder_that_the_auto_classes_load(recipe, tmp
     output = tmp_path / "out"
     assert command(["--config", recipe, "--output", str(output)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report["pass_key_found"]) == {"64"}
+    assert {task: list(row) for task, row in report["exact"].items()} == {"passkey": ["128"], "number": ["128"]}
     model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
     assert model.config.vocab_size == len(tokenizer)
     assert model.dtype == torch.float32
     record = json.loads((output / "training.json").read_text())
     assert [stage["steps"] for stage in record["options"]["stages"]] == [1, 2]
     assert record["log"][-1]["step"] == 3
-    assert "| 64 | " in (output / "README.md").read_text()
+    assert "| task | 128 tokens |" in (output / "README.md").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "recipe.yaml"]
 
 
@@ -139,8 +141,8 @@ def test_impossible_options_are_refused(options, message):
 
 
 def test_a_stage_too_short_for_facts_is_refused():
-    with pytest.raises(ValueError, match="tokens=64 is too short to hide facts in; give 128 or more"):
-        Stage(steps=1, tokens=64, facts=4)
+    with pytest.raises(ValueError, match="tokens=64 is too short to hide facts in; give 256 or more"):
+        Stage(steps=1, tokens=64, tasks=["passkey"])
 
 
 def test_an_unknown_key_in_a_stage_is_an_error(tmp_path):
@@ -151,13 +153,13 @@ def test_an_unknown_key_in_a_stage_is_an_error(tmp_path):
     assert stop.value.code == 2
 
 
-def test_the_shipped_recipe_builds_a_model_below_three_megabytes(capsys, tmp_path):
+def test_the_shipped_recipe_builds_a_model_of_at_most_six_million_parameters(capsys, tmp_path):
     assert command(["--config", str(RECIPE), "--dry-run", "--output", str(tmp_path / "out")]) == 0
-    assert json.loads(capsys.readouterr().out)["bytes"] < 3_000_000
+    assert json.loads(capsys.readouterr().out)["parameters"] <= 6_000_000
 
 
 def test_dense_rows_are_a_sequence_and_a_rotation_of_it():
-    ids_BT, mask_BT = dense_batch(random.Random(0), 700, 7, rows=6, tokens=40)
+    ids_BT, mask_BT = dense_batch(random.Random(0), torch.arange(7, 700), rows=6, tokens=40)
     shifts = set()
     for ids_T in ids_BT:
         source, copy = ids_T[:20], ids_T[20:]
@@ -170,17 +172,65 @@ def test_dense_rows_are_a_sequence_and_a_rotation_of_it():
     assert mask_BT[:, 24:].all()
 
 
-def test_the_loss_of_fact_batches_is_on_the_answer_alone():
-    from locret.data.embedded_tokenizer import build_tokenizer
-
+def test_the_tokens_to_copy_are_whole_words_of_the_vocabulary():
     tokenizer = build_tokenizer()
-    stage = Stage(steps=4, tokens=256, batch_tokens=512, facts=4, dense_share=0.0)
-    for _, dense, ids_BT, mask_BT, _ in batches(tokenizer, [stage], seed=0):
-        assert not dense
-        for ids_T, mask_T in zip(ids_BT, mask_BT, strict=True):
+    ids = fact_tokens(tokenizer).tolist()
+    assert tokenizer.unk_token_id not in ids
+    assert {"Oslo", "ALPHA", "teal", "48", "##07"} <= set(tokenizer.convert_ids_to_tokens(ids))
+
+
+def test_the_loss_of_fact_batches_is_on_the_answer_alone():
+    tokenizer = build_tokenizer()
+    stage = Stage(steps=4, tokens=256, batch_tokens=512, tasks=["passkey", "multikey"], dense_share=0.0)
+    for batch in batches(tokenizer, [stage], seed=0):
+        assert not batch.dense
+        for ids_T, mask_T in zip(batch.ids_BT, batch.mask_BT, strict=True):
             prompt, reply = tokenizer.decode(ids_T[~mask_T]), tokenizer.decode(ids_T[mask_T])
             assert "<assistant>" in prompt
-            assert re.fullmatch(r"The (pass key|number of \w+) is \d+\..* <eos>", reply)
+            assert re.fullmatch(r"(The (pass key is|special magic number for \w+ .* is:) \d+\. ?)+<eos>", reply)
+
+
+def test_windowed_attention_sees_the_window_and_nothing_else():
+    query, key, value = torch.randn(2, 4, 77, 8), torch.randn(2, 2, 77, 8), torch.randn(2, 2, 77, 8)
+    distance_TT = torch.arange(77)[:, None] - torch.arange(77)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=(distance_TT >= 0) & (distance_TT < 16), scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(backbone_attention.windowed_attention(query, key, value, 16, 0.3), expected)
+
+
+def test_a_window_holds_for_the_first_layers_and_ends_with_its_block():
+    model = build_model(BackboneTraining(stages=[COPY], **SMALL), build_tokenizer()).eval()
+    ids_BT = torch.randint(8, 800, (1, 64))
+    changed_BT = ids_BT.clone()
+    changed_BT[0, 5] += 1
+
+    def reach() -> bool:
+        """Whether token 5 changes what layer 1 hands on at token 60."""
+        with torch.no_grad():
+            first, second = (model.model(ids).last_hidden_state[0, 60] for ids in (ids_BT, changed_BT))
+        return not torch.equal(first, second)
+
+    with backbone_attention.local_layers(2, 8):
+        assert not reach()
+    assert reach()
+
+
+def test_a_backbone_that_starts_with_distances_looks_at_the_tokens_just_before():
+    options = BackboneTraining(stages=[COPY], num_heads=4, num_kv_heads=2, start="distances", silent_layers=[1])
+    model = build_model(options, build_tokenizer())
+    model.set_attn_implementation("eager")
+    attention_NTT = model(torch.randint(8, 800, (1, 300)), output_attentions=True).attentions[0][0]
+    for head, attention_TT in enumerate(attention_NTT):
+        assert torch.equal(attention_TT[20:].argmax(-1), torch.arange(20, 300) - head - 1)
+    assert not model.model.layers[1].mlp.down_proj.weight.any()
+
+
+def test_training_can_continue_from_a_folder(recipe, tmp_path):
+    command(["--config", recipe, "--output", str(tmp_path / "first")])
+    command(["--config", recipe, "--output", str(tmp_path / "more"), "--init", str(tmp_path / "first"), "--lr", "0"])
+    first, more = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("first", "more"))
+    assert all(torch.equal(first[name], more[name]) for name in first)
 
 
 def test_gaps_reach_the_span_and_keep_the_order():
@@ -194,55 +244,32 @@ def test_gaps_reach_the_span_and_keep_the_order():
 
 
 def test_gaps_in_the_positions_do_not_cut_the_attention():
-    # transformers takes gaps in position ids for the seams of packed texts unless a mask is given.
-    from locret.data.embedded_tokenizer import build_tokenizer
-
+    # transformers takes gaps in position ids for the seams of packed texts; the trainer's own attention must not.
     model = build_model(BackboneTraining(stages=[COPY], **SMALL), build_tokenizer())
-    ids_BT, mask_BT = dense_batch(random.Random(0), 700, 7, rows=1, tokens=16)
+    ids_BT, mask_BT = dense_batch(random.Random(0), torch.arange(7, 700), rows=1, tokens=16)
     positions_1T = torch.cat([torch.arange(8), torch.arange(8) + 100])[None]
-    loss, _ = masked_loss(model, ids_BT, mask_BT, positions_1T)
+
+    def loss() -> float:
+        return masked_loss(model, Batch(0, True, False, ids_BT, mask_BT, positions_1T))[0].item()
+
+    before = loss()
     ids_BT[0, 0] = 699 if ids_BT[0, 0] != 699 else 698
-    changed, _ = masked_loss(model, ids_BT, mask_BT, positions_1T)
-    assert loss.item() != changed.item()
+    assert loss() != before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1024, 2048])
-def test_the_committed_backbone_finds_the_pass_key_in_ten_fresh_samples(tiny, tokens):
-    samples = [passkey_sample(tiny[1], tokens, (index + 0.5) / 10, seed=9000 + index) for index in range(10)]
-    missed = [s.answer for s in samples if not s.is_answered_by(answer(*tiny, s.content))]
-    assert missed == []
-
-
-@pytest.mark.slow
-def test_the_committed_backbone_answers_a_question_for_one_of_several_facts(tiny):
-    samples = [facts_sample(tiny[1], 1024, 8, 1, seed=9000 + index) for index in range(10)]
-    missed = [s.answer for s in samples if not s.is_answered_by(answer(*tiny, s.content))]
-    assert missed == []
-
-
-@pytest.mark.slow
-def test_the_committed_backbone_knows_every_number_of_a_long_answer_once_its_name_is_said(tiny):
-    # What heads learn from: the answer is given, as in training, and each digit must be predicted from the text. Which
-    # name comes next in a list of names is not claimed here: the committed backbone has not learned that.
+@pytest.mark.parametrize("name", tasks.names())
+def test_the_committed_backbone_answers_ten_fresh_samples_of_every_task(tiny, name):
     model, tokenizer = tiny
-    right = total = 0
-    for seed in range(5):
-        sample = facts_sample(tokenizer, 1024, 16, 17, seed=9000 + seed)
-        messages = [{"role": "user", "content": sample.content}, {"role": "assistant", "content": sample.reply}]
-        ids_BT = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            predicted_T = model(ids_BT).logits[0, :-1].argmax(-1)
-        start = ids_BT[0].tolist().index(tokenizer.convert_tokens_to_ids("<assistant>"))
-        for target, guess in zip(ids_BT[0, 1:][start:].tolist(), predicted_T[start:].tolist(), strict=True):
-            if tokenizer.convert_ids_to_tokens(target).removeprefix("##").isdigit():
-                total += 1
-                right += target == guess
-    assert total == 5 * 17 * 3
-    assert right / total >= 0.98
+    task = tasks.get(name)
+    right = 0
+    for index in range(10):
+        sample = task.sample(tokenizer, 1024, depth=(index + 0.5) / 10, seed=9000 + index)
+        right += task.score(answer(model, tokenizer, sample.content, task.max_new_tokens), sample) == 1
+    assert right >= 8
 
 
 def test_the_committed_folder_is_small_and_complete():
     names = {path.name for path in TINY.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "training.json"} <= names
-    assert sum(path.stat().st_size for path in TINY.iterdir()) < 3_000_000
+    assert sum(path.stat().st_size for path in TINY.iterdir()) < 16_000_000

@@ -17,7 +17,7 @@ from locret import RetainingHeads
 from locret.fingerprint import weight_fingerprint
 from locret.train.command import command
 from locret.train.frozen_backbone import load_backbone, resolve_dtype
-from locret.train.labels import answer_labels
+from locret.labels import answer_labels
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = [
@@ -271,7 +271,7 @@ def test_labels_loss_and_step_need_no_more_than_torch_and_transformers() -> None
         "import sys\n"
         "for name in ('datasets', 'jsonargparse', 'accelerate', 'peft', 'tensorboard'):\n"
         "    sys.modules[name] = None\n"
-        "import locret.train.labels, locret.train.loss, locret.train.step, locret.train\n"
+        "import locret.labels, locret.train.loss, locret.train.step, locret.train\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedul
 from locret import RetainingHeads, reference
 from locret.data.training import TrainingStream, load_rows
 from locret.train import checkpointing
-from locret.train.labels import answer_labels, prompt_scores
+from locret.labels import answer_labels, prompt_scores
 from locret.train.loss import retention_loss
 from locret.train.trainer import learning_rate_factor
 
@@ -82,7 +82,7 @@ def test_training_on_two_rows_has_the_losses_of_the_oracle(paths: tuple[Path, Pa
 
 
 def prompt_scores_with_gradient(model: Any, heads: RetainingHeads, prompt_ids: torch.Tensor) -> torch.Tensor:
-    from locret.train.labels import observe
+    from locret.labels import observe
 
     features: dict[int, torch.Tensor] = {}
     observe(model, prompt_ids, lambda chunk: features.update({chunk.layer_idx: chunk.features()[0]}))

@@ -1,0 +1,1 @@
+"""`locret-eval`: every method on every task within the same budget, measured alike."""

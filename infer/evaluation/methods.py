@@ -1,0 +1,122 @@
+"""The methods that `locret-eval` compares: the plain cache, and everything that can rate cache units.
+
+Every registered scorer is a method of the same name; a scorer that needs more than options gets a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locret import RetainingHeads, scorers
+from locret.data.tasks import Sample
+from locret.labels import answer_labels
+from locret.policy import RetentionPolicy
+from locret.scorers import Scorer
+
+
+@dataclass
+class Setup:
+    """What scorers are made from: the backbone, its tokenizer, the heads and the seed."""
+
+    model: nn.Module
+    tokenizer: Any
+    heads: RetainingHeads | None
+    seed: int
+
+    @cached_property
+    def untrained(self) -> RetainingHeads:
+        """Fresh heads of the trained heads' size."""
+        width = self.heads.config.hidden_dim if self.heads is not None else 1024
+        return RetainingHeads.for_model(self.model, width, seed=self.seed).to(next(self.model.parameters()).device)
+
+
+@dataclass
+class Prompt:
+    """One sample as token ids."""
+
+    ids_1N: Tensor
+    sample: Sample
+    setup: Setup
+    _labels: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def labels(self) -> Tensor:
+        """The oracle's labels (layers, kv_heads, n), from the true answer; computed once."""
+        if self._labels is None:
+            tokenizer = self.setup.tokenizer
+            ids = tokenizer(self.sample.reply, add_special_tokens=False)["input_ids"]
+            if tokenizer.eos_token_id is not None:
+                ids = [*ids, tokenizer.eos_token_id]
+            answer_1A = torch.tensor([ids], device=self.ids_1N.device)
+            self._labels = answer_labels(self.setup.model, self.ids_1N, answer_1A, "log_attention", True)
+        return self._labels
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of reading a prompt."""
+
+    name: str
+    description: str
+    make: Callable[[Prompt], RetainingHeads | Scorer] | None
+    """Gives what rates the units of a prompt; None for the plain cache, which keeps all of them."""
+    needs_heads: bool = False
+    positions: str | None = None
+    """Position mode that the method insists on."""
+
+    def policy(self, policy: RetentionPolicy) -> RetentionPolicy:
+        """Return the policy with the method's own position mode."""
+        return policy if self.positions is None else replace(policy, positions=self.positions)
+
+
+def _heads(prompt: Prompt) -> RetainingHeads:
+    assert prompt.setup.heads is not None
+    return prompt.setup.heads
+
+
+_SPECIAL = (
+    Method("full", "the plain cache of transformers: every unit stays", None),
+    Method("locret", "trained retaining heads", _heads, needs_heads=True),
+    Method("untrained", "retaining heads with fresh weights", lambda prompt: prompt.setup.untrained),
+    Method("random", "units drawn at random", lambda prompt: scorers.get("random", seed=prompt.setup.seed)),
+    Method("streaming", "first and most recent tokens (StreamingLLM)", lambda prompt: scorers.get("streaming")),
+    Method(
+        "streaming-original",
+        "the same, with the positions of the text",
+        lambda prompt: scorers.get("streaming"),
+        positions="original",
+    ),
+    Method(
+        "oracle",
+        "labels of the true answer: the upper bound that trained heads chase",
+        lambda prompt: scorers.get("oracle", labels=prompt.labels),
+    ),
+)
+
+
+def names() -> list[str]:
+    """Return the names that `get` knows."""
+    special = [method.name for method in _SPECIAL]
+    return special + [name for name in scorers.names() if name not in special and name != "retaining_heads"]
+
+
+def get(name: str) -> Method:
+    """Return the method called `name`.
+
+    Raises:
+        ValueError: If there is none; the message lists the nearest names.
+    """
+    for method in _SPECIAL:
+        if method.name == name:
+            return method
+    if name in names():
+        return Method(name, f"the scorer {name}", lambda prompt: scorers.get(name))
+    near = get_close_matches(name, names(), n=3) or names()
+    raise ValueError(f'method "{name}" is unknown; did you mean {" or ".join(near)}?')

@@ -1,0 +1,183 @@
+"""The options of `locret-eval`: a field is a flag and a key of a recipe; lists are written `a,b` or as YAML lists."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from locret.data import tasks
+from locret.data.tasks import Task
+from locret.infer.evaluation import methods
+from locret.infer.evaluation.methods import Method
+from locret.policy import RetentionPolicy
+
+Numbers = int | str | list[int]
+Names = str | list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """What is compared, and on what."""
+
+    heads: str | None = None
+    """Trained retaining heads: a folder, or a Hub id; `locret` needs them."""
+    allow_other_base: bool = False
+    """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
+    methods: Names = "full,locret,untrained,random,streaming"
+    """Methods, such as full,locret,random; --list names them."""
+    tasks: Names = "passkey,number,multikey"
+    """Tasks; --list names them."""
+    task_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Options of tasks, in a recipe: {multikey: {keys: 12}}."""
+    lengths: Numbers = 2048
+    """Tokens of the whole chat prompt, such as 2048,8192."""
+    samples: int = 100
+    """Samples per task and length; the needle of sample i lies at depth (i + 0.5) / samples."""
+    seed: int = 0
+    """Seed of the samples, of random eviction and of untrained heads."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"--samples {self.samples} leaves nothing to measure; give 1 or more")
+        if min(self.token_lengths()) < 1:
+            raise ValueError(f"--lengths {self.lengths} holds a text without tokens; give 1 or more")
+        names = [task.name for task in self.chosen_tasks()]
+        for name in self.task_options:
+            if name not in names:
+                raise ValueError(f"--task-options speaks of {name}, which is not among --tasks; add it or drop them")
+
+    def token_lengths(self) -> list[int]:
+        """Return the prompt lengths in tokens."""
+        return numbers(self.lengths, "--lengths")
+
+    def chosen_tasks(self) -> list[Task]:
+        """Return the tasks with their options.
+
+        Raises:
+            ValueError: For an unknown task or option.
+        """
+        return [tasks.get(name, **self.task_options.get(name, {})) for name in words(self.tasks, "--tasks")]
+
+    def chosen_methods(self) -> list[Method]:
+        """Return the methods.
+
+        Raises:
+            ValueError: For an unknown method, or one that needs --heads.
+        """
+        chosen = [methods.get(name) for name in words(self.methods, "--methods")]
+        for method in chosen:
+            if method.needs_heads and not self.heads:
+                raise ValueError(f"--methods {method.name} needs trained heads; give --heads, or leave it out")
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetOptions:
+    """How many units stay. What is not given is what the heads recommend, else the default."""
+
+    budget: Numbers = RetentionPolicy.budget
+    """Cache units kept per KV head and layer after a chunk, such as 256,128; the same for every method."""
+    chunk_size: Numbers = RetentionPolicy.chunk_size
+    """Prompt tokens per forward pass; several make an ablation."""
+    stabilizers: Numbers = RetentionPolicy.stabilizers
+    """Newest units kept unconditionally after every chunk but the last; several make an ablation. If not given, at most
+    a quarter of the budget."""
+    local_len: int = RetentionPolicy.local_len
+    """Last prompt tokens, read after the last eviction and never evicted in prefill."""
+    positions: str = RetentionPolicy.positions
+    """compact or original; streaming-original always uses original."""
+
+    def policies(self, chosen: Collection[str], recommended: dict[str, Any]) -> list[RetentionPolicy]:
+        """Return every combination of budget, chunk size and stabilizers.
+
+        Args:
+            chosen: Names of the options that the user set.
+            recommended: The heads' policy; may be empty.
+
+        Raises:
+            ValueError: If numbers are out of range, or a budget is smaller than the units that are protected.
+        """
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {name: value for name, value in recommended.items() if name in values and name not in chosen}
+        budgets = numbers(values["budget"], "--budget")
+        sizes = numbers(values["chunk_size"], "--chunk-size")
+        result = []
+        for budget in budgets:
+            kept = numbers(values["stabilizers"], "--stabilizers")
+            if "stabilizers" not in chosen:
+                kept = [min(kept[0], budget // 4)]
+            for stabilizers in kept:
+                if stabilizers > budget:
+                    raise ValueError(
+                        f"--budget {budget} is smaller than --stabilizers {stabilizers}, which are never evicted; "
+                        "lower --stabilizers or raise --budget"
+                    )
+                for size in sizes:
+                    result.append(
+                        RetentionPolicy(
+                            budget=budget,
+                            chunk_size=size,
+                            stabilizers=stabilizers,
+                            local_len=values["local_len"],
+                            positions=values["positions"],
+                        )
+                    )
+        return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """What is written, and how a run goes on."""
+
+    output: str = ""
+    """Folder for samples.jsonl, results.json, results.md and the pictures."""
+    resume: bool = False
+    """Go on with an interrupted run in the output folder."""
+    overwrite: bool = False
+    """Replace what an earlier run left in the output folder."""
+    figures: str = "all"
+    """all or none. Pictures need locret[eval]."""
+    list: bool = False
+    """Print the tasks and methods there are, and stop."""
+    json: bool = False
+    """Print results.json on standard output instead of the table."""
+    dry_run: bool = False
+    """Print the resolved options, the number of runs and the planned cache bytes; load and write nothing."""
+    threads: int = 0
+    """CPU threads; 0 leaves them to PyTorch."""
+    quiet: bool = False
+    """No progress bar."""
+
+    def __post_init__(self) -> None:
+        if self.figures not in ("all", "none"):
+            raise ValueError(f"--figures {self.figures} is unknown; choose all or none")
+        if self.resume and self.overwrite:
+            raise ValueError("--resume and --overwrite exclude each other; drop one of them")
+
+
+def numbers(value: Numbers, flag: str) -> list[int]:
+    """Return the numbers of `1,2`, 1 or [1, 2], without repeats.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    try:
+        found = [int(str(part).strip()) for part in parts]
+    except ValueError:
+        raise ValueError(f"{flag} {value} is no list of whole numbers; write it like 256,128") from None
+    return list(dict.fromkeys(found))
+
+
+def words(value: Names, flag: str) -> list[str]:
+    """Return the names of `a,b` or [a, b], without repeats.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    parts = value.split(",") if isinstance(value, str) else value
+    found = list(dict.fromkeys(part.strip() for part in parts if part.strip()))
+    if not found:
+        raise ValueError(f"{flag} is empty; name at least one (--list shows what there is)")
+    return found

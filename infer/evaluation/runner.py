@@ -1,0 +1,208 @@
+"""One engine for all methods: the same prompt, the same budget, greedy decoding, and everything counted."""
+# N prompt tokens
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locret import RetentionCache, generate, prefill
+from locret.adapters import find_decoder, unwrap
+from locret.data.tasks import Sample, Task
+from locret.infer.evaluation.methods import Method, Prompt, Setup
+from locret.infer.evaluation.records import key
+from locret.policy import RetentionPolicy
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method with one policy; the plain cache has none."""
+
+    method: Method
+    policy: RetentionPolicy | None
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The method and the numbers that vary, as they stand in a record."""
+        policy = self.policy
+        return {
+            "method": self.method.name,
+            "budget": policy and policy.budget,
+            "chunk_size": policy and policy.chunk_size,
+            "stabilizers": policy and policy.stabilizers,
+        }
+
+
+@dataclass(frozen=True)
+class Place:
+    """One sample: a task, a length, and which of the samples."""
+
+    task: Task
+    tokens: int
+    index: int
+    samples: int
+    seed: int
+
+    @property
+    def depth(self) -> float:
+        """Where the first needle is, from 0 to 1: even over the samples."""
+        return (self.index + 0.5) / self.samples
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """What tells the sample from others, as it stands in a record."""
+        return {
+            "task": self.task.name,
+            "version": self.task.version,
+            "tokens": self.tokens,
+            "index": self.index,
+            "depth": self.depth,
+            "seed": self.seed,
+        }
+
+    def sample(self, tokenizer: Any) -> Sample:
+        """Return the sample."""
+        return self.task.sample(tokenizer, self.tokens, depth=self.depth, seed=f"{self.seed}/{self.index}")
+
+
+def plan_runs(methods: Sequence[Method], policies: Sequence[RetentionPolicy]) -> list[Run]:
+    """Return the runs of every sample; the plain cache is run once, whatever the budgets."""
+    runs: list[Run] = []
+    for method in methods:
+        runs += [Run(method, None)] if method.make is None else [Run(method, method.policy(p)) for p in policies]
+    return runs
+
+
+def plan_places(tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int) -> list[Place]:
+    """Return all samples, task by task and length by length."""
+    return [
+        Place(task, tokens, index, samples, seed) for task in tasks for tokens in lengths for index in range(samples)
+    ]
+
+
+def evaluate(setup: Setup, places: Sequence[Place], runs: Sequence[Run], done: set[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the record of every run that is not done yet; each sample is written and tokenised once."""
+    for place in places:
+        missing = [run for run in runs if key(place.axes | run.axes) not in done]
+        if not missing:
+            continue
+        sample = place.sample(setup.tokenizer)
+        ids_1N = prompt_ids(setup.tokenizer, sample).to(next(setup.model.parameters()).device)
+        prompt = Prompt(ids_1N, sample, setup)
+        digest = hashlib.sha256(ids_1N.cpu().numpy().tobytes()).hexdigest()
+        for run in missing:
+            measured = answer(prompt, run, place.task.max_new_tokens)
+            yield {
+                **place.axes,
+                **run.axes,
+                "prompt_tokens": ids_1N.shape[1],
+                "prompt_sha256": digest,
+                "targets": list(sample.targets),
+                "score": place.task.score(measured["prediction"], sample),
+                **measured,
+            }
+
+
+def prompt_ids(tokenizer: Any, sample: Sample) -> Tensor:
+    """Return (1, N) ids of a sample in the backbone's chat template."""
+    messages = [{"role": "user", "content": sample.content}]
+    ids_1N: Tensor = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    return ids_1N
+
+
+@torch.no_grad()
+def answer(prompt: Prompt, run: Run, max_new_tokens: int) -> dict[str, Any]:
+    """Read a prompt one way and answer it greedily; return the prediction, units, bytes and seconds."""
+    ids_1N, model = prompt.ids_1N, prompt.setup.model
+    settings = _greedy(model, prompt.setup.tokenizer, max_new_tokens)
+    if run.method.make is None:
+        new, measured = _plain(model, ids_1N, settings)
+    else:
+        scorer = run.method.make(prompt)
+        new, measured = _retained(model, scorer, run.policy, ids_1N, settings)
+    tokenizer = prompt.setup.tokenizer
+    prediction = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return {"prediction": str(prediction), "generated_tokens": len(new), **measured}
+
+
+def _plain(model: nn.Module, ids_1N: Tensor, settings: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    """Answer with transformers alone."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=unwrap(model).config)
+    start = _now(ids_1N.device)
+    if ids_1N.shape[1] > 1:
+        find_decoder(model)(input_ids=ids_1N[:, :-1], past_key_values=cache, use_cache=True)
+    read = _now(ids_1N.device)
+    size, units = _bytes(cache), cache.get_seq_length()
+    out = unwrap(model).generate(ids_1N, attention_mask=torch.ones_like(ids_1N), past_key_values=cache, **settings)
+    return out[0, ids_1N.shape[1] :].tolist(), {
+        "kept_units": units,
+        "peak_units": cache.get_seq_length(),
+        "cache_bytes": size,
+        "peak_bytes": _bytes(cache),
+        "prefill_seconds": read - start,
+        "decode_seconds": _now(ids_1N.device) - read,
+    }
+
+
+def _retained(
+    model: nn.Module, scorer: Any, policy: RetentionPolicy | None, ids_1N: Tensor, settings: dict[str, Any]
+) -> tuple[list[int], dict[str, Any]]:
+    """Answer from a bounded cache."""
+    cache = RetentionCache(model, scorer, policy)
+    peak = 0
+
+    def watch(cache: RetentionCache) -> None:
+        nonlocal peak
+        peak = max(peak, cache.memory().units)
+
+    start = _now(ids_1N.device)
+    prefill(model, ids_1N, cache, new_tokens=settings["max_new_tokens"], on_chunk=watch)
+    read = _now(ids_1N.device)
+    memory = cache.memory()
+    new = generate(model, cache=cache, **settings)[0].tolist()
+    end = _now(ids_1N.device)
+    # Within a chunk, one layer at a time holds the chunk beside what was kept.
+    peak = max(peak + min(cache.policy.chunk_size, ids_1N.shape[1]), cache.memory().units)
+    return new, {
+        "kept_units": memory.units,
+        "peak_units": min(peak, max(cache.policy.prefill_units, cache.memory().units)),
+        "cache_bytes": memory.actual,
+        "peak_bytes": cache.memory().peak,
+        "prefill_seconds": read - start,
+        "decode_seconds": end - read,
+    }
+
+
+def _greedy(model: nn.Module, tokenizer: Any, max_new_tokens: int) -> dict[str, Any]:
+    ends = unwrap(model).generation_config.eos_token_id  # type: ignore[union-attr]
+    first = ends[0] if isinstance(ends, list) else ends
+    return {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": False,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 50,
+        "num_beams": 1,
+        "repetition_penalty": 1.0,
+        "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else first,
+    }
+
+
+def _bytes(cache: Any) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

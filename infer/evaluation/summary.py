@@ -1,0 +1,80 @@
+"""From records to cells, results.json and the Markdown table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers")
+
+
+def cells(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one cell per task, length, method and policy, in the order of the records.
+
+    A cell holds `n`, `score` (mean x 100), its `standard_error`, `kept_units` and `peak_units` per KV head (largest of
+    the samples), `cache_bytes` after reading, `peak_bytes`, and `prefill_tokens_per_second` (all tokens / all seconds).
+    """
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[name] for name in CELL), []).append(record)
+    return [dict(zip(CELL, group, strict=True)) | _summary(members) for group, members in groups.items()]
+
+
+def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+    scores = [100 * record["score"] for record in records]
+    error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None
+    seconds = sum(record["prefill_seconds"] for record in records)
+    return {
+        "n": len(records),
+        "score": round(statistics.fmean(scores), 4),
+        "standard_error": None if error is None else round(error, 4),
+        **{name: max(r[name] for r in records) for name in ("kept_units", "peak_units", "cache_bytes", "peak_bytes")},
+        "prefill_tokens_per_second": round(sum(r["prompt_tokens"] for r in records) / seconds, 1) if seconds else None,
+    }
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table: a row per method and policy, a column per task and length, and what it took."""
+    columns = list(dict.fromkeys((cell["task"], cell["tokens"]) for cell in found))
+    rows = list(dict.fromkeys(tuple(cell[name] for name in CELL[2:]) for cell in found))
+    by_place = {tuple(cell[name] for name in CELL): cell for cell in found}
+    varied = [
+        name
+        for index, name in enumerate(CELL[4:], start=2)
+        if len({row[index] for row in rows if row[index] is not None}) > 1
+    ]
+    titles = ["method", "budget", *(name.replace("_", " ") for name in varied)]
+    titles += [f"{task} @ {tokens:,}" for task, tokens in columns]
+    titles += ["units / KV head", "peak cache"]
+    lines = [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
+    for row in rows:
+        policy = dict(zip(CELL[2:], row, strict=True))
+        own = [by_place.get((*column, *row)) for column in columns]
+        known = [cell for cell in own if cell is not None]
+        texts = [policy["method"], "all" if policy["budget"] is None else f"{policy['budget']:,}"]
+        texts += ["" if policy[name] is None else f"{policy[name]:,}" for name in varied]
+        texts += [
+            _score(cell, by_place.get((*column, "full", None, None, None)))
+            for cell, column in zip(own, columns, strict=True)
+        ]
+        texts += [f"{max(cell['kept_units'] for cell in known):,}", size(max(cell["peak_bytes"] for cell in known))]
+        lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _score(cell: dict[str, Any] | None, full: dict[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    if full is None or cell is full or not full["score"]:
+        return f"{cell['score']:.1f}"
+    return f"{cell['score']:.1f} ({cell['score'] / full['score']:.0%})"
+
+
+def size(count: float) -> str:
+    """Return bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

@@ -1,0 +1,53 @@
+"""The oracle: the labels that the true answer gives, as scores. No method can know them; trained heads chase them.
+
+Paper:     Locret, arXiv 2410.01805, Eq. 2 (labels); the evaluation compares with them as an upper bound.
+Formula:   s[position] = label[position], see `locret.labels.answer_labels`.
+Cost:      one pass of full attention over prompt and answer beforehand, so its memory grows with the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from locret.adapters import describe
+from locret.instrument import Chunk
+from locret.scorers.base import Scorer
+
+
+@dataclass(kw_only=True)
+class OracleScorer(Scorer):
+    """Keep the units that the true answer looks at most."""
+
+    name: ClassVar[str] = "oracle"
+
+    labels: Tensor
+    """(layers, kv_heads, n): labels of the prompt's n tokens; layers are the full-attention ones, in order."""
+
+    def prepare(self, model: nn.Module) -> None:
+        """Check that the labels fit the model.
+
+        Raises:
+            ValueError: If they have another number of layers or KV heads.
+        """
+        backbone = describe(model)
+        wanted = (len(backbone.layers), backbone.num_kv_heads)
+        if self.labels.ndim != 3 or tuple(self.labels.shape[:2]) != wanted:
+            raise ValueError(
+                f"labels of shape {tuple(self.labels.shape)} do not fit this backbone; give (layers, kv_heads, n) = "
+                f"({wanted[0]}, {wanted[1]}, n)"
+            )
+        self._rows = {layer: row for row, layer in enumerate(backbone.layers)}
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, L); tokens after the labelled ones, generated ones, score below all."""
+        assert chunk.positions is not None
+        positions_L = chunk.positions.reshape(-1, chunk.positions.shape[-1])[0]
+        labels_KN = self.labels[self._rows[chunk.layer_idx]].to(chunk.key.device)
+        known_L = positions_L < labels_KN.shape[1]
+        scores_KL = labels_KN[:, positions_L.clamp(max=labels_KN.shape[1] - 1)]
+        scores_KL = torch.where(known_L, scores_KL, torch.full_like(scores_KL, torch.finfo(torch.float32).min))
+        return scores_KL.float().expand(chunk.key.shape[0], -1, -1)
