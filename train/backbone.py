@@ -25,9 +25,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from locret.cli import parse_options, print_json, run
-from locret.environment import versions
 from locret.data import tasks
 from locret.data.embedded_tokenizer import build_tokenizer
+from locret.environment import versions
 from locret.train import backbone_attention
 from locret.train.backbone_batches import Batch, Stage, batches
 from locret.train.backbone_folder import check_output, model_card, save

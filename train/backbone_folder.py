@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-
 RECORD = "training.json"
 CARD = """---
 license: apache-2.0

@@ -23,9 +23,9 @@ from locret.cache import RetentionCache
 from locret.chunked_prefill import prefill
 from locret.heads import RetainingHeads
 from locret.instrument import Chunk
+from locret.labels import answer_labels, token_row
 from locret.policy import RetentionPolicy
 from locret.scorers import Scorer
-from locret.labels import answer_labels, token_row
 from locret.train.loss import ALPHA
 from locret.train.step import MAX_PROMPT_TOKENS, LossArguments, StepResult, learn_layer, step_result
 
