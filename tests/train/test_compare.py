@@ -118,6 +118,35 @@ def test_variants_are_trained_once_and_other_options_in_the_same_folder_are_refu
         compare._train(failing, "paper")
 
 
+@pytest.mark.slow
+def test_one_command_trains_evaluates_and_writes_the_table(
+    paths: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = {
+        "model": str(paths[0]),
+        "rows": {"short": {"rows": 2, "tokens": 128, "tasks": "passkey"}},
+        "common": {"steps": 2, "warmup_steps": 1, "hidden_dim": 8, "dataset": "short"},
+        "variants": {"paper": {}, "other": {"objective": "ranking"}},
+        "references": ["full", "oracle"],
+        "evaluation": {
+            "tasks": "passkey",
+            "lengths": 128,
+            "budget": [16, 32],
+            "chunk_size": 16,
+            "local_len": 8,
+            "samples": 1,
+            "figures": "none",
+        },
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert command([f"--config={tmp_path / 'recipe.yaml'}", f"--output={tmp_path / 'out'}"]) == 0
+    written = (tmp_path / "out" / "compare.md").read_text()
+    assert capfd.readouterr().out == written
+    names = [line.split(" |")[0] for line in written.splitlines()]
+    assert names[:6] == ["| heads", "| ---", "| paper", "| other", "| full", "| oracle"]
+    assert written.startswith("| heads | 128 @ 16 | 128 @ 32 | mean |")
+
+
 def test_the_table_is_written_from_what_is_finished(tmp_path: Path) -> None:
     results = tmp_path / "evaluation" / "paper" / "results.json"
     results.parent.mkdir(parents=True)
