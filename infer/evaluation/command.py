@@ -160,11 +160,11 @@ def _report(setup: Any, places: Any, runs: Any, log: Any, settings: dict[str, An
 
 
 def _figures(setup: Any, output: Path, ordered: Any, results: Any, places: Any, runs: Any) -> list[str]:
-    """Draw all pictures; the ones of what is kept come from the first sample of the longest prompts."""
-    from locret.infer.evaluation import figures
+    """Draw all pictures; what is kept, and how consistent scores are, is shown on the first task's longest prompts."""
+    from locret.infer.evaluation import figures, insight
 
     names: list[str] = figures.write_all(output, ordered, results)
-    return names
+    return names + insight.write(setup, output, places, runs)
 
 
 def _check_figures() -> None:

@@ -1,0 +1,83 @@
+"""The pictures of an evaluation that need the backbone: what is kept step by step, and how consistent scores are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from locret import RetainingHeads
+from locret.infer.evaluation import consistency
+from locret.infer.evaluation.consistency_figure import write_consistency
+from locret.infer.evaluation.methods import Prompt, Setup
+from locret.infer.evaluation.retention_steps import write_retention_steps
+from locret.infer.evaluation.runner import Place, Run, prompt_ids
+from locret.scorers import Scorer
+
+TEXTS = 3
+"""Texts that the consistency is averaged over."""
+MOST_TOKENS = 6144
+"""Longest text whose consistency is measured (Locret, Figure 1: 6K tokens); its time grows with the square."""
+
+
+def write(setup: Setup, output: Path, places: Sequence[Place], runs: Sequence[Run]) -> list[str]:
+    """Draw what each method keeps of one sample, and the consistency of its scores.
+
+    Args:
+        setup: The backbone and what scorers are made from.
+        output: Folder that exists.
+        places: The samples of the evaluation.
+        runs: Its methods and policies; each method is shown with its smallest budget.
+
+    Returns:
+        Names of the files written; none if only the plain cache was evaluated.
+    """
+    smallest: dict[str, Run] = {}
+    for run in runs:
+        if run.policy is None:
+            continue
+        held = smallest.get(run.method.name)
+        if held is None or held.policy is None or run.policy.budget < held.policy.budget:
+            smallest[run.method.name] = run
+    if not smallest:
+        return []
+    longest = max(place.tokens for place in places)
+    candidates = [place for place in places if place.tokens == longest]
+    place = candidates[len(candidates) // 3]
+    prompt = _prompt(setup, place)
+    names: list[str] = []
+    for name, run in smallest.items():
+        assert run.policy is not None
+        if prompt.ids_1N.shape[1] <= run.policy.chunk_size + run.policy.local_len:
+            continue  # one chunk: nothing is ever evicted step by step
+        sources = {name: _source(run, prompt)}
+        names += write_retention_steps(output, setup.model, setup.tokenizer, sources, prompt.sample, run.policy)
+    short = [one for one in places if one.task.name == places[0].task.name and one.tokens <= MOST_TOKENS]
+    if short:
+        names += _consistency(setup, output, short, list(smallest.values()))
+    return names
+
+
+def _consistency(setup: Setup, output: Path, places: Sequence[Place], runs: Sequence[Run]) -> list[str]:
+    longest = max(place.tokens for place in places)
+    chosen = [place for place in places if place.tokens == longest][:TEXTS]
+    measured, prefixes = [], consistency.default_prefixes(longest)
+    for place in chosen:
+        prompt = _prompt(setup, place)
+        tokens = prompt.ids_1N.shape[1]
+        prefixes = [min(n, tokens) for n in prefixes]
+        policy = runs[0].policy
+        assert policy is not None
+        methods = {run.method.name: _source(run, prompt) for run in runs if run.method.name != "oracle"}
+        measured.append(consistency.measure(setup.model, prompt.ids_1N, methods, policy, prefixes, prompt.labels))
+    return write_consistency(output, consistency.average(prefixes, measured))
+
+
+def _prompt(setup: Setup, place: Place) -> Prompt:
+    sample = place.sample(setup.tokenizer)
+    ids_1N = prompt_ids(setup.tokenizer, sample).to(next(setup.model.parameters()).device)
+    return Prompt(ids_1N, sample, setup)
+
+
+def _source(run: Run, prompt: Prompt) -> RetainingHeads | Scorer:
+    assert run.method.make is not None
+    return run.method.make(prompt)
