@@ -138,7 +138,7 @@ def test_one_command_trains_evaluates_and_writes_the_table(
             "figures": "none",
         },
     }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     assert command([f"--config={tmp_path / 'recipe.yaml'}", f"--output={tmp_path / 'out'}"]) == 0
     written = (tmp_path / "out" / "compare.md").read_text()
     assert capfd.readouterr().out == written
