@@ -1,0 +1,132 @@
+"""The way in for users of lm-evaluation-harness: our tasks for their models, and our bounded cache for their tasks.
+
+    python -m locret.infer.evaluation.harness run --model locret --tasks locret_passkey ...
+        their command line, with the model `locret` and the tasks `locret_*` (all of them: the tag `locret`) known to it
+    python -m locret.infer.evaluation.harness tasks FOLDER
+        writes the tasks for `lm_eval --include_path FOLDER`, with any of their models
+
+The tasks take --metadata '{"lengths": [2048, 8192], "samples": 100, "seed": 0, "task_options": {"keys": 12}}' and size
+their prompts with the tokenizer of --model_args (`tokenizer` or `pretrained`); give --apply_chat_template.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from locret.cli import run
+from locret.data import tasks
+
+MODEL, PREFIX, TAG = "locret", "locret_", "locret"
+_USAGE = "usage: python -m locret.infer.evaluation.harness (run ARGUMENTS OF LM_EVAL | tasks FOLDER)"
+
+
+def require_lm_eval() -> None:
+    """Make sure that lm-evaluation-harness can be used.
+
+    Raises:
+        ValueError: If it is not installed, or is of a version without a task manager of its own kind.
+    """
+    if find_spec("lm_eval") is None:
+        raise ValueError("this needs lm-evaluation-harness; install it with `pip install 'locret[eval]'`")
+
+
+def register() -> None:
+    """Make the model `locret` known to lm-evaluation-harness in this process.
+
+    Raises:
+        ValueError: If lm-evaluation-harness is not installed.
+    """
+    require_lm_eval()
+    from lm_eval.api.registry import MODEL_REGISTRY, register_model
+
+    from locret.infer.evaluation.harness_model import LocretLM
+
+    if MODEL not in MODEL_REGISTRY:
+        register_model(MODEL)(LocretLM)
+
+
+def write_task_files(folder: str | Path) -> list[str]:
+    """Write one YAML file per task of ours, for `--include_path` or `TaskManager(include_path=...)`.
+
+    Args:
+        folder: Made if need be; files of the same names are replaced.
+
+    Returns:
+        Names of the tasks, in the order of ours.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in tasks.names():
+            (folder / f"{PREFIX}{name}.yaml").write_text(_task_file(name), encoding="utf-8")
+    except OSError as error:
+        raise OSError(
+            f"cannot write the tasks to {folder}: {error.strerror or error}; choose another folder"
+        ) from error
+    return [PREFIX + name for name in tasks.names()]
+
+
+def _task_file(name: str) -> str:
+    return (
+        f"tag: {TAG}\n"
+        f"task: {PREFIX}{name}\n"
+        "class: !function locret.infer.evaluation.harness_tasks.HarnessTask\n"
+        "metadata:\n"
+        f"  locret_task: {name}\n"
+    )
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Run lm-evaluation-harness with our model and tasks, or write our tasks to a folder.
+
+    Raises:
+        ValueError: For arguments that are neither, or if lm-evaluation-harness is not installed.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments in (["-h"], ["--help"]):
+        print(f"{_USAGE}\n\n{__doc__}")
+        return 0
+    if arguments[:1] == ["tasks"] and len(arguments) == 2:
+        for name in write_task_files(arguments[1]):
+            print(name)
+        return 0
+    if arguments[:1] != ["run"]:
+        raise ValueError(f"{' '.join(arguments) or 'no argument'}: say `run` or `tasks FOLDER`; {_USAGE}")
+    return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    if any(argument.split("=")[0] == "--include_path" for argument in arguments):
+        raise ValueError(
+            "--include_path is taken by the tasks of locret; write them into your folder with "
+            "`python -m locret.infer.evaluation.harness tasks FOLDER`, or copy your tasks into that folder"
+        )
+    register()
+    from lm_eval.__main__ import cli_evaluate
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_task_files(folder)
+        before: Any = sys.argv
+        sys.argv = ["lm_eval", *arguments, "--include_path", folder]
+        try:
+            cli_evaluate()
+        finally:
+            sys.argv = before
+    return 0
+
+
+def main() -> None:
+    """Entry point."""
+    run(command)
+
+
+if __name__ == "__main__":
+    main()

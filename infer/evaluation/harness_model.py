@@ -1,0 +1,245 @@
+"""The model `locret` of lm-evaluation-harness: a backbone that reads every context into a bounded cache.
+
+Imported only where lm-evaluation-harness is installed.
+"""
+
+# V vocabulary, L tokens of a continuation
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import groupby
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from torch import Tensor
+from tqdm import tqdm
+
+from locret import RetentionCache, RetentionPolicy, generate, prefill
+from locret.adapters import unwrap
+from locret.infer import loading
+from locret.infer.options import ModelOptions, ScorerOptions
+from locret.instrument import instrumented
+
+_MODEL_KEYS = {field.name for field in fields(ModelOptions)} - {"model", "device"}
+_SCORER_KEYS = {field.name for field in fields(ScorerOptions)}
+_POLICY_KEYS = {field.name for field in fields(RetentionPolicy)}
+
+
+class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
+    """Answers and scores from a cache of fixed size, one request at a time.
+
+    Args:
+        pretrained: Folder of the backbone, or its Hub id.
+        device: cpu, cuda, cuda:N or mps; the best there is if None.
+        batch_size: Requests are read one at a time, whatever is given.
+        max_batch_size: Not used.
+        max_gen_toks: Longest answer where a task does not say.
+        **settings: `heads` or `scorer` (one of them), and options of `locret-infer`: budget, chunk_size, stabilizers,
+            local_len, positions, dtype, revision, adapter, ... What is missing is what the heads recommend.
+
+    Raises:
+        ValueError: For an unknown setting, or one that `locret-infer` would refuse.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        device: str | None = None,
+        batch_size: Any = 1,
+        max_batch_size: Any = None,
+        max_gen_toks: int = 256,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        if unknown := sorted(set(settings) - _MODEL_KEYS - _SCORER_KEYS - _POLICY_KEYS):
+            known = ", ".join(sorted(_MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS))
+            raise ValueError(f"--model_args: {unknown[0]} is no setting of the model locret; choose among {known}")
+        self._device = loading.resolve_device("auto" if device is None else str(device))
+        model = ModelOptions(
+            model=pretrained, device=str(self._device), **{k: v for k, v in settings.items() if k in _MODEL_KEYS}
+        )
+        scorer = ScorerOptions(**{k: v for k, v in settings.items() if k in _SCORER_KEYS})
+        config, self.tokenizer = loading.load_config(model), loading.load_tokenizer(model)
+        self.scorer, recommended = loading.load_scorer(scorer)
+        loading.check_matches(scorer, self.scorer, config)
+        own = {k: v for k, v in settings.items() if k in _POLICY_KEYS}
+        self.policy = RetentionPolicy(**{**recommended, **own})
+        dtype = loading.resolve_dtype(model.dtype, config, self._device)
+        self.model = loading.load_model(model, config, self._device, dtype)
+        self.max_gen_toks, self._name = int(max_gen_toks), pretrained
+        self.peak_units = 0
+        """Most units per KV head that any context has left in the cache."""
+
+    # -- what the harness asks about texts ---------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        """Return the end-of-text id."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Return the id that stands for an empty context."""
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else int(first)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Return the backbone's name, for the harness's own caches."""
+        return self._name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return token ids; a text that begins with the tokenizer's bos gets no second one."""
+        if add_special_tokens is None:
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and string.startswith(bos))
+        ids: list[int] = self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        return ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as text."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return an answer per request; the backbone's own sampling settings are not used.
+
+        Raises:
+            ValueError: For a generation argument that is not supported.
+        """
+        answers = []
+        for request in tqdm(requests, desc="locret: answering", disable=disable_tqdm):
+            context, arguments = request.args
+            answers.append(self._answer(context, dict(arguments)))
+            self.cache_hook.add_partial("generate_until", (context, arguments), answers[-1])
+        return answers
+
+    def _answer(self, context: str, arguments: dict[str, Any]) -> str:
+        until = arguments.pop("until", None) or []
+        stops = [until] if isinstance(until, str) else list(until)
+        most = next((int(arguments.pop(k)) for k in _LONGEST if arguments.get(k) is not None), self.max_gen_toks)
+        ids, cache = self._ids(self.tok_encode(context)), self._cache()
+        out = generate(
+            self.model,
+            ids,
+            cache=cache,
+            tokenizer=self.tokenizer,
+            max_new_tokens=most,
+            stop_strings=stops or None,
+            pad_token_id=self._pad(),
+            num_beams=1,
+            repetition_penalty=1.0,
+            **_sampling(arguments),
+        )
+        self.peak_units = max(self.peak_units, cache.memory().units)
+        new = out[0, ids.shape[1] :].tolist()
+        text = str(self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        for stop in stops:
+            text = text.split(stop)[0]
+        return text
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Return each continuation's log-probability and whether greedy decoding would write it.
+
+        A context is read once for all its continuations that follow each other, as those of a multiple choice do.
+        """
+        results: list[tuple[float, bool]] = []
+        with tqdm(total=len(requests), desc="locret: scoring", disable=disable_tqdm) as bar:
+            for context, group in groupby(requests, key=lambda request: request[1]):
+                cache = self._cache()
+                first_V = prefill(self.model, self._ids(context), cache)[0]
+                for key, _context, continuation in group:
+                    results.append(_verdict(self._logits(cache, first_V, continuation), continuation))
+                    if key is not None:
+                        self.cache_hook.add_partial("loglikelihood", key, results[-1])
+                    bar.update()
+                self.peak_units = max(self.peak_units, cache.memory().units)
+        return results
+
+    @torch.no_grad()
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of whole texts, each chunk predicted from what the cache kept of those before.
+
+        A text is read chunk by chunk as a conversation would be, so `local_len` tokens before each chunk are always
+        there. A budget that holds the whole text gives the plain model's value for an unlimited context.
+        """
+        totals = []
+        for request in tqdm(requests, desc="locret: scoring texts", disable=disable_tqdm):
+            (text,) = request.args
+            ids, cache = self.tok_encode(text, add_special_tokens=False), self._cache()
+            first_V = prefill(self.model, self._ids([self.prefix_token_id]), cache)[0]
+            total = 0.0
+            for start in range(0, len(ids), self.policy.chunk_size):
+                piece = ids[start : start + self.policy.chunk_size]
+                total += _verdict(self._logits(cache, first_V, piece), piece)[0]
+                first_V = prefill(self.model, self._ids(piece), cache)[0]
+            self.peak_units = max(self.peak_units, cache.memory().units)
+            totals.append(total)
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    def _logits(self, cache: RetentionCache, first_V: Tensor, continuation: Sequence[int]) -> Tensor:
+        """Return the (L, V) logits that predict a continuation; the cache stays as it is."""
+        if len(continuation) == 1:
+            return first_V[None]
+        twin, base = cache.copy(), unwrap(self.model)
+        twin.reserve(0, len(continuation))
+        with instrumented(self.model, twin):
+            tokens = self._ids(continuation[:-1])
+            rest_LV = base(input_ids=tokens, past_key_values=twin, use_cache=True).logits[0]
+        return torch.cat([first_V[None], rest_LV])
+
+    def _cache(self) -> RetentionCache:
+        return RetentionCache(self.model, self.scorer, self.policy)
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], device=self._device)
+
+    def _pad(self) -> int:
+        own = self.tokenizer.pad_token_id
+        return self.eot_token_id if own is None else int(own)
+
+
+_LONGEST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+def _sampling(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate`, all of them, so that the backbone's own settings are not filled in."""
+    for name in _LONGEST:
+        arguments.pop(name, None)
+    temperature = arguments.pop("temperature", None)
+    sample = bool(arguments.pop("do_sample", bool(temperature)))
+    chosen = {"do_sample": sample, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    own = {"top_p": arguments.pop("top_p", None), "top_k": arguments.pop("top_k", None)}
+    if unknown := sorted(arguments):
+        raise ValueError(
+            f"--gen_kwargs: {unknown[0]} is not supported by the model locret; use until, max_gen_toks, do_sample, "
+            "temperature, top_p and top_k"
+        )
+    if not sample:
+        return chosen
+    given = {name: value for name, value in (("temperature", temperature), *own.items()) if value}
+    return {**chosen, "top_k": 0, **given}
+
+
+def _verdict(logits_LV: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
+    """Return the log-probability of a continuation and whether each of its tokens is the likeliest."""
+    targets_L = torch.tensor(list(continuation), device=logits_LV.device)
+    logs_LV = logits_LV.float().log_softmax(-1)
+    likely = bool((logs_LV.argmax(-1) == targets_L).all())
+    return float(logs_LV.gather(1, targets_L[:, None]).double().sum()), likely

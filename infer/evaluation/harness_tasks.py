@@ -1,0 +1,118 @@
+"""Our tasks as tasks of lm-evaluation-harness: the same samples, the same metrics, any of its models.
+
+Imported only where lm-evaluation-harness is installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any
+
+from datasets import Dataset
+from lm_eval.api.task import ConfigurableTask
+
+from locret.data import tasks
+from locret.data.tasks import Sample
+
+LENGTHS, SAMPLES, SEED = (4096,), 100, 0
+
+
+class HarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no types
+    """One of our tasks; its metric is the task's own, as `score@LENGTH` for every length that was asked for.
+
+    Args:
+        config: As read from the file that `harness.write_task_files` wrote. Its `metadata` says which task it is, and
+            holds what the user gave: `lengths` in tokens, `samples` per length, `seed`, `task_options`, and the name of
+            the tokenizer as `tokenizer` or `pretrained`.
+
+    Raises:
+        ValueError: For a metadata value that cannot be used, or a tokenizer that cannot express the task.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        metadata = dict(config["metadata"])
+        self.own = tasks.get(metadata["locret_task"], **(metadata.get("task_options") or {}))
+        self.lengths = _lengths(metadata.get("lengths", metadata.get("max_seq_lengths", list(LENGTHS))))
+        self.samples, self.seed = _count(metadata, "samples", SAMPLES), metadata.get("seed", SEED)
+        self.tokenizer_name = _tokenizer_name(metadata)
+        super().__init__(
+            config={
+                "task": config["task"],
+                "output_type": "generate_until",
+                "custom_dataset": self._documents,
+                "test_split": "test",
+                "doc_to_text": _content,
+                "doc_to_target": _reply,
+                "process_results": self._results,
+                "metric_list": [
+                    {"metric": f"score@{tokens}", "aggregation": "mean", "higher_is_better": True}
+                    for tokens in self.lengths
+                ],
+                # The models stop where their turn ends; an empty list keeps the harness from adding a blank line.
+                "generation_kwargs": {"do_sample": False, "max_gen_toks": self.own.max_new_tokens, "until": []},
+                "num_fewshot": 0,
+                "repeats": 1,
+                "metadata": {**metadata, "version": self.own.version, "lengths": list(self.lengths)},
+            }
+        )
+
+    def _documents(self, **_metadata: Any) -> dict[str, Dataset]:
+        """Return the samples, length after length for each index, so that a limit takes as many of each length."""
+        tokenizer = _tokenizer(self.tokenizer_name)
+        self.own.check(tokenizer)
+        rows = []
+        for index in range(self.samples):
+            for tokens in self.lengths:
+                # The samples of `locret-eval` with the same seed.
+                depth = (index + 0.5) / self.samples
+                sample = self.own.sample(tokenizer, tokens, depth=depth, seed=f"{self.seed}/{index}")
+                rows.append({**asdict(sample), "tokens": tokens})
+        return {"test": Dataset.from_list(rows)}
+
+    def _results(self, doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+        return {f"score@{doc['tokens']}": self.own.score(results[0], _sample(doc))}
+
+
+def _sample(doc: dict[str, Any]) -> Sample:
+    fields = {name: doc[name] for name in ("introduction", "text", "question", "reply")}
+    return Sample(**fields, targets=tuple(doc["targets"]), depths=tuple(doc["depths"]))
+
+
+def _content(doc: dict[str, Any]) -> str:
+    return _sample(doc).content
+
+
+def _reply(doc: dict[str, Any]) -> str:
+    return str(doc["reply"])
+
+
+def _lengths(given: Any) -> tuple[int, ...]:
+    lengths = given if isinstance(given, list | tuple) else [given]
+    if not lengths or not all(isinstance(tokens, int) and tokens > 0 for tokens in lengths):
+        raise ValueError(f"--metadata: lengths={given!r} is no list of lengths; give tokens, such as [2048, 8192]")
+    return tuple(dict.fromkeys(lengths))
+
+
+def _count(metadata: dict[str, Any], name: str, default: int) -> int:
+    value = metadata.get(name, default)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"--metadata: {name}={value!r} is no count; give 1 or more")
+    return value
+
+
+def _tokenizer_name(metadata: dict[str, Any]) -> str:
+    for key in ("tokenizer", "pretrained", "model"):
+        if isinstance(metadata.get(key), str) and metadata[key]:
+            return str(metadata[key])
+    raise ValueError(
+        "nothing says which tokenizer measures the prompts; give --model_args pretrained=... or "
+        "--metadata '{\"tokenizer\": ...}'"
+    )
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
