@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 TRAIN, EVALUATE = "locret.train.command", "locret.infer.evaluation.command"
-_FOLDERS = ("rows", "recipes", "evaluation")
 REFERENCES = "references"
+_FOLDERS = ("rows", "recipes", "evaluation", REFERENCES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ class CompareOptions:
     references: list[str] = field(default_factory=lambda: ["full", "oracle", "untrained"])
     """Methods of `locret-eval` that need no trained heads; the oracle is the ceiling."""
     only: str = ""
-    """Train and evaluate these variants only, such as logit,ranking; the table still shows all that are finished."""
+    """Work on these only, such as logit,ranking or references; the table still shows all that are finished, so several
+    processes can share the work."""
     dry_run: bool = False
     """Check every variant's options and print them; train nothing and write nothing."""
 
@@ -59,13 +60,19 @@ class CompareOptions:
                     + ", ".join(_FOLDERS)
                 )
         for name in self._only():
-            if name not in self.variants:
-                raise ValueError(f"--only {name}: no such variant; choose from {', '.join(self.variants)}")
+            if name not in (*self.variants, REFERENCES):
+                raise ValueError(
+                    f"--only {name}: no such variant; choose from {', '.join(self.variants)}, {REFERENCES}"
+                )
 
     def chosen(self) -> list[str]:
         """Return the variants to work on, in the order of the recipe."""
         asked = self._only()
         return [name for name in self.variants if not asked or name in asked]
+
+    def with_references(self) -> bool:
+        """Return whether the methods without trained heads are to be evaluated too."""
+        return not self._only() or REFERENCES in self._only()
 
     def _only(self) -> list[str]:
         return [name.strip() for name in self.only.split(",") if name.strip()]
@@ -164,7 +171,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     for name in options.chosen():
         _train(options, name)
         _evaluate(options, name, ["locret"], heads=Path(options.output) / name)
-    _evaluate(options, REFERENCES, options.references, heads=None)
+    if options.with_references():
+        _evaluate(options, REFERENCES, options.references, heads=None)
     write_table(options)
     return 0
 

@@ -42,6 +42,10 @@ def test_names_of_rows_and_variants_become_paths_and_a_variant_overrides_what_is
         "label_floor": -8,
     }
     assert options(only="second").chosen() == ["second"]
+    assert not options(only="second").with_references()
+    assert options(only="references").with_references()
+    assert options(only="references").chosen() == []
+    assert options().with_references()
 
 
 def test_the_table_has_means_the_best_variant_and_the_references() -> None:
@@ -76,7 +80,7 @@ def test_the_table_has_means_the_best_variant_and_the_references() -> None:
         ({"variants": {}}, "variants is empty; name at least one"),
         ({"variants": {"a/b": {}}}, 'the name "a/b" cannot be a folder here'),
         ({"variants": {"rows": {}}}, 'the name "rows" cannot be a folder here'),
-        ({"only": "papr"}, "--only papr: no such variant; choose from paper, second"),
+        ({"only": "papr"}, "--only papr: no such variant; choose from paper, second, references"),
         ({"variants": {"a": {"init_from": "b"}, "b": {}}}, 'variant "a" goes on from "b", which comes after it'),
         ({"variants": {"a": {"alpha": -1}}}, "variants.a: --alpha -1.0 is negative"),
         ({"variants": {"a": {"alhpa": 1}}}, "variants.a is refused by locret-train, see above"),
