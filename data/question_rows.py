@@ -19,6 +19,7 @@ from typing import Any
 
 from locret.data import tasks
 from locret.data.embedded_tokenizer import build_tokenizer
+from locret.data.filler import FillerOptions
 from locret.data.tasks.mixture import mixture
 
 
@@ -58,6 +59,8 @@ def question_rows(
             split="train",
             density=density,
             questions=questions,
+            # A third of the texts hold the classic noise line too, which heads would not know otherwise.
+            filler=FillerOptions(noise_share=(0.0, 0.0, 1.0)[index % 3]),
         )
         yield {"instruction": sample.content, "input": "", "output": sample.reply, "file": ""}
 

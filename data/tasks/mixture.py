@@ -34,7 +34,7 @@ def varied(name: str, rng: random.Random) -> Task:
         "variable_tracking": VariableTracking(
             hops=rng.choice((1, 2, 2, 3)), chains=rng.choice((1, 2)), digits=rng.choice((4, 5, 5, 6))
         ),
-        "two_stage": TwoStage(entries=rng.randint(8, 16), equations=rng.randint(1, 6)),
+        "two_stage": TwoStage(entries=rng.randint(8, 16), equations=rng.randint(1, 12)),
     }
     if name not in variants:
         raise ValueError(f'task "{name}" cannot be mixed into training rows; choose from {", ".join(variants)}')
