@@ -92,7 +92,8 @@ def draw_panels(panels: Sequence[Panel], axis: str, path: str | Path) -> None:
     legend: dict[str, Any] = {}
     for place, panel in zip(grid, panels, strict=False):
         place.set_title(f"{panel.task}, {panel.tokens:,} tokens", fontsize=10, loc="left", color=INK)
-        for line in panel.lines:
+        # Backwards: where lines cover each other, the method that was named first stays visible.
+        for line in reversed(panel.lines):
             legend.setdefault(line.label, _draw_line(place, line, *styles[line.label]))
         _x_axis(place, panel, axis)
         place.set_ylim(-3, 103)
@@ -102,7 +103,8 @@ def draw_panels(panels: Sequence[Panel], axis: str, path: str | Path) -> None:
         place.set_visible(False)
     for place in grid[::columns]:
         place.set_ylabel("score (0 to 100)")
-    figure.legend(legend.values(), legend.keys(), loc="outside right upper", frameon=False, fontsize=9)
+    labels = [label for label in styles if label in legend]
+    figure.legend([legend[label] for label in labels], labels, loc="outside right upper", frameon=False, fontsize=9)
     figure.supxlabel(f"{AXIS_LABELS[axis]}; bands: one standard error", fontsize=10, color=INK)
     save(figure, path)
 
@@ -110,8 +112,8 @@ def draw_panels(panels: Sequence[Panel], axis: str, path: str | Path) -> None:
 def _styles(lines: Sequence[Line]) -> dict[str, tuple[str, str]]:
     """Return a colour and a marker per label, the same in every panel."""
     labels = list(dict.fromkeys(line.label for line in lines if not line.everywhere))
-    styles = {label: (COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]) for i, label in enumerate(labels)}
-    return styles | {line.label: (INK, "") for line in lines if line.everywhere}
+    everywhere = {line.label: (INK, "") for line in lines if line.everywhere}
+    return everywhere | {label: (COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]) for i, label in enumerate(labels)}
 
 
 def _draw_line(place: Any, line: Line, color: str, marker: str) -> Any:

@@ -29,7 +29,7 @@ def require_lm_eval() -> None:
     """Make sure that lm-evaluation-harness can be used.
 
     Raises:
-        ValueError: If it is not installed, or is of a version without a task manager of its own kind.
+        ValueError: If it is not installed.
     """
     if find_spec("lm_eval") is None:
         raise ValueError("this needs lm-evaluation-harness; install it with `pip install 'locret[eval]'`")
