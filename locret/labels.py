@@ -150,7 +150,7 @@ def _block_labels(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Chunk, labelled:
     kv_heads, rows = keys_KDS.shape[0], queries_NRD.shape[1]
     end = labelled if kind == "logit" else start + rows
     grouped_KGRD = queries_NRD.unflatten(0, (kv_heads, -1))
-    logits_KQS = (grouped_KGRD.flatten(1, 2) * chunk.scaling) @ keys_KDS[:, :, :end]
+    logits_KQS: Tensor = (grouped_KGRD.flatten(1, 2) * chunk.scaling) @ keys_KDS[:, :, :end]
     if chunk.softcap is not None:
         logits_KQS = chunk.softcap * torch.tanh(logits_KQS / chunk.softcap)
     if kind == "logit":
