@@ -73,16 +73,15 @@ def mixture(
     draw = Draw(rng, split, all_keys=all_keys)
     planted: list[tuple[Planted, list[float], str]] = []
     room = density * tokens
-    once = ("passkey", "number", "two_stage")
-    waiting = [name for name in tasks for _ in range(1 if name in once else 3)]
+    once = ("passkey", "number", "two_stage")  # a second pass key would leave the question open
+    waiting = [name for name in dict.fromkeys(tasks) for _ in range(1 if name in once else 3)]
     for name in rng.sample(waiting, len(waiting)):
         task = varied(name, rng)
         try:
             plant = task.plant(draw)
         except ValueError:  # no key is left for another one
             continue
-        asked = " ".join(question.text for question in plant.questions)
-        cost = count_tokens(tokenizer, " ".join((*plant.statements, asked)))
+        plant, cost = _fitting(tokenizer, plant, tokens)
         if planted and cost > room:
             continue
         room -= cost
@@ -117,3 +116,13 @@ def mixture(
             around=lambda text: sample(text).content,
         )
     )
+
+
+def _fitting(tokenizer: Any, plant: Planted, tokens: int) -> tuple[Planted, int]:
+    """Return what is planted with as many of its questions as leave room for a text, and the tokens of both."""
+    questions = list(plant.questions)
+    while True:
+        cost = count_tokens(tokenizer, " ".join((*plant.statements, *(question.text for question in questions))))
+        if cost <= 0.7 * tokens or len(questions) == 1:
+            return Planted(statements=plant.statements, questions=tuple(questions)), cost
+        questions.pop()
