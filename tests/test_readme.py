@@ -20,7 +20,12 @@ COMMANDS = [
     for line in block.splitlines()
     if line.startswith("locret-")
 ]
-MODULES = {"locret-train": "locret.train.command", "locret-infer": "locret.infer.command", "locret-push": "locret.push"}
+MODULES = {
+    "locret-train": "locret.train.command",
+    "locret-infer": "locret.infer.command",
+    "locret-eval": "locret.infer.evaluation.command",
+    "locret-push": "locret.push",
+}
 
 
 @pytest.mark.slow

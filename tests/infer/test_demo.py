@@ -1,26 +1,28 @@
-"""The demonstration: it trains, reads, compares, draws, and fails where trained heads fail."""
+"""The demonstration: it trains, evaluates, draws, and fails where trained heads fail."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret import RetainingHeads
-from locret.data.needles import passkey_sample
-from locret.infer.demo import TRAINED, UNTRAINED, DemoOptions, compare, find_fact, prompt_tensor, recommended_policy
+from locret.infer.demo import DemoOptions, shares, verdict
 
-ROOT = Path(__file__).parents[2]
-RECIPE = """
+TRAINING = """
 model: ignored
 dataset: ignored
 hidden_dim: 8
 steps: 3
 policy: {budget: 32, chunk_size: 32, stabilizers: 8, local_len: 16}
+"""
+EVALUATION = """
+methods: [full, locret, untrained]
+tasks: [passkey]
+lengths: 512
+model: ignored
 """
 
 
@@ -28,29 +30,22 @@ policy: {budget: 32, chunk_size: 32, stabilizers: 8, local_len: 16}
 def test_demo_trains_heads_and_fails_where_the_backbone_finds_nothing(
     demo: Callable[..., Any], backbone: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    training = ("--recipe", tmp_path / "recipe.yaml", "--rows", 3, "--steps", 3, "--row-tokens", 256, "--threads", 1)
-    outcome = demo("--model", backbone, "--output", tmp_path, "--samples", 2, *training)
+    pytest.importorskip("matplotlib", reason="the pictures need locret[eval]")
+    (tmp_path / "train.yaml").write_text(TRAINING)
+    (tmp_path / "eval.yaml").write_text(EVALUATION)
+    recipes = ("--recipe", tmp_path / "train.yaml", "--evaluation", tmp_path / "eval.yaml")
+    training = ("--rows", 3, "--steps", 3, "--row-tokens", 512)
+    output = tmp_path / "demo"
+    outcome = demo("--model", backbone, "--output", output, "--samples", 2, *recipes, *training)
     assert outcome.code == 1, outcome.err
     assert "$ locret-train --config" in outcome.out
-    assert "the trained heads should find at least 50% of the keys" in outcome.out
-    rows = dict(re.findall(r"^(full cache|trained heads|untrained heads)\s+0/2\s+([\d,]+)", outcome.out, re.M))
-    assert int(rows["full cache"].replace(",", "")) > 512
-    assert int(rows["trained heads"]) == int(rows["untrained heads"]) < 80
-    assert RetainingHeads.from_pretrained(tmp_path / "training").config.policy["budget"] == 32
-    assert (tmp_path / "kept_positions.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_demo_needs_a_text_of_sixteen_budgets() -> None:
-    with pytest.raises(ValueError, match="--times 15 shows little; give 16 or more"):
-        DemoOptions(times=15)
-
-
-def test_demo_needs_heads_that_recommend_a_policy(demo: Callable[..., Any], backbone: Path, tmp_path: Path) -> None:
-    RetainingHeads.for_model(AutoModelForCausalLM.from_pretrained(backbone), 8).save_pretrained(tmp_path / "heads")
-    outcome = demo("--model", backbone, "--heads", tmp_path / "heads", "--output", tmp_path / "out", "--threads", 1)
-    assert outcome.code == 2
-    assert "recommend no policy" in outcome.err
+    assert "$ locret-eval --config" in outcome.out
+    assert "trained heads should keep at least 50% of the full cache's score" in outcome.out
+    assert RetainingHeads.from_pretrained(output / "training").config.policy["budget"] == 32
+    table = (output / "evaluation" / "results.md").read_text()
+    assert all(f"| {method} |" in table for method in ("full", "locret", "untrained"))
+    assert (output / "evaluation" / "retention_steps_locret.png").read_bytes().startswith(b"\x89PNG")
+    assert "pass key" in (output / "text.txt").read_text()
 
 
 def test_demo_away_from_the_repository_says_where_to_run(demo: Callable[..., Any], tmp_path: Path) -> None:
@@ -60,28 +55,20 @@ def test_demo_away_from_the_repository_says_where_to_run(demo: Callable[..., Any
     assert not (tmp_path / "out").exists()
 
 
-def test_fact_is_found_where_the_text_states_it(backbone: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(backbone)
-    sample = passkey_sample(tokenizer, 512, 0.4, seed=1)
-    ids = prompt_tensor(tokenizer, sample)
-    first, last = find_fact(tokenizer, sample, ids)
-    assert tokenizer.decode(ids[0, first : last + 1]) == f"The pass key is {sample.answer}."
-    assert 0.3 < first / 512 < 0.5
+def test_demo_refuses_to_train_nothing() -> None:
+    with pytest.raises(ValueError, match="--steps 0 is too small; give 1 or more"):
+        DemoOptions(steps=0)
 
 
-@pytest.mark.slow
-def test_trained_heads_find_what_untrained_heads_lose() -> None:
-    folders = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-heads"
-    for folder in folders:
-        if not (folder / "config.json").is_file():
-            pytest.skip(f"{folder.relative_to(ROOT)} is not in this checkout")
-    tokenizer = AutoTokenizer.from_pretrained(folders[0])
-    model = AutoModelForCausalLM.from_pretrained(folders[0]).eval()
-    trained = RetainingHeads.from_pretrained(folders[1])
-    untrained = RetainingHeads.for_model(model, trained.config.hidden_dim, seed=0)
-    policy = recommended_policy(trained, "checkpoints/tiny-heads")
-    samples = [passkey_sample(tokenizer, 16 * policy.budget, (i + 0.5) / 6, seed=100 + i) for i in range(6)]
-    full, good, bad = compare(model, tokenizer, policy, samples, {TRAINED: trained, UNTRAINED: untrained})
-    assert good.units == bad.units < full.units / 10
-    assert good.cache_bytes == bad.cache_bytes < full.cache_bytes / 4
-    assert sum(good.right) >= sum(bad.right) + 3
+def test_the_verdict_compares_means_over_tasks() -> None:
+    cells = [
+        {"method": method, "score": score}
+        for method, scores in {"full": (100, 80), "locret": (90, 60), "untrained": (0, 10)}.items()
+        for score in scores
+    ]
+    scores = shares({"cells": cells})
+    assert scores == {"full": 90, "locret": 75, "untrained": 5}
+    assert verdict(scores, 0.8) is None
+    assert verdict(scores, 0.9) is not None
+    assert verdict({**scores, "untrained": 80}, 0.5) is not None
+    assert verdict({"full": 0, "locret": 0, "untrained": 0}, 0.5) is not None
