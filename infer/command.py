@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +21,7 @@ from locret.infer.options import (
     PromptOptions,
     ScorerOptions,
 )
+from locret.infer.warning_lines import warnings_as_lines
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
 DESCRIPTION = "Read a prompt of any length in a fixed amount of memory, and answer it."
@@ -61,7 +60,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         OSError: If a Hub, a disk or a device's memory fails.
     """
     options = parse(argv)
-    with _warnings_as_lines(options.output.quiet):
+    with warnings_as_lines("locret-infer", quiet=options.output.quiet):
         _execute(options)
     return 0
 
@@ -195,26 +194,6 @@ def _versions() -> dict[str, str]:
     from locret import __version__
 
     return {"locret": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-@contextmanager
-def _warnings_as_lines(quiet: bool) -> Iterator[None]:
-    """Show each warning as one line on standard error, or none; hide transformers' bars where nobody watches."""
-    from transformers.utils import logging
-
-    def show(message: Warning | str, *_: object, **__: object) -> None:
-        sys.stderr.write(f"locret-infer: warning: {message}\n")
-
-    if quiet or not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    if quiet:
-        logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.showwarning = show  # type: ignore[assignment]
-        warnings.simplefilter("ignore" if quiet else "default")
-        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
-            warnings.simplefilter("ignore", category)
-        yield
 
 
 def main() -> None:

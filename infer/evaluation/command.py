@@ -8,18 +8,64 @@ Local tasks need no network. An interrupted run goes on with --resume, sample by
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locret.cli import parse_options, print_json, run
-from locret.infer.options import ModelOptions
+from locret.infer.options import ModelOptions, ScorerOptions
+from locret.infer.warning_lines import warnings_as_lines
+
+if TYPE_CHECKING:
+    from locret.data.tasks import Task
+    from locret.infer.evaluation.methods import Setup
+    from locret.infer.evaluation.options import BudgetOptions, EvalOptions, ReportOptions
+    from locret.infer.evaluation.records import SampleLog
+    from locret.infer.evaluation.runner import Place, Run
+    from locret.policy import RetentionPolicy
 
 DESCRIPTION = "Compare methods of keeping cache units, on the same prompts and within the same budget."
+
+
+@dataclass
+class _Job:
+    """What the options come to, before any weights are loaded."""
+
+    model: ModelOptions
+    scorer: ScorerOptions
+    evaluation: EvalOptions
+    report: ReportOptions
+    tasks: list[Task]
+    places: list[Place]
+    runs: list[Run]
+    policies: list[RetentionPolicy]
+    heads: Any
+    config: Any
+    device: Any
+    dtype: Any
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything that results depend on, resolved."""
+        model, evaluation = self.model, self.evaluation
+        return {
+            "model": model.model,
+            "revision": model.revision,
+            "adapter": model.adapter,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn": model.attn,
+            "heads": evaluation.heads,
+            "methods": [method.name for method in evaluation.chosen_methods()],
+            "tasks": {task.name: {"version": task.version, **task.options()} for task in self.tasks},
+            "lengths": evaluation.token_lengths(),
+            "samples": evaluation.samples,
+            "seed": evaluation.seed,
+            "policies": [policy.to_dict() for policy in self.policies],
+            "decoding": "greedy",
+        }
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -29,80 +75,122 @@ def command(argv: Sequence[str] | None = None) -> int:
         ValueError: For anything the user must change.
         OSError: If a Hub, a disk or a device's memory fails.
     """
-    from locret.infer.evaluation.options import BudgetOptions, EvalOptions, ReportOptions
+    from locret.infer.evaluation.options import OPTION_CLASSES
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--list" in arguments:
-        print(listing(), end="")
+        _list(as_json="--json" in arguments)
         return 0
-    classes = (ModelOptions, EvalOptions, BudgetOptions, ReportOptions)
-    (model, evaluation, budgets, report), chosen = parse_options("locret-eval", DESCRIPTION, classes, arguments)
-    return _execute(model, evaluation, budgets, report, chosen)
+    (model, evaluation, budgets, report), chosen = parse_options("locret-eval", DESCRIPTION, OPTION_CLASSES, arguments)
+    if report.list:
+        _list(as_json=report.json)
+        return 0
+    if not report.output and not report.dry_run:
+        raise ValueError("--output is missing; name a folder for the results")
+    with warnings_as_lines("locret-eval", quiet=report.quiet):
+        job = _prepare(model, evaluation, budgets, report, chosen)
+        if report.dry_run:
+            print_json(_plan(job))
+        else:
+            _execute(job)
+    return 0
 
 
-def listing() -> str:
-    """Return the tasks and methods there are, one per line."""
+def _list(as_json: bool) -> None:
+    """Print the tasks and methods there are; a name given beside --list is not looked at."""
     from locret.data import tasks
     from locret.infer.evaluation import methods
 
-    lines = ["tasks (name, version, metric, source)"]
-    lines += [f"  {t.name:<20} {t.version}  {t.metric:<20} {t.source}" for t in map(tasks.get, tasks.names())]
-    lines += ["methods"]
-    lines += [f"  {m.name:<20} {m.description}" for m in map(methods.get, methods.names())]
-    return "\n".join(lines) + "\n"
+    known = {name: tasks.get(name) for name in tasks.names()}
+    ways = {name: methods.get(name) for name in methods.names()}
+    if as_json:
+        facts = {
+            name: {"version": t.version, "metric": t.metric, "source": t.source, "options": t.options()}
+            for name, t in known.items()
+        }
+        print_json({"tasks": facts, "methods": {name: method.description for name, method in ways.items()}})
+        return
+    print("tasks (name, version, metric, source)")
+    for name, task in known.items():
+        print(f"  {name:<20} {task.version}  {task.metric:<20} {task.source}")
+    print("methods")
+    for name, method in ways.items():
+        print(f"  {name:<20} {method.description}")
 
 
-def _execute(model: ModelOptions, evaluation: Any, budgets: Any, report: Any, chosen: set[str]) -> int:
+def _prepare(
+    model: ModelOptions, evaluation: EvalOptions, budgets: BudgetOptions, report: ReportOptions, chosen: set[str]
+) -> _Job:
+    """Resolve the options, and refuse what needs neither tokenizer nor weights to be refused."""
     import torch
 
     from locret.infer import loading
-    from locret.infer.evaluation import runner
-    from locret.infer.evaluation.methods import Setup
-    from locret.infer.options import ScorerOptions
+    from locret.infer.evaluation import output_folder, runner
 
-    if not report.output and not report.dry_run:
-        raise ValueError("--output is missing; name a folder for the results")
     methods, tasks = evaluation.chosen_methods(), evaluation.chosen_tasks()
     if report.threads:
         torch.set_num_threads(report.threads)
     device = loading.resolve_device(model.device)
+    # Something has to be chosen; without heads it is not used.
     scorer = ScorerOptions(
         heads=evaluation.heads,
         scorer=None if evaluation.heads else "streaming",
         allow_other_base=evaluation.allow_other_base,
     )
     heads, recommended = loading.load_scorer(scorer)
+    policies = budgets.policies(chosen, recommended)
     config = loading.load_config(model)
     loading.check_matches(scorer, heads, config)
-    policies = budgets.policies(chosen, recommended)
+    dtype = loading.resolve_dtype(model.dtype, config, device)
     runs = runner.plan_runs(methods, policies)
     places = runner.plan_places(tasks, evaluation.token_lengths(), evaluation.samples, evaluation.seed)
-    dtype = loading.resolve_dtype(model.dtype, config, device)
-    settings = _settings(model, evaluation, policies, tasks, device, dtype)
+    job = _Job(model, scorer, evaluation, report, tasks, places, runs, policies, heads, config, device, dtype)
+    if not report.dry_run:
+        output_folder.check_output(report.output, job.settings(), resume=report.resume, overwrite=report.overwrite)
     _warn_about_positions(config, runs, evaluation.token_lengths())
-    if report.dry_run:
-        print_json(_plan(settings, runs, places, model, config, dtype, scorer, tasks))
-        return 0
-    log = _open(report, settings)
-    tokenizer = loading.load_tokenizer(model)
-    for task in tasks:
+    return job
+
+
+def _execute(job: _Job) -> None:
+    """Load everything, open the output folder, measure, report."""
+    import torch
+
+    from locret.fingerprint import weight_fingerprint
+    from locret.infer import loading
+    from locret.infer.evaluation import output_folder
+    from locret.infer.evaluation.methods import Setup
+    from locret.infer.evaluation.report import write_results
+
+    report, output = job.report, Path(job.report.output)
+    tokenizer = loading.load_tokenizer(job.model)
+    for task in job.tasks:
         task.check(tokenizer)
-    if report.figures == "all":
-        _check_figures()
-    weights = loading.load_model(model, config, device, dtype)
-    trained = heads.to(device) if evaluation.heads else None
-    setup = Setup(weights, tokenizer, trained, evaluation.seed)  # type: ignore[arg-type]
+        # The shortest text may have no room for what the task hides.
+        min((place for place in job.places if place.task is task), key=lambda place: place.tokens).sample(tokenizer)
+    draw = report.figures == "all" and _can_draw()
+    model = loading.load_model(job.model, job.config, job.device, job.dtype)
+    trained = job.heads.to(job.device) if job.evaluation.heads else None
+    # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.
+    weights = {"model": weight_fingerprint(model), "heads": trained and weight_fingerprint(trained)}
+    settings = {**job.settings(), "weights": weights}
+    output_folder.check_output(report.output, settings, resume=report.resume, overwrite=report.overwrite)
+    log = output_folder.open_output(report.output, settings, overwrite=report.overwrite)
+    setup = Setup(model, tokenizer, trained, job.evaluation.seed)
     try:
-        _measure(setup, places, runs, log, report)
+        _measure(setup, job.places, job.runs, log, report.quiet)
     except KeyboardInterrupt:
+        write_results(output, log, settings, job.places, job.runs)
         sys.stderr.write(f"{len(log.records)} answers are in {log.path}; the same command with --resume goes on\n")
         raise
     except torch.OutOfMemoryError as error:
-        raise OSError(f"{device} is out of memory; lower --lengths, --budget or --chunk-size, then --resume") from error
-    return _report(setup, places, runs, log, settings, report)
+        raise OSError(
+            f"{job.device} is out of memory; use --resume with a smaller --dtype, or start anew with shorter --lengths "
+            "or a smaller --chunk-size"
+        ) from error
+    _report(job, setup, log, settings, draw)
 
 
-def _measure(setup: Any, places: Any, runs: Any, log: Any, report: Any) -> None:
+def _measure(setup: Setup, places: list[Place], runs: list[Run], log: SampleLog, quiet: bool) -> None:
     """Evaluate what is missing, with a bar that knows the time left: runs differ in cost, so it counts tokens."""
     from tqdm import tqdm
 
@@ -118,7 +206,7 @@ def _measure(setup: Any, places: Any, runs: Any, log: Any, report: Any) -> None:
         unit="tok",
         unit_scale=True,
         file=sys.stderr,
-        disable=True if report.quiet else None,
+        disable=True if quiet else None,
     ) as bar:
         for record in runner.evaluate(setup, places, runs, done):
             log.append(record)
@@ -126,122 +214,35 @@ def _measure(setup: Any, places: Any, runs: Any, log: Any, report: Any) -> None:
             bar.update(record["tokens"])
 
 
-def _report(setup: Any, places: Any, runs: Any, log: Any, settings: dict[str, Any], report: Any) -> int:
-    from locret.environment import versions
-    from locret.infer.evaluation import records, summary
+def _report(job: _Job, setup: Setup, log: SampleLog, settings: dict[str, Any], draw: bool) -> None:
+    """Write results and pictures, and print them."""
+    from locret.infer.evaluation import report, summary
 
-    output = Path(report.output)
-    order = {
-        records.key(place.axes | run.axes): i for i, (place, run) in enumerate((p, r) for p in places for r in runs)
-    }
-    ordered = records.in_order(log.records, order)
-    results: dict[str, Any] = {
-        "config": settings,
-        "configuration_sha256": fingerprint(settings),
-        "versions": versions(),
-        "commit": versions().get("commit"),
-        "seed": settings["seed"],
-        "complete": len(ordered) == len(order),
-        "cells": summary.cells(ordered),
-        "figures": [],
-    }
-    if report.figures == "all":
-        results["figures"] = _figures(setup, output, ordered, results, places, runs)
-    table = summary.table(results["cells"])
-    records.write_atomically(output / records.RESULTS, json.dumps(results, indent=1) + "\n")
-    records.write_atomically(output / records.TABLE, table)
-    if report.json:
+    output = Path(job.report.output)
+    results = report.write_results(output, log, settings, job.places, job.runs)
+    if draw:
+        report.write_figures(output, log, results, setup, job.places, job.runs)
+    if job.report.json:
         print_json(results)
-    else:
-        print(table, end="")
-        for name in results["figures"]:
-            print(f"picture: {output / name}")
-    return 0
+        return
+    print(summary.table(results["cells"]), end="")
+    for name in results["figures"]:
+        print(f"picture: {output / name}")
 
 
-def _figures(setup: Any, output: Path, ordered: Any, results: Any, places: Any, runs: Any) -> list[str]:
-    """Draw all pictures; what is kept, and how consistent scores are, is shown on the first task's longest prompts."""
-    from locret.infer.evaluation import figures, insight
-
-    names: list[str] = figures.write_all(output, ordered, results)
-    return names + insight.write(setup, output, places, runs)
-
-
-def _check_figures() -> None:
+def _can_draw() -> bool:
+    """Return whether pictures can be drawn, and say what to install if not."""
     from locret.infer import pictures
 
-    pictures.require_matplotlib("--figures all")
-
-
-def _settings(
-    model: ModelOptions, evaluation: Any, policies: Any, tasks: Any, device: Any, dtype: Any
-) -> dict[str, Any]:
-    """Return everything that results depend on, resolved."""
-    return {
-        "model": model.model,
-        "revision": model.revision,
-        "adapter": model.adapter,
-        "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "attn": model.attn,
-        "heads": evaluation.heads,
-        "methods": [method.name for method in evaluation.chosen_methods()],
-        "tasks": {task.name: {"version": task.version, **task.options()} for task in tasks},
-        "lengths": evaluation.token_lengths(),
-        "samples": evaluation.samples,
-        "seed": evaluation.seed,
-        "policies": [policy.to_dict() for policy in policies],
-        "decoding": "greedy",
-    }
-
-
-def fingerprint(settings: dict[str, Any]) -> str:
-    """Return the hash of the resolved configuration."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def _open(report: Any, settings: dict[str, Any]) -> Any:
-    """Prepare the output folder.
-
-    Raises:
-        ValueError: If it holds a run of another configuration, one that is to be resumed, or something else.
-        OSError: If it cannot be written.
-    """
-    from locret.infer.evaluation import records
-
-    output = Path(report.output)
-    state = output / "configuration.json"
-    if output.is_file():
-        raise ValueError(f"--output {output} is a file; name a folder")
-    held = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
-    if held and not state.is_file():
-        raise ValueError(f"--output {output} holds something else than an evaluation; choose another folder")
-    log = records.SampleLog(output)
-    if held and not report.overwrite:
-        if json.loads(state.read_text(encoding="utf-8")) != settings:
-            raise ValueError(
-                f"--output {output} holds an evaluation of another configuration; choose another folder, or "
-                "--overwrite it"
-            )
-        if not report.resume:
-            raise ValueError(
-                f"--output {output} holds this evaluation already; --resume goes on, --overwrite starts again"
-            )
-        log.load()
-        return log
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        for name in (records.SAMPLES, records.RESULTS, records.TABLE):
-            (output / name).unlink(missing_ok=True)
-        for picture in output.glob("*.png"):
-            picture.unlink()
-        records.write_atomically(state, json.dumps(settings, indent=1) + "\n")
-    except OSError as error:
-        raise OSError(f"--output {output} cannot be written ({error.strerror}); choose another folder") from error
-    return log
+        pictures.require_matplotlib("--figures all")
+    except ValueError as error:
+        warnings.warn(f"{error}; everything but the pictures is written", stacklevel=2)
+        return False
+    return True
 
 
-def _warn_about_positions(config: Any, runs: Any, lengths: list[int]) -> None:
+def _warn_about_positions(config: Any, runs: Sequence[Run], lengths: Sequence[int]) -> None:
     """Say what happens where positions go beyond what the backbone was trained on."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is None or max(lengths) <= limit:
@@ -250,28 +251,27 @@ def _warn_about_positions(config: Any, runs: Any, lengths: list[int]) -> None:
     if late:
         warnings.warn(
             f"prompts of {max(lengths):,} tokens go beyond the {limit:,} positions of this backbone, where its answers "
-            f"usually fall apart; {', '.join(dict.fromkeys(late))} count positions in the text and will show it",
+            f"usually fall apart; {', '.join(dict.fromkeys(late))} count positions in the text and will show it, "
+            "--positions compact numbers the kept units only",
             stacklevel=2,
         )
 
 
-def _plan(
-    settings: Any, runs: Any, places: Any, model: Any, config: Any, dtype: Any, scorer: Any, tasks: Any
-) -> dict[str, Any]:
+def _plan(job: _Job) -> dict[str, Any]:
     """Return what would be done: runs, tokens, and the bytes of each policy's cache."""
     from locret.infer import loading
 
-    new_tokens = max(task.max_new_tokens for task in tasks)
+    new_tokens = max(task.max_new_tokens for task in job.tasks)
     planned = []
-    for policy in dict.fromkeys(one.policy for one in runs if one.policy is not None):
-        heads, _ = loading.load_scorer(scorer)
-        size = loading.planned_bytes(model, config, dtype, heads, policy, new_tokens)
+    for policy in dict.fromkeys(one.policy for one in job.runs if one.policy is not None):
+        scorer, _ = loading.load_scorer(job.scorer)
+        size = loading.planned_bytes(job.model, job.config, job.dtype, scorer, policy, new_tokens)
         planned.append({**policy.to_dict(), "planned_cache_bytes": size})
     return {
-        "runs": len(runs) * len(places),
-        "tokens": sum(place.tokens for place in places) * len(runs),
+        "runs": len(job.runs) * len(job.places),
+        "tokens": sum(place.tokens for place in job.places) * len(job.runs),
         "policies": planned,
-        "config": settings,
+        "config": job.settings(),
     }
 
 

@@ -10,6 +10,7 @@ from locret.data import tasks
 from locret.data.tasks import Task
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.methods import Method
+from locret.infer.options import ModelOptions
 from locret.policy import RetentionPolicy
 
 Numbers = int | str | list[int]
@@ -108,9 +109,9 @@ class BudgetOptions:
             if "stabilizers" not in chosen:
                 kept = [min(kept[0], budget // 4)]
             for stabilizers in kept:
-                if stabilizers > budget:
+                if stabilizers >= budget > 0:
                     raise ValueError(
-                        f"--budget {budget} is smaller than --stabilizers {stabilizers}, which are never evicted; "
+                        f"--budget {budget} has no room beside the {stabilizers} units that --stabilizers protects; "
                         "lower --stabilizers or raise --budget"
                     )
                 for size in sizes:
@@ -137,7 +138,7 @@ class ReportOptions:
     overwrite: bool = False
     """Replace what an earlier run left in the output folder."""
     figures: str = "all"
-    """all or none. Pictures need locret[eval]."""
+    """all or none. Pictures need locret[eval]; without it the rest is written all the same."""
     list: bool = False
     """Print the tasks and methods there are, and stop."""
     json: bool = False
@@ -147,13 +148,18 @@ class ReportOptions:
     threads: int = 0
     """CPU threads; 0 leaves them to PyTorch."""
     quiet: bool = False
-    """No progress bar."""
+    """No progress bar and no warnings."""
 
     def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ValueError(f"--threads {self.threads} is negative; give 1 or more, or 0 to leave it to PyTorch")
         if self.figures not in ("all", "none"):
             raise ValueError(f"--figures {self.figures} is unknown; choose all or none")
         if self.resume and self.overwrite:
             raise ValueError("--resume and --overwrite exclude each other; drop one of them")
+
+
+OPTION_CLASSES = (ModelOptions, EvalOptions, BudgetOptions, ReportOptions)
 
 
 def numbers(value: Numbers, flag: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,21 @@ class SampleLog:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
+    """Write a file that appears whole or not at all.
+
+    Raises:
+        OSError: If it cannot be written; the message names the file.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"{path} cannot be written ({reason}); free some space or choose another folder") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def in_order(records: Iterable[dict[str, Any]], order: dict[tuple[Any, ...], int]) -> list[dict[str, Any]]:

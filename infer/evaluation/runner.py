@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetentionCache, generate, prefill
-from locret.adapters import find_decoder, unwrap
+from locret.adapters import unwrap
 from locret.data.tasks import Sample, Task
 from locret.infer.evaluation.methods import Method, Prompt, Setup
 from locret.infer.evaluation.records import key
@@ -134,23 +134,28 @@ def answer(prompt: Prompt, run: Run, max_new_tokens: int) -> dict[str, Any]:
 
 
 def _plain(model: nn.Module, ids_1N: Tensor, settings: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """Answer with transformers alone."""
+    """Answer with transformers alone: its cache, its `generate`, nothing of ours but a look at the cache in between."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=unwrap(model).config)
+    read: dict[str, Any] = {}
+
+    def look(_ids: Tensor, logits: Tensor) -> Tensor:
+        if not read:  # the prompt's last logits: it has been read, and nothing has been written
+            read.update(seconds=_now(ids_1N.device), units=cache.get_seq_length(), size=_bytes(cache))
+        return logits
+
     start = _now(ids_1N.device)
-    if ids_1N.shape[1] > 1:
-        find_decoder(model)(input_ids=ids_1N[:, :-1], past_key_values=cache, use_cache=True)
-    read = _now(ids_1N.device)
-    size, units = _bytes(cache), cache.get_seq_length()
-    out = unwrap(model).generate(ids_1N, attention_mask=torch.ones_like(ids_1N), past_key_values=cache, **settings)
+    out = unwrap(model).generate(
+        ids_1N, attention_mask=torch.ones_like(ids_1N), past_key_values=cache, logits_processor=[look], **settings
+    )
     return out[0, ids_1N.shape[1] :].tolist(), {
-        "kept_units": units,
+        "kept_units": read["units"],
         "peak_units": cache.get_seq_length(),
-        "cache_bytes": size,
+        "cache_bytes": read["size"],
         "peak_bytes": _bytes(cache),
-        "prefill_seconds": read - start,
-        "decode_seconds": _now(ids_1N.device) - read,
+        "prefill_seconds": read["seconds"] - start,
+        "decode_seconds": _now(ids_1N.device) - read["seconds"],
     }
 
 
@@ -158,33 +163,37 @@ def _retained(
     model: nn.Module, scorer: Any, policy: RetentionPolicy | None, ids_1N: Tensor, settings: dict[str, Any]
 ) -> tuple[list[int], dict[str, Any]]:
     """Answer from a bounded cache."""
-    cache = RetentionCache(model, scorer, policy)
-    peak = 0
-
-    def watch(cache: RetentionCache) -> None:
-        nonlocal peak
-        peak = max(peak, cache.memory().units)
-
+    cache, meter = RetentionCache(model, scorer, policy), _UnitMeter()
     start = _now(ids_1N.device)
-    prefill(model, ids_1N, cache, new_tokens=settings["max_new_tokens"], on_chunk=watch)
-    read = _now(ids_1N.device)
-    memory = cache.memory()
+    prefill(model, ids_1N, cache, new_tokens=settings["max_new_tokens"], on_chunk=meter)
+    read, memory = _now(ids_1N.device), cache.memory()
     new = generate(model, cache=cache, **settings)[0].tolist()
-    end = _now(ids_1N.device)
-    # Within a chunk, one layer at a time holds the chunk beside what was kept.
-    peak = max(peak + min(cache.policy.chunk_size, ids_1N.shape[1]), cache.memory().units)
+    end, after = _now(ids_1N.device), cache.memory()
     return new, {
         "kept_units": memory.units,
-        "peak_units": min(peak, max(cache.policy.prefill_units, cache.memory().units)),
+        "peak_units": max(meter.peak, after.units),
         "cache_bytes": memory.actual,
-        "peak_bytes": cache.memory().peak,
+        "peak_bytes": after.peak,
         "prefill_seconds": read - start,
         "decode_seconds": end - read,
     }
 
 
+class _UnitMeter:
+    """Follows a read chunk by chunk: a layer attends to a chunk beside all that was kept before it evicts."""
+
+    def __init__(self) -> None:
+        self.peak = self._held = self._seen = 0
+
+    def __call__(self, cache: RetentionCache) -> None:
+        self.peak = max(self.peak, self._held + cache.seen - self._seen)
+        self._held, self._seen = max((layer.fill for layer in cache.governed), default=0), cache.seen
+
+
 def _greedy(model: nn.Module, tokenizer: Any, max_new_tokens: int) -> dict[str, Any]:
+    """Return the settings of `generate`; neutral ones too, or the backbone's own sampling would fill them in."""
     ends = unwrap(model).generation_config.eos_token_id  # type: ignore[union-attr]
+    ends = tokenizer.eos_token_id if ends is None else ends
     first = ends[0] if isinstance(ends, list) else ends
     return {
         "max_new_tokens": max_new_tokens,
@@ -194,6 +203,7 @@ def _greedy(model: nn.Module, tokenizer: Any, max_new_tokens: int) -> dict[str, 
         "top_k": 50,
         "num_beams": 1,
         "repetition_penalty": 1.0,
+        "eos_token_id": ends,
         "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else first,
     }
 

@@ -1,0 +1,90 @@
+"""The output folder of an evaluation: one configuration each, checked before anything is loaded or written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, write_atomically
+
+CONFIGURATION = "configuration.json"
+
+
+def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+    """Refuse a folder that holds something else; nothing is written.
+
+    Args:
+        output: What the user gave.
+        settings: The resolved configuration, as far as it is known.
+        resume: Whether the same configuration is to go on.
+        overwrite: Whether an evaluation may be replaced.
+
+    Raises:
+        ValueError: If it holds another configuration, the same one without `resume`, or no evaluation.
+        OSError: If it cannot be read.
+    """
+    folder = Path(output)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {output} is a file; name a folder")
+    if not _held(folder):
+        return
+    state = folder / CONFIGURATION
+    if not state.is_file():
+        raise ValueError(f"--output {output} holds something else than an evaluation; choose another folder")
+    if overwrite:
+        return
+    different = _different(state, settings)
+    if different:
+        raise ValueError(
+            f"--output {output} holds an evaluation of another configuration (other {', '.join(different)}); choose "
+            "another folder, or --overwrite it"
+        )
+    if not resume:
+        raise ValueError(f"--output {output} holds this evaluation already; --resume goes on, --overwrite starts again")
+
+
+def _different(state: Path, settings: dict[str, Any]) -> list[str]:
+    """Return the settings that are not those of the folder; one that only one side knows makes no difference."""
+    try:
+        stored = json.loads(state.read_text(encoding="utf-8"))
+        here = json.loads(json.dumps(settings))
+        return [name for name, value in here.items() if stored.get(name, value) != value]
+    except (ValueError, AttributeError):
+        raise ValueError(f"{state} is broken; --overwrite starts again, or choose another folder") from None
+
+
+def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> SampleLog:
+    """Return the records of a folder that `check_output` has passed, making it if need be.
+
+    Raises:
+        ValueError: If its records are broken.
+        OSError: If it cannot be written.
+    """
+    folder = Path(output)
+    log = SampleLog(folder)
+    if (folder / CONFIGURATION).is_file() and not overwrite:
+        log.load()
+        return log
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (SAMPLES, RESULTS, TABLE, CONFIGURATION, *_pictures(folder)):
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"--output {output} cannot be written ({error.strerror}); choose another folder") from error
+    write_atomically(folder / CONFIGURATION, json.dumps(settings, indent=1) + "\n")
+    return log
+
+
+def _pictures(folder: Path) -> list[str]:
+    """Return the files that an earlier evaluation says it has drawn here."""
+    try:
+        named = json.loads((folder / RESULTS).read_text(encoding="utf-8"))["figures"]
+        return [Path(str(name)).name for name in named]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _held(folder: Path) -> list[str]:
+    """Return what is in a folder, but for what a killed process was about to write."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []

@@ -1,0 +1,67 @@
+"""What an evaluation leaves behind besides its records: results.json, the Markdown table and the pictures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from locret.environment import versions
+from locret.infer.evaluation import summary
+from locret.infer.evaluation.methods import Setup
+from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key, write_atomically
+from locret.infer.evaluation.runner import Place, Run
+
+
+def fingerprint(settings: dict[str, Any]) -> str:
+    """Return the hash of the resolved configuration."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def write_results(
+    output: Path, log: SampleLog, settings: dict[str, Any], places: Sequence[Place], runs: Sequence[Run]
+) -> dict[str, Any]:
+    """Write results.json and results.md from what has been measured so far, and return the results.
+
+    Raises:
+        OSError: If they cannot be written.
+    """
+    records = ordered(log, places, runs)
+    found = versions()
+    results: dict[str, Any] = {
+        "config": settings,
+        "configuration_sha256": fingerprint(settings),
+        "versions": found,
+        "commit": found.get("commit"),
+        "seed": settings["seed"],
+        "complete": len(records) == len(places) * len(runs),
+        "cells": summary.cells(records),
+        "figures": [],
+    }
+    write_atomically(output / TABLE, summary.table(results["cells"]))
+    write_atomically(output / RESULTS, json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def write_figures(
+    output: Path, log: SampleLog, results: dict[str, Any], setup: Setup, places: Sequence[Place], runs: Sequence[Run]
+) -> None:
+    """Draw all pictures and add their names to results.json; numbers are on disk before the first one is drawn.
+
+    Raises:
+        ValueError: If matplotlib is not installed.
+        OSError: If one cannot be written.
+    """
+    from locret.infer.evaluation import figures, insight
+
+    names: list[str] = figures.write_all(output, ordered(log, places, runs), results)
+    results["figures"] = names + insight.write(setup, output, places, runs)
+    write_atomically(output / RESULTS, json.dumps(results, indent=1) + "\n")
+
+
+def ordered(log: SampleLog, places: Sequence[Place], runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the records in the order of an evaluation without interruption."""
+    keys = [key(place.axes | run.axes) for place in places for run in runs]
+    return in_order(log.records, {name: index for index, name in enumerate(keys)})
