@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.infer.evaluation.consistency import CURVES, Consistency
-from locret.infer.evaluation.figures import COLORS, MARKERS, new_figure
+from locret.infer.evaluation.figures import new_figure, style
 from locret.infer.evaluation.records import write_atomically
 from locret.infer.pictures import INK, save
 
@@ -55,8 +55,9 @@ def draw_consistency(result: Consistency, path: str | Path) -> None:
     grid = figure.subplots(2, 2, sharex=True, sharey=True)
     legend: dict[str, Any] = {}
     for place, curve in zip(grid.flatten(), CURVES, strict=True):
-        for index, name in enumerate(result.means):
-            line = _draw_line(place, result, name, curve, COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)])
+        # Backwards: where lines cover each other, the method that was named first stays visible.
+        for index, name in reversed(list(enumerate(result.means))):
+            line = _draw_line(place, result, name, curve, *style(index))
             if line is not None:
                 legend.setdefault(name, line)
         # Two choices of the same share at random agree on that share of themselves.
@@ -65,7 +66,8 @@ def draw_consistency(result: Consistency, path: str | Path) -> None:
         place.set_ylim(-3, 103)
         place.grid(alpha=0.25, linewidth=0.6)
         place.spines[["top", "right"]].set_visible(False)
-    figure.legend(legend.values(), legend.keys(), loc="outside right upper", frameon=False, fontsize=9)
+    labels = [label for label in (*result.means, "chance") if label in legend]
+    figure.legend([legend[label] for label in labels], labels, loc="outside right upper", frameon=False, fontsize=9)
     figure.supxlabel("length of the prefix (tokens); bands: one standard error over texts", fontsize=10, color=INK)
     figure.supylabel(f"units of the top {result.share:.0%} in common (%)", fontsize=10, color=INK)
     number = "1 text" if result.texts == 1 else f"{result.texts} texts"

@@ -22,8 +22,11 @@ AXIS_LABELS = {
     "chunk_size": "chunk size (tokens)",
     "stabilizers": "stabilizers (units)",
 }
-FILES = {"budget": "accuracy_by_budget.png", "stabilizers": "score_by_stabilizers.png"}
-FILES["chunk_size"] = "score_by_chunk_size.png"
+FILES = {
+    "budget": "accuracy_by_budget.png",
+    "chunk_size": "accuracy_by_chunk_size.png",
+    "stabilizers": "accuracy_by_stabilizers.png",
+}
 
 
 def write_all(output: str | Path, records: Sequence[dict[str, Any]], results: dict[str, Any]) -> list[str]:
@@ -109,11 +112,17 @@ def draw_panels(panels: Sequence[Panel], axis: str, path: str | Path) -> None:
     save(figure, path)
 
 
+def style(index: int) -> tuple[str, str]:
+    """Return the colour and the marker of the index-th line of a figure; no two of the first 49 are the same."""
+    rounds = index // len(COLORS)
+    return COLORS[index % len(COLORS)], MARKERS[(index + rounds) % len(MARKERS)]
+
+
 def _styles(lines: Sequence[Line]) -> dict[str, tuple[str, str]]:
     """Return a colour and a marker per label, the same in every panel."""
     labels = list(dict.fromkeys(line.label for line in lines if not line.everywhere))
     everywhere = {line.label: (INK, "") for line in lines if line.everywhere}
-    return everywhere | {label: (COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]) for i, label in enumerate(labels)}
+    return everywhere | {label: style(index) for index, label in enumerate(labels)}
 
 
 def _draw_line(place: Any, line: Line, color: str, marker: str) -> Any:

@@ -60,11 +60,11 @@ def write(setup: Setup, output: Path, places: Sequence[Place], runs: Sequence[Ru
 def _consistency(setup: Setup, output: Path, places: Sequence[Place], runs: Sequence[Run]) -> list[str]:
     longest = max(place.tokens for place in places)
     chosen = [place for place in places if place.tokens == longest][:TEXTS]
-    measured, prefixes = [], consistency.default_prefixes(longest)
-    for place in chosen:
-        prompt = _prompt(setup, place)
-        tokens = prompt.ids_1N.shape[1]
-        prefixes = [min(n, tokens) for n in prefixes]
+    prompts = [_prompt(setup, place) for place in chosen]
+    # Prompts fill the length asked for to within a sentence; means need prefixes that all of them have.
+    prefixes = consistency.default_prefixes(min(prompt.ids_1N.shape[1] for prompt in prompts))
+    measured = []
+    for prompt in prompts:
         policy = runs[0].policy
         assert policy is not None
         methods = {run.method.name: _source(run, prompt) for run in runs if run.method.name != "oracle"}

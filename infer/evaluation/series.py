@@ -191,7 +191,11 @@ def readings(records: Iterable[dict[str, Any]]) -> dict[Reading, dict[str, list[
 
 
 def has_single_needle(name: str) -> bool:
-    """Return whether a task plants one statement, so that its depth says where the whole answer is."""
+    """Return whether one statement holds the whole answer, so that a sample's depth says where it is.
+
+    A depth is that of the first statement; multi-key texts have others, but the first is the one asked for.
+    """
     if name not in tasks.names():
         return False
-    return len(tasks.get(name).plant(tasks.Draw(random.Random(0), "eval")).statements) == 1
+    planted = tasks.get(name).plant(tasks.Draw(random.Random(0), "eval"))
+    return all(target in planted.statements[0] for target in planted.questions[0].targets)
