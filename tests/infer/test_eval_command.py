@@ -1,0 +1,265 @@
+"""`locret-eval`: methods are treated alike, runs go on where they stopped, and mistakes get one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from locret import RetentionCache, RetentionPolicy, generate, scorers
+from locret.cli import run
+from locret.data import tasks
+from locret.infer.evaluation import methods, runner
+from locret.infer.evaluation.command import command
+
+METHODS = "full,locret,untrained,random,streaming,streaming-original,oracle"
+TIMES = ("prefill_seconds", "decode_seconds")
+SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--threads", 1, "--figures", "none")
+
+
+@pytest.fixture
+def evaluate(capsys: pytest.CaptureFixture[str], backbone: Path, heads: Path) -> Callable[..., Any]:
+    """Return a function that runs the command on a random backbone and gives exit code, output and errors."""
+
+    def call(*arguments: object, model: Path | str = backbone, own_heads: Path | None = heads) -> tuple[int, str, str]:
+        line = ["--model", str(model), *([] if own_heads is None else ["--heads", str(own_heads)])]
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as leaving:
+            run(command, [*line, *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return int(leaving.value.code or 0), out, err
+
+    return call
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def test_every_method_holds_the_same_budget_and_everything_is_on_record(evaluate: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("--methods", METHODS, "--tasks", "passkey,multikey", "--lengths", "400,600", "--budget", 64)
+    code, table, err = evaluate(*arguments, "--samples", 2, "--output", out, *SMALL)
+    assert code == 0, err
+    found = records(out)
+    assert len(found) == 7 * 2 * 2 * 2
+    for record in found:
+        if record["method"] == "full":
+            assert record["budget"] is None
+            assert record["kept_units"] == record["prompt_tokens"] == record["tokens"]
+        else:
+            assert record["kept_units"] == 64 + 8
+            assert record["peak_units"] <= 64 + 32 + 8 + record["generated_tokens"]
+            # 2 layers of 2 KV heads hold keys and values of 8 bfloat16 numbers, here as float32.
+            assert record["cache_bytes"] >= 72 * 2 * 2 * 2 * 8 * 4
+    assert len({(r["task"], r["tokens"], r["index"], r["prompt_sha256"]) for r in found}) == 8
+    results = json.loads((out / "results.json").read_text())
+    assert results["complete"]
+    assert results["config"]["policies"] == [
+        RetentionPolicy(budget=64, chunk_size=32, stabilizers=16, local_len=8).to_dict()
+    ]
+    assert len(results["cells"]) == 7 * 2 * 2
+    assert {cell["n"] for cell in results["cells"]} == {2}
+    assert {"locret", "torch", "transformers"} <= set(results["versions"])
+    assert (out / "results.md").read_text() == table
+    assert sorted(path.name for path in out.iterdir()) == [
+        "configuration.json",
+        "results.json",
+        "results.md",
+        "samples.jsonl",
+    ]
+
+
+def test_full_is_plain_transformers_and_the_engine_with_room_for_all_says_the_same(backbone: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(backbone)
+    setup = methods.Setup(model, tokenizer, None, 0)
+    said = set()
+    for seed in range(4):
+        task = tasks.get("multikey", keys=2)
+        sample = task.sample(tokenizer, 300, seed=seed)
+        ids = runner.prompt_ids(tokenizer, sample)
+        plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        prediction = tokenizer.decode(plain[0, 300:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        full = runner.answer(methods.Prompt(ids, sample, setup), runner.Run(methods.get("full"), None), 24)
+        assert full["prediction"] == prediction
+        policy = RetentionPolicy(budget=300, chunk_size=64, stabilizers=16, local_len=8)
+        cache = RetentionCache(model, scorers.get("random"), policy)
+        ours = generate(model, ids, cache=cache, max_new_tokens=24, do_sample=False)
+        assert torch.equal(ours, plain)
+        said.add(prediction)
+    assert len(said) > 1
+
+
+def test_an_interrupted_run_goes_on_and_equals_an_uninterrupted_one(
+    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--methods", "full,locret,random", "--tasks", "passkey,number", "--lengths", 400, "--budget", 64)
+    arguments = (*arguments, "--samples", 2, *SMALL)
+    assert evaluate(*arguments, "--output", tmp_path / "whole")[0] == 0
+    answer, left = runner.answer, [5]
+
+    def interrupted(*given: Any) -> dict[str, Any]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return answer(*given)
+
+    monkeypatch.setattr(runner, "answer", interrupted)
+    code, _, err = evaluate(*arguments, "--output", tmp_path / "halves")
+    assert code == 130
+    assert "--resume goes on" in err
+    assert len(records(tmp_path / "halves")) == 5
+    monkeypatch.setattr(runner, "answer", answer)
+    with (tmp_path / "halves" / "samples.jsonl").open("a") as file:
+        file.write('{"task": "passkey", "vers')  # what a crash in the middle of a line leaves
+    assert evaluate(*arguments, "--output", tmp_path / "halves")[0] == 2  # neither --resume nor --overwrite
+    assert evaluate(*arguments, "--output", tmp_path / "halves", "--resume")[0] == 0
+    assert records(tmp_path / "halves") == records(tmp_path / "whole")
+    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("halves", "whole")]
+    for result in results:
+        for cell in result["cells"]:
+            cell.pop("prefill_tokens_per_second")
+    assert results[0]["cells"] == results[1]["cells"]
+
+
+def test_a_broken_line_in_the_middle_is_refused(evaluate: Any, tmp_path: Path) -> None:
+    arguments = ("--methods", "random", "--tasks", "passkey", "--lengths", 300, "--budget", 64, "--samples", 2, *SMALL)
+    assert evaluate(*arguments, "--output", tmp_path)[0] == 0
+    log = tmp_path / "samples.jsonl"
+    log.write_text("nonsense\n" + log.read_text())
+    code, _, err = evaluate(*arguments, "--output", tmp_path, "--resume")
+    assert code == 2
+    assert "samples.jsonl, line 1 is no record of an evaluation; use --overwrite to start again" in err
+
+
+def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluate: Any, tmp_path: Path) -> None:
+    arguments = ("--methods", "random", "--tasks", "passkey", "--lengths", 300, "--budget", 64, *SMALL)
+    out = tmp_path / "out"
+    assert evaluate(*arguments, "--samples", 1, "--output", out)[0] == 0
+    before = (out / "samples.jsonl").read_text()
+    for flags in ((), ("--resume",)):
+        code, _, err = evaluate(*arguments, "--samples", 1, "--seed", 5, "--output", out, *flags)
+        assert code == 2
+        assert "holds an evaluation of another configuration (other seed); choose another folder, or --overwrite" in err
+    assert (out / "samples.jsonl").read_text() == before
+    assert evaluate(*arguments, "--samples", 1, "--seed", 5, "--output", out, "--overwrite")[0] == 0
+    assert records(out)[0]["seed"] == 5
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    code, _, err = evaluate(*arguments, "--samples", 1, "--output", tmp_path / "mine", "--overwrite")
+    assert code == 2
+    assert "holds something else than an evaluation" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--methods", "streeming"), 'method "streeming" is unknown; did you mean streaming'),
+        (("--tasks", "passky"), 'task "passky" is unknown; did you mean passkey'),
+        (
+            ("--budget", "16", "--stabilizers", "32"),
+            "--budget 16 has no room beside the 32 units that --stabilizers protects; lower",
+        ),
+        (("--budget", "many"), "--budget many is no list of whole numbers; write it like 256,128"),
+        (("--samples", "0"), "--samples 0 leaves nothing to measure; give 1 or more"),
+        (("--lengths", "20"), "tokens=20 cannot hold the facts and the question"),
+        (("--methods", ","), "--methods is empty; name at least one"),
+        (("--resume", "--overwrite"), "--resume and --overwrite exclude each other"),
+    ],
+)
+def test_mistakes_are_refused_with_the_way_out_and_write_nothing(
+    evaluate: Any, tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    defaults = {"--methods": "random", "--tasks": "passkey", "--lengths": "300", "--samples": "1"}
+    for flag in flags[::2]:
+        defaults.pop(flag, None)
+    line = [part for pair in defaults.items() for part in pair]
+    code, _, err = evaluate(*line, *flags, "--output", tmp_path / "out", "--figures", "none")
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_locret_needs_heads(evaluate: Any, tmp_path: Path) -> None:
+    code, _, err = evaluate("--methods", "locret", "--output", tmp_path / "out", own_heads=None)
+    assert code == 2
+    assert "--methods locret needs trained heads; give --heads, or leave it out" in err
+
+
+def test_stabilizers_follow_a_small_budget_unless_they_are_given(evaluate: Any, tmp_path: Path) -> None:
+    code, out, err = evaluate("--methods", "random", "--budget", "8,32", "--lengths", 300, "--dry-run")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert [(p["budget"], p["stabilizers"]) for p in plan["policies"]] == [(8, 2), (32, 8)]
+    assert all(policy["planned_cache_bytes"] > 0 for policy in plan["policies"])
+    assert plan["runs"] == 3 * 100 * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_original_positions_beyond_the_backbone_get_a_warning(evaluate: Any) -> None:
+    arguments = ("--tasks", "passkey", "--lengths", 5000, "--budget", 64, "--dry-run")
+    _, _, err = evaluate("--methods", "streaming,streaming-original", *arguments)
+    assert "prompts of 5,000 tokens go beyond the 4,096 positions of this backbone" in err
+    assert "streaming-original count positions in the text" in err
+    _, _, err = evaluate("--methods", "streaming", *arguments)
+    assert "go beyond" not in err
+
+
+def test_a_recipe_may_use_lists_and_task_options(evaluate: Any, tmp_path: Path) -> None:
+    recipe = {
+        "methods": ["random"],
+        "tasks": ["multikey"],
+        "task_options": {"multikey": {"keys": 2}},
+        "lengths": [300],
+        "budget": [32, 64],
+        "chunk_size": [32, 64],
+        "samples": 1,
+        "figures": "none",
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    code, out, err = evaluate("--config", tmp_path / "recipe.yaml", "--output", tmp_path / "out", "--json")
+    assert code == 0, err
+    results = json.loads(out)
+    assert results["config"]["tasks"]["multikey"]["keys"] == 2
+    assert {(cell["budget"], cell["chunk_size"]) for cell in results["cells"]} == {
+        (32, 32),
+        (32, 64),
+        (64, 32),
+        (64, 64),
+    }
+
+
+def test_list_names_every_task_and_method(evaluate: Any) -> None:
+    code, out, _ = evaluate("--list")
+    assert code == 0
+    assert all(f"  {name} " in out for name in [*tasks.names(), *METHODS.split(",")])
+
+
+def test_pictures_are_drawn_and_named(evaluate: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the pictures need locret[eval]")
+    arguments = (
+        "--methods",
+        "full,locret,streaming",
+        "--tasks",
+        "passkey",
+        "--lengths",
+        "300,400",
+        "--budget",
+        "32,64",
+    )
+    code, _, err = evaluate(*arguments, "--samples", 2, "--chunk-size", 32, "--output", tmp_path / "out")
+    assert code == 0, err
+    figures = json.loads((tmp_path / "out" / "results.json").read_text())["figures"]
+    wanted = {"accuracy_by_budget.png", "heat_map_locret_32.png", "retention_steps_locret.png", "consistency.png"}
+    assert wanted <= set(figures)
+    for name in figures:
+        if name.endswith(".png"):
+            assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
