@@ -1,0 +1,136 @@
+"""What each task asks in its benchmark's form, and metrics by hand beyond the plain cases."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from locret.data import tasks
+from locret.data.embedded_tokenizer import COLORS, VARIABLES, build_tokenizer
+from locret.data.tasks.metrics import all_contained, first_integer
+
+TOKENIZER = build_tokenizer()
+ALL = tasks.names()
+
+
+def sample(name: str, tokens: int = 512, **options: Any) -> Any:
+    return tasks.get(name).sample(TOKENIZER, tokens, **options)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "score"),
+    [
+        ("71432", 1),
+        ("The pass key is 71432.", 1),
+        ("71432 is the pass key, and 99999 is not", 1),  # the first integer counts
+        ("99999 or 71432", 0),
+        ("714321", 0),  # a longer number is another number
+        ("7143", 0),
+        ("7 1 4 3 2", 0),
+        ("x71432x", 1),  # letters end an integer as InfiniteBench splits it
+        ("-71432", 1),
+        ("٧١٤٣٢ 71432", 1),  # other scripts' digits are no integer of the benchmark
+        ("", 0),
+        ("none", 0),
+    ],
+)
+def test_first_integer_by_hand(prediction: str, score: float) -> None:
+    assert first_integer(prediction, "71432") == score
+
+
+@pytest.mark.parametrize(
+    ("prediction", "targets", "score"),
+    [
+        ("It is 1234567.", ["1234567"], 1),
+        ("1234567 and 7654321", ["7654321", "1234567"], 1),
+        ("only 7654321", ["7654321", "1234567"], 0.5),
+        ("ALPHA, bravo", ["alpha", "Bravo", "CHARLIE", "DELTA"], 0.5),
+        ("12345678", ["1234567"], 1),  # RULER looks for the string, wherever it is
+        ("123456", ["1234567"], 0),
+        ("", ["a", "b"], 0),
+        ("a", ["a", "b", "c"], 1 / 3),
+    ],
+)
+def test_all_contained_by_hand(prediction: str, targets: list[str], score: float) -> None:
+    assert all_contained(prediction, targets) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("name", ["multivalue", "variable_tracking"])
+def test_half_of_an_answer_scores_its_share(name: str) -> None:
+    task, one = tasks.get(name), sample(name)
+    assert task.score(" ".join(one.targets[:-1]), one) == pytest.approx((len(one.targets) - 1) / len(one.targets))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_question_and_introduction_do_not_tell_the_answer(name: str) -> None:
+    one = sample(name)
+    assert not [target for target in one.targets if target in one.introduction + one.question]
+
+
+@pytest.mark.parametrize("name", ["passkey", "number", "multikey"])
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_the_needle_is_at_its_depth(name: str, depth: float) -> None:
+    one = sample(name, 1500, depth=depth, seed=3)
+    where = one.text.index(one.targets[0]) / len(one.text)
+    assert one.depths[0] == depth
+    assert abs(where - depth) < 0.12
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("passkey", 1), ("number", 1), ("multikey", 1), ("multivalue", 4), ("variable_tracking", 3)]
+)
+def test_targets_are_what_the_form_says(name: str, count: int) -> None:
+    digits = {"passkey": 5, "number": 10, "multikey": 7, "multivalue": 7}
+    one = sample(name)
+    assert len(set(one.targets)) == count
+    if name in digits:
+        assert all(re.fullmatch(rf"[1-9]\d{{{digits[name] - 1}}}", target) for target in one.targets)
+    else:
+        assert set(one.targets) <= set(VARIABLES)
+
+
+def test_multikey_hides_eight_keys_of_its_own_and_options_change_them() -> None:
+    def needles(**options: Any) -> list[str]:
+        one = tasks.get("multikey", **options).sample(TOKENIZER, 900)
+        return re.findall(r"special magic numbers for (\w+) is: (\d+)", one.text)
+
+    assert len(dict(needles())) == len(needles()) == 8
+    found = needles(keys=12, digits=4)
+    assert len(dict(found)) == 12
+    assert {len(number) for _, number in found} == {4}
+
+
+def test_variables_are_chained_in_the_order_of_the_text() -> None:
+    one = sample("variable_tracking", 900, seed=5)
+    value = re.search(r"the value (\d+) in", one.question).group(1)  # type: ignore[union-attr]
+    held, order = {value}, []
+    for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", one.text):
+        if source in held:
+            held.add(name)
+            order.append(name)
+    assert tuple(order) == one.targets, "a reader in one pass finds exactly the targets"
+
+
+def test_two_stage_asks_for_the_value_of_a_sum() -> None:
+    one = sample("two_stage", 900, seed=5)
+    first, second = map(int, re.search(r"is (\d+) \+ (\d+) =", one.question).groups())  # type: ignore[union-attr]
+    entries = dict(re.findall(r"(\d+): (\w+)", re.search(r"The Dict is: ([^.]*)\.", one.text).group(1)))  # type: ignore[union-attr]
+    assert one.targets == (entries[str(first + second)],)
+    assert set(entries.values()) <= set(COLORS)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_reply_fits_into_the_answer(name: str) -> None:
+    longest = max(len(TOKENIZER(sample(name, seed=seed).reply)["input_ids"]) for seed in range(10))
+    assert longest + 1 <= tasks.get(name).max_new_tokens, "and one more token to end the turn"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_records_can_say_what_was_measured(name: str) -> None:
+    task = tasks.get(name)
+    assert task.version >= 1
+    assert task.source
+    assert task.metric
+    assert all(isinstance(value, int) for value in task.options().values())
