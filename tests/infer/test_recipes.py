@@ -13,8 +13,16 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 
-def option_classes(job: str) -> tuple[type, ...]:
-    """Return the options of the command that reads the recipes of a folder."""
+def option_classes(job: str, name: str) -> tuple[type, ...]:
+    """Return the options of the command that reads a recipe."""
+    if name.startswith("compare_"):
+        from locret.train.compare import CompareOptions
+
+        return (CompareOptions,)
+    if job == "eval":
+        from locret.infer.evaluation.options import OPTION_CLASSES as EVAL
+
+        return EVAL
     if job == "infer":
         from locret.infer.command import OPTION_CLASSES
 
@@ -36,7 +44,7 @@ def test_recipe_parses_and_says_how_to_run_it(path: Path) -> None:
     missing = {"infer": {"heads": "HEADS"}, "train": {"output": "OUTPUT"}}.get(job, {})
     content = yaml.safe_load(path.read_text())
     extra = [part for key, value in missing.items() if key not in content for part in (f"--{key}", value)]
-    _, chosen = parse_options("test", "", option_classes(job), ["--config", str(path), *extra])
+    _, chosen = parse_options("test", "", option_classes(job, path.name), ["--config", str(path), *extra])
     assert set(content) <= chosen
     assert name in path.read_text(), "its header holds the command, ready to paste"
 
@@ -48,3 +56,16 @@ def test_recipe_parses_and_says_how_to_run_it(path: Path) -> None:
 def test_recipes_have_the_papers_numbers(name: str, numbers: tuple[int, ...]) -> None:
     recipe = yaml.safe_load((ROOT / "recipes" / "infer" / f"{name}.yaml").read_text())
     assert tuple(recipe[key] for key in ("budget", "chunk_size", "stabilizers", "local_len")) == numbers
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "eval").glob("*.yaml")), ids=lambda path: path.stem)
+def test_evaluation_recipes_name_tasks_methods_and_policies_that_exist(path: Path) -> None:
+    content = yaml.safe_load(path.read_text())
+    heads = [] if "heads" in content else ["--heads", "HEADS"]
+    (_, evaluation, budgets, _), chosen = parse_options(
+        "test", "", option_classes("eval", path.name), ["--config", str(path), *heads]
+    )
+    assert evaluation.chosen_methods()
+    assert evaluation.chosen_tasks()
+    assert evaluation.token_lengths()
+    assert budgets.policies(chosen, {})
