@@ -40,7 +40,7 @@ def stream_passkey(
     def pieces() -> Iterator[str]:
         place = round(depth * sentences)
         for start in range(0, sentences, _BLOCK):
-            block = []
+            block: list[str] = []
             for index in range(start, min(start + _BLOCK, sentences)):
                 if index == place:
                     block.extend(planted.statements)

@@ -41,7 +41,7 @@ def write(setup: Setup, output: Path, places: Sequence[Place], runs: Sequence[Ru
     if not smallest:
         return []
     longest = max(place.tokens for place in places)
-    candidates = [place for place in places if place.tokens == longest]
+    candidates = [place for place in places if place.tokens == longest and place.task is places[0].task]
     place = candidates[len(candidates) // 3]
     prompt = _prompt(setup, place)
     names: list[str] = []
