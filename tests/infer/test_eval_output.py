@@ -1,0 +1,278 @@
+"""What `locret-eval` leaves behind: records, cells, tables, and a folder that is never mixed or half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from locret.cli import run
+from locret.infer import pictures
+from locret.infer.evaluation import output_folder, records, runner, summary
+from locret.infer.evaluation.command import command
+
+LINE = ("--tasks", "passkey", "--lengths", "300", "--samples", "2", "--budget", "64", "--chunk-size", "32")
+LINE = (*LINE, "--stabilizers", "16", "--local-len", "8", "--threads", "1")
+RECORD = {
+    "task": "passkey",
+    "version": 1,
+    "tokens": 300,
+    "index": 0,
+    "method": "random",
+    "budget": 64,
+    "chunk_size": 32,
+    "stabilizers": 16,
+    "prompt_tokens": 300,
+    "score": 1.0,
+    "kept_units": 72,
+    "peak_units": 96,
+    "cache_bytes": 1000,
+    "peak_bytes": 2048,
+    "prefill_seconds": 2.0,
+}
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    return {**RECORD, **changes}
+
+
+@pytest.fixture
+def evaluate(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs the command and gives exit code, output and errors."""
+
+    def call(*arguments: object, model: Path = backbone) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as leaving:
+            run(command, ["--model", str(model), *LINE, *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return int(leaving.value.code or 0), out, err
+
+    return call
+
+
+def test_cells_by_hand() -> None:
+    scores = (1.0, 0.0, 0.5, 0.5)
+    found = [record(index=i, score=s, kept_units=70 + i, prefill_seconds=i + 1.0) for i, s in enumerate(scores)]
+    full = record(method="full", budget=None, chunk_size=None, stabilizers=None, score=1.0)
+    first, second = summary.cells([*found, full])
+    assert first["n"] == 4
+    assert first["score"] == 50
+    # Deviations 50, -50, 0, 0: the variance is 5000 / 3, the standard error its root by 2.
+    assert first["standard_error"] == pytest.approx(20.4124)
+    assert first["kept_units"] == 73
+    assert first["prefill_tokens_per_second"] == 120  # 1,200 tokens in 10 seconds
+    assert (second["n"], second["standard_error"], second["budget"]) == (1, None, None)
+
+
+def test_table_by_hand() -> None:
+    full = record(method="full", budget=None, chunk_size=None, stabilizers=None, score=0.8, kept_units=300)
+    ours = record(score=0.6)
+    longer = record(tokens=3000, score=0.25)
+    assert summary.table(summary.cells([full, ours, longer])) == (
+        "| method | budget | passkey @ 300 | passkey @ 3,000 | units / KV head | peak cache |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: |\n"
+        "| full | all | 80.0 |  | 300 | 2 KiB |\n"
+        "| random | 64 | 60.0 (75%) | 25.0 | 72 | 2 KiB |\n"
+    )
+
+
+def test_table_shows_what_varies_and_nothing_is_a_share_of_nothing() -> None:
+    full = record(method="full", budget=None, chunk_size=None, stabilizers=None, score=0.0)
+    lines = summary.table(summary.cells([full, record(), record(stabilizers=0)])).splitlines()
+    assert lines[0].startswith("| method | budget | stabilizers | passkey @ 300 |")
+    assert lines[2:] == [
+        "| full | all |  | 0.0 | 72 | 2 KiB |",
+        "| random | 64 | 16 | 100.0 | 72 | 2 KiB |",
+        "| random | 64 | 0 | 100.0 | 72 | 2 KiB |",
+    ]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 150])
+def test_a_line_that_was_cut_off_is_dropped_and_the_next_one_stands_alone(cut: int, tmp_path: Path) -> None:
+    log = records.SampleLog(tmp_path)
+    for index in range(3):
+        log.append(record(index=index))
+    whole = log.path.read_bytes()
+    log.path.write_bytes(whole[:-cut])
+    again = records.SampleLog(tmp_path)
+    again.load()
+    assert [one["index"] for one in again.records] == [0, 1]
+    again.append(record(index=2))
+    assert log.path.read_bytes() == whole
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.json"
+    path.write_text("old")
+
+    def full(self: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=r"results.json cannot be written \(No space left on device\); free some space"):
+        records.write_atomically(path, "new")
+    monkeypatch.undo()
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_full_disk_stops_with_one_sentence_and_the_run_goes_on_later(
+    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, append = tmp_path / "out", records.SampleLog.append
+
+    def full(self: records.SampleLog, found: dict[str, Any]) -> None:
+        if len(self.records) == 1:
+            self.path = Path("/dev/full")
+        append(self, found)
+
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    monkeypatch.setattr(records.SampleLog, "append", full)
+    code, _, err = evaluate("--methods", "random", "--figures", "none", "--output", out)
+    monkeypatch.undo()
+    assert code == 1
+    assert "cannot be written (No space left on device); free some space, then --resume" in err
+    assert evaluate("--methods", "random", "--figures", "none", "--output", out, "--resume")[0] == 0
+    assert len((out / "samples.jsonl").read_text().splitlines()) == 2
+
+
+def test_an_interrupted_run_leaves_results_that_say_so(
+    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, left = runner.answer, [3]
+
+    def interrupted(*given: Any) -> dict[str, Any]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return answer(*given)
+
+    monkeypatch.setattr(runner, "answer", interrupted)
+    code, _, err = evaluate("--methods", "full,random", "--output", tmp_path / "out")
+    assert code == 130
+    assert "3 answers are in" in err
+    assert "--resume goes on" in err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["complete"] is False
+    assert [cell["n"] for cell in results["cells"]] == [2, 1]
+
+
+def test_answers_of_other_weights_are_never_mixed(evaluate: Any, backbone: Path, tmp_path: Path) -> None:
+    model, line = tmp_path / "model", ("--methods", "random", "--figures", "none", "--output", tmp_path / "out")
+    shutil.copytree(backbone, model)
+    assert evaluate(*line, model=model)[0] == 0
+    assert evaluate(*line, "--resume", model=model)[0] == 0
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = -weights["lm_head.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    code, _, err = evaluate(*line, "--resume", model=model)
+    assert code == 2
+    assert "holds an evaluation of another configuration (other weights)" in err
+
+
+def test_without_matplotlib_all_but_the_pictures_is_written(
+    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)
+    code, out, err = evaluate("--methods", "random", "--output", tmp_path / "out")
+    assert code == 0
+    assert err.count("matplotlib") == 1
+    assert "--figures all needs matplotlib; install it with `pip install 'locret[eval]'`; everything but" in err
+    assert "| random | 64 |" in out
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["figures"] == []
+
+
+def test_overwriting_removes_what_the_earlier_run_wrote_and_nothing_else(evaluate: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the pictures need locret[eval]")
+    out = tmp_path / "out"
+    assert evaluate("--methods", "random", "--output", out)[0] == 0
+    assert list(out.glob("*.png"))
+    (out / "mine.png").write_text("a holiday")
+    line = ("--methods", "random", "--seed", 1, "--figures", "none", "--overwrite", "--output", out)
+    assert evaluate(*line)[0] == 0
+    assert [path.name for path in out.glob("*.png")] == ["mine.png"]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{half"])
+def test_a_broken_configuration_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / output_folder.CONFIGURATION).write_text(content)
+    with pytest.raises(ValueError, match=r"configuration.json is broken; --overwrite starts again"):
+        output_folder.check_output(str(tmp_path), {"seed": 0}, resume=True, overwrite=False)
+
+
+def test_a_setting_that_an_older_folder_does_not_know_makes_no_difference(tmp_path: Path) -> None:
+    (tmp_path / output_folder.CONFIGURATION).write_text('{"seed": 0}')
+    output_folder.check_output(str(tmp_path), {"seed": 0, "new": (1, 2)}, resume=True, overwrite=False)
+
+
+def test_a_file_in_the_folders_place_is_refused(evaluate: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    code, _, err = evaluate("--methods", "random", "--output", tmp_path / "out")
+    assert code == 2
+    assert "is a file; name a folder" in err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_one_sentence(evaluate: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    code, _, err = evaluate("--methods", "random", "--output", tmp_path / "out")
+    tmp_path.chmod(0o700)
+    assert code == 1
+    assert "cannot be written (Permission denied); choose another folder" in err
+
+
+def test_a_folder_below_a_file_is_one_sentence(evaluate: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = evaluate("--methods", "random", "--figures", "none", "--output", tmp_path / "file" / "out")
+    assert code == 1
+    assert "cannot be written (Not a directory); choose another folder" in err
+
+
+def test_a_tokenizer_that_cannot_express_a_task_writes_nothing(evaluate: Any, backbone: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model = tmp_path / "model"
+    shutil.copytree(backbone, model)
+    core = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>").save_pretrained(model)
+    code, _, err = evaluate("--methods", "random", "--output", tmp_path / "out", model=model)
+    assert code == 2
+    assert "task passkey cannot be expressed by this tokenizer" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_running_out_of_memory_says_what_helps(evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: Any) -> dict[str, Any]:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(runner, "answer", exhausted)
+    code, _, err = evaluate("--methods", "random", "--figures", "none", "--output", tmp_path / "out")
+    assert code == 1
+    assert "cpu is out of memory; use --resume with" in err
+
+
+def test_list_as_json_holds_versions_and_options(evaluate: Any) -> None:
+    code, out, _ = evaluate("--list", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["tasks"]["multikey"]["options"] == {"keys": 8, "digits": 7}
+    assert found["tasks"]["passkey"]["version"] >= 1
+    assert "oracle" in found["methods"]
+
+
+def test_quiet_says_nothing_on_standard_error(evaluate: Any, tmp_path: Path) -> None:
+    line = ("--methods", "full", "--lengths", "5000", "--samples", 1, "--figures", "none")
+    _, _, err = evaluate(*line, "--output", tmp_path / "one")
+    assert "locret-eval: warning: prompts of 5,000 tokens go beyond the 4,096 positions" in err
+    assert evaluate(*line, "--output", tmp_path / "two", "--quiet")[2] == ""
