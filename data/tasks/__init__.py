@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -27,13 +28,16 @@ def get(name: str, **options: Any) -> Task:
     """Return the task called `name` with its options.
 
     Raises:
-        ValueError: If there is no such task (the message lists the nearest names), or it has no such option.
+        ValueError: If there is no such task (the message lists the nearest names), it has no such option, or an
+            option is not a whole number in range.
     """
     for task in _TASKS:
         if task.name == name:
-            try:
-                return task(**options)
-            except TypeError as error:
-                raise ValueError(f"task {name}: {error}") from error
+            known = [option.name for option in fields(task)]
+            for option in options:
+                if option not in known:
+                    close = get_close_matches(str(option), known, n=1) or known
+                    raise ValueError(f'task {name}: it has no option "{option}"; did you mean {" or ".join(close)}?')
+            return task(**options)
     near = get_close_matches(name, names(), n=3) or names()
     raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')

@@ -88,7 +88,13 @@ class Draw:
         return _next(self._variables, "variables")
 
     def number(self, digits: int) -> str:
-        """Return a number of `digits` digits without a leading zero, different from all drawn before."""
+        """Return a number of `digits` digits without a leading zero, different from all drawn before.
+
+        Raises:
+            ValueError: When there is none left.
+        """
+        if sum(len(number) == digits for number in self._numbers) == 9 * 10 ** (digits - 1):
+            raise ValueError(f"one text cannot hold that many numbers of {digits} digits; ask for fewer")
         while (number := str(self.rng.randrange(10 ** (digits - 1), 10**digits))) in self._numbers:
             pass
         self._numbers.add(number)
@@ -117,6 +123,14 @@ class Task(ABC):
     """The metric in a few words."""
     introduction: ClassVar[str] = ""
     max_new_tokens: ClassVar[int]
+    may_be_zero: ClassVar[frozenset[str]] = frozenset()
+    """Options that may be 0; all others are 1 or more, and all are whole numbers."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.options().items():
+            least = 0 if name in self.may_be_zero else 1
+            if type(value) is not int or value < least:
+                raise ValueError(f"task {self.name}: {name}={value!r} must be a whole number, {least} or more")
 
     @abstractmethod
     def plant(self, draw: Draw) -> Planted:

@@ -19,6 +19,7 @@ class MultiValue(Task):
     metric: ClassVar[str] = "string match, all"
     introduction: ClassVar[str] = INTRODUCTION
     max_new_tokens: ClassVar[int] = 48
+    may_be_zero: ClassVar[frozenset[str]] = frozenset({"others"})
 
     values: int = 4
     """Numbers of the key."""

@@ -138,8 +138,21 @@ def test_the_numbers_of_one_key_are_asked_in_the_order_of_the_text() -> None:
 def test_an_unknown_task_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(ValueError, match='task "multykey" is unknown; did you mean multikey'):
         tasks.get("multykey")
-    with pytest.raises(ValueError, match="task passkey: .*depth"):
-        tasks.get("passkey", depth=3)
+    with pytest.raises(ValueError, match='task multikey: it has no option "kees"; did you mean keys'):
+        tasks.get("multikey", kees=3)
+
+
+@pytest.mark.parametrize("value", [0, -1, "2", 2.0, True, None])
+def test_an_option_that_is_no_count_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=f"task multikey: keys={value!r} must be a whole number, 1 or more"):
+        tasks.get("multikey", keys=value)
+
+
+def test_a_text_may_hold_one_key_only_but_not_more_numbers_than_there_are() -> None:
+    assert tasks.get("multivalue", others=0).sample(TOKENIZER, 400).text.count("special magic") == 4
+    assert len(tasks.get("multikey", keys=9, digits=1).plant(Draw(random.Random(0), "eval")).statements) == 9
+    with pytest.raises(ValueError, match="one text cannot hold that many numbers of 1 digits; ask for fewer"):
+        tasks.get("multikey", keys=10, digits=1).plant(Draw(random.Random(0), "eval"))
 
 
 def test_a_text_too_short_or_with_too_many_keys_is_refused() -> None:
