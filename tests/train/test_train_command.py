@@ -15,9 +15,9 @@ from training_cases import refused, token_ids, train, train_arguments, write_bac
 
 from locret import RetainingHeads
 from locret.fingerprint import weight_fingerprint
+from locret.labels import answer_labels
 from locret.train.command import command
 from locret.train.frozen_backbone import load_backbone, resolve_dtype
-from locret.labels import answer_labels
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = [

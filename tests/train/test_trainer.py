@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedul
 
 from locret import RetainingHeads, reference
 from locret.data.training import TrainingStream, load_rows
-from locret.train import checkpointing
 from locret.labels import answer_labels, prompt_scores
+from locret.train import checkpointing
 from locret.train.loss import retention_loss
 from locret.train.trainer import learning_rate_factor
 
