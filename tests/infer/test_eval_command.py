@@ -237,6 +237,22 @@ def test_a_recipe_may_use_lists_and_task_options(evaluate: Any, tmp_path: Path) 
     }
 
 
+def test_task_options_are_json_on_the_command_line(evaluate: Any, tmp_path: Path) -> None:
+    arguments = ("--methods", "random", "--tasks", "multikey", "--lengths", 300, "--budget", 64, "--task-options")
+    code, out, err = evaluate(*arguments, '{"multikey": {"keys": 3, "digits": 4}}', "--dry-run")
+    assert code == 0, err
+    assert json.loads(out)["config"]["tasks"] == {"multikey": {"version": 1, "keys": 3, "digits": 4}}
+    for options, message in (
+        ('{"multikey": {"kees": 3}}', 'task multikey: it has no option "kees"; did you mean keys?'),
+        ('{"multikey": {"keys": "many"}}', "task multikey: keys='many' must be a whole number, 1 or more"),
+        ('{"number": {"digits": 4}}', "--task-options speaks of number, which is not among --tasks"),
+    ):
+        code, _, err = evaluate(*arguments, options, "--output", tmp_path / "out")
+        assert code == 2
+        assert message in err
+        assert not (tmp_path / "out").exists()
+
+
 def test_list_names_every_task_and_method(evaluate: Any) -> None:
     code, out, _ = evaluate("--list")
     assert code == 0

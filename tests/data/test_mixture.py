@@ -1,0 +1,85 @@
+"""Training rows that ask for many facts: every answer is in the text, and evaluation's keys are never seen."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from locret.data import tasks
+from locret.data.embedded_tokenizer import NAMES, VARIABLES, build_tokenizer
+from locret.data.haystack import prompt_length
+from locret.data.tasks.mixture import mixture
+
+TOKENIZER = build_tokenizer()
+ALL = tasks.names()
+
+
+def keys(text: str) -> set[str]:
+    """Return the names and variables that statements in a text are about."""
+    return {*re.findall(r"special magic numbers for (\w+) is:", text), *re.findall(r"VAR (\w+) =", text)}
+
+
+def test_the_reply_restates_what_the_text_says() -> None:
+    for seed in range(10):
+        row = mixture(TOKENIZER, ALL, 1024, seed=seed)
+        for key, number in re.findall(r"number for (\w+) mentioned in the provided text is: (\d+)\.", row.reply):
+            assert f"numbers for {key} is: {number}." in row.text
+        for key, listed in re.findall(r"numbers for (\w+) mentioned in the provided text are: ([\d, ]+)\.", row.reply):
+            assert re.findall(rf"numbers for {key} is: (\d+)\.", row.text) == listed.split(", ")
+        for number in re.findall(r"The (?:pass key|sequence of digits) is (\d+)\.", row.reply):
+            assert f"is {number}. Remember it." in row.text
+        for value, listed in re.findall(r"assigned the value (\d+) are: ([\w, ]+)\.", row.reply):
+            first, *others = listed.split(", ")
+            assert f"VAR {first} = {value}." in row.text
+            assert all(f"VAR {name} = VAR " in row.text for name in others)
+
+
+def test_training_keys_are_never_asked_in_evaluation_unless_all_keys_are_wanted() -> None:
+    rows = [mixture(TOKENIZER, ALL, 2048, seed=seed) for seed in range(10)]
+    trained = set.union(*(keys(row.text) for row in rows))
+    evaluated = set.union(
+        *(
+            keys(tasks.get(name).sample(TOKENIZER, 512, seed=seed).text)
+            for name in ("multikey", "multivalue", "variable_tracking")
+            for seed in range(20)
+        )
+    )
+    assert len(trained) > 40
+    assert not trained & evaluated
+    free = set.union(*(keys(mixture(TOKENIZER, ALL, 2048, seed=s, all_keys=True).text) for s in range(10)))
+    assert free & set(NAMES[1::2])
+    assert free & set(VARIABLES[1::2])
+
+
+def test_evaluation_rows_use_the_other_half_of_the_keys() -> None:
+    found = set.union(*(keys(mixture(TOKENIZER, ALL, 1024, seed=s, split="eval").text) for s in range(10)))
+    assert found <= {*NAMES[1::2], *VARIABLES[1::2]}
+
+
+def test_no_key_names_two_things_in_one_text() -> None:
+    for seed in range(20):
+        row = mixture(TOKENIZER, ALL, 2048, seed=seed)
+        asked = re.findall(r"number for (\w+) mentioned", row.question)
+        assert len(asked) == len(set(asked))
+        assert not set(asked) & set(re.findall(r"all the special magic numbers for (\w+)", row.question))
+        for key in asked:
+            assert row.text.count(f"numbers for {key} is:") == 1
+        variables = re.findall(r"VAR (\w+) =", row.text)
+        assert len(variables) == len(set(variables))
+        assert all(
+            row.text.count(once) <= 1 for once in ("The pass key is", "The sequence of digits is", "The Dict is")
+        )
+
+
+@pytest.mark.parametrize("tokens", [300, 512, 1024, 4096])
+def test_rows_never_exceed_their_length(tokens: int) -> None:
+    for seed in range(5):
+        assert prompt_length(TOKENIZER, mixture(TOKENIZER, ALL, tokens, seed=seed).content) <= tokens
+
+
+def test_more_density_asks_for_more() -> None:
+    few, many = (
+        sum(len(mixture(TOKENIZER, ALL, 2048, seed=s, density=d).targets) for s in range(8)) for d in (0.1, 0.6)
+    )
+    assert many > 2 * few
