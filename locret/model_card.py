@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -106,7 +107,7 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
             "base_name": config.base_name,
             "base_id": config.base_model or "path/to/the-backbone",
             "base_revision": f', revision="{config.base_model_revision}"' if config.base_model_revision else "",
-            "policy_arguments": ", ".join(f"{name}={value!r}" for name, value in (config.policy or {}).items()),
+            "policy_arguments": _arguments(config.policy or {}),
             "dimensions": _table(_dimensions(config)),
             "training": _table(config.training) if config.training else "Not trained: the weights are random.",
             "label": _label(config.label),
@@ -173,3 +174,9 @@ def _table(values: Mapping[str, Any]) -> str:
     return "\n".join(
         ["| | |", "| --- | --- |", *(f"| {cell(name)} | {cell(value)} |" for name, value in values.items())]
     )
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    """Return keyword arguments as a formatter writes them: each on a line of its own."""
+    lines = [f"    {name}={json.dumps(value) if isinstance(value, str) else value}," for name, value in values.items()]
+    return "\n" + "\n".join(lines) + "\n" if lines else ""

@@ -42,7 +42,7 @@ def test_the_card_is_filled_and_has_the_hubs_metadata(saved):
     for text in (
         "# Retaining heads for org/base",
         'AutoModelForCausalLM.from_pretrained("org/base", revision="abc123"',
-        "RetentionPolicy(budget=64, chunk_size=32)",
+        "RetentionPolicy(\n    budget=64,\n    chunk_size=32,\n)",
         "| Layers with a head | 2 of 2 |",
         "| Weights | 1,584 in float32 |",  # 2 layers * 12 * (64 + 2)
         "| steps | 300 |",
