@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
@@ -15,6 +16,9 @@ from locret import checkpoint, model_card
 from locret.fingerprint import weight_fingerprint
 from locret.heads_config import HeadsConfig
 from locret.retaining_head import RetainingHead
+
+_COMPARED: WeakKeyDictionary[RetainingHeads, WeakSet[nn.Module]] = WeakKeyDictionary()
+"""Backbones whose weights have been compared with those that heads were trained on."""
 
 __all__ = ["HeadsConfig", "RetainingHead", "RetainingHeads"]
 
@@ -145,6 +149,12 @@ class RetainingHeads(
 
     def _warn_of_other_weights(self, model_or_config: Any) -> None:
         expected = self.config.base_weights
+        if expected and isinstance(model_or_config, nn.Module):
+            # Every cache asks again; reading all parameters once per pair is enough.
+            known = _COMPARED.setdefault(self, WeakSet())
+            if model_or_config in known:
+                return
+            known.add(model_or_config)
         found = weight_fingerprint(model_or_config) if expected and isinstance(model_or_config, nn.Module) else None
         if expected and found and found != expected:
             warnings.warn(

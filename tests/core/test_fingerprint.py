@@ -54,3 +54,17 @@ def test_heads_on_other_weights_warn_in_one_sentence_and_on_their_own_do_not(tin
         UserWarning, match=r"trained on other weights of this shape \(fingerprint \w{12}, the model's is"
     ):
         loaded.check_matches(type(tiny_llama)(tiny_llama.config))
+
+
+def test_a_backbone_is_read_once_for_all_its_caches_and_another_one_anew(tiny_llama, tmp_path, monkeypatch):
+    heads = RetainingHeads.for_model(tiny_llama, 8).annotate(base_weights=weight_fingerprint(tiny_llama))
+    read = []
+    monkeypatch.setattr(
+        "locret.heads.weight_fingerprint", lambda model: read.append(model) or weight_fingerprint(model)
+    )
+    other = copy.deepcopy(tiny_llama)
+    for model in (tiny_llama, tiny_llama, other, tiny_llama, other):
+        heads.check_matches(model)
+    assert len(read) == 2
+    assert read[0] is tiny_llama
+    assert read[1] is other
