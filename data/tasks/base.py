@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from locret.data.embedded_tokenizer import NAMES, VARIABLES
@@ -201,7 +201,7 @@ class Task(ABC):
 
     def options(self) -> dict[str, Any]:
         """Return the options as a dictionary."""
-        return asdict(self) if fields(self) else {}
+        return asdict(self)
 
     def check(self, tokenizer: Any) -> None:
         """Refuse a tokenizer that cannot express the task's words and numbers.
