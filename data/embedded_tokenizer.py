@@ -66,8 +66,8 @@ WORDS = _words(
     "world water fire earth air light sun moon sky grass rain snow wind hand hands head eyes Remember remember it's "
     "hidden important info text question Question Answer value values secret special magic steps coins pieces "
     "unknown lost found written irrelevant inside lot memorize information quiz within following sure afterwards "
-    "First mentioned provided special numbers hop track chain variable variables assigned assignment above VAR Dict "
-    "sum equation entries "
+    "First One mentioned provided special numbers hop track chain variable variables assigned assignment above VAR "
+    "Dict sum equation entries "
     "Memorize Make Some Find Read Then then Once once upon magic sequences memory memories dictionary colors color"
 )
 PUNCTUATION = tuple(string.punctuation)

@@ -1,7 +1,8 @@
-"""Checkpoints of a training run: heads that `RetainingHeads.from_pretrained` reads, and the state to go on bit by bit.
+"""Checkpoints of a training run: weights that `from_pretrained` reads, and the state to go on bit by bit.
 
-checkpoint-<step>/  config.json and model.safetensors (the heads), state.pt (optimizer, schedule, random numbers,
-                    position in the data, resolved options; plain types and tensors, read with weights_only)
+checkpoint-<step>/  config.json and model.safetensors (heads, or the embedded backbone), state.pt (optimizer, schedule,
+                    random numbers, position in the data, resolved options; plain types and tensors, read with
+                    weights_only)
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,17 @@ STATE = "state.pt"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def save(folder: Path, step: int, heads: RetainingHeads, state: Mapping[str, Any], keep: int) -> Path:
+def save(folder: Path, step: int, write_weights: Callable[[Path], None], state: Mapping[str, Any], keep: int) -> Path:
     """Write `checkpoint-<step>`, whole or not at all, then delete all but the newest `keep`.
+
+    `write_weights` is given the folder and writes what has been trained; `state` is all the rest.
 
     Raises:
         OSError: If it cannot be written; the message names it.
     """
     target = folder / f"checkpoint-{step}"
     with checkpoint.replacing(target) as staging:
-        checkpoint.write(staging, heads.config, heads.state_dict())
+        write_weights(staging)
         try:
             torch.save({"step": step, "random": _random_state(), **state}, staging / STATE)
         except RuntimeError as error:  # torch's zip writer hides the operating system's error

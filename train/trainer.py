@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from locret import checkpoint
 from locret.heads import RetainingHeads
 from locret.policy import RetentionPolicy
 from locret.train import checkpointing
@@ -265,5 +266,12 @@ class Trainer:
                 "tokens": self.tokens,
                 "record": self.last_record,
             }
-            checkpointing.save(self.folder, self.step, self.heads, state, self.keep_checkpoints)
+            heads = self.heads
+            checkpointing.save(
+                self.folder,
+                self.step,
+                lambda folder: checkpoint.write(folder, heads.config, heads.state_dict()),
+                state,
+                self.keep_checkpoints,
+            )
         self.accelerator.wait_for_everyone()

@@ -30,10 +30,9 @@ def varied(name: str, rng: random.Random) -> Task:
         "passkey": PassKey(digits=rng.choice((4, 5, 5, 6))),
         "number": Number(digits=rng.choice((8, 10, 10, 12))),
         "multikey": MultiKey(keys=rng.randint(1, 8), digits=rng.choice((6, 7, 7, 8))),
-        "multivalue": MultiValue(values=rng.randint(2, 4), others=rng.randint(0, 2), digits=rng.choice((6, 7, 7, 8))),
-        "variable_tracking": VariableTracking(
-            hops=rng.choice((1, 2, 2, 3)), chains=rng.choice((1, 2)), digits=rng.choice((4, 5, 5, 6))
-        ),
+        # How many answers there are stays as in evaluation: to see that there are no more is a task of its own.
+        "multivalue": MultiValue(others=rng.randint(0, 2), digits=rng.choice((6, 7, 7, 8))),
+        "variable_tracking": VariableTracking(chains=rng.choice((1, 2, 2, 3, 4)), digits=rng.choice((4, 5, 5, 6))),
         "two_stage": TwoStage(entries=rng.randint(8, 16), equations=rng.randint(1, 12)),
     }
     if name not in variants:

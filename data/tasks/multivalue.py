@@ -18,6 +18,7 @@ class MultiValue(Task):
     source: ClassVar[str] = "RULER niah_multivalue (arXiv 2404.06654), with other keys added"
     metric: ClassVar[str] = "string match, all"
     introduction: ClassVar[str] = INTRODUCTION
+    version: ClassVar[int] = 2
     max_new_tokens: ClassVar[int] = 48
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"others"})
 
@@ -29,7 +30,7 @@ class MultiValue(Task):
     """Digits of each number."""
 
     def plant(self, draw: Draw) -> Planted:
-        """Return the needles of the key, then those of the other keys."""
+        """Return the needles of the key, then those of the other keys; the reply may name the numbers in any order."""
         key = draw.name()
         numbers = tuple(draw.number(self.digits) for _ in range(self.values))
         others = [(draw.name(), draw.number(self.digits)) for _ in range(self.others)]
@@ -40,10 +41,6 @@ class MultiValue(Task):
         )
         statements = (*(needle(key, number) for number in numbers), *(needle(*pair) for pair in others))
         return Planted(statements=statements, questions=(question,))
-
-    def place(self, depths: list[float]) -> list[float]:
-        """Return the depths with those of the key ascending: the reply names its numbers in the order of the text."""
-        return sorted(depths[: self.values]) + depths[self.values :]
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the share of the numbers that the prediction contains."""

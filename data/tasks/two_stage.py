@@ -20,6 +20,7 @@ class TwoStage(Task):
     introduction: ClassVar[str] = (
         "Read the text and remember the Dict in it. First find the sum of an equation, then give the value for it."
     )
+    version: ClassVar[int] = 2
     max_new_tokens: ClassVar[int] = 24
 
     entries: int = 16
@@ -39,7 +40,7 @@ class TwoStage(Task):
                 Question(
                     text=f"The equation is {first} + {total - first} = ? What is the sum, and the value for it?",
                     targets=(colors[total],),
-                    reply=f"{first} + {total - first} = {total}. The value for {total} is {colors[total]}.",
+                    reply=f"{first} + {total - first} = {total}. The value is {total}: {colors[total]}.",
                 )
             )
         return Planted(statements=(f"The Dict is: {entries}.",), questions=tuple(questions))

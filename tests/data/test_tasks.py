@@ -128,11 +128,14 @@ def test_a_variable_is_assigned_before_it_is_used() -> None:
         assert sample.text.count(" = ") == 6
 
 
-def test_the_numbers_of_one_key_are_asked_in_the_order_of_the_text() -> None:
-    sample = tasks.get("multivalue", values=3, others=2).sample(TOKENIZER, 1024, seed=2)
-    places = [sample.text.index(f"is: {number}.") for number in sample.targets]
-    assert places == sorted(places)
-    assert sample.text.count("One of the special magic numbers for") == 5
+def test_the_numbers_of_one_key_are_anywhere_in_the_text() -> None:
+    orders = set()
+    for seed in range(10):
+        sample = tasks.get("multivalue", values=2, others=3).sample(TOKENIZER, 1024, seed=seed)
+        places = [sample.text.index(f"is: {number}.") for number in sample.targets]
+        orders.add(places == sorted(places))
+        assert sample.text.count("One of the special magic numbers for") == 5
+    assert orders == {True, False}
 
 
 def test_an_unknown_task_is_refused_with_the_nearest_names() -> None:

@@ -32,7 +32,7 @@ def option_classes(job: str, name: str) -> tuple[type, ...]:
 
         return TRAIN
     assert job == "backbone", f"recipes/{job} belongs to no command that this test knows"
-    from locret.train.backbone import BackboneTraining
+    from locret.train.backbone.options import BackboneTraining
 
     return (BackboneTraining,)
 

@@ -14,9 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from locret.cli import run
 from locret.data import tasks
 from locret.data.embedded_tokenizer import build_tokenizer
-from locret.train import backbone, backbone_attention
-from locret.train.backbone import BackboneTraining, answer, build_model, command, masked_loss, train
-from locret.train.backbone_batches import Batch, Stage, batches, dense_batch, fact_tokens, gapped_positions
+from locret.train import checkpointing
+from locret.train.backbone import attention as backbone_attention
+from locret.train.backbone import command as backbone
+from locret.train.backbone import training
+from locret.train.backbone.batches import Batch, Stage, batches, dense_batch, fact_tokens, gapped_positions
+from locret.train.backbone.command import command
+from locret.train.backbone.measure import answer
+from locret.train.backbone.model import build_model
+from locret.train.backbone.options import BackboneTraining
+from locret.train.backbone.training import masked_loss, train
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "checkpoints" / "tiny"
@@ -105,7 +112,7 @@ def test_an_interrupt_leaves_nothing_and_exits_130(recipe, tmp_path, monkeypatch
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(backbone, place, interrupt)
+    monkeypatch.setattr(training if place == "masked_loss" else backbone, place, interrupt)
     with pytest.raises(SystemExit) as stop:
         run(command, ["--config", recipe, "--output", str(tmp_path / "out")])
     assert stop.value.code == 130
@@ -132,6 +139,7 @@ def test_a_failure_while_saving_leaves_the_old_folder_as_it_was(recipe, tmp_path
     [
         ({}, "stages is empty, so there is nothing to train; use --config recipes/backbone/tiny.yaml"),
         ({"stages": [COPY], "num_heads": 3}, "num_kv_heads=2 does not divide num_heads=3"),
+        ({"stages": [COPY], "resume": "auto"}, "resume=auto needs checkpoints, the folder where they are"),
         ({"stages": [COPY], "num_layers": 0}, "num_layers=0 is too small; give 1 or more"),
     ],
 )
@@ -183,7 +191,7 @@ def test_the_loss_of_fact_batches_is_on_the_answer_alone():
     tokenizer = build_tokenizer()
     stage = Stage(steps=4, tokens=256, batch_tokens=512, tasks=["passkey", "multikey"], dense_share=0.0)
     for batch in batches(tokenizer, [stage], seed=0):
-        assert not batch.dense
+        assert set(batch.kinds) <= {"passkey", "multikey", "facts"}
         for ids_T, mask_T in zip(batch.ids_BT, batch.mask_BT, strict=True):
             prompt, reply = tokenizer.decode(ids_T[~mask_T]), tokenizer.decode(ids_T[mask_T])
             assert "<assistant>" in prompt
@@ -226,6 +234,44 @@ def test_a_backbone_that_starts_with_distances_looks_at_the_tokens_just_before()
     assert not model.model.layers[1].mlp.down_proj.weight.any()
 
 
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(recipe, tmp_path, monkeypatch):
+    stages = "[{steps: 2, tokens: 32, batch_tokens: 64}, {steps: 3, tokens: 256, batch_tokens: 256, tasks: [passkey]}]"
+    common = ["--config", recipe, "--stages", stages, "--eval-samples", "0", "--save-every", "2"]
+    command([*common, "--output", str(tmp_path / "whole")])
+
+    update, steps = training._update, []
+
+    def interrupted(*arguments):
+        steps.append(1)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    kept = ["--checkpoints", str(tmp_path / "kept"), "--output", str(tmp_path / "parts")]
+    monkeypatch.setattr(training, "_update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command([*common, *kept])
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="holds those of an earlier run; go on with --resume auto"):
+        command([*common, *kept])
+    with pytest.raises(ValueError, match=r"--lr was 0.002 and is now 0.1"):
+        command([*common, *kept, "--resume", "auto", "--lr", "0.1"])
+    command([*common, *kept, "--resume", "auto"])
+    whole, parts = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert [path.name for path in checkpointing.complete(tmp_path / "kept")] == ["checkpoint-4", "checkpoint-5"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "kept" / "checkpoint-4").chat_template
+
+
+def test_the_log_counts_each_kind_of_row_for_itself():
+    tally = training.Tally()
+    tally.add(2.0, ("dense", "passkey", "passkey"), torch.tensor([10, 4, 4]), torch.tensor([5.0, 4.0, 2.0]))
+    tally.add(1.0, ("passkey",), torch.tensor([2]), torch.tensor([2.0]))
+    assert tally.means() == {
+        "loss": 1.5, "dense_tokens": 0.5, "dense_rows": 0.0, "passkey_tokens": 0.8, "passkey_rows": 0.6667,
+    }  # fmt: skip
+
+
 def test_training_can_continue_from_a_folder(recipe, tmp_path):
     command(["--config", recipe, "--output", str(tmp_path / "first")])
     command(["--config", recipe, "--output", str(tmp_path / "more"), "--init", str(tmp_path / "first"), "--lr", "0"])
@@ -250,7 +296,7 @@ def test_gaps_in_the_positions_do_not_cut_the_attention():
     positions_1T = torch.cat([torch.arange(8), torch.arange(8) + 100])[None]
 
     def loss() -> float:
-        return masked_loss(model, Batch(0, True, False, ids_BT, mask_BT, positions_1T))[0].item()
+        return masked_loss(model, Batch(0, ("dense",), False, ids_BT, mask_BT, positions_1T))[0].item()
 
     before = loss()
     ids_BT[0, 0] = 699 if ids_BT[0, 0] != 699 else 698

@@ -32,6 +32,10 @@ class Stage:
     """Largest share of a text taken by facts and questions; the share is drawn between a tenth of it and it."""
     single_share: float = 0.5
     """Share of the texts that hide one task's facts and ask one question, as evaluation does."""
+    focus_share: float = 0.0
+    """Share of the texts that hide one task's facts and ask all their questions; what is left mixes the tasks."""
+    distractors: float = 0.3
+    """Largest shares of filler sentences with a number, and of those that look like a fact; each share is drawn."""
     dense_share: float = 0.34
     """Share of batches that are dense copying."""
     span: int = 0
@@ -52,13 +56,19 @@ class Batch:
     """One step's data."""
 
     stage: int
-    dense: bool
+    kinds: tuple[str, ...]
+    """What each row is: "dense", the task it asks one question of, or "facts" for many questions."""
     local: bool
     """Whether the first layers see a short window only."""
     ids_BT: Tensor
     mask_BT: Tensor
     """The tokens to be predicted."""
     positions_1T: Tensor
+
+    def to(self, device: str) -> Batch:
+        """Return the batch with its tensors on `device`."""
+        tensors = (tensor.to(device) for tensor in (self.ids_BT, self.mask_BT, self.positions_1T))
+        return Batch(self.stage, self.kinds, self.local, *tensors)
 
 
 def fact_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
@@ -91,21 +101,29 @@ def dense_batch(rng: random.Random, alphabet_A: Tensor, rows: int, tokens: int) 
 
 def fact_batch(
     rng: random.Random, tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: str
-) -> tuple[Tensor, Tensor]:
-    """Return ids (B, T) of chats about texts with hidden facts, right-padded, and the mask (B, T) of answer tokens."""
+) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """Return chats about texts with hidden facts.
+
+    Returns:
+        Their ids (B, T), right-padded; the mask (B, T) of answer tokens; and what each row is (`Batch.kinds`).
+    """
     length = rng.randint(max(stage.tokens // 2, 256), stage.tokens)
     rows = max(stage.batch_tokens // length, 1)
-    pairs = []
+    pairs, kinds = [], []
     for row in range(rows):
         filler = FillerOptions(
-            number_share=rng.uniform(0, 0.3),
-            keylike_share=rng.uniform(0, 0.3),
+            number_share=rng.uniform(0, stage.distractors),
+            keylike_share=rng.uniform(0, stage.distractors),
             noise_share=rng.choice((0.0, 0.0, 0.5, 1.0)),
         )
-        single = rng.random() < stage.single_share
+        form = rng.random()
+        single = form < stage.single_share
+        focused = single or form < stage.single_share + stage.focus_share
+        asked = [rng.choice(stage.tasks)] if focused else stage.tasks
+        kinds.append(asked[0] if single else "facts")
         sample = mixture(
             tokenizer,
-            [rng.choice(stage.tasks)] if single else stage.tasks,
+            asked,
             length,
             seed=f"{seed}/{row}",
             density=0.01 if single else stage.density * rng.uniform(0.1, 1.0),
@@ -123,7 +141,7 @@ def fact_batch(
     for row, (prompt, reply) in enumerate(pairs):
         ids_BT[row, : len(prompt) + len(reply)] = torch.tensor(prompt + reply)
         mask_BT[row, len(prompt) : len(prompt) + len(reply)] = True
-    return ids_BT, mask_BT
+    return ids_BT, mask_BT, tuple(kinds)
 
 
 def gapped_positions(rng: random.Random, tokens: int, span: int) -> Tensor:
@@ -137,21 +155,20 @@ def gapped_positions(rng: random.Random, tokens: int, span: int) -> Tensor:
     return positions_T[None]
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: int) -> Iterator[Batch]:
-    """Yield the batch of every step."""
-    rng = generator(seed, "train", "backbone")
+def batches(tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: int, start: int = 0) -> Iterator[Batch]:
+    """Yield the batch of every step from step `start` (counted from 0) on; each depends on seed and step alone."""
     alphabet_A = fact_tokens(tokenizer)
-    step = 0
-    for index, stage in enumerate(stages):
-        for _ in range(stage.steps):
-            dense = not stage.tasks or rng.random() < stage.dense_share
-            if dense:
-                length = rng.randint(max(stage.tokens // 4, 16), stage.tokens)
-                ids_BT, mask_BT = dense_batch(rng, alphabet_A, max(stage.batch_tokens // length, 1), length)
-                ids_BT[:, 0] = tokenizer.convert_tokens_to_ids(BOS)
-            else:
-                ids_BT, mask_BT = fact_batch(rng, tokenizer, stage, f"{seed}/{step}")
-            gapped = stage.span and rng.random() < 0.5
-            positions_1T = gapped_positions(rng, ids_BT.shape[1], stage.span if gapped else 0)
-            yield Batch(index, dense, rng.random() < stage.local_share, ids_BT, mask_BT, positions_1T)
-            step += 1
+    plan = [index for index, stage in enumerate(stages) for _ in range(stage.steps)]
+    for step, index in enumerate(plan[start:], start=start):
+        stage = stages[index]
+        rng = generator(seed, "train", "backbone", step)
+        if not stage.tasks or rng.random() < stage.dense_share:
+            length = rng.randint(max(stage.tokens // 4, 16), stage.tokens)
+            ids_BT, mask_BT = dense_batch(rng, alphabet_A, max(stage.batch_tokens // length, 1), length)
+            ids_BT[:, 0] = tokenizer.convert_tokens_to_ids(BOS)
+            kinds: tuple[str, ...] = ("dense",) * len(ids_BT)
+        else:
+            ids_BT, mask_BT, kinds = fact_batch(rng, tokenizer, stage, f"{seed}/{step}")
+        gapped = stage.span and rng.random() < 0.5
+        positions_1T = gapped_positions(rng, ids_BT.shape[1], stage.span if gapped else 0)
+        yield Batch(index, kinds, rng.random() < stage.local_share, ids_BT, mask_BT, positions_1T)

@@ -1,0 +1,41 @@
+"""The untrained backbone."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from locret.train.backbone import attention
+from locret.train.backbone.options import BackboneTraining
+from locret.train.backbone.start import initialize
+
+
+def build_model(options: BackboneTraining, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Return the untrained backbone in float32; the seed decides its weights."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=options.hidden_size,
+        intermediate_size=options.intermediate_size,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=options.num_heads,
+        num_key_value_heads=options.num_kv_heads,
+        head_dim=options.head_dim,
+        max_position_embeddings=options.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": options.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    torch.manual_seed(options.seed)
+    model = LlamaForCausalLM(config)
+    if options.start == "distances":
+        initialize(model)
+    for layer in options.silent_layers:
+        torch.nn.init.zeros_(model.model.layers[layer].self_attn.o_proj.weight)
+        torch.nn.init.zeros_(model.model.layers[layer].mlp.down_proj.weight)
+    if options.init:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(options.init).state_dict())
+    model.set_attn_implementation(attention.NAME)
+    return model
