@@ -13,15 +13,33 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from locret.adapters import describe, find_decoder
+from locret.adapters import describe, find_decoder, unwrap
 from locret.heads import RetainingHeads
 from locret.instrument import Chunk, Projections
 from locret.layers import RetentionLayer, SlidingLayer, Workspace
 from locret.policy import RetentionPolicy
 from locret.rotary import Rotary, rotate
-from locret.scorers import RetainingHeadScorer, Scorer, get
+from locret.scorers import RetainingHeadScorer, Scorer, TokenScorer, get
 
 _SCORE_AND_POSITION_BYTES = 8
+
+
+def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
+    """Refuse a scorer and a policy that cannot work together.
+
+    Raises:
+        ValueError: Saying why, and what to change.
+    """
+    if policy.decode_budget is not None and not scorer.rates_answers:
+        raise ValueError(
+            f"decode_budget={policy.decode_budget} evicts while an answer is written, but scorer {scorer.name} is not "
+            "defined for generated tokens; leave decode_budget out or choose another scorer"
+        )
+    if policy.when == "prompt_end" and scorer.lookback > policy.chunk_size:
+        raise ValueError(
+            f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
+            f"{policy.chunk_size}; raise chunk_size to at least {scorer.lookback}"
+        )
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,7 @@ class RetentionCache(Cache):
         if not self.backbone.layers:
             warnings.warn("no layer of this backbone has full attention: budget and scorer are ignored", stacklevel=2)
         self.model, self.scorer, self.policy = model, scorer, policy or RetentionPolicy()
+        check_pair(self.scorer, self.policy)
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         super().__init__(layers=[self._new_layer(index) for index in range(self.backbone.num_layers)])
         self.seen = 0
@@ -73,15 +92,21 @@ class RetentionCache(Cache):
         """(B, 1) the prompt's last token, while it is the newest unit."""
         self.held_back = False
         """Whether `last_tokens` is still to be fed."""
+        self._again = False
+        """Whether it has been fed before."""
+        self._ids: Tensor | None = None
+        self._context: Tensor | None = None
+        """(B, 1 or 2, E) hidden states of the newest tokens, for a scorer that rates tokens."""
         self.pad: Tensor | None = None
         """(B,) left padding of each row, where rows differ."""
         self._shift: Tensor | None = None
         self._next_position = 0
         self._phase = "decode"
-        self._final = False
+        self._final = self._last = False
+        self._answer_tokens = 0
         self._projections: dict[int, Projections] = {}
         self._unit_positions: Tensor | None = None
-        self._planned = self._peak = 0
+        self._peak = self._largest = 0
         self._rotation_checked: set[int] = set()
 
     def _new_layer(self, index: int) -> RetentionLayer | SlidingLayer:
@@ -105,13 +130,19 @@ class RetentionCache(Cache):
             raise ValueError("an earlier read of this cache was interrupted; start again with cache.fresh()")
         for layer in self.governed:
             layer.unsettle(self._next_position)
-            layer.evict(self.policy.budget, self.policy.stabilizers)
+            if self.policy.when == "chunk":
+                layer.evict(self.policy.budget, self.policy.stabilizers)
         self.reserve(prompt_tokens, new_tokens)
+        self._answer_tokens = new_tokens
         self._phase = "read"
 
     def begin_chunk(self, final: bool) -> None:
         """Announce the next chunk of the prompt; after the final one no stabilizers are protected."""
         self._final = final
+        if self.policy.when == "prompt_end":  # of a prompt of unknown length; buffers of known ones are large enough
+            for layer in self.governed:
+                if layer.fill + self.policy.chunk_size > layer.capacity:
+                    layer.reserve(2 * layer.fill + self.policy.chunk_size)
         if self.policy.positions == "compact" and self.backbone.uniform:
             # Rotary attention sees only distances, so units are aligned to the right, to the chunk, and the fullest
             # layer starts at 0. Where some layers slide, positions stay true and the aligned units end at the chunk.
@@ -128,13 +159,27 @@ class RetentionCache(Cache):
 
     def end_reading(self) -> None:
         """From here on tokens are generated."""
-        self._phase = "decode"
+        self._phase, self._last = "decode", False
         self._rotary.forget()
+        if self.policy.when == "prompt_end":
+            most = max((layer.fill for layer in self.governed), default=0) + self._answer_tokens
+            for layer in self.governed:
+                layer.shrink(min(most, self.policy.decode_budget or most))
+            self._workspace.clear()
+
+    def begin_last(self) -> None:
+        """Announce the forward pass that ends with the prompt's last token."""
+        self._last = True
 
     def reserve(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
         """Make buffers large enough for what is to come, in one allocation. Sets the planned bytes."""
         policy = self.policy
         held = max((layer.fill for layer in self.governed), default=0)
+        if policy.when == "prompt_end":
+            capacity = held + (prompt_tokens or 0) + (0 if prompt_tokens else new_tokens)
+            for layer in self.governed:
+                layer.reserve(min(capacity, policy.decode_budget or capacity) if prompt_tokens == 0 else capacity)
+            return
         known = held + prompt_tokens if prompt_tokens is not None else policy.prefill_units
         read = held if prompt_tokens == 0 else min(policy.budget + policy.local_len, known)
         generated = read + new_tokens
@@ -150,9 +195,11 @@ class RetentionCache(Cache):
         """Remember where the hooks put each layer's projections."""
         self._projections = projections
 
-    def positions(self, batch: int, length: int, device: torch.device) -> Tensor:
+    def positions(self, tokens: Tensor) -> Tensor:
         """Return the (B, L) rotary positions of the coming tokens."""
-        steps = torch.arange(length, device=device)
+        batch, length = tokens.shape[:2]
+        self._ids = tokens if tokens.ndim == 2 else None
+        steps = torch.arange(length, device=tokens.device)
         self._unit_positions = (steps + self.seen).to(torch.int32).expand(1, 1, length)
         rotary = (steps + self._next_position).expand(batch, length)
         if self.pad is not None and self._shift is not None:
@@ -188,18 +235,53 @@ class RetentionCache(Cache):
         return layer.append(key_states, value_states, raw_keys, self._unit_positions, self._next_position)
 
     def attended(self, chunk: Chunk) -> None:
-        """Score a layer's new units and, while the prompt is read, evict down to the budget at once."""
+        """Score a layer's units and, when it is time, evict down to the budget at once."""
         layer = self.layers[chunk.layer_idx]
         assert self._unit_positions is not None
+        old = layer.fill - chunk.new_tokens
         chunk.positions = self._unit_positions.to(chunk.key.device)
-        layer.set_scores(self.scorer.score(chunk))
-        if self._phase == "read":
-            layer.evict(self.policy.budget, 0 if self._final else self.policy.stabilizers)
+        chunk.unit_positions = layer.positions[:, :, : layer.fill]
+        chunk.stored_scores = layer.scores[:, :, :old]
+        chunk.row_start, chunk.last = layer.row_start, self._last
+        chunk.budget, chunk.protected = self._limits()
+        scores = self.scorer.score(chunk)
+        if self._again:  # a token fed twice counts once: units before it have been rated with it already
+            scores = scores[:, :, -chunk.new_tokens :]
+        layer.set_scores(scores)
+        if chunk.budget is not None and not self.scorer.needs_hidden:
+            layer.evict(chunk.budget, chunk.protected)
 
-    def finished(self, length: int) -> None:
+    def _limits(self) -> tuple[int | None, int]:
+        """Return the units that stay after this forward pass, and how many of the newest are protected."""
+        policy = self.policy
+        if self._phase == "read" and policy.when == "chunk":
+            return policy.budget, 0 if self._final else policy.stabilizers
+        if self._last and policy.when == "prompt_end":
+            return policy.budget + policy.local_len, policy.local_len
+        return None, 0
+
+    def _rate_tokens(self, hidden: Tensor) -> None:
+        """Rate the tokens of a forward pass that is over, in all layers alike, and evict where it is time."""
+        assert isinstance(self.scorer, TokenScorer)
+        if self._ids is None:
+            raise ValueError(f"scorer {self.scorer.name} rates token ids, but the backbone was given embeddings")
+        before = None if self._context is None else self._context[:, -1:]
+        scores = self.scorer.score_tokens(unwrap(self.model), self._ids, hidden, before)
+        states = hidden if self._context is None else torch.cat([self._context, hidden], dim=1)
+        self._context = states[:, -2:].clone()
+        budget, protected = self._limits()
+        for layer in self.governed:
+            layer.set_scores(scores[:, None].to(layer.scores.device).expand(-1, layer.scores.shape[1], -1))
+            if budget is not None:
+                layer.evict(budget, protected)
+
+    def finished(self, hidden: Tensor) -> None:
         """Count the tokens of a forward pass."""
+        length = hidden.shape[1]
+        if self.scorer.needs_hidden:
+            self._rate_tokens(hidden)
         self.seen += length
-        self.held_back = False
+        self.held_back = self._again = False
         self._next_position += length
         if self._phase == "decode":
             self.last_tokens = None
@@ -261,7 +343,8 @@ class RetentionCache(Cache):
         parameter = next(self.model.parameters())
         backbone, policy, governed = self.backbone, self.policy, self.governed
         rows = governed[0].keys.shape[0] if governed and governed[0].is_initialized else 1
-        capacity = max((layer.capacity for layer in governed), default=0) or policy.prefill_units
+        self._largest = max(self._largest, *(layer.capacity for layer in governed), 0)
+        capacity = self._largest or policy.prefill_units
         unit = 2 * backbone.head_dim * parameter.element_size()
         heads = rows * backbone.num_kv_heads
         sliding = (backbone.num_layers - len(governed)) * heads * ((backbone.window or 0) + 1) * unit
@@ -277,7 +360,9 @@ class RetentionCache(Cache):
         """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing."""
         if self.held_back:
             return
-        self.held_back = True
+        self.held_back = self._again = True
+        if self._context is not None:
+            self._context = self._context[:, :-1] if self._context.shape[1] > 1 else None
         for layer in self.layers:
             layer.take_back()
         self.seen -= 1
@@ -307,7 +392,7 @@ class RetentionCache(Cache):
         for layer in self.layers:
             if layer.is_initialized:
                 layer.select_rows(rows)
-        for name in ("pad", "_shift", "last_tokens"):
+        for name in ("pad", "_shift", "last_tokens", "_context"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))

@@ -152,30 +152,40 @@ def _read(
     on_chunk: Callable[[RetentionCache], None] | None = None,
 ) -> Tensor | None:
     policy, decoder, logits = cache.policy, find_decoder(model), None
+    at_end = policy.when == "prompt_end"
+    tail = max(policy.local_len, cache.scorer.lookback) if at_end else policy.local_len
     if not stream.available(1):
         raise ValueError("input_ids is empty; a prompt needs at least one token")
     bar = tqdm(total=stream.length, unit="token", unit_scale=True, desc="reading", disable=not progress or None)
     with instrumented(model, cache), bar:
         cache.begin_reading(stream.length, new_tokens)
-        while (left := stream.available(policy.chunk_size + policy.local_len + 1)) > policy.local_len:
-            final = left <= policy.chunk_size + policy.local_len
-            tokens = stream.take(min(policy.chunk_size, left - policy.local_len))
+        while (left := stream.available(policy.chunk_size + tail + 1)) > tail:
+            final = left <= policy.chunk_size + tail
+            tokens = stream.take(min(policy.chunk_size, left - tail))
             cache.begin_chunk(final)
             decoder(input_ids=tokens, past_key_values=cache, use_cache=True)
             bar.update(tokens.shape[1])
             if on_chunk is not None:
                 on_chunk(cache)
         cache.begin_local()
-        # Nothing is evicted from here on, so the local tokens may go in pieces; only the last token needs logits.
-        while (left := stream.available(policy.chunk_size + 1)) > 0:
+        # Nothing is evicted before the last token, so the local tokens may go in pieces, the last one longest; only the
+        # last token needs logits.
+        while (left := stream.available(tail)) > 0:
             last = left <= policy.chunk_size
-            tokens = stream.take(left if last else policy.chunk_size)
+            tokens = stream.take(left if last else min(policy.chunk_size, left - policy.chunk_size))
             cache.last_tokens = tokens[:, -1:].clone()
             bar.update(tokens.shape[1])
+            if last:
+                cache.begin_last()
             if last and not hold_last:
                 logits = unwrap(model)(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            elif tokens.shape[1] > last:
-                decoder(input_ids=tokens[:, :-1] if last else tokens, past_key_values=cache, use_cache=True)
-        cache.held_back = hold_last
+            elif last and not at_end:
+                if tokens.shape[1] > 1:
+                    decoder(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
+            else:
+                decoder(input_ids=tokens, past_key_values=cache, use_cache=True)
+        cache.held_back = hold_last and not at_end
         cache.end_reading()
+        if hold_last and at_end:  # it had to be read for the selection; it is fed once more for its logits
+            cache.take_back()
     return None if logits is None else logits[:, -1]

@@ -40,6 +40,18 @@ class Chunk:
     projections: Projections
     positions: Tensor | None = None
     """(1 or B, 1, L) original positions of the new tokens, where a cache keeps count of them."""
+    unit_positions: Tensor | None = None
+    """(B, K, S) original positions of all units, new ones included; -1 in empty slots."""
+    stored_scores: Tensor | None = None
+    """(B, K, S - L) float32 scores of the units that were there before, as the scorer gave them last."""
+    row_start: Tensor | None = None
+    """(B,) first slot of each row that holds a unit, where rows differ; None if all slots do."""
+    budget: int | None = None
+    """Units of this layer that stay per KV head once the chunk is scored; None if nothing is evicted now."""
+    protected: int = 0
+    """Newest units that stay whatever their score, out of `budget`."""
+    last: bool = False
+    """Whether these are the last tokens of the prompt."""
 
     @property
     def new_tokens(self) -> int:
@@ -81,8 +93,11 @@ class Observer(Protocol):
     def connect(self, projections: dict[int, Projections]) -> None:
         """Receive, per full-attention layer, the record that its hooks fill before its keys go to the cache."""
 
-    def positions(self, batch: int, length: int, device: torch.device) -> Tensor | None:
-        """Return (B, L) rotary positions for the tokens of the coming forward pass, or None for 0, 1, 2, ..."""
+    def positions(self, tokens: Tensor) -> Tensor | None:
+        """Return (B, L) rotary positions for the coming pass over `tokens`, or None for 0, 1, 2, ...
+
+        `tokens` are (B, L) ids, or (B, L, E) embeddings where the backbone was given those.
+        """
 
     def row_start(self, layer_idx: int) -> Tensor | None:
         """Return (B,) first filled slot of each row of a layer, or None if all rows are full."""
@@ -90,8 +105,8 @@ class Observer(Protocol):
     def attended(self, chunk: Chunk) -> None:
         """Receive a full-attention layer's tensors right after its attention."""
 
-    def finished(self, length: int) -> None:
-        """Take note that a forward pass over `length` tokens is over."""
+    def finished(self, hidden: Tensor) -> None:
+        """Take note that a forward pass is over; `hidden` is its (B, L, E) last hidden state."""
 
 
 @dataclass
@@ -178,7 +193,7 @@ def _steer(observer: Observer) -> Any:
                 "the backbone was called without this RetentionCache, as decoding with guidance_scale or an assistant "
                 "model does; use sampling or beams"
             )
-        positions = observer.positions(tokens.shape[0], tokens.shape[1], tokens.device)
+        positions = observer.positions(tokens)
         # The observer's cache knows what is padding, so the mask that `generate` carries along is not needed.
         kwargs["attention_mask"] = None
         if positions is not None:
@@ -190,7 +205,7 @@ def _steer(observer: Observer) -> Any:
 
 def _finish(observer: Observer) -> Any:
     def hook(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
-        observer.finished(output[0].shape[1])
+        observer.finished(output[0])
 
     return hook
 

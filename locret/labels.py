@@ -34,7 +34,7 @@ class LayerObserver:
     def connect(self, projections: dict[int, Projections]) -> None:
         """Need nothing: chunks carry their projections."""
 
-    def positions(self, batch: int, length: int, device: torch.device) -> Tensor | None:
+    def positions(self, tokens: Tensor) -> Tensor | None:
         """Number the tokens 0, 1, 2, ..."""
         return None
 
@@ -42,7 +42,7 @@ class LayerObserver:
         """Have no padding."""
         return None
 
-    def finished(self, length: int) -> None:
+    def finished(self, hidden: Tensor) -> None:
         """Need no end."""
 
 

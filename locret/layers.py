@@ -30,6 +30,10 @@ class Workspace:
             self._buffers[key] = torch.empty(needed, dtype=like.dtype, device=like.device)
         return self._buffers[key][: batch * heads * slots * dim].view(shape)
 
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""
@@ -75,6 +79,13 @@ class RetentionLayer(CacheLayerMixin):
         self.scores = torch.empty(shape, dtype=torch.float32, device=device)
         self.positions = torch.empty(shape, dtype=torch.int32, device=device)
         self.is_initialized = True
+
+    def shrink(self, capacity: int) -> None:
+        """Give back memory beyond `capacity` slots, or beyond what is held."""
+        capacity = max(capacity, self.fill)
+        if self.is_initialized and capacity < self.capacity:
+            self.capacity = capacity
+            self._reallocate()
 
     def _reallocate(self) -> None:
         for name in ("keys", "values", "scores", "positions"):
@@ -129,8 +140,13 @@ class RetentionLayer(CacheLayerMixin):
         return keys, self.values[:, :, :end]
 
     def set_scores(self, scores_BKL: Tensor) -> None:
-        """Store the scores of the newest L units."""
-        self.scores[:, :, self.fill - scores_BKL.shape[-1] : self.fill] = scores_BKL
+        """Store the scores of the newest L units; empty slots among them get the worst."""
+        first = self.fill - scores_BKL.shape[-1]
+        if self.row_start is not None:
+            slots = torch.arange(first, self.fill, device=scores_BKL.device)
+            empty = slots < self.row_start[:, None]
+            scores_BKL = scores_BKL.masked_fill(empty[:, None], -torch.inf)
+        self.scores[:, :, first : self.fill] = scores_BKL
 
     def evict(self, budget: int, protected: int) -> None:
         """Keep the `budget` best units of each KV head, and the newest `protected` ones whatever their score."""

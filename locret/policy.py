@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 POSITIONS = ("compact", "original")
+MOMENTS = ("chunk", "prompt_end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class RetentionPolicy:
     """Units per KV head that a cache may hold while it generates; none: it grows by one for each token."""
     decode_interval: int = 64
     """Units evicted at once when generation reaches decode_budget."""
+    when: str = "chunk"
+    """Evict after every "chunk", in bounded memory; or once at "prompt_end", with memory that grows with the prompt."""
 
     def __post_init__(self) -> None:
         for name in ("budget", "chunk_size", "local_len", "decode_interval"):
@@ -42,6 +45,8 @@ class RetentionPolicy:
                 f"stabilizers={self.stabilizers} leaves no room for scored units in budget={self.budget}; "
                 f"raise budget or lower stabilizers to at most {self.budget - 1}"
             )
+        if self.when not in MOMENTS:
+            raise ValueError(f'when="{self.when}" is unknown; choose one of {", ".join(MOMENTS)}')
         if self.positions not in POSITIONS:
             raise ValueError(f'positions="{self.positions}" is unknown; choose one of {", ".join(POSITIONS)}')
         if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:

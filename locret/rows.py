@@ -53,6 +53,9 @@ def join_rows(cache: RetentionCache, rows: list[RetentionCache], width: int, new
     cache.pad, cache._shift = cache.seen - seen, cache._next_position - following
     last_tokens = [row.last_tokens for row in rows if row.last_tokens is not None]
     cache.last_tokens = torch.cat(last_tokens) if last_tokens else None
+    contexts = [row._context for row in rows if row._context is not None]
+    if contexts:
+        cache._context = torch.cat([context[:, -min(c.shape[1] for c in contexts) :] for context in contexts])
     for index, layer in enumerate(cache.layers):
         parts = [row.layers[index] for row in rows]
         if isinstance(layer, SlidingLayer):

@@ -21,7 +21,7 @@ from locret.policy import RetentionPolicy
 from locret.scorers import Scorer
 
 FORMAT = "locret-cache-1"
-_ROW_TENSORS = ("pad", "_shift", "last_tokens")
+_ROW_TENSORS = ("pad", "_shift", "last_tokens", "_context")
 _UNIT_TENSORS = ("keys", "values", "scores", "positions")
 
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from locret.scorers.base import Scorer
+from locret.scorers.base import Scorer, TokenScorer
 from locret.scorers.oracle import OracleScorer
 from locret.scorers.random import RandomScorer
 from locret.scorers.retaining_heads import RetainingHeadScorer
 from locret.scorers.streaming import StreamingScorer
 
-__all__ = ["OracleScorer", "RandomScorer", "RetainingHeadScorer", "Scorer", "StreamingScorer", "get", "names"]
+__all__ = [
+    "OracleScorer",
+    "RandomScorer",
+    "RetainingHeadScorer",
+    "Scorer",
+    "StreamingScorer",
+    "TokenScorer",
+    "get",
+    "names",
+]
 
 _SCORERS: tuple[type[Scorer], ...] = (
     OracleScorer,

@@ -1,4 +1,6 @@
-"""What a scorer is: options, and one method that rates the units a layer has just computed."""
+"""What a scorer is: options, and one method that rates the units a layer has just computed, or all it holds."""
+
+# B batch, K KV heads, L new tokens, S slots (units held before, then the new ones), E hidden size
 
 from __future__ import annotations
 
@@ -11,13 +13,58 @@ from locret.instrument import Chunk
 
 
 class Scorer(ABC):
-    """Rates cache units; larger means keep. Holds options and weights, never anything of a sequence."""
+    """Rates cache units; larger means keep. Holds options and weights, never anything of a sequence.
+
+    What outlives a chunk is the scores: the cache stores them with the units, evicts them with the units, and hands
+    them back as `Chunk.stored_scores`.
+    """
 
     name: ClassVar[str]
+    positions: ClassVar[str] = "compact"
+    """Position mode of the method's own paper or code; commands use it unless told otherwise."""
+    rates_answers: ClassVar[bool] = True
+    """Whether the method is defined for generated tokens, so that a cache may evict while it generates."""
+    needs_hidden: ClassVar[bool] = False
+    """Whether units are rated by `score_tokens` after the whole forward pass, instead of layer by layer."""
+
+    @property
+    def lookback(self) -> int:
+        """Last tokens of the prompt that must come in one forward pass when everything is rated at the prompt's end."""
+        return 1
 
     def prepare(self, model: nn.Module) -> None:  # noqa: B027 - training-free scorers have nothing to prepare
         """Check that the scorer fits the model and put its weights on the model's devices. Called once per cache."""
 
     @abstractmethod
     def score(self, chunk: Chunk) -> Tensor:
-        """Return (batch, kv_heads, new_tokens) scores of the chunk's new units, float32."""
+        """Rate units of one layer.
+
+        Returns:
+            (B, K, L) float32 scores of the new units, which the cache keeps as they are; or (B, K, S) scores of all
+            units, which replace those stored. What is returned for an empty slot (`Chunk.row_start`) does not matter.
+        """
+
+
+class TokenScorer(Scorer):
+    """A scorer that rates tokens by what the model makes of them, with one score for all layers and heads."""
+
+    needs_hidden: ClassVar[bool] = True
+
+    @abstractmethod
+    def score_tokens(self, model: nn.Module, ids_BL: Tensor, hidden_BLE: Tensor, before_B1E: Tensor | None) -> Tensor:
+        """Rate the tokens of a forward pass.
+
+        Args:
+            model: The backbone with its language-model head.
+            ids_BL: (B, L) token ids.
+            hidden_BLE: (B, L, E) last hidden states, normalised, as the head takes them.
+            before_B1E: (B, 1, E) the same of the token before; None at the start of a text.
+
+        Returns:
+            (B, L) float32.
+        """
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return zeros, to be replaced once the forward pass is over."""
+        batch, kv_heads = chunk.key.shape[:2]
+        return chunk.key.new_zeros(batch, kv_heads, chunk.new_tokens).float()

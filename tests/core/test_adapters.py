@@ -52,7 +52,7 @@ class Recorder:
 
     def connect(self, projections: Any) -> None: ...
 
-    def positions(self, batch: int, length: int, device: torch.device) -> None:
+    def positions(self, tokens) -> None:
         return None
 
     def row_start(self, layer_idx: int) -> None:
@@ -61,7 +61,7 @@ class Recorder:
     def attended(self, chunk: Chunk) -> None:
         self.features[chunk.layer_idx] = chunk.features()
 
-    def finished(self, length: int) -> None: ...
+    def finished(self, hidden) -> None: ...
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma3"])
