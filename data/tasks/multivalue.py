@@ -30,9 +30,9 @@ class MultiValue(Task):
     """Digits of each number."""
 
     def plant(self, draw: Draw) -> Planted:
-        """Return the needles of the key, then those of the other keys; the reply may name the numbers in any order."""
+        """Return the needles of the key, then the others'; the reply names the key's numbers in ascending order."""
         key = draw.name()
-        numbers = tuple(draw.number(self.digits) for _ in range(self.values))
+        numbers = tuple(sorted(self._numbers(draw), key=int))
         others = [(draw.name(), draw.number(self.digits)) for _ in range(self.others)]
         question = Question(
             text=f"What are all the special magic numbers for {key} mentioned in the provided text?",
@@ -41,6 +41,14 @@ class MultiValue(Task):
         )
         statements = (*(needle(key, number) for number in numbers), *(needle(*pair) for pair in others))
         return Planted(statements=statements, questions=(question,))
+
+    def _numbers(self, draw: Draw) -> list[str]:
+        """Draw the key's numbers so that their first two digits tell them apart, as far as there are enough pairs."""
+        numbers: dict[str, str] = {}
+        while len(numbers) < min(self.values, 90):
+            number = draw.number(self.digits)
+            numbers.setdefault(number[:2], number)
+        return [*numbers.values(), *(draw.number(self.digits) for _ in range(self.values - len(numbers)))]
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the share of the numbers that the prediction contains."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from locret.data.embedded_tokenizer import BOS, COLORS, NAMES, VARIABLES
 from locret.data.filler import FillerOptions, generator
 from locret.data.tasks.mixture import mixture
+from locret.train.backbone.drills import drill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Stage:
     """Largest shares of filler sentences with a number, and of those that look like a fact; each share is drawn."""
     dense_share: float = 0.34
     """Share of batches that are dense copying."""
+    drill_share: float = 0.0
+    """Share of batches that are drills (`drills`)."""
     span: int = 0
     """Highest position id reached by random gaps, in half of the batches; 0 makes no gaps."""
     local_share: float = 0.0
@@ -57,7 +60,7 @@ class Batch:
 
     stage: int
     kinds: tuple[str, ...]
-    """What each row is: "dense", the task it asks one question of, or "facts" for many questions."""
+    """What each row is: "dense", the drill, the task it asks one question of, or "facts" for many questions."""
     local: bool
     """Whether the first layers see a short window only."""
     ids_BT: Tensor
@@ -134,14 +137,29 @@ def fact_batch(
         messages = [{"role": "user", "content": sample.content}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         reply = tokenizer(sample.reply, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        pairs.append((prompt, reply))
-    longest = max(len(prompt) + len(reply) for prompt, reply in pairs)
-    ids_BT = torch.full((rows, longest), tokenizer.pad_token_id)
-    mask_BT = torch.zeros(rows, longest, dtype=torch.bool)
-    for row, (prompt, reply) in enumerate(pairs):
-        ids_BT[row, : len(prompt) + len(reply)] = torch.tensor(prompt + reply)
-        mask_BT[row, len(prompt) : len(prompt) + len(reply)] = True
-    return ids_BT, mask_BT, tuple(kinds)
+        pairs.append((prompt + reply, [False] * len(prompt) + [True] * len(reply)))
+    return *_padded(pairs, tokenizer.pad_token_id), tuple(kinds)
+
+
+def drill_batch(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, stage: Stage
+) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """Return drills as `fact_batch` does."""
+    length = rng.randint(stage.tokens // 2, stage.tokens)
+    drills = [drill(rng, tokenizer, length) for _ in range(max(stage.batch_tokens // length, 1))]
+    rows = [(ids, mask) for ids, mask, _ in drills]
+    return *_padded(rows, tokenizer.pad_token_id), tuple(name for *_, name in drills)
+
+
+def _padded(rows: Sequence[tuple[list[int], list[bool]]], pad: int) -> tuple[Tensor, Tensor]:
+    """Stack rows of ids and masks to (B, T), padded on the right."""
+    longest = max(len(ids) for ids, _ in rows)
+    ids_BT = torch.full((len(rows), longest), pad)
+    mask_BT = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for row, (ids, mask) in enumerate(rows):
+        ids_BT[row, : len(ids)] = torch.tensor(ids)
+        mask_BT[row, : len(ids)] = torch.tensor(mask)
+    return ids_BT, mask_BT
 
 
 def gapped_positions(rng: random.Random, tokens: int, span: int) -> Tensor:
@@ -162,11 +180,14 @@ def batches(tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: i
     for step, index in enumerate(plan[start:], start=start):
         stage = stages[index]
         rng = generator(seed, "train", "backbone", step)
-        if not stage.tasks or rng.random() < stage.dense_share:
+        form = rng.random()
+        if form < stage.drill_share:
+            ids_BT, mask_BT, kinds = drill_batch(rng, tokenizer, stage)
+        elif not stage.tasks or form < stage.drill_share + stage.dense_share:
             length = rng.randint(max(stage.tokens // 4, 16), stage.tokens)
             ids_BT, mask_BT = dense_batch(rng, alphabet_A, max(stage.batch_tokens // length, 1), length)
             ids_BT[:, 0] = tokenizer.convert_tokens_to_ids(BOS)
-            kinds: tuple[str, ...] = ("dense",) * len(ids_BT)
+            kinds = ("dense",) * len(ids_BT)
         else:
             ids_BT, mask_BT, kinds = fact_batch(rng, tokenizer, stage, f"{seed}/{step}")
         gapped = stage.span and rng.random() < 0.5
