@@ -1,0 +1,112 @@
+"""Timing several things side by side in one process, and writing down what came out and where.
+
+Every repeat runs every side once, one after the other, so that a machine whose speed drifts slows all of them alike;
+ratios are taken within a repeat, and reported as p20, p50 and p80.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from locret import __version__
+from locret.cli import print_json
+from locret.infer.benchmarks.shapes import CPU_512, random_model
+
+
+def interleave(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Run every side `repeats` times, in turns, after one round that warms up; return the seconds of each run."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in tqdm(range(repeats + 1), desc="measuring", disable=None):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side()
+            if repeat:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(seconds: Mapping[str, Sequence[float]], top: str, bottom: str) -> dict[str, float]:
+    """Return the quantiles of one side's seconds over another's, repeat by repeat."""
+    return quantiles([a / b for a, b in zip(seconds[top], seconds[bottom], strict=True)])
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return p20, p50 and p80."""
+    points = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
+    return {name: round(float(value), 4) for name, value in zip(("p20", "p50", "p80"), points, strict=True)}
+
+
+def backbone(folder: str | None) -> PreTrainedModel:
+    """Return the backbone in `folder` in float32, or one of the cpu-512 shape with random weights."""
+    if folder is None:
+        return random_model(CPU_512)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def where(options: Any, model: PreTrainedModel) -> dict[str, Any]:
+    """Return the resolved options, the backbone's shape, versions and commit."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    config = model.config
+    return {
+        "options": asdict(options),
+        "shape": {
+            "layers": config.num_hidden_layers,
+            "hidden": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "parameters": model.num_parameters(),
+        },
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "locret": __version__,
+        "commit": (head.stdout.strip() or "unknown") + (" with changes" if changed.stdout.strip() else ""),
+    }
+
+
+def table(ratios: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    rows = [f"| {name} | {r['p20']:.3f} | {r['p50']:.3f} | {r['p80']:.3f} |" for name, r in ratios.items()]
+    return ["| ratio | p20 | p50 | p80 |", "| --- | --- | --- | --- |", *rows]
+
+
+def origin(record: Mapping[str, Any], module: str) -> list[str]:
+    """Return the lines that say on what, with which command and with which versions a record was made."""
+    place, options = record["where"], record["where"]["options"]
+    flags = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items() if v is not None and k != "output")
+    shape = ", ".join(f"{name} {value}" for name, value in place["shape"].items())
+    return [
+        f"Backbone: {shape}. {options['repeats']} interleaved repeats, {options['threads']} CPU threads, float32.",
+        "",
+        f"`python -m {module} {flags}`",
+        "",
+        f"Commit {place['commit']}, torch {place['torch']}, transformers {place['transformers']}, "
+        f"Python {place['python']}, {place['processor']}.",
+        "",
+    ]
+
+
+def write(record: dict[str, Any], page: str, output: str | None) -> None:
+    """Print a record as JSON; with `output` write it there instead, once as .json and once, for people, as .md."""
+    if output is None:
+        print_json(record)
+        return
+    base = Path(output)
+    base.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    base.with_suffix(".md").write_text(page)
+    sys.stderr.write(f"wrote {base.with_suffix('.json')} and {base.with_suffix('.md')}\n")
