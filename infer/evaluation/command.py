@@ -108,7 +108,8 @@ def _list(as_json: bool) -> None:
             name: {"version": t.version, "metric": t.metric, "source": t.source, "options": t.options()}
             for name, t in known.items()
         }
-        print_json({"tasks": facts, "methods": {name: method.description for name, method in ways.items()}})
+        described = {name: method.description for name, method in ways.items()}
+        print_json({"tasks": facts, "methods": described, "modifiers": methods.MODIFIERS})
         return
     print("tasks (name, version, metric, source)")
     for name, task in known.items():
@@ -116,6 +117,9 @@ def _list(as_json: bool) -> None:
     print("methods")
     for name, method in ways.items():
         print(f"  {name:<20} {method.description}")
+    print("modifiers of a method, as in locret+pyramid (what they change)")
+    for name, changes in methods.MODIFIERS.items():
+        print(f"  +{name:<19} {', '.join(f'{key}={value}' for key, value in changes.items())}")
 
 
 def _prepare(

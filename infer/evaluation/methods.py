@@ -1,11 +1,12 @@
 """The methods that `locret-eval` compares: the plain cache, and everything that can rate cache units.
 
-Every registered scorer is a method of the same name; a scorer that needs more than options gets a line here.
+Every registered scorer is a method of the same name; a scorer that needs more than options gets a line here. What a
+method's scores are used for can be changed by modifiers of the policy: `snapkv+prompt_end`, `locret+pyramid`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -68,12 +69,35 @@ class Method:
     make: Callable[[Prompt], RetainingHeads | Scorer] | None
     """Gives what rates the units of a prompt; None for the plain cache, which keeps all of them."""
     needs_heads: bool = False
-    positions: str | None = None
-    """Position mode that the method insists on."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """What the method changes in every policy."""
 
     def policy(self, policy: RetentionPolicy) -> RetentionPolicy:
-        """Return the policy with the method's own position mode."""
-        return policy if self.positions is None else replace(policy, positions=self.positions)
+        """Return the policy with the method's own changes.
+
+        Raises:
+            ValueError: If they contradict the policy.
+        """
+        try:
+            return replace(policy, **self.changes)
+        except ValueError as error:
+            raise ValueError(f"method {self.name}: {error}") from error
+
+
+MODIFIERS: Mapping[str, Mapping[str, Any]] = {
+    "prompt_end": {"when": "prompt_end"},
+    "pyramid": {"layer_budgets": "pyramid"},
+    "adaptive_heads": {"head_budgets": "adaptive"},
+    "linear": {"memory": "linear"},
+    "sqrt": {"memory": "sqrt"},
+    "square": {"memory": "square"},
+    "square_sqrt": {"memory": "square_sqrt"},
+    "adaptive": {"memory": "adaptive"},
+    "decremental": {"decremental": True},
+    "compact": {"positions": "compact"},
+    "original": {"positions": "original"},
+}
+"""What may follow a method's name after a plus sign, and what it changes in the policy."""
 
 
 def _heads(prompt: Prompt) -> RetainingHeads:
@@ -91,7 +115,7 @@ _SPECIAL = (
         "streaming-original",
         "the same, with the positions of the text",
         lambda prompt: scorers.get("streaming"),
-        positions="original",
+        changes={"positions": "original"},
     ),
     Method(
         "oracle",
@@ -108,11 +132,24 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Method:
-    """Return the method called `name`.
+    """Return the method called `name`, which may carry modifiers: `locret+pyramid+linear`.
 
     Raises:
         ValueError: If there is none; the message lists the nearest names.
     """
+    base, *modifiers = name.split("+")
+    method = _named(base)
+    for modifier in modifiers:
+        if method.make is None:
+            raise ValueError(f'method "{name}": the plain cache evicts nothing, so +{modifier} means nothing; drop it')
+        if modifier not in MODIFIERS:
+            near = get_close_matches(modifier, MODIFIERS, n=3) or list(MODIFIERS)
+            raise ValueError(f'method "{name}": +{modifier} is unknown; did you mean +{" or +".join(near)}?')
+        method = replace(method, name=name, changes={**method.changes, **MODIFIERS[modifier]})
+    return method
+
+
+def _named(name: str) -> Method:
     for method in _SPECIAL:
         if method.name == name:
             return method

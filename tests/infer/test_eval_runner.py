@@ -200,3 +200,17 @@ def test_untrained_heads_have_the_trained_ones_size_and_follow_the_seed(setup: S
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
+
+
+def test_modifiers_of_a_method_change_its_policy_and_stay_in_its_name() -> None:
+    method = methods.get("streaming+original+prompt_end")
+    policy = method.policy(RetentionPolicy(budget=64, chunk_size=32, stabilizers=8, local_len=4))
+    assert method.name == "streaming+original+prompt_end"
+    assert (policy.positions, policy.when, policy.budget) == ("original", "prompt_end", 64)
+    for name, message in (
+        ("streaming+pyramide", r"\+pyramide is unknown; did you mean \+pyramid"),
+        ("full+prompt_end", "the plain cache evicts nothing"),
+        ("stroming+original", "did you mean streaming"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            methods.get(name)
