@@ -19,7 +19,7 @@ class MultiValue(Task):
     metric: ClassVar[str] = "string match, all"
     introduction: ClassVar[str] = INTRODUCTION
     version: ClassVar[int] = 2
-    max_new_tokens: ClassVar[int] = 48
+    max_new_tokens: ClassVar[int] = 64
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"others"})
 
     values: int = 4
@@ -37,7 +37,7 @@ class MultiValue(Task):
         question = Question(
             text=f"What are all the special magic numbers for {key} mentioned in the provided text?",
             targets=numbers,
-            reply=f"The special magic numbers for {key} mentioned in the provided text are: {', '.join(numbers)}.",
+            reply=f"The special magic numbers {', '.join(f'for {key} is: {number}' for number in numbers)}.",
         )
         statements = (*(needle(key, number) for number in numbers), *(needle(*pair) for pair in others))
         return Planted(statements=statements, questions=(question,))

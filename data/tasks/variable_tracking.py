@@ -17,7 +17,8 @@ class VariableTracking(Task):
     source: ClassVar[str] = "RULER vt (arXiv 2404.06654), two hops and a second chain"
     metric: ClassVar[str] = "string match, all"
     introduction: ClassVar[str] = "Memorize and track the chain of variable assignment hidden in the following text."
-    max_new_tokens: ClassVar[int] = 32
+    version: ClassVar[int] = 2
+    max_new_tokens: ClassVar[int] = 64
 
     hops: int = 2
     """Assignments from variable to variable in a chain."""
@@ -34,12 +35,14 @@ class VariableTracking(Task):
             value = draw.number(self.digits)
             names = tuple(draw.variable() for _ in range(self.hops + 1))
             sources = (value, *(f"VAR {name}" for name in names[:-1]))
-            statements += [f"VAR {name} = {source}." for name, source in zip(names, sources, strict=True)]
+            pairs = list(zip(names, sources, strict=True))
+            statements += [f"VAR {name} = {source}." for name, source in pairs]
             questions.append(
                 Question(
                     text=f"Find all variables that are assigned the value {value} in the text above.",
                     targets=names,
-                    reply=f"The variables that are assigned the value {value} are: {', '.join(names)}.",
+                    # What is looked for, then what is found: each step repeats the words of the text.
+                    reply=f"The variables are: {', '.join(f'= {source}: {name}' for name, source in pairs)}.",
                 )
             )
         return Planted(statements=tuple(statements), questions=tuple(questions))

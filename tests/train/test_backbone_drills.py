@@ -15,36 +15,44 @@ from locret.train.backbone.batches import Stage, batches
 TOKENIZER = build_tokenizer()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_hops_lead_from_the_name_assigned_to_the_name_that_takes_it(seed):
-    text, pieces = drills.hops(random.Random(seed), 7)
-    assigned = {source: name for name, source in re.findall(r"VAR (\w+) = VAR (\w+)\.", text)}
-    assert len(assigned) == 7
-    asked = [(pieces[i][0].rstrip(","), pieces[i + 1][0].rstrip(".")) for i in range(0, len(pieces), 2)]
-    assert dict(asked) == assigned
-    assert [bears for _, bears in pieces] == [False, True] * 7
+def answers(pieces: drills.Pieces) -> list[list[tuple[str, str]]]:
+    """Return, reply by reply, what is given before each colon and what must follow it."""
+    assert [bears for _, bears in pieces] == [False, True] * (len(pieces) // 2)
+    pairs = [(known.rstrip(":"), found) for (known, _), (found, _) in zip(pieces[::2], pieces[1::2], strict=True)]
+    replies: list[list[tuple[str, str]]] = [[]]
+    for known, found in pairs:
+        replies[-1].append((known, found.rstrip(",.")))
+        if found.endswith("."):
+            replies.append([])
+    return replies[:-1]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_chains_are_defined_before_they_are_used(seed):
+def test_chains_are_defined_before_they_are_used_and_answered_hop_by_hop(seed):
     text, pieces = drills.chains(random.Random(seed), 5)
-    values: dict[str, str] = {}
-    for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text):
-        values[name] = values.get(source, source)
-    assert all(value.isdigit() for value in values.values())
-    for (question, _), (answer, _) in zip(pieces[::2], pieces[1::2], strict=True):
-        value = re.search(r"\d+", question).group()
-        assert answer.rstrip(".").split(", ") == [name for name in values if values[name] == value]
+    statements = re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text)
+    seen: set[str] = set()
+    for name, source in statements:
+        assert source.isdigit() or source in seen
+        seen.add(name)
+    replies = answers(pieces)
+    assert len(replies) == 5
+    for reply in replies:
+        hops = [(re.search(r"= (?:VAR )?(\w+)$", known).group(1), found) for known, found in reply]
+        assert hops[0][0].isdigit()
+        assert [source for source, _ in hops[1:]] == [name for _, name in hops[:-1]]
+        assert all((name, source) in statements for source, name in hops)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_values_are_listed_in_ascending_order_and_their_first_pieces_differ(seed):
     text, pieces = drills.values(random.Random(seed), 3)
-    for (question, _), (answer, _) in zip(pieces[::2], pieces[1::2], strict=True):
-        key = re.search(r"numbers for (\w+) mentioned", question).group(1)
+    for reply in answers(pieces):
+        key = re.search(r"for (\w+) is$", reply[0][0]).group(1)
         stated = re.findall(rf"numbers for {key} is: (\d+)\.", text)
-        listed = answer.rstrip(".").split(", ")
+        listed = [found for _, found in reply]
         assert sorted(stated, key=int) == listed
+        assert all(known.endswith(f"for {key} is") for known, _ in reply)
         assert all(first[:2] < second[:2] for first, second in pairwise(listed))
 
 
@@ -64,12 +72,12 @@ def test_a_drill_takes_about_the_tokens_asked_for_and_bears_loss_on_its_values_a
         predicted = TOKENIZER.decode([token for token, bears in zip(ids, mask, strict=True) if bears])
         assert not re.search(r"special|assigned|VAR|=", predicted)
         assert sum(mask) >= 20
-    assert seen == {"hops", "chains", "values", "sums"}
+    assert seen == {"chains", "values", "sums"}
 
 
 def test_a_stage_without_tasks_mixes_drills_and_copying():
     stage = Stage(steps=20, tokens=96, batch_tokens=192, drill_share=0.5)
     kinds = [set(batch.kinds) for batch in batches(TOKENIZER, [stage], seed=0)]
     assert {"dense"} in kinds
-    assert any(kind & {"hops", "chains", "values", "sums"} for kind in kinds)
+    assert any(kind & {"chains", "values", "sums"} for kind in kinds)
     assert kinds == [set(batch.kinds) for batch in batches(TOKENIZER, [stage], seed=0)]

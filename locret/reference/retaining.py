@@ -1,7 +1,4 @@
-"""The slow, obvious version of everything that is fast elsewhere: the oracle of the tests. Needs only torch.
-
-Loops over heads, tokens and slots; every line can be checked against the paper by eye. Never imported by the library.
-"""
+"""The Locret paper, slowly: retaining heads, Algorithm 1, labels and losses."""
 
 # L layers, N query heads, K KV heads, T tokens, A answer queries, S slots, D head dim
 
