@@ -131,7 +131,7 @@ class RetentionCache(Cache):
         for layer in self.governed:
             layer.unsettle(self._next_position)
             if self.policy.when == "chunk":
-                layer.evict(self.policy.budget, self.policy.stabilizers)
+                layer.evict(*self._at_least_recent(self.policy.budget, self.policy.stabilizers))
         self.reserve(prompt_tokens, new_tokens)
         self._answer_tokens = new_tokens
         self._phase = "read"
@@ -231,7 +231,7 @@ class RetentionCache(Cache):
         elif self._phase == "decode" and policy.decode_budget is not None:
             new = key_states.shape[-2]
             if layer.fill + new > policy.decode_budget:
-                layer.evict(max(1, policy.decode_budget - max(policy.decode_interval, new)), policy.local_len)
+                layer.evict(*self._decode_limits(policy.decode_budget, new))
         return layer.append(key_states, value_states, raw_keys, self._unit_positions, self._next_position)
 
     def attended(self, chunk: Chunk) -> None:
@@ -244,21 +244,35 @@ class RetentionCache(Cache):
         chunk.stored_scores = layer.scores[:, :, :old]
         chunk.row_start, chunk.last = layer.row_start, self._last
         chunk.budget, chunk.protected = self._limits()
+        evicts_now = chunk.budget is not None
+        decode_budget = None if self._phase == "read" else self.policy.decode_budget
+        if decode_budget is not None and not evicts_now and layer.fill >= decode_budget:
+            # The next token will find no room: these are the scores that decide what makes way for it.
+            chunk.budget, chunk.protected = self._decode_limits(decode_budget, 1)
         scores = self.scorer.score(chunk)
         if self._again:  # a token fed twice counts once: units before it have been rated with it already
             scores = scores[:, :, -chunk.new_tokens :]
         layer.set_scores(scores)
-        if chunk.budget is not None and not self.scorer.needs_hidden:
+        if evicts_now and not self.scorer.needs_hidden:
+            assert chunk.budget is not None
             layer.evict(chunk.budget, chunk.protected)
 
     def _limits(self) -> tuple[int | None, int]:
         """Return the units that stay after this forward pass, and how many of the newest are protected."""
         policy = self.policy
         if self._phase == "read" and policy.when == "chunk":
-            return policy.budget, 0 if self._final else policy.stabilizers
+            return self._at_least_recent(policy.budget, 0 if self._final else policy.stabilizers)
         if self._last and policy.when == "prompt_end":
-            return policy.budget + policy.local_len, policy.local_len
+            return self._at_least_recent(policy.budget + policy.local_len, policy.local_len)
         return None, 0
+
+    def _decode_limits(self, decode_budget: int, new: int) -> tuple[int, int]:
+        """Return what stays when `new` generated tokens find no room, and how many of the newest are protected."""
+        budget = max(1, decode_budget - max(self.policy.decode_interval, new))
+        return self._at_least_recent(budget, self.policy.local_len)
+
+    def _at_least_recent(self, budget: int, protected: int) -> tuple[int, int]:
+        return budget, max(protected, min(budget, self.scorer.recent(budget)))
 
     def _rate_tokens(self, hidden: Tensor) -> None:
         """Rate the tokens of a forward pass that is over, in all layers alike, and evict where it is time."""

@@ -47,9 +47,9 @@ class Chunk:
     row_start: Tensor | None = None
     """(B,) first slot of each row that holds a unit, where rows differ; None if all slots do."""
     budget: int | None = None
-    """Units of this layer that stay per KV head once the chunk is scored; None if nothing is evicted now."""
+    """Units of this layer that stay per KV head by these scores, now or before the next generated token; else None."""
     protected: int = 0
-    """Newest units that stay whatever their score, out of `budget`."""
+    """Newest units that stay whatever their score, out of `budget`: the policy's or the scorer's, if those are more."""
     last: bool = False
     """Whether these are the last tokens of the prompt."""
 

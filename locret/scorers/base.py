@@ -24,8 +24,14 @@ class Scorer(ABC):
     """Position mode of the method's own paper or code; commands use it unless told otherwise."""
     rates_answers: ClassVar[bool] = True
     """Whether the method is defined for generated tokens, so that a cache may evict while it generates."""
+    causal: ClassVar[bool] = True
+    """Whether a unit is rated once, by what came before it, so that its score depends neither on chunks nor on time."""
     needs_hidden: ClassVar[bool] = False
     """Whether units are rated by `score_tokens` after the whole forward pass, instead of layer by layer."""
+
+    def recent(self, budget: int) -> int:
+        """Return how many of the newest units the method itself keeps whatever their score, out of `budget`."""
+        return 0
 
     @property
     def lookback(self) -> int:
