@@ -242,7 +242,7 @@ class RetentionCache(Cache):
         chunk.positions = self._unit_positions.to(chunk.key.device)
         chunk.unit_positions = layer.positions[:, :, : layer.fill]
         chunk.stored_scores = layer.scores[:, :, :old]
-        chunk.row_start, chunk.last = layer.row_start, self._last
+        chunk.row_start, chunk.last, chunk.generating = layer.row_start, self._last, self._phase == "decode"
         chunk.budget, chunk.protected = self._limits()
         evicts_now = chunk.budget is not None
         decode_budget = None if self._phase == "read" else self.policy.decode_budget

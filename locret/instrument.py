@@ -52,6 +52,8 @@ class Chunk:
     """Newest units that stay whatever their score, out of `budget`: the policy's or the scorer's, if those are more."""
     last: bool = False
     """Whether these are the last tokens of the prompt."""
+    generating: bool = False
+    """Whether the tokens are of an answer, or the prompt's last one that `generate` feeds itself."""
 
     @property
     def new_tokens(self) -> int:

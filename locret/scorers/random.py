@@ -31,10 +31,25 @@ class RandomScorer(Scorer):
         """Return scores (B, K, L)."""
         assert chunk.positions is not None
         batch, kv_heads = chunk.key.shape[:2]
-        heads = torch.arange(kv_heads, device=chunk.key.device)[:, None]
-        # Two rounds of a multiplicative integer hash in 31 bits; products stay below 2**62.
-        state = chunk.positions.long() * 2 + self.seed * 7919 + chunk.layer_idx * 104729 + heads * 1299709
-        for multiplier in (0x2C1B3C6D, 0x297A2D39):
-            state = ((state ^ (state >> 15)) & _MASK) * multiplier & _MASK
-        state = state ^ (state >> 13)
-        return (state.double() / (_MASK + 1)).float().expand(batch, -1, -1)
+        return uniform_draw(chunk.positions, self.seed, chunk.layer_idx, kv_heads).float().expand(batch, -1, -1)
+
+
+def uniform_draw(positions: Tensor, seed: int, layer_idx: int, kv_heads: int) -> Tensor:
+    """Draw one number per unit from U(0, 1): a function of seed, layer, KV head and original position alone.
+
+    Args:
+        positions: (B, 1 or K, S) original positions.
+        seed: Of the draw.
+        layer_idx: Layer.
+        kv_heads: K.
+
+    Returns:
+        (B, K, S) float64, in [0, 1).
+    """
+    heads = torch.arange(kv_heads, device=positions.device)[:, None]
+    # Two rounds of a multiplicative integer hash in 31 bits; products stay below 2**62.
+    state = positions.long() * 2 + seed * 7919 + layer_idx * 104729 + heads * 1299709
+    for multiplier in (0x2C1B3C6D, 0x297A2D39):
+        state = ((state ^ (state >> 15)) & _MASK) * multiplier & _MASK
+    state = state ^ (state >> 13)
+    return state.double() / (_MASK + 1)

@@ -1,0 +1,102 @@
+"""Attention rows for scorers: what chosen queries look at, recomputed beside the fused kernel in blocks of rows.
+
+The kernel that attends keeps no weights. A block of rows is one product of the queries of all heads with the keys and
+one softmax, both over the units that its last row sees; the workspace never exceeds heads x block x units, whatever the
+chunk. The row maximum and sum are computed anew, because no kernel on the CPU hands out its log-sum-exp.
+"""
+
+# B batch, N query heads, K KV heads, G = N / K, L new tokens, R rows of a block, S units
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from locret.instrument import Chunk
+
+_LEAST_ROWS = 16
+_LOGITS_CPU, _LOGITS_GPU = 2**19, 2**25
+"""Logits of a block: as many as stay in a CPU's cache, and 128 MiB of a GPU."""
+
+Weigh = Callable[[Tensor, Tensor], Tensor]
+
+
+def attention_sums(
+    chunk: Chunk, first: int = 0, *, see_all: bool = False, weigh: Weigh | None = None, rows: int | None = None
+) -> Tensor:
+    """Sum the attention that the queries from `first` on pay to every unit.
+
+    Args:
+        chunk: What a layer has just computed.
+        first: First query, 0 .. L - 1; the queries from it to the last one count.
+        see_all: Let these queries see the later ones among them too, instead of attending causally.
+        weigh: Called with a block's attention (B, K, G, R, S) and the number of units that each of its queries sees,
+            (1 or B, 1, 1, R, 1); returns what is summed instead. S leaves out units that none of these queries sees.
+        rows: Queries of a block; none: what suits the device.
+
+    Returns:
+        (B, N, S) float32 sums of post-softmax attention, 0 where nobody may look.
+    """
+    batch, heads, new, _ = chunk.query.shape
+    kv_heads, slots = chunk.key.shape[1:3]
+    total = torch.zeros(batch, kv_heads, heads // kv_heads, slots, device=chunk.key.device)
+    step = rows or _rows_of_a_block(chunk)
+    for start in range(first, new, step):
+        end = min(start + step, new)
+        weights = _logits(chunk, start, end, see_all).softmax(-1)
+        if weigh is not None:
+            weights = weigh(weights, _visible(chunk, start, end, see_all))
+        total[..., : weights.shape[-1]] += weights.sum(-2)
+    return total.reshape(batch, heads, slots)
+
+
+def last_logits(chunk: Chunk) -> Tensor:
+    """Return (B, N, S) float32 logits of the last query, scaled and capped; -inf for empty slots."""
+    return _logits(chunk, chunk.new_tokens - 1, chunk.new_tokens, False)[..., 0, :].flatten(1, 2)
+
+
+def reduce_group(scores_BNS: Tensor, kv_heads: int, how: str) -> Tensor:
+    """Return (B, K, S): the "mean", "max" or "sum" over the query heads of each KV head."""
+    grouped = scores_BNS.unflatten(1, (kv_heads, -1))
+    if how == "max":
+        return grouped.amax(2)
+    return grouped.mean(2) if how == "mean" else grouped.sum(2)
+
+
+def _rows_of_a_block(chunk: Chunk) -> int:
+    batch, heads = chunk.query.shape[:2]
+    most = _LOGITS_GPU if chunk.query.is_cuda else _LOGITS_CPU
+    return max(_LEAST_ROWS, most // (batch * heads * chunk.key.shape[2]))
+
+
+def _logits(chunk: Chunk, start: int, end: int, see_all: bool) -> Tensor:
+    """Return (B, K, G, R, S) float32 logits of the queries start .. end - 1 over the units that the last one sees."""
+    batch, heads, new, dim = chunk.query.shape
+    kv_heads, slots = chunk.key.shape[1:3]
+    seen = slots if see_all else slots - new + end
+    rows = chunk.query[:, :, start:end].reshape(batch, kv_heads, -1, dim)
+    # Half-precision queries are scaled after the product, so that scaling rounds nothing.
+    whole = rows.dtype == torch.float32
+    product = (rows * chunk.scaling if whole else rows) @ chunk.key[:, :, :seen].transpose(-1, -2)
+    logits = product if whole else product.float().mul_(chunk.scaling)
+    if chunk.softcap is not None:
+        logits = logits.div_(chunk.softcap).tanh_().mul_(chunk.softcap)
+    logits = logits.view(batch, kv_heads, heads // kv_heads, end - start, seen)
+    if end - start > 1 and not see_all:
+        later = torch.ones(end - start, end - start, dtype=torch.bool, device=logits.device).triu(1)
+        logits[..., start - end :].masked_fill_(later, -torch.inf)
+    if chunk.row_start is not None:
+        empty_BS = torch.arange(seen, device=logits.device) < chunk.row_start[:, None]
+        logits.masked_fill_(empty_BS[:, None, None, None], -torch.inf)
+    return logits
+
+
+def _visible(chunk: Chunk, start: int, end: int, see_all: bool) -> Tensor:
+    """Return (1 or B, 1, 1, R, 1): how many units each of these queries sees."""
+    slots, new = chunk.key.shape[2], chunk.new_tokens
+    steps = torch.arange(start, end, device=chunk.key.device)
+    visible_R = torch.full_like(steps, slots) if see_all else slots - new + 1 + steps
+    visible_BR = visible_R[None] if chunk.row_start is None else visible_R - chunk.row_start[:, None]
+    return visible_BR[:, None, None, :, None]

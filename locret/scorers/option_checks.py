@@ -1,0 +1,37 @@
+"""Refusals of a scorer's options, in one form."""
+
+from __future__ import annotations
+
+REDUCTIONS = ("mean", "max", "sum")
+
+
+def check_choice(scorer: str, option: str, value: str, choices: tuple[str, ...] = REDUCTIONS) -> None:
+    """Refuse a value that is none of its choices.
+
+    Raises:
+        ValueError: Naming them.
+    """
+    if value not in choices:
+        raise ValueError(f'scorer {scorer}: {option}="{value}" is unknown; choose one of {", ".join(choices)}')
+
+
+def check_at_least(scorer: str, least: int, **options: int) -> None:
+    """Refuse numbers below `least`.
+
+    Raises:
+        ValueError: Naming the first.
+    """
+    for option, value in options.items():
+        if value < least:
+            raise ValueError(f"scorer {scorer}: {option}={value} is too small; it must be {least} or more")
+
+
+def check_shares(scorer: str, **options: float) -> None:
+    """Refuse shares outside 0 .. 1.
+
+    Raises:
+        ValueError: Naming the first.
+    """
+    for option, value in options.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"scorer {scorer}: {option}={value} is no share; it must lie between 0 and 1")
