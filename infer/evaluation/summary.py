@@ -13,7 +13,8 @@ def cells(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one cell per task, length, method and policy, in the order of the records.
 
     A cell holds `n`, `score` (mean x 100), its `standard_error`, `kept_units` and `peak_units` per KV head (largest of
-    the samples), `cache_bytes` after reading, `peak_bytes`, and `prefill_tokens_per_second` (all tokens / all seconds).
+    the samples), `cache_bytes` after reading, `peak_bytes`, and `prefill_tokens_per_second` and
+    `decode_tokens_per_second` (all tokens / all seconds).
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
@@ -24,14 +25,19 @@ def cells(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     scores = [100 * record["score"] for record in records]
     error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None
-    seconds = sum(record["prefill_seconds"] for record in records)
     return {
         "n": len(records),
         "score": round(statistics.fmean(scores), 4),
         "standard_error": None if error is None else round(error, 4),
         **{name: max(r[name] for r in records) for name in ("kept_units", "peak_units", "cache_bytes", "peak_bytes")},
-        "prefill_tokens_per_second": round(sum(r["prompt_tokens"] for r in records) / seconds, 1) if seconds else None,
+        "prefill_tokens_per_second": _rate(records, "prompt_tokens", "prefill_seconds"),
+        "decode_tokens_per_second": _rate(records, "generated_tokens", "decode_seconds"),
     }
+
+
+def _rate(records: Sequence[dict[str, Any]], tokens: str, seconds: str) -> float | None:
+    total: float = sum(record[seconds] for record in records)
+    return round(sum(record[tokens] for record in records) / total, 1) if total else None
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
@@ -46,7 +52,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     ]
     titles = ["method", "budget", *(name.replace("_", " ") for name in varied)]
     titles += [f"{task} @ {tokens:,}" for task, tokens in columns]
-    titles += ["units / KV head", "peak cache"]
+    titles += ["units / KV head", "peak cache", "read tokens/s", "write tokens/s"]
     lines = [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
     for row in rows:
         policy = dict(zip(CELL[2:], row, strict=True))
@@ -59,6 +65,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             for cell, column in zip(own, columns, strict=True)
         ]
         texts += [f"{max(cell['kept_units'] for cell in known):,}", size(max(cell["peak_bytes"] for cell in known))]
+        texts += [_mean_rate(known, f"{phase}_tokens_per_second") for phase in ("prefill", "decode")]
         lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
 
@@ -69,6 +76,11 @@ def _score(cell: dict[str, Any] | None, full: dict[str, Any] | None) -> str:
     if full is None or cell is full or not full["score"]:
         return f"{cell['score']:.1f}"
     return f"{cell['score']:.1f} ({cell['score'] / full['score']:.0%})"
+
+
+def _mean_rate(known: Sequence[dict[str, Any]], name: str) -> str:
+    rates = [cell[name] for cell in known if cell[name]]
+    return f"{statistics.fmean(rates):,.0f}" if rates else ""
 
 
 def size(count: float) -> str:

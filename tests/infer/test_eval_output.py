@@ -37,6 +37,8 @@ RECORD = {
     "cache_bytes": 1000,
     "peak_bytes": 2048,
     "prefill_seconds": 2.0,
+    "generated_tokens": 7,
+    "decode_seconds": 0.5,
 }
 
 
@@ -69,6 +71,7 @@ def test_cells_by_hand() -> None:
     assert first["standard_error"] == pytest.approx(20.4124)
     assert first["kept_units"] == 73
     assert first["prefill_tokens_per_second"] == 120  # 1,200 tokens in 10 seconds
+    assert first["decode_tokens_per_second"] == 14  # 28 in 2
     assert (second["n"], second["standard_error"], second["budget"]) == (1, None, None)
 
 
@@ -77,10 +80,10 @@ def test_table_by_hand() -> None:
     ours = record(score=0.6)
     longer = record(tokens=3000, score=0.25)
     assert summary.table(summary.cells([full, ours, longer])) == (
-        "| method | budget | passkey @ 300 | passkey @ 3,000 | units / KV head | peak cache |\n"
-        "| --- | ---: | ---: | ---: | ---: | ---: |\n"
-        "| full | all | 80.0 |  | 300 | 2 KiB |\n"
-        "| random | 64 | 60.0 (75%) | 25.0 | 72 | 2 KiB |\n"
+        "| method | budget | passkey @ 300 | passkey @ 3,000 | units / KV head | peak cache | read tokens/s | write tokens/s |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        "| full | all | 80.0 |  | 300 | 2 KiB | 150 | 14 |\n"
+        "| random | 64 | 60.0 (75%) | 25.0 | 72 | 2 KiB | 150 | 14 |\n"
     )
 
 
@@ -89,9 +92,9 @@ def test_table_shows_what_varies_and_nothing_is_a_share_of_nothing() -> None:
     lines = summary.table(summary.cells([full, record(), record(stabilizers=0)])).splitlines()
     assert lines[0].startswith("| method | budget | stabilizers | passkey @ 300 |")
     assert lines[2:] == [
-        "| full | all |  | 0.0 | 72 | 2 KiB |",
-        "| random | 64 | 16 | 100.0 | 72 | 2 KiB |",
-        "| random | 64 | 0 | 100.0 | 72 | 2 KiB |",
+        "| full | all |  | 0.0 | 72 | 2 KiB | 150 | 14 |",
+        "| random | 64 | 16 | 100.0 | 72 | 2 KiB | 150 | 14 |",
+        "| random | 64 | 0 | 100.0 | 72 | 2 KiB | 150 | 14 |",
     ]
 
 
