@@ -80,7 +80,8 @@ def test_table_by_hand() -> None:
     ours = record(score=0.6)
     longer = record(tokens=3000, score=0.25)
     assert summary.table(summary.cells([full, ours, longer])) == (
-        "| method | budget | passkey @ 300 | passkey @ 3,000 | units / KV head | peak cache | read tokens/s | write tokens/s |\n"
+        "| method | budget | passkey @ 300 | passkey @ 3,000 | units / KV head | peak cache "
+        "| read tokens/s | write tokens/s |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
         "| full | all | 80.0 |  | 300 | 2 KiB | 150 | 14 |\n"
         "| random | 64 | 60.0 (75%) | 25.0 | 72 | 2 KiB | 150 | 14 |\n"
