@@ -48,7 +48,8 @@ class BackboneTraining:
     warmup_steps: int = 50
     """Steps of linear warm-up."""
     init: str = ""
-    """Folder of a trained backbone to continue from, instead of fresh weights; its shape must be the options'."""
+    """Folder of a trained backbone to continue from, instead of fresh weights; its shape must be the options'. Of a
+    checkpoint the optimizer's state is taken over too."""
     seed: int = 0
     """Seed of weights and data."""
     device: str = "cpu"

@@ -147,6 +147,8 @@ def _resumed(
     """Load the checkpoint to go on from, if any; return the steps done and their log."""
     path = checkpointing.find(options.resume, Path(options.checkpoints)) if options.resume else None
     if path is None:
+        if options.init and (Path(options.init) / checkpointing.STATE).is_file():
+            optimizer.load_state_dict(checkpointing.read(Path(options.init))["optimizer"])
         return 0, []
     state = checkpointing.read(path)
     checkpointing.check_same(state["options"], _of_the_run(options), path)
