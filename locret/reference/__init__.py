@@ -5,6 +5,18 @@ Loops over heads, tokens and slots; every line can be checked against the papers
 
 from __future__ import annotations
 
+from locret.reference.attention_scorers import (
+    attention,
+    h2o,
+    low_events,
+    nacl_kept,
+    pool,
+    reduce_group,
+    sage_kept,
+    snapkv,
+    snapkv_of_imdc,
+    tova,
+)
 from locret.reference.retaining import (
     attend,
     head_scores,
@@ -19,12 +31,22 @@ from locret.reference.retaining import (
 
 __all__ = [
     "attend",
+    "attention",
+    "h2o",
     "head_scores",
     "kept_after_chunks",
     "labels",
     "loss",
+    "low_events",
+    "nacl_kept",
+    "pool",
     "ranking_loss",
     "read_prompt",
+    "reduce_group",
     "rotate",
+    "sage_kept",
     "select_kept",
+    "snapkv",
+    "snapkv_of_imdc",
+    "tova",
 ]

@@ -6,27 +6,45 @@ from difflib import get_close_matches
 from typing import Any
 
 from locret.scorers.base import Scorer, TokenScorer
+from locret.scorers.h2o import H2OScorer
+from locret.scorers.nacl import NACLScorer
 from locret.scorers.oracle import OracleScorer
 from locret.scorers.random import RandomScorer
 from locret.scorers.retaining_heads import RetainingHeadScorer
+from locret.scorers.sage_kv import SageKVScorer
+from locret.scorers.scissorhands import ScissorhandsScorer
+from locret.scorers.snapkv import SnapKVScorer
 from locret.scorers.streaming import StreamingScorer
+from locret.scorers.tova import TOVAScorer
 
 __all__ = [
+    "H2OScorer",
+    "NACLScorer",
     "OracleScorer",
     "RandomScorer",
     "RetainingHeadScorer",
+    "SageKVScorer",
+    "ScissorhandsScorer",
     "Scorer",
+    "SnapKVScorer",
     "StreamingScorer",
+    "TOVAScorer",
     "TokenScorer",
     "get",
     "names",
 ]
 
 _SCORERS: tuple[type[Scorer], ...] = (
+    H2OScorer,
+    NACLScorer,
     OracleScorer,
     RandomScorer,
     RetainingHeadScorer,
+    SageKVScorer,
+    ScissorhandsScorer,
+    SnapKVScorer,
     StreamingScorer,
+    TOVAScorer,
 )
 
 

@@ -59,7 +59,8 @@ def last_logits(chunk: Chunk) -> Tensor:
 
 def reduce_group(scores_BNS: Tensor, kv_heads: int, how: str) -> Tensor:
     """Return (B, K, S): the "mean", "max" or "sum" over the query heads of each KV head."""
-    grouped = scores_BNS.unflatten(1, (kv_heads, -1))
+    batch, _, slots = scores_BNS.shape
+    grouped = scores_BNS.reshape(batch, kv_heads, -1, slots)
     if how == "max":
         return grouped.amax(2)
     return grouped.mean(2) if how == "mean" else grouped.sum(2)

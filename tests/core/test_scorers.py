@@ -1,27 +1,102 @@
-"""A contract that every registered scorer keeps, and what is special about each."""
+"""A contract that every registered scorer keeps, and what is special about the ones without a file of their own."""
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Iterator
+from importlib import import_module
+from inspect import isabstract
 from typing import Any
 
 import pytest
 import torch
 from families import build, prompt
+from torch import Tensor
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, scorers
+from locret.instrument import Chunk
+from locret.layers import RetentionLayer
 
-POLICY = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6)
+NUMBERS = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6}
+POLICY = RetentionPolicy(**NUMBERS)
+GREEDY = {"do_sample": False, "eos_token_id": None}
+NAMES = scorers.names()
+CAUSAL = [scorer.name for scorer in scorers._SCORERS if scorer.causal]
+RATES_ANSWERS = [scorer.name for scorer in scorers._SCORERS if scorer.rates_answers]
+MOMENTS = ["chunk", "prompt_end"]
 
 
 def make(name: str, model: Any) -> scorers.Scorer:
+    """Return the scorer with whatever it cannot do without, and windows that fit the small chunks of these tests."""
     options: dict[str, dict[str, Any]] = {
         "retaining_heads": {"heads": RetainingHeads.for_model(model, hidden_dim=8, seed=0)},
         "oracle": {"labels": torch.rand(3, 2, 60, generator=torch.Generator().manual_seed(0))},
+        "snapkv": {"window": 7},
+        "scissorhands": {"history": 8},
+        "nacl": {"most_proxies": 6},
     }
     return scorers.get(name, **options.get(name, {}))
 
 
-@pytest.mark.parametrize("name", scorers.names())
+def policy_of(name: str, **changes: Any) -> RetentionPolicy:
+    """Return a small policy with the positions of the scorer's paper."""
+    positions = next(scorer.positions for scorer in scorers._SCORERS if scorer.name == name)
+    return RetentionPolicy(**{**NUMBERS, "positions": positions, **changes})
+
+
+def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    width = max(row.shape[1] for row in rows)
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, width - row.shape[1] :] = row[0]
+        mask[index, width - row.shape[1] :] = 1
+    return ids, mask
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from subclasses(child)
+
+
+def test_every_scorer_of_the_package_is_registered() -> None:
+    for module in pkgutil.iter_modules(scorers.__path__):
+        import_module(f"locret.scorers.{module.name}")
+    ours = [kind for kind in subclasses(scorers.Scorer) if kind.__module__.startswith("locret.scorers.")]
+    assert sorted(kind.name for kind in ours if not isabstract(kind) and "name" in vars(kind)) == scorers.names()
+
+
+# -- the contract -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_are_float32_one_per_unit_and_no_worse_than_finite(
+    monkeypatch: pytest.MonkeyPatch, name: str, when: str
+) -> None:
+    model = build("llama")
+    scorer, calls = make(name, model), []
+    score = scorer.score
+
+    def watched(chunk: Chunk) -> Tensor:
+        scores = score(chunk)
+        assert scores.dtype == torch.float32
+        assert scores.shape in ((1, 2, chunk.new_tokens), (1, 2, chunk.key.shape[2]))
+        assert (scores > -torch.inf).all()  # neither NaN nor lost; what stays by right may be infinite
+        calls.append(chunk.layer_idx)
+        return scores
+
+    monkeypatch.setattr(scorer, "score", watched)
+    cache = RetentionCache(model, scorer, policy_of(name, when=when))
+    generate(model, prompt(60), cache=cache, max_new_tokens=3, **GREEDY)
+    assert set(calls) == {0, 1, 2}
+    assert len(calls) >= 3 * (6 + 3)
+    held = cache.kept_scores(1)
+    assert not held.isnan().any()
+    assert held.isfinite().sum() >= 2 * 24
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_two_sequences_in_a_row_equal_two_fresh_runs(name: str) -> None:
     model = build("llama")
     scorer = make(name, model)
@@ -30,13 +105,99 @@ def test_two_sequences_in_a_row_equal_two_fresh_runs(name: str) -> None:
         cache = RetentionCache(model, scorer, POLICY)
         logits = prefill(model, prompt(77, seed=seed), cache)
         runs.append((logits, cache.kept_positions(1), cache.kept_scores(1)))
-    assert torch.equal(runs[0][0], runs[2][0])
-    assert torch.equal(runs[0][1], runs[2][1])
-    assert runs[0][2].isfinite().all() or name == "streaming"
+    for first, again in zip(runs[0], runs[2], strict=True):
+        assert torch.equal(first, again)
     assert not torch.equal(runs[0][0], runs[1][0])
 
 
-@pytest.mark.parametrize("name", scorers.names())
+@pytest.mark.parametrize("when", MOMENTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_a_batch_equal_single_runs(name: str, when: str) -> None:
+    model, policy = build("llama"), policy_of(name, when=when)
+    scorer, together = make(name, model), prompt(61, batch=2)
+    ids, mask = padded([prompt(length, seed=length) for length in (59, 4, 33)])
+    for batch, masks, rows in (
+        (together, None, [together[:1], together[1:]]),
+        (ids, mask, [row[None, keep.bool()] for row, keep in zip(ids, mask, strict=True)]),
+    ):
+        cache = RetentionCache(model, scorer, policy)
+        logits = prefill(model, batch, cache, attention_mask=masks)
+        for index, row in enumerate(rows):
+            alone = RetentionCache(model, scorer, policy)
+            torch.testing.assert_close(logits[index], prefill(model, row, alone)[0], atol=1e-5, rtol=0)
+            for layer in range(3):
+                kept, own = cache.kept_positions(layer)[index], alone.kept_positions(layer)[0]
+                assert torch.equal(kept[:, kept.shape[1] - own.shape[1] :], own)
+                assert (kept[:, : kept.shape[1] - own.shape[1]] == -1).all()
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_budget_as_large_as_the_prompt_equals_full_attention(name: str, when: str) -> None:
+    model, ids = build("llama"), prompt(61)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+    cache = RetentionCache(model, make(name, model), policy_of(name, budget=61, when=when))
+    torch.testing.assert_close(prefill(model, ids, cache), expected, atol=1e-4, rtol=0)
+    assert (cache.kept_positions(2) == torch.arange(61)).all()
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_units_and_bytes_never_exceed_the_budget(monkeypatch: pytest.MonkeyPatch, name: str, when: str) -> None:
+    model, fills = build("llama"), []
+    append = RetentionLayer.append
+
+    def watched(layer: RetentionLayer, *args: Any) -> Any:
+        result = append(layer, *args)
+        fills.append(layer.fill)
+        return result
+
+    monkeypatch.setattr(RetentionLayer, "append", watched)
+    decode = {"decode_budget": 36, "decode_interval": 7} if name in RATES_ANSWERS else {}
+    cache = RetentionCache(model, make(name, model), policy_of(name, when=when, **decode))
+    after = []
+    logits = prefill(model, prompt(97), cache, new_tokens=50, on_chunk=lambda c: after.append(c.memory().units))
+    if when == "chunk":
+        assert max(after) == 24
+        assert max(fills) == 24 + 10  # at any moment: budget and one chunk
+        units = 36 if decode else 24 + 6 + 50  # room for the answer is made at once
+        workspace = units * 2 * 8 * 4
+        assert cache.memory().peak <= 3 * units * 2 * (2 * 8 * 4 + 8) + workspace
+    assert cache.memory().units == 24 + 6
+    assert logits.isfinite().all()
+    fills.clear()
+    generate(model, None, cache=cache, max_new_tokens=50, **GREEDY)
+    assert max(fills) == (36 if decode else 24 + 6 + 49)
+    if decode:
+        assert max(layer.capacity for layer in cache.governed) <= 36
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(RATES_ANSWERS)))
+def test_an_answer_is_not_evicted_by_a_scorer_that_cannot_rate_it(name: str) -> None:
+    model = build("llama")
+    with pytest.raises(ValueError, match=f"decode_budget=36 .* scorer {name} is not defined for generated tokens"):
+        RetentionCache(model, make(name, model), policy_of(name, decode_budget=36, decode_interval=7))
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_protected_units_survive_where_scores_tie(name: str, when: str) -> None:
+    model, kept = build("llama"), []
+    for layer in model.model.layers:  # nothing tells one token from another, so attention is uniform
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            torch.nn.init.zeros_(projection.weight)
+    cache = RetentionCache(model, make(name, model), policy_of(name, when=when))
+    logits = prefill(model, prompt(86), cache, on_chunk=lambda c: kept.append(c.kept_positions(0)[0]))
+    assert logits.isfinite().all()
+    assert not cache.kept_scores(0).isnan().any()
+    assert (cache.kept_positions(0)[0, :, -6:] == torch.arange(80, 86)).all()
+    for index, positions in enumerate(kept[:-1]):
+        end = 10 * (index + 1)
+        assert (positions[:, -5:] == torch.arange(end - 5, end)).all()
+
+
+@pytest.mark.parametrize("name", CAUSAL)
 def test_scores_do_not_depend_on_chunks_or_neighbours_in_the_batch(name: str) -> None:
     model = build("llama")
     scorer, ids = make(name, model), prompt(60, batch=2)
@@ -46,13 +207,12 @@ def test_scores_do_not_depend_on_chunks_or_neighbours_in_the_batch(name: str) ->
         cache = RetentionCache(model, scorer, policy)
         prefill(model, rows, cache)
         assert cache.kept_scores(0).shape == (len(rows), 2, 60)
-        assert cache.kept_scores(0).dtype == torch.float32
         scores.append(cache.kept_scores(2)[-1])
     torch.testing.assert_close(scores[0], scores[1], atol=1e-4, rtol=0)
     torch.testing.assert_close(scores[0], scores[2], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", scorers.names())
+@pytest.mark.parametrize("name", CAUSAL)
 def test_survivors_keep_the_scores_they_got(name: str) -> None:
     model = build("llama")
     cache = RetentionCache(model, make(name, model), POLICY)
@@ -66,6 +226,24 @@ def test_survivors_keep_the_scores_they_got(name: str) -> None:
 
     prefill(model, prompt(90), cache, on_chunk=watch)
     assert len(given) > 2 * 24
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(CAUSAL)))
+def test_a_scorer_that_says_it_rates_anew_does(name: str) -> None:
+    model, changed = build("llama"), []
+    cache = RetentionCache(model, make(name, model), policy_of(name))
+    given: dict[int, float] = {}
+
+    def watch(cache: RetentionCache) -> None:
+        held = zip(cache.kept_positions(0)[0, 0].tolist(), cache.kept_scores(0)[0, 0].tolist(), strict=True)
+        for position, score in held:
+            changed.append(given.setdefault(position, score) != score)
+
+    prefill(model, prompt(90), cache, on_chunk=watch)
+    assert any(changed)
+
+
+# -- streaming, random, oracle ----------------------------------------------------------------------------------------
 
 
 def test_streaming_keeps_sinks_and_the_newest_tokens() -> None:

@@ -1,0 +1,61 @@
+"""H2O: units that have gathered the most attention so far, the heavy hitters, and the most recent ones stay.
+
+Paper:     H2O, arXiv 2306.14048, Algorithm 1.
+Formula:   s[j] = sum over all queries i that saw j of softmax(q_i . k / sqrt(D))[j], reduced over the group.
+Deviates:  eviction follows every chunk instead of every token (the official real-drop code: the whole prompt), by what
+           has been accumulated over all chunks; the official code has one KV head per query head, so no reduction.
+Cost:      one more product and softmax over chunk x units, in blocks; a unit's score grows with every later query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from locret.instrument import Chunk
+from locret.scorers.attention_rows import attention_sums, reduce_group
+from locret.scorers.base import Scorer
+from locret.scorers.option_checks import check_choice, check_shares
+
+
+@dataclass(kw_only=True)
+class H2OScorer(Scorer):
+    """Keep what has been attended most."""
+
+    name: ClassVar[str] = "h2o"
+    positions: ClassVar[str] = "original"
+    causal: ClassVar[bool] = False
+
+    reduce: str = "mean"
+    """How the query heads of a KV head vote: "mean" (kvpress, KVCache-Factory), "max" (OmniKV) or "sum"."""
+    recent_share: float = 0.5
+    """Share of the budget that goes to the newest units (the paper: half); 0 leaves them to the policy alone."""
+    normalise: bool = False
+    """Divide by the queries that saw a unit, so that old units have no head start (kvpress: ObservedAttention)."""
+
+    def __post_init__(self) -> None:
+        check_choice(self.name, "reduce", self.reduce)
+        check_shares(self.name, recent_share=self.recent_share)
+
+    def recent(self, budget: int) -> int:
+        """Return the recent half of the budget."""
+        return int(budget * self.recent_share)
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, S): attention accumulated until now."""
+        assert chunk.stored_scores is not None
+        totals = reduce_group(attention_sums(chunk), chunk.key.shape[1], self.reduce)
+        old = totals[:, :, : -chunk.new_tokens]
+        if not self.normalise:
+            old += chunk.stored_scores
+            return totals
+        assert chunk.positions is not None
+        assert chunk.unit_positions is not None
+        # A unit that is still here has been seen by every query since its own.
+        seen_before = (chunk.positions[..., :1] - chunk.unit_positions).clamp_min(0)[:, :, : -chunk.new_tokens]
+        old += chunk.stored_scores * seen_before
+        seen = chunk.positions[..., -1:] - chunk.unit_positions + 1
+        return totals / seen.to(torch.float32)

@@ -1,0 +1,124 @@
+"""NACL: units that proxy queries attend to, and units drawn by lot, stay beside the first and the newest ones.
+
+Paper:     NACL, arXiv 2408.03675, sections 3.1 and 3.2, Table 4.
+Formula:   s[j] = sum over the proxies, the last queries, of softmax(q . k / sqrt(D))[j], summed over the group. Of
+           `budget` units, `protect_share` stay by right (sinks and newest), `random_share` are drawn without
+           replacement with P proportional to softmax(s) from those that s does not choose, s chooses the others.
+Deviates:  the paper selects once, after a whole prompt (when="prompt_end"); by chunks, proxies are the last queries of
+           each chunk. While answering, the newest token is the only proxy, every `decode_interval` tokens. Draws are a
+           function of seed, layer, KV head and position (Gumbel top-k), so that chunks and batches do not matter. The
+           official code never evicts while answering, scores KV head j by query head j, lets proxies see later
+           proxies, and breaks below 25,600 tokens, where its recent window vanishes.
+Cost:      `proxy_share` of the chunk's rows of attention, and two sorts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from locret.instrument import Chunk
+from locret.scorers.attention_rows import attention_sums, reduce_group
+from locret.scorers.base import Scorer
+from locret.scorers.option_checks import check_at_least, check_choice, check_shares
+from locret.scorers.random import uniform_draw
+
+_MOST_SINKS = 256
+
+
+@dataclass(kw_only=True)
+class NACLScorer(Scorer):
+    """Keep what proxies look at, and a random sample of the rest."""
+
+    name: ClassVar[str] = "nacl"
+    positions: ClassVar[str] = "original"
+    causal: ClassVar[bool] = False
+
+    proxy_share: float = 0.1
+    """Proxies, as a share of the chunk, or of the prompt at its end (the paper: about 0.1 is best; its code: 0.01)."""
+    most_proxies: int = 256
+    """Most proxies; with when="prompt_end" at least that many tokens must fit in one forward pass."""
+    protect_share: float = 0.1
+    """Share of the budget for the first and the newest units (Table 4: 0.05 to 0.1), half of it at most for sinks."""
+    random_share: float = 0.7
+    """Share of the budget that is drawn by lot (the paper: 0.7 is best; its code: 0.35)."""
+    sampling: str = "attention"
+    """Draw with the odds of their "attention", or with "uniform" ones."""
+    group: str = "sum"
+    """Who scores a KV head: the "sum" of its group; or the query head of its number, as the "official" code."""
+    proxy_mask: str = "causal"
+    """Whether proxies see later proxies: "causal" (no) or "full" (yes, as the official code)."""
+    seed: int = 0
+    """Seed of the draw."""
+
+    def __post_init__(self) -> None:
+        check_shares(
+            self.name,
+            proxy_share=self.proxy_share,
+            protect_share=self.protect_share,
+            random_share=self.random_share,
+        )
+        check_at_least(self.name, 1, most_proxies=self.most_proxies)
+        check_choice(self.name, "sampling", self.sampling, ("attention", "uniform"))
+        check_choice(self.name, "group", self.group, ("sum", "official"))
+        check_choice(self.name, "proxy_mask", self.proxy_mask, ("causal", "full"))
+
+    @property
+    def lookback(self) -> int:
+        """Most proxies."""
+        return self.most_proxies
+
+    def recent(self, budget: int) -> int:
+        """Return the newest units that stay: what the sinks leave of the protected share, at least one."""
+        return max(1, int(budget * self.protect_share) - self._sinks(budget))
+
+    def _sinks(self, budget: int) -> int:
+        return min(_MOST_SINKS, int(budget * self.protect_share) // 2)
+
+    def _proxies(self, chunk: Chunk) -> int:
+        tokens = chunk.new_tokens
+        if chunk.last:
+            assert chunk.positions is not None
+            tokens = int(chunk.positions.max()) + 1
+        return max(1, min(math.ceil(self.proxy_share * tokens), self.most_proxies, chunk.new_tokens))
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, S): the proxies' attention, raised for units that stay by score or by lot."""
+        kv_heads, slots = chunk.key.shape[1:3]
+        first = chunk.new_tokens - self._proxies(chunk)
+        sums_BNS = attention_sums(chunk, first, see_all=self.proxy_mask == "full")
+        # The official code indexes scores of N query heads with the number of a KV head.
+        sums_BKS = sums_BNS[:, :kv_heads] if self.group == "official" else reduce_group(sums_BNS, kv_heads, "sum")
+        if chunk.budget is None or slots <= chunk.budget:
+            return sums_BKS
+        return self._selected(chunk, chunk.budget, sums_BKS)
+
+    def _selected(self, chunk: Chunk, budget: int, sums_BKS: Tensor) -> Tensor:
+        assert chunk.unit_positions is not None
+        positions, slots = chunk.unit_positions, sums_BKS.shape[-1]
+        newest = torch.arange(slots, device=sums_BKS.device) >= slots - chunk.protected
+        sinks = (positions >= 0) & (positions < self._sinks(budget)) & ~newest
+        free = (positions >= 0) & ~sinks & ~newest
+        places = (budget - chunk.protected - sinks.sum(-1, keepdim=True)).clamp_min(0)
+        # What the policy protects beyond the method's own share comes off before the budget is split.
+        own = budget - (chunk.protected - self.recent(budget))
+        by_lot = places.clamp_max(round(self.random_share * own))
+        best = free & (_ranks(sums_BKS.masked_fill(~free, -torch.inf)) < places - by_lot)
+        draw = uniform_draw(positions, self.seed, chunk.layer_idx, positions.shape[1]).clamp_min(2.0**-32)
+        luck = -torch.log(-torch.log(draw))
+        if self.sampling == "attention":
+            luck = luck + sums_BKS
+        drawn = free & ~best & (_ranks(luck.masked_fill(~free | best, -torch.inf)) < by_lot)
+        above_all = sums_BKS.amax(-1, keepdim=True) + 1
+        return torch.where(best | drawn, sums_BKS + above_all, sums_BKS).masked_fill(sinks, torch.inf)
+
+
+def _ranks(values_BKS: Tensor) -> Tensor:
+    """Return (B, K, S) int64: 0 for the largest; among equals the newer one ranks first."""
+    order = values_BKS.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places).flip(-1)

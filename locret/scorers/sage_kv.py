@@ -1,0 +1,66 @@
+"""SAGE-KV: the last token of the prompt selects once, query head by query head; answers roll a recent window.
+
+Paper:     SAGE-KV, arXiv 2503.08879, section 3.
+Formula:   B/4 first units, B/4 newest units, and of those between, per query head, the B/(2G) with the largest
+           q_last . k; the lists of a group are joined, and filled up to B/2 by the largest of the group's
+           log-softmax. Generated tokens enter the recent window, and its oldest unit leaves first.
+Deviates:  the paper selects after a whole prompt (when="prompt_end"); by chunks, the last query of each one selects.
+           It does not say what becomes of a unit in several lists: here it is held once, and the places go to the next
+           best. Holding it several times (concatenated lists) would attend to it several times, which no cache of
+           distinct units can do; it is not offered.
+Cost:      one row of attention and a sort per chunk; nothing while answering.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from locret.instrument import Chunk
+from locret.scorers.attention_rows import last_logits
+from locret.scorers.base import Scorer
+
+_BELOW_ALL = 2.0**24
+"""Recent units score their position less this, exact in float32 for texts of 16 million tokens."""
+
+
+@dataclass(kw_only=True)
+class SageKVScorer(Scorer):
+    """Keep what the prompt's last token looks at, every query head on its own."""
+
+    name: ClassVar[str] = "sage_kv"
+    positions: ClassVar[str] = "original"
+    causal: ClassVar[bool] = False
+
+    def recent(self, budget: int) -> int:
+        """Return the recent quarter of the budget."""
+        return budget // 4
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, S) where units are selected, else (B, K, L): new units enter the recent window."""
+        assert chunk.positions is not None
+        batch, kv_heads = chunk.key.shape[:2]
+        if chunk.generating or chunk.budget is None:
+            return (chunk.positions.float() - _BELOW_ALL).expand(batch, kv_heads, -1)
+        return self._selected(chunk, chunk.budget)
+
+    def _selected(self, chunk: Chunk, budget: int) -> Tensor:
+        assert chunk.unit_positions is not None
+        positions, (kv_heads, slots) = chunk.unit_positions, chunk.key.shape[1:3]
+        # Where the policy protects more than a quarter, the sinks keep theirs and the selection gives way.
+        sinks = min(budget // 4, budget - chunk.protected)
+        places = budget - chunk.protected - sinks
+        newest = torch.arange(slots, device=positions.device) >= slots - chunk.protected
+        first = (positions >= 0) & (positions < sinks)
+        between = (positions >= 0) & ~first & ~newest
+        logits = last_logits(chunk).unflatten(1, (kv_heads, -1))
+        group = logits.shape[2]
+        lists = logits.masked_fill(~between[:, :, None], -torch.inf).topk(min(places // group, slots), dim=-1).indices
+        listed = torch.zeros_like(between).scatter_(-1, lists.flatten(2), True) & between
+        # 1 / (1 - x) keeps the order of log-probabilities and lies in 0 .. 1, between recent and listed units.
+        best = 1 / (1 - logits.log_softmax(-1).amax(2))
+        scores = torch.where(newest & ~first, positions.float() - _BELOW_ALL, best + listed)
+        return scores.masked_fill(first, torch.inf)

@@ -1,0 +1,64 @@
+"""Scissorhands: units that recent queries have often looked past go first.
+
+Paper:     Scissorhands, arXiv 2305.17118, Algorithm 2.
+Formula:   s[j] = - number of the last `history` queries i with softmax(q_i . k)[j] < 1 / (units that i sees), summed
+           over the group; the `keep_recent` newest units stay.
+Deviates:  the paper rates token by token and frees half the budget at once; here that is the chunk, or the policy's
+           decode_interval. In a pass shorter than the history, older counts fade by its share of the history instead of
+           leaving one by one, so that no (units x history) record is kept. The group is undefined there.
+Cost:      `history` rows of attention per chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from locret.instrument import Chunk
+from locret.scorers.attention_rows import attention_sums, reduce_group
+from locret.scorers.base import Scorer
+from locret.scorers.option_checks import check_at_least
+
+
+@dataclass(kw_only=True)
+class ScissorhandsScorer(Scorer):
+    """Drop what was looked past most often."""
+
+    name: ClassVar[str] = "scissorhands"
+    positions: ClassVar[str] = "original"
+    causal: ClassVar[bool] = False
+
+    history: int = 400
+    """Last queries whose attention counts (the paper: 400)."""
+    keep_recent: int = 10
+    """Newest units that stay (the paper: 10)."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self.name, 1, history=self.history)
+        check_at_least(self.name, 0, keep_recent=self.keep_recent)
+
+    @property
+    def lookback(self) -> int:
+        """The history."""
+        return self.history
+
+    def recent(self, budget: int) -> int:
+        """Return the newest units that stay."""
+        return self.keep_recent
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, S): minus the counts of low attention."""
+        assert chunk.stored_scores is not None
+        new, (kv_heads, slots) = chunk.new_tokens, chunk.key.shape[1:3]
+        first = max(0, new - self.history)
+        heeded_BNS = attention_sums(chunk, first, weigh=lambda weights, visible: weights >= 1 / visible)
+        heeded_BKS = reduce_group(heeded_BNS, kv_heads, "sum")
+        # Queries of this pass that see a unit, and so either heed it or look past it; query i is at slot S - L + i.
+        steps = torch.arange(slots, device=heeded_BKS.device) - (slots - new)
+        observers_S = (chunk.query.shape[1] // kv_heads) * (new - steps.clamp_min(first))
+        scores = heeded_BKS - observers_S
+        scores[:, :, : slots - new] += chunk.stored_scores * max(0.0, 1 - new / self.history)
+        return scores

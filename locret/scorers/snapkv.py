@@ -1,0 +1,86 @@
+"""SnapKV: units that the last queries, the observation window, attend to, and their neighbours, stay.
+
+Paper:     SnapKV, arXiv 2404.14469, Algorithm 1; `queries="chunk"`: IMDC's pruner of that name.
+Formula:   s[j] = pool over slots of the sum over the window's queries of softmax(q . k / sqrt(D))[j], then the group's.
+           queries="chunk": the sum over all queries of the chunk, average-pooled, over the queries that saw j.
+Deviates:  the paper compresses once, after a whole prompt (when="prompt_end"); by chunks, the window is the last
+           queries of each chunk. Slots pooled together are neighbours in the cache, after an eviction not in the text.
+           The official code stores every query head's own selection; here the group decides together (as in kvpress).
+Cost:      `window` rows of attention per chunk (all rows: "chunk"). Generated tokens are not rated, and score 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from locret.instrument import Chunk
+from locret.scorers.attention_rows import attention_sums, reduce_group
+from locret.scorers.base import Scorer
+from locret.scorers.option_checks import check_at_least, check_choice
+
+
+@dataclass(kw_only=True)
+class SnapKVScorer(Scorer):
+    """Keep what the last queries look at, and its neighbours."""
+
+    name: ClassVar[str] = "snapkv"
+    positions: ClassVar[str] = "original"
+    rates_answers: ClassVar[bool] = False
+    causal: ClassVar[bool] = False
+
+    window: int = 32
+    """Last queries that vote; their own units stay by right (official default and LongBench configuration: 32)."""
+    kernel: int = 5
+    """Slots pooled together, odd; 1 pools nothing (official default: 5; its LongBench configurations: 7)."""
+    pooling: str = "avg"
+    """"avg" (official default) or "max" (its LongBench configurations)."""
+    reduce: str = "mean"
+    """How the query heads of a KV head vote: "mean" (kvpress), "max" or "sum" (IMDC)."""
+    queries: str = "window"
+    """Who votes: the "window"; or all queries of the "chunk", none of them kept by right (IMDC)."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self.name, 1, window=self.window, kernel=self.kernel)
+        if self.kernel % 2 == 0:
+            raise ValueError(f"scorer {self.name}: kernel={self.kernel} has no middle slot; choose an odd number")
+        check_choice(self.name, "pooling", self.pooling, ("avg", "max"))
+        check_choice(self.name, "reduce", self.reduce)
+        check_choice(self.name, "queries", self.queries, ("window", "chunk"))
+
+    @property
+    def lookback(self) -> int:
+        """The window."""
+        return self.window
+
+    def recent(self, budget: int) -> int:
+        """Return the window's own units."""
+        return self.window if self.queries == "window" else 0
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, S); (B, K, L) zeros where nothing is selected by them."""
+        batch, kv_heads, slots = chunk.key.shape[:3]
+        new = chunk.new_tokens
+        if chunk.generating or (chunk.budget is None and not chunk.last):
+            return torch.zeros(batch, kv_heads, new, device=chunk.key.device)
+        if self.queries == "chunk":
+            sums_BNS = self._pooled(attention_sums(chunk))
+            observers_S = torch.full((slots,), float(new), device=sums_BNS.device)
+            observers_S[slots - new :] -= torch.arange(new, device=sums_BNS.device)
+            return reduce_group(sums_BNS / observers_S, kv_heads, self.reduce)
+        window = min(self.window, new)
+        sums_BNS = attention_sums(chunk, new - window)
+        # The window's own columns are partly filled and stay anyway; they must not leak into what lies before them.
+        before = slots - window
+        sums_BNS[..., :before] = self._pooled(sums_BNS[..., :before])
+        return reduce_group(sums_BNS, kv_heads, self.reduce)
+
+    def _pooled(self, sums_BNS: Tensor) -> Tensor:
+        if self.kernel == 1 or not sums_BNS.shape[-1]:
+            return sums_BNS
+        pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
+        return pool(sums_BNS, self.kernel, stride=1, padding=self.kernel // 2)

@@ -1,0 +1,32 @@
+"""TOVA (also called MSRNN): what the newest token attends to stays, the same units in all heads of a layer.
+
+Paper:     TOVA, arXiv 2401.06104, section 3.
+Formula:   s[j] = mean over all query heads of softmax(q_last . k / sqrt(D))[j].
+Deviates:  eviction follows every chunk, by its last query, as the official code does with a prompt given in pieces.
+Cost:      one row of attention per forward pass. Every pass rates all units anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from locret.instrument import Chunk
+from locret.scorers.attention_rows import attention_sums
+from locret.scorers.base import Scorer
+
+
+@dataclass(kw_only=True)
+class TOVAScorer(Scorer):
+    """Keep what the newest token looks at."""
+
+    name: ClassVar[str] = "tova"
+    positions: ClassVar[str] = "original"
+    causal: ClassVar[bool] = False
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, S), equal in all KV heads."""
+        last_BNS = attention_sums(chunk, chunk.new_tokens - 1)
+        return last_BNS.mean(1, keepdim=True).expand(-1, chunk.key.shape[1], -1)

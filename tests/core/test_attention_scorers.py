@@ -1,0 +1,420 @@
+"""Attention-based scorers equal their slow versions, on every forward pass of real reads and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompt
+from torch import Tensor
+
+from locret import RetentionCache, RetentionPolicy, generate, prefill, reference, scorers
+from locret.eviction import select_kept
+from locret.instrument import Chunk
+from locret.scorers import attention_rows
+from locret.scorers.random import uniform_draw
+
+Slow = Callable[[Chunk, Tensor], Tensor]
+GREEDY = {"do_sample": False, "eos_token_id": None}
+
+
+def policy(when: str = "chunk", **changes: Any) -> RetentionPolicy:
+    numbers = {"budget": 24, "chunk_size": 11, "stabilizers": 5, "local_len": 6, "positions": "original", "when": when}
+    return RetentionPolicy(**{**numbers, **changes})
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, scorer: scorers.Scorer, see: Callable[[Chunk, Tensor], None]) -> None:
+    """Call `see` with every chunk and the scores it got."""
+    score = scorer.score
+
+    def watched(chunk: Chunk) -> Tensor:
+        scores = score(chunk)
+        see(chunk, scores)
+        return scores
+
+    monkeypatch.setattr(scorer, "score", watched)
+
+
+def dense(chunk: Chunk) -> Tensor:
+    """Return (N, L, S) attention of the only row of a chunk."""
+    assert len(chunk.query) == 1
+    return reference.attention(chunk.query[0], chunk.key[0], chunk.scaling, chunk.softcap)
+
+
+def selects(chunk: Chunk) -> bool:
+    return not chunk.generating and (chunk.budget is not None or chunk.last)
+
+
+def slow_h2o(how: str) -> Slow:
+    return lambda chunk, weights: reference.h2o(weights, chunk.stored_scores[0], how)
+
+
+def slow_tova(chunk: Chunk, weights: Tensor) -> Tensor:
+    return reference.tova(weights, chunk.key.shape[1])
+
+
+def slow_snapkv(window: int, kernel: int, pooling: str, how: str) -> Slow:
+    def slow(chunk: Chunk, weights: Tensor) -> Tensor:
+        if not selects(chunk):
+            return torch.zeros(chunk.key.shape[1], chunk.new_tokens)
+        return reference.snapkv(weights, chunk.key.shape[1], window, kernel, pooling, how)
+
+    return slow
+
+
+def slow_imdc(chunk: Chunk, weights: Tensor) -> Tensor:
+    if not selects(chunk):
+        return torch.zeros(chunk.key.shape[1], chunk.new_tokens)
+    return reference.snapkv_of_imdc(weights, chunk.key.shape[1], 5, "sum")
+
+
+def slow_scissorhands(history: int) -> Slow:
+    def slow(chunk: Chunk, weights: Tensor) -> Tensor:
+        scores = -reference.low_events(weights, chunk.key.shape[1], history)
+        old = chunk.stored_scores.shape[-1]
+        scores[:, :old] += chunk.stored_scores[0] * max(0.0, 1 - chunk.new_tokens / history)
+        return scores
+
+    return slow
+
+
+CASES: dict[str, tuple[str, dict[str, Any], Slow]] = {
+    "h2o": ("h2o", {}, slow_h2o("mean")),
+    "h2o-max": ("h2o", {"reduce": "max", "recent_share": 0.0}, slow_h2o("max")),
+    "tova": ("tova", {}, slow_tova),
+    "snapkv": ("snapkv", {"window": 7}, slow_snapkv(7, 5, "avg", "mean")),
+    "snapkv-longbench": (
+        "snapkv",
+        {"window": 4, "kernel": 7, "pooling": "max", "reduce": "max"},
+        slow_snapkv(4, 7, "max", "max"),
+    ),
+    "snapkv-unpooled": ("snapkv", {"window": 5, "kernel": 1, "reduce": "sum"}, slow_snapkv(5, 1, "avg", "sum")),
+    "snapkv-imdc": ("snapkv", {"queries": "chunk", "reduce": "sum", "window": 3}, slow_imdc),
+    "scissorhands": ("scissorhands", {"history": 8}, slow_scissorhands(8)),
+    "scissorhands-long": ("scissorhands", {"history": 11}, slow_scissorhands(11)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
+@pytest.mark.parametrize("family", ["llama", "llama-mha", "gemma2"])  # groups of 2 and 1; capped logits
+def test_scores_equal_the_slow_version_on_every_pass(
+    monkeypatch: pytest.MonkeyPatch, case: str, when: str, family: str
+) -> None:
+    name, options, slow = CASES[case]
+    scorer, passes = scorers.get(name, **options), []
+    decode = {"decode_budget": 33, "decode_interval": 3} if scorer.rates_answers else {}
+
+    def compare(chunk: Chunk, scores: Tensor) -> None:
+        assert scores.dtype == torch.float32
+        torch.testing.assert_close(scores[0], slow(chunk, dense(chunk)), atol=1e-5, rtol=1e-5)
+        passes.append((chunk.new_tokens, chunk.key.shape[2]))
+
+    watch(monkeypatch, scorer, compare)
+    model = build(family, attn_logit_softcapping=2.0) if family == "gemma2" else build(family)
+    cache = RetentionCache(model, scorer, policy(when, **decode))
+    generate(model, prompt(61), cache=cache, max_new_tokens=5, **GREEDY)
+    assert len({new for new, _ in passes}) >= 3  # whole chunks, a shorter one, single tokens
+    assert max(held for _, held in passes) == (61 if when == "prompt_end" else 35)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_blocks_of_rows_equal_the_slow_sums_where_rows_of_the_batch_differ(rows: int, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 6, 7, 8), torch.randn(2, 2, 19, 8)
+    start = torch.tensor([0, 5])
+    chunk = Chunk(0, query, key, key, 0.4, softcap, None, row_start=start)  # type: ignore[arg-type]
+    for first in (0, 4, 6):
+        sums = attention_rows.attention_sums(chunk, first, rows=rows)
+        for b in range(2):
+            weights = reference.attention(query[b], key[b], 0.4, softcap, int(start[b]))
+            torch.testing.assert_close(sums[b], weights[:, first:].sum(1), atol=1e-5, rtol=0)
+    counts = attention_rows.attention_sums(chunk, 0, rows=rows, weigh=lambda weights, seen: weights >= 1 / seen)
+    low = reference.low_events(reference.attention(query[1], key[1], 0.4, softcap, 5), 2, 7, start=5)
+    seen = torch.tensor([sum(1 for i in range(7) if 12 + i >= j) for j in range(5, 19)])
+    assert torch.equal(3 * seen - counts[1].unflatten(0, (2, 3)).sum(1)[:, 5:], low[:, 5:])
+
+
+def test_queries_that_see_all_see_later_ones() -> None:
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
+    chunk = Chunk(0, query, key, key, 0.4, None, None)  # type: ignore[arg-type]
+    sums = attention_rows.attention_sums(chunk, 3, see_all=True, rows=1)
+    expected = (query[0, :, 3:] @ key[0].transpose(-1, -2) * 0.4).softmax(-1).sum(1)
+    torch.testing.assert_close(sums[0], expected)
+
+
+def test_the_workspace_is_one_block_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, logits = [], attention_rows._logits
+    monkeypatch.setattr(attention_rows, "_LOGITS_CPU", 1)
+    monkeypatch.setattr(attention_rows, "_logits", lambda *a: sizes.append(logits(*a).numel()) or logits(*a))
+    query, key = torch.randn(1, 4, 100, 8), torch.randn(1, 2, 150, 8)
+    attention_rows.attention_sums(Chunk(0, query, key, key, 0.4, None, None))  # type: ignore[arg-type]
+    assert max(sizes) == 4 * 16 * (150 - 100 + 96)  # heads x block x units seen; the last block has 4 rows only
+
+
+def test_half_precision_is_scored_in_float32() -> None:
+    query, key = torch.randn(1, 4, 9, 8).bfloat16(), torch.randn(1, 2, 15, 8).bfloat16()
+    chunk = Chunk(0, query, key, key, 0.3, None, None)  # type: ignore[arg-type]
+    sums = attention_rows.attention_sums(chunk)
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums[0], reference.attention(query[0], key[0], 0.3).sum(1), atol=0.1, rtol=0)
+    assert (sums.sum(-1) - 9).abs().max() < 1e-4  # every row of weights sums to one, unrounded
+
+
+@pytest.mark.parametrize("how", ["mean", "max", "sum"])
+def test_reductions_agree_where_a_group_has_one_head_or_equal_heads(how: str) -> None:
+    scores = torch.rand(2, 3, 10)
+    assert torch.equal(attention_rows.reduce_group(scores, 3, how), scores)
+    alike = attention_rows.reduce_group(scores.repeat_interleave(4, dim=1), 3, how)
+    torch.testing.assert_close(alike, scores * (4 if how == "sum" else 1))
+    mixed = torch.rand(6, 10)
+    torch.testing.assert_close(
+        attention_rows.reduce_group(mixed[None], 2, how)[0], reference.reduce_group(mixed, 2, how)
+    )
+
+
+# -- H2O --------------------------------------------------------------------------------------------------------------
+
+
+def columns(monkeypatch: pytest.MonkeyPatch, model: Any, ids: Tensor) -> Tensor:
+    """Return (N, T) column sums of the first layer's dense attention."""
+    scorer, rows = scorers.get("tova"), []
+    with monkeypatch.context() as patch:
+        watch(patch, scorer, lambda chunk, _: rows.append(dense(chunk).sum(1)) if chunk.layer_idx == 0 else None)
+        prefill(model, ids, RetentionCache(model, scorer, policy(budget=200, chunk_size=200, local_len=ids.shape[1])))
+    return rows[0]
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_h2o_accumulates_over_chunks_and_answers_to_the_dense_column_sums(
+    monkeypatch: pytest.MonkeyPatch, normalise: bool
+) -> None:
+    model = build("llama")
+    cache = RetentionCache(model, scorers.get("h2o", normalise=normalise), policy(budget=200))
+    ids = generate(model, prompt(61), cache=cache, max_new_tokens=10, **GREEDY)[:, :-1]
+    sums = columns(monkeypatch, model, ids).unflatten(0, (2, 2)).mean(1)
+    expected = sums / torch.arange(70, 0, -1) if normalise else sums
+    torch.testing.assert_close(cache.kept_scores(0)[0], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
+def test_a_token_fed_again_for_its_logits_is_counted_once(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    model = build("llama")
+    cache = RetentionCache(model, "h2o", policy(when, budget=200))
+    prefill(model, prompt(61), cache)
+    generate(model, None, cache=cache, max_new_tokens=1, **GREEDY)
+    sums = columns(monkeypatch, model, prompt(61)).unflatten(0, (2, 2)).mean(1)
+    torch.testing.assert_close(cache.kept_scores(0)[0], sums, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("share", "newest"), [(0.5, 12), (0.25, 6), (0.0, 0)])
+def test_h2o_gives_its_share_of_the_budget_to_the_newest_units(share: float, newest: int) -> None:
+    model, seen = build("llama"), []
+    cache = RetentionCache(model, scorers.get("h2o", recent_share=share), policy(stabilizers=0))
+    prefill(model, prompt(83), cache, on_chunk=lambda cache: seen.append(cache.kept_positions(0)[0]))
+    for index, kept in enumerate(seen[2:]):
+        end = min(33 + 11 * index, 77)
+        assert (kept[:, kept.shape[1] - newest :] == torch.arange(end - newest, end)).all()
+    # Without that share, accumulation favours old units so much that the last token of the last chunk goes.
+    assert share or (seen[-1][:, -1] != 76).any()
+
+
+# -- SnapKV -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
+def test_snapkv_keeps_its_window(when: str) -> None:
+    model = build("llama")
+    cache = RetentionCache(model, scorers.get("snapkv", window=9), policy(when, stabilizers=0))
+    kept = []
+    prefill(model, prompt(83), cache, on_chunk=lambda cache: kept.append(cache.kept_positions(0)[0]))
+    if when == "prompt_end":
+        assert cache.kept_positions(0).shape[-1] == 30
+        assert (cache.kept_positions(0)[..., -9:] == torch.arange(74, 83)).all()
+    else:
+        assert (kept[-1][:, -9:] == torch.arange(68, 77)).all()
+
+
+def test_snapkv_is_refused_where_answers_are_evicted_or_its_window_is_longer_than_a_pass() -> None:
+    with pytest.raises(ValueError, match="scorer snapkv is not defined for generated tokens"):
+        RetentionCache(build("llama"), "snapkv", policy(decode_budget=40, decode_interval=4))
+    with pytest.raises(ValueError, match="scorer snapkv looks back 32 tokens .* raise chunk_size to at least 32"):
+        RetentionCache(build("llama"), "snapkv", policy("prompt_end"))
+
+
+# -- NACL -------------------------------------------------------------------------------------------------------------
+
+
+def selections(
+    monkeypatch: pytest.MonkeyPatch, scorer: scorers.Scorer, how: RetentionPolicy, new: int = 0
+) -> list[Any]:
+    """Return every chunk that selects, with copies of what its layer held, and what was kept of it."""
+    seen: list[Any] = []
+
+    def see(chunk: Chunk, scores: Tensor) -> None:
+        if chunk.budget is not None and chunk.key.shape[2] > chunk.budget:
+            held = chunk.unit_positions.clone()
+            chunk.unit_positions, chunk.key = held, chunk.key.clone()
+            newest = torch.arange(held.shape[-1]) >= held.shape[-1] - chunk.protected
+            seen.append((chunk, scores.clone(), select_kept(scores, chunk.budget, newest)))
+
+    watch(monkeypatch, scorer, see)
+    model = build("llama")
+    cache = RetentionCache(model, scorer, how)
+    if new:
+        generate(model, prompt(83), cache=cache, max_new_tokens=new, **GREEDY)
+    else:
+        prefill(model, prompt(83), cache)
+    return seen
+
+
+@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
+@pytest.mark.parametrize("options", [{}, {"sampling": "uniform"}, {"random_share": 0.2, "protect_share": 0.25}])
+def test_nacl_keeps_what_the_slow_version_keeps(
+    monkeypatch: pytest.MonkeyPatch, when: str, options: dict[str, Any]
+) -> None:
+    scorer = scorers.get("nacl", most_proxies=8, **options)
+    draws = uniform_draw
+    decode = {"decode_budget": 34, "decode_interval": 4}
+    seen = selections(monkeypatch, scorer, policy(when, **decode), new=12)
+    assert len({chunk.generating for chunk, _, _ in seen}) == 2
+    for chunk, _, kept in seen:
+        budget = chunk.budget
+        proxies = max(1, min(8, -(-(83 if chunk.last else chunk.new_tokens) // 10), chunk.new_tokens))
+        sums = reference.reduce_group(dense(chunk)[:, -proxies:].sum(1), 2, "sum")
+        protect = int(budget * scorer.protect_share)
+        recent = max(1, protect - min(256, protect // 2))
+        assert chunk.protected >= recent
+        by_lot = round(scorer.random_share * (budget - (chunk.protected - recent)))
+        for head in range(2):
+            positions = chunk.unit_positions[0, head]
+            chance = draws(chunk.unit_positions, 0, chunk.layer_idx, 2)[0, head].tolist()
+            numbers = (budget, chunk.protected, min(256, protect // 2), by_lot)
+            expected = reference.nacl_kept(
+                sums[head].tolist(), chance, positions.tolist(), numbers, scorer.sampling == "attention"
+            )
+            assert set(kept[0, head].tolist()) == expected
+
+
+def test_nacl_with_all_queries_as_proxies_scores_like_h2o_and_with_one_like_tova_head_by_head() -> None:
+    torch.manual_seed(0)
+    chunk = Chunk(0, torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.empty(0), 0.4, None, None)  # type: ignore[arg-type]
+    chunk.stored_scores = torch.empty(1, 2, 0)
+    everyone = scorers.get("nacl", proxy_share=1.0).score(chunk)
+    torch.testing.assert_close(everyone, scorers.get("h2o", reduce="sum").score(chunk))
+    nobody = scorers.get("nacl", proxy_share=0.0).score(chunk)
+    torch.testing.assert_close(nobody.mean(1) / 2, scorers.get("tova").score(chunk)[:, 0])
+    assert not torch.allclose(nobody[:, 0], nobody[:, 1])
+
+
+def test_nacl_draws_exactly_its_share_and_never_what_was_chosen_by_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = scorers.get("nacl", random_share=0.5, protect_share=0.25)
+    (chunk, _, kept), *_ = selections(monkeypatch, scorer, policy(chunk_size=77, stabilizers=0))
+    sums = reference.reduce_group(dense(chunk)[:, -8:].sum(1), 2, "sum")
+    assert (chunk.budget, chunk.protected) == (24, 3)
+    for head in range(2):
+        by_right = {0, 1, 2, 74, 75, 76}
+        rest = sorted(set(range(77)) - by_right, key=lambda s: float(sums[head, s]))
+        best = set(rest[-6:])  # 24 - 6 - 12
+        assert by_right | best <= set(kept[0, head].tolist())
+        assert len(set(kept[0, head].tolist()) - by_right - best) == 12
+    by_score = scorers.get("nacl", random_share=0.0, protect_share=0.25)
+    (_, _, kept_by_score), *_ = selections(monkeypatch, by_score, policy(chunk_size=77, stabilizers=0))
+    assert not torch.equal(kept, kept_by_score)
+
+
+def test_nacl_draws_with_the_odds_of_its_attention() -> None:
+    """Two of four units are drawn; the odds are those of drawing twice without replacement."""
+    sums = torch.tensor([0.0, 1.0, 2.0, 0.5])
+    odds = sums.softmax(0)
+    expected = torch.zeros(4)
+    for i in range(4):
+        for j in range(4):
+            if i != j:
+                chance = odds[i] * odds[j] / (1 - odds[i])
+                expected[i] += chance
+                expected[j] += chance
+    runs = 4000
+    # Sinks, none; one newest unit that stays; every one of many KV heads draws on its own.
+    chunk = Chunk(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, runs, 5, 1), torch.empty(0), 1.0, None, None)  # type: ignore[arg-type]
+    chunk.unit_positions, chunk.protected = torch.arange(5).expand(1, runs, 5), 1
+    scorer = scorers.get("nacl", random_share=1.0, protect_share=0.0)
+    raised = scorer._selected(chunk, 3, torch.cat([sums, torch.zeros(1)]).expand(1, runs, 5))
+    drawn = (raised[0, :, :4] > sums.max()).float()
+    assert (drawn.sum(-1) == 2).all()
+    assert (drawn.mean(0) - expected).abs().max() < 4 * 0.5 / runs**0.5
+
+
+def test_nacl_seeds_heads_and_layers_draw_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    for seed in (0, 1):
+        scorer = scorers.get("nacl", seed=seed, random_share=1.0, sampling="uniform")
+        runs = selections(monkeypatch, scorer, policy(chunk_size=77, stabilizers=0))
+        kept += [tuple(run[2][0, head].tolist()) for run in runs[:2] for head in range(2)]
+    assert len(set(kept)) == 8
+
+
+def test_nacl_offers_the_official_group_and_mask() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 10, 8), torch.randn(1, 2, 10, 8)
+    chunk = Chunk(0, query, key, key, 0.4, None, None)  # type: ignore[arg-type]
+    rows = reference.attention(query[0], key[0], 0.4)[:, 5:].sum(1)
+    official = scorers.get("nacl", group="official", proxy_share=0.5).score(chunk)
+    torch.testing.assert_close(official[0], rows[:2])
+    seeing = scorers.get("nacl", proxy_mask="full", proxy_share=0.5).score(chunk)
+    full = (query[0, :, 5:] @ key[0].repeat_interleave(2, 0).transpose(-1, -2) * 0.4).softmax(-1).sum(1)
+    torch.testing.assert_close(seeing[0], full.unflatten(0, (2, 2)).sum(1))
+
+
+# -- SAGE-KV ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
+@pytest.mark.parametrize("budget", [24, 27])
+def test_sage_kv_keeps_what_the_slow_version_keeps(monkeypatch: pytest.MonkeyPatch, when: str, budget: int) -> None:
+    seen = selections(monkeypatch, scorers.get("sage_kv"), policy(when, budget=budget))
+    assert len(seen) >= 3
+    for chunk, _, kept in seen:
+        assert chunk.protected == max(6 if when == "prompt_end" else 5, chunk.budget // 4)
+        expected = reference.sage_kept(
+            chunk.query[0, :, -1], chunk.key[0], chunk.scaling, chunk.unit_positions[0], chunk.budget, chunk.protected
+        )
+        assert [set(row.tolist()) for row in kept[0]] == expected
+
+
+@pytest.mark.parametrize(("when", "selected"), [("chunk", 6 + 12), ("prompt_end", 7 + 16)])
+def test_sage_kv_rolls_its_recent_window_while_answering(when: str, selected: int) -> None:
+    model = build("llama")
+    cache = RetentionCache(model, "sage_kv", policy(when, decode_budget=36, decode_interval=6))
+    prefill(model, prompt(83), cache)
+    before = cache.kept_positions(1)[0]
+    generate(model, None, cache=cache, max_new_tokens=70, **GREEDY)
+    after = cache.kept_positions(1)[0]
+    assert torch.equal(after[:, :selected], before[:, :selected])
+    recent = after.shape[1] - selected
+    assert 30 - selected <= recent <= 36 - selected
+    assert (after[:, selected:] == torch.arange(152 - recent, 152)).all()
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("h2o", {"reduce": "median"}, 'scorer h2o: reduce="median" is unknown; choose one of mean, max, sum'),
+        ("h2o", {"recent_share": 1.5}, "scorer h2o: recent_share=1.5 is no share; it must lie between 0 and 1"),
+        ("snapkv", {"kernel": 4}, "scorer snapkv: kernel=4 has no middle slot; choose an odd number"),
+        ("snapkv", {"window": 0}, "scorer snapkv: window=0 is too small; it must be 1 or more"),
+        ("snapkv", {"pooling": "min"}, 'pooling="min" is unknown; choose one of avg, max'),
+        ("scissorhands", {"keep_recent": -1}, "scorer scissorhands: keep_recent=-1 is too small; it must be 0 or more"),
+        ("nacl", {"random_share": -0.1}, "scorer nacl: random_share=-0.1 is no share"),
+        ("nacl", {"group": "mean"}, 'scorer nacl: group="mean" is unknown; choose one of sum, official'),
+    ],
+)
+def test_a_wrong_option_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scorers.get(name, **options)
