@@ -7,6 +7,9 @@ from typing import Any
 
 POSITIONS = ("compact", "original")
 MOMENTS = ("chunk", "prompt_end")
+LAYER_BUDGETS = ("uniform", "pyramid")
+MEMORIES = ("fixed", "linear", "sqrt", "square", "square_sqrt", "adaptive")
+_BY_LAYER = ("square_sqrt", "adaptive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,18 @@ class RetentionPolicy:
     """Units evicted at once when generation reaches decode_budget."""
     when: str = "chunk"
     """Evict after every "chunk", in bounded memory; or once at "prompt_end", with memory that grows with the prompt."""
+    layer_budgets: str = "uniform"
+    """The budget of each layer: "uniform"; or "pyramid", more in the first layers and less in the last (PyramidKV)."""
+    pyramid_beta: int = 20
+    """With layer_budgets="pyramid": share of the budget, 1 in so many, that the last layer keeps (PyramidKV's beta)."""
+    memory: str = "fixed"
+    """Units kept from the first chunk to the last: "fixed", the budget at once; or growing up to it (IM), as "linear",
+    "sqrt" (early), "square" (late), "square_sqrt" (late in the lower layers, early in the upper), or "adaptive" (more
+    for layers that keep more of their old units). All but "fixed" need a prompt of known length."""
+    decremental: bool = False
+    """Make chunks smaller as memory grows, so that all chunks attend to as many units (IMDC)."""
+    min_chunk: int = 64
+    """Smallest chunk in tokens with decremental."""
 
     def __post_init__(self) -> None:
         for name in ("budget", "chunk_size", "local_len", "decode_interval"):
@@ -49,15 +64,54 @@ class RetentionPolicy:
             raise ValueError(f'when="{self.when}" is unknown; choose one of {", ".join(MOMENTS)}')
         if self.positions not in POSITIONS:
             raise ValueError(f'positions="{self.positions}" is unknown; choose one of {", ".join(POSITIONS)}')
+        self._check_schedule()
         if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:
             raise ValueError(
                 f"decode_budget={self.decode_budget} cannot hold local_len={self.local_len} protected units and free "
                 f"decode_interval={self.decode_interval} at a time; raise decode_budget above their sum"
             )
 
+    def _check_schedule(self) -> None:
+        if self.layer_budgets not in LAYER_BUDGETS:
+            raise ValueError(
+                f'layer_budgets="{self.layer_budgets}" is unknown; choose one of {", ".join(LAYER_BUDGETS)}'
+            )
+        if self.memory not in MEMORIES:
+            raise ValueError(f'memory="{self.memory}" is unknown; choose one of {", ".join(MEMORIES)}')
+        for name in ("pyramid_beta", "min_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is too small; it must be 1 or more")
+        if self.memory != "fixed" and self.when == "prompt_end":
+            raise ValueError(
+                f'memory="{self.memory}" grows from chunk to chunk, but when="prompt_end" evicts once; '
+                'use when="chunk" or memory="fixed"'
+            )
+        if not self.decremental:
+            return
+        if self.memory == "fixed":
+            raise ValueError(
+                'decremental=True makes chunks smaller as memory grows, but memory="fixed" does not grow; '
+                "choose memory linear, sqrt or square"
+            )
+        if self.memory in _BY_LAYER:
+            raise ValueError(
+                f'decremental=True needs one memory size for all layers, but memory="{self.memory}" differs by layer; '
+                "choose memory linear, sqrt or square"
+            )
+        if self.min_chunk > self.chunk_size:
+            raise ValueError(
+                f"min_chunk={self.min_chunk} is larger than the average chunk, chunk_size={self.chunk_size}; "
+                "lower min_chunk or raise chunk_size"
+            )
+
+    @property
+    def needs_length(self) -> bool:
+        """Whether the length of a prompt must be known before it is read."""
+        return self.memory != "fixed"
+
     @property
     def prefill_units(self) -> int:
-        """Most units a KV head ever holds while a prompt is read: budget plus one chunk, or plus the local tokens."""
+        """Most units a KV head ever holds while a prompt is read, with uniform budgets and fixed memory."""
         return self.budget + max(self.chunk_size, self.local_len)
 
     def to_dict(self) -> dict[str, Any]:
