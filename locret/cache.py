@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,32 +15,14 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from locret.adapters import describe, find_decoder, unwrap
+from locret.budget import cache_bytes
 from locret.heads import RetainingHeads
 from locret.instrument import Chunk, Projections
 from locret.layers import RetentionLayer, SlidingLayer, Workspace
+from locret.limits import Limits, check_pair
 from locret.policy import RetentionPolicy
 from locret.rotary import Rotary, rotate
 from locret.scorers import RetainingHeadScorer, Scorer, TokenScorer, get
-
-_SCORE_AND_POSITION_BYTES = 8
-
-
-def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
-    """Refuse a scorer and a policy that cannot work together.
-
-    Raises:
-        ValueError: Saying why, and what to change.
-    """
-    if policy.decode_budget is not None and not scorer.rates_answers:
-        raise ValueError(
-            f"decode_budget={policy.decode_budget} evicts while an answer is written, but scorer {scorer.name} is not "
-            "defined for generated tokens; leave decode_budget out or choose another scorer"
-        )
-    if policy.when == "prompt_end" and scorer.lookback > policy.chunk_size:
-        raise ValueError(
-            f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
-            f"{policy.chunk_size}; raise chunk_size to at least {scorer.lookback}"
-        )
 
 
 @dataclass(frozen=True)
@@ -85,6 +68,9 @@ class RetentionCache(Cache):
         self.model, self.scorer, self.policy = model, scorer, policy or RetentionPolicy()
         check_pair(self.scorer, self.policy)
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
+        self.limits = Limits(self.policy, self.scorer, len(self.backbone.layers))
+        """What stays, now and in each step to come."""
+        self._place = {layer_idx: place for place, layer_idx in enumerate(self.backbone.layers)}
         super().__init__(layers=[self._new_layer(index) for index in range(self.backbone.num_layers)])
         self.seen = 0
         """Tokens read or generated so far, padding included."""
@@ -102,11 +88,13 @@ class RetentionCache(Cache):
         self._shift: Tensor | None = None
         self._next_position = 0
         self._phase = "decode"
-        self._final = self._last = False
+        self._last = False
         self._answer_tokens = 0
         self._projections: dict[int, Projections] = {}
         self._unit_positions: Tensor | None = None
-        self._peak = self._largest = 0
+        self._peak = 0
+        self._largest = [0] * len(self.backbone.layers)
+        self._chunk_start = 0
         self._rotation_checked: set[int] = set()
 
     def _new_layer(self, index: int) -> RetentionLayer | SlidingLayer:
@@ -128,17 +116,27 @@ class RetentionCache(Cache):
             raise ValueError("rows of different length are read one at a time; use locret.prefill")
         if self._phase != "decode":
             raise ValueError("an earlier read of this cache was interrupted; start again with cache.fresh()")
-        for layer in self.governed:
+        schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.governed])
+        self.limits.begin(schedule)
+        for place, layer in enumerate(self.governed):
             layer.unsettle(self._next_position)
             if self.policy.when == "chunk":
-                layer.evict(*self._at_least_recent(self.policy.budget, self.policy.stabilizers))
-        self.reserve(prompt_tokens, new_tokens)
+                layer.evict(*self.limits.before_reading(place))
+        self._reserve(self.limits.capacity(schedule, new_tokens))
         self._answer_tokens = new_tokens
         self._phase = "read"
 
     def begin_chunk(self, final: bool) -> None:
         """Announce the next chunk of the prompt; after the final one no stabilizers are protected."""
-        self._final = final
+        ratios = None
+        if self.limits.wants_ratios:
+            ratios = [float(layer.share_from_before(self._chunk_start)) for layer in self.governed]
+        self.limits.next_chunk(final, ratios)
+        self._chunk_start = self.seen
+        self._align()
+
+    def _align(self) -> None:
+        """Choose the rotary position of the coming token, and make room where a prompt's length is unknown."""
         if self.policy.when == "prompt_end":  # of a prompt of unknown length; buffers of known ones are large enough
             for layer in self.governed:
                 if layer.fill + self.policy.chunk_size > layer.capacity:
@@ -152,7 +150,7 @@ class RetentionCache(Cache):
 
     def begin_local(self) -> None:
         """Announce the local tokens: kept keys are final now, so they are rotated once."""
-        self.begin_chunk(final=True)
+        self._align()
         for layer in self.governed:
             layer.settle(self._next_position)
         self._phase = "local"
@@ -162,9 +160,8 @@ class RetentionCache(Cache):
         self._phase, self._last = "decode", False
         self._rotary.forget()
         if self.policy.when == "prompt_end":
-            most = max((layer.fill for layer in self.governed), default=0) + self._answer_tokens
-            for layer in self.governed:
-                layer.shrink(min(most, self.policy.decode_budget or most))
+            for place, layer in enumerate(self.governed):
+                layer.shrink(self.limits.answer_capacity(place, layer.fill + self._answer_tokens))
             self._workspace.clear()
 
     def begin_last(self) -> None:
@@ -173,21 +170,19 @@ class RetentionCache(Cache):
 
     def reserve(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
         """Make buffers large enough for what is to come, in one allocation. Sets the planned bytes."""
-        policy = self.policy
-        held = max((layer.fill for layer in self.governed), default=0)
-        if policy.when == "prompt_end":
-            capacity = held + (prompt_tokens or 0) + (0 if prompt_tokens else new_tokens)
-            for layer in self.governed:
-                layer.reserve(min(capacity, policy.decode_budget or capacity) if prompt_tokens == 0 else capacity)
-            return
-        known = held + prompt_tokens if prompt_tokens is not None else policy.prefill_units
-        read = held if prompt_tokens == 0 else min(policy.budget + policy.local_len, known)
-        generated = read + new_tokens
-        if policy.decode_budget is not None:
-            generated = min(generated, policy.decode_budget)
-        capacity = max(min(policy.prefill_units, known), generated, held)
-        for layer in self.governed:
-            layer.reserve(capacity)
+        held = [layer.fill for layer in self.governed]
+        if prompt_tokens == 0:
+            self._reserve([self.limits.answer_capacity(p, units + new_tokens) for p, units in enumerate(held)])
+        else:
+            self._reserve(self.limits.capacity(self.limits.plan(prompt_tokens, held), new_tokens))
+
+    def _reserve(self, slots: Sequence[int]) -> None:
+        for layer, capacity in zip(self.governed, slots, strict=True):
+            layer.reserve(max(capacity, layer.fill))
+        self._note_largest()
+
+    def _note_largest(self) -> None:
+        self._largest = list(map(max, self._largest, [layer.capacity for layer in self.governed]))
 
     # -- what `instrumented` asks and tells --------------------------------------------------------------------------
 
@@ -217,7 +212,6 @@ class RetentionCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Add the units of L new tokens to a layer; called by the backbone's attention. See `transformers.Cache`."""
         layer: RetentionLayer | SlidingLayer = self.layers[layer_idx]
-        policy = self.policy
         if isinstance(layer, SlidingLayer):
             return layer.update(key_states, value_states)
         if layer_idx not in self._projections or self._unit_positions is None:
@@ -228,10 +222,11 @@ class RetentionCache(Cache):
         if self._phase == "read" and layer.compact:
             raw_keys = self._projections[layer_idx].key()
             self._check_rotation(layer_idx, raw_keys, key_states)
-        elif self._phase == "decode" and policy.decode_budget is not None:
-            new = key_states.shape[-2]
-            if layer.fill + new > policy.decode_budget:
-                layer.evict(*self._decode_limits(policy.decode_budget, new))
+        elif self._phase == "decode":
+            new, place = key_states.shape[-2], self._place[layer_idx]
+            most = self.limits.most_answering(place)
+            if most is not None and layer.fill + new > most:
+                layer.evict(*self.limits.answering(place, new))
         return layer.append(key_states, value_states, raw_keys, self._unit_positions, self._next_position)
 
     def attended(self, chunk: Chunk) -> None:
@@ -243,12 +238,13 @@ class RetentionCache(Cache):
         chunk.unit_positions = layer.positions[:, :, : layer.fill]
         chunk.stored_scores = layer.scores[:, :, :old]
         chunk.row_start, chunk.last, chunk.generating = layer.row_start, self._last, self._phase == "decode"
-        chunk.budget, chunk.protected = self._limits()
+        place = self._place[chunk.layer_idx]
+        chunk.budget, chunk.protected = self._limits_now(place)
         evicts_now = chunk.budget is not None
-        decode_budget = None if self._phase == "read" else self.policy.decode_budget
-        if decode_budget is not None and not evicts_now and layer.fill >= decode_budget:
+        most = None if self._phase == "read" else self.limits.most_answering(place)
+        if most is not None and not evicts_now and layer.fill >= most:
             # The next token will find no room: these are the scores that decide what makes way for it.
-            chunk.budget, chunk.protected = self._decode_limits(decode_budget, 1)
+            chunk.budget, chunk.protected = self.limits.answering(place, 1)
         scores = self.scorer.score(chunk)
         if self._again:  # a token fed twice counts once: units before it have been rated with it already
             scores = scores[:, :, -chunk.new_tokens :]
@@ -257,22 +253,13 @@ class RetentionCache(Cache):
             assert chunk.budget is not None
             layer.evict(chunk.budget, chunk.protected)
 
-    def _limits(self) -> tuple[int | None, int]:
+    def _limits_now(self, place: int) -> tuple[int | None, int]:
         """Return the units that stay after this forward pass, and how many of the newest are protected."""
-        policy = self.policy
-        if self._phase == "read" and policy.when == "chunk":
-            return self._at_least_recent(policy.budget, 0 if self._final else policy.stabilizers)
-        if self._last and policy.when == "prompt_end":
-            return self._at_least_recent(policy.budget + policy.local_len, policy.local_len)
+        if self._phase == "read" and self.policy.when == "chunk":
+            return self.limits.after_chunk(place)
+        if self._last and self.policy.when == "prompt_end":
+            return self.limits.at_prompt_end(place)
         return None, 0
-
-    def _decode_limits(self, decode_budget: int, new: int) -> tuple[int, int]:
-        """Return what stays when `new` generated tokens find no room, and how many of the newest are protected."""
-        budget = max(1, decode_budget - max(self.policy.decode_interval, new))
-        return self._at_least_recent(budget, self.policy.local_len)
-
-    def _at_least_recent(self, budget: int, protected: int) -> tuple[int, int]:
-        return budget, max(protected, min(budget, self.scorer.recent(budget)))
 
     def _rate_tokens(self, hidden: Tensor) -> None:
         """Rate the tokens of a forward pass that is over, in all layers alike, and evict where it is time."""
@@ -283,9 +270,9 @@ class RetentionCache(Cache):
         scores = self.scorer.score_tokens(unwrap(self.model), self._ids, hidden, before)
         states = hidden if self._context is None else torch.cat([self._context, hidden], dim=1)
         self._context = states[:, -2:].clone()
-        budget, protected = self._limits()
-        for layer in self.governed:
+        for place, layer in enumerate(self.governed):
             layer.set_scores(scores[:, None].to(layer.scores.device).expand(-1, layer.scores.shape[1], -1))
+            budget, protected = self._limits_now(place)
             if budget is not None:
                 layer.evict(budget, protected)
 
@@ -354,15 +341,13 @@ class RetentionCache(Cache):
         return self._workspace.nbytes + held
 
     def _plan(self) -> int:
-        parameter = next(self.model.parameters())
-        backbone, policy, governed = self.backbone, self.policy, self.governed
+        governed = self.governed
         rows = governed[0].keys.shape[0] if governed and governed[0].is_initialized else 1
-        self._largest = max(self._largest, *(layer.capacity for layer in governed), 0)
-        capacity = self._largest or policy.prefill_units
-        unit = 2 * backbone.head_dim * parameter.element_size()
-        heads = rows * backbone.num_kv_heads
-        sliding = (backbone.num_layers - len(governed)) * heads * ((backbone.window or 0) + 1) * unit
-        return heads * capacity * (len(governed) * (unit + _SCORE_AND_POSITION_BYTES) + unit // 2) + sliding
+        self._note_largest()
+        slots = self._largest
+        if not any(slots) and not self.policy.needs_length:
+            slots = list(self.limits.plan(None).peak)
+        return cache_bytes(self.backbone, slots, next(self.model.parameters()).element_size(), rows)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens read so far, padding included: what `generate` need not feed again."""
@@ -386,6 +371,7 @@ class RetentionCache(Cache):
         """Return an independent copy: a document read once answers many questions, each on its own copy."""
         twin = copy.copy(self)
         twin._workspace, twin._projections = Workspace(), {}
+        twin.limits, twin._largest = copy.copy(self.limits), list(self._largest)
         twin.layers = []
         for layer in self.layers:
             clone = copy.copy(layer)

@@ -15,6 +15,7 @@ from locret.adapters import find_decoder, unwrap
 from locret.cache import RetentionCache
 from locret.instrument import instrumented
 from locret.rows import join_rows, split_rows
+from locret.schedule import lookahead
 
 
 @torch.inference_mode(False)
@@ -47,7 +48,7 @@ def prefill(
         (B, vocabulary) logits of the last prompt token, in the model's dtype.
 
     Raises:
-        ValueError: For an empty prompt or padding on the right.
+        ValueError: For an empty prompt, padding on the right, or an iterator where the policy must know the length.
     """
     logits = read_prompt(
         model, input_ids, cache, attention_mask, new_tokens=new_tokens, progress=progress, on_chunk=on_chunk
@@ -73,7 +74,9 @@ def read_prompt(
         return _read(model, _Stream(input_ids, device), cache, new_tokens, progress, hold_last, on_chunk)
     ids = (input_ids[None] if input_ids.ndim == 1 else input_ids).to(device)
     lengths = row_lengths(model, ids, attention_mask)
-    if cache.pad is None and (lengths == ids.shape[1]).all():
+    # Layers that share memory by what they retain do so for each row on its own.
+    apart = cache.policy.memory == "adaptive" and ids.shape[0] > 1
+    if cache.pad is None and not apart and (lengths == ids.shape[1]).all():
         return _read(model, _Stream(ids, device), cache, new_tokens, progress, hold_last, on_chunk)
     logits, rows, width = [], split_rows(cache, ids.shape[0]), cache.seen + ids.shape[1]
     for row, row_ids, length in zip(rows, ids, lengths.tolist(), strict=True):
@@ -156,12 +159,15 @@ def _read(
     tail = max(policy.local_len, cache.scorer.lookback) if at_end else policy.local_len
     if not stream.available(1):
         raise ValueError("input_ids is empty; a prompt needs at least one token")
+    length = stream.length
+    if length is None and (enough := lookahead(policy)) > (available := stream.available(enough)):
+        length = available
     bar = tqdm(total=stream.length, unit="token", unit_scale=True, desc="reading", disable=not progress or None)
     with instrumented(model, cache), bar:
-        cache.begin_reading(stream.length, new_tokens)
-        while (left := stream.available(policy.chunk_size + tail + 1)) > tail:
-            final = left <= policy.chunk_size + tail
-            tokens = stream.take(min(policy.chunk_size, left - tail))
+        cache.begin_reading(length, new_tokens)
+        while (left := stream.available((size := cache.limits.chunk_size) + tail + 1)) > tail:
+            final = left <= size + tail
+            tokens = stream.take(min(size, left - tail))
             cache.begin_chunk(final)
             decoder(input_ids=tokens, past_key_values=cache, use_cache=True)
             bar.update(tokens.shape[1])

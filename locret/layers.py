@@ -101,6 +101,10 @@ class RetentionLayer(CacheLayerMixin):
             return 0
         return sum(t.nbytes for t in (self.keys, self.values, self.scores, self.positions))
 
+    def share_from_before(self, position: int) -> Tensor:
+        """Return, as one number, the share of the held units that come from before a position of the text."""
+        return (self.positions[:, :, : self.fill] < position).float().mean()
+
     # -- reading and decoding ---------------------------------------------------------------------------------------
 
     def append(

@@ -56,6 +56,7 @@ def join_rows(cache: RetentionCache, rows: list[RetentionCache], width: int, new
     contexts = [row._context for row in rows if row._context is not None]
     if contexts:
         cache._context = torch.cat([context[:, -min(c.shape[1] for c in contexts) :] for context in contexts])
+    place = 0
     for index, layer in enumerate(cache.layers):
         parts = [row.layers[index] for row in rows]
         if isinstance(layer, SlidingLayer):
@@ -63,7 +64,8 @@ def join_rows(cache: RetentionCache, rows: list[RetentionCache], width: int, new
             values, _ = _aligned([part.values for part in parts], 0)
             layer.fill_rows(keys, values, start, cache.seen)
         else:
-            _join_layer(layer, parts, new_tokens, cache.policy.decode_budget)
+            _join_layer(layer, parts, new_tokens, cache.limits.most_answering(place))
+            place += 1
         for row in rows:
             row.layers[index] = None
     cache._peak = max(cache._peak, cache._bytes())

@@ -1,0 +1,108 @@
+"""Formulas that say how much each layer keeps, how memory grows with the chunks, and how chunks shrink in return.
+
+Papers:    PyramidKV, arXiv 2406.02069 (layer budgets); IM / IMDC, "incremental memory, decremental chunk" (the rest).
+Deviates:  Sizes are never below 1 unit; chunks never below a minimum, what they lack is taken from the earlier ones
+           (the papers' formula goes below zero where the budget is about twice the chunk or more).
+All arithmetic is in whole numbers, so every machine plans the same sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isqrt
+
+
+def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 0, beta: int = 20) -> tuple[int, ...]:
+    """Return units per layer, falling linearly from the first layer to the last (PyramidKV's code).
+
+    Rounding down the slope leaves the mean up to layers / 2 units above the budget.
+
+    Args:
+        budget: Mean units per KV head, window included ("cap").
+        layers: Number of layers.
+        tokens: Tokens that compete for the budget; None: more than matter.
+        window: Units that every layer keeps whatever their score; the rest forms the pyramid.
+        beta: The last layer keeps about 1 / beta of the mean, window aside.
+
+    Returns:
+        The budget for every layer where the text is short (below 2 (budget - window) tokens) or the window takes all.
+    """
+    mean = budget - window
+    if layers == 1 or mean < 1 or (tokens is not None and tokens < 2 * mean):
+        return (budget,) * layers
+    least = mean // beta
+    most = 2 * mean - least
+    if tokens is not None and most >= tokens - window:
+        most = tokens - window
+        least = 2 * mean - most
+    slope = (most - least) // (layers - 1)
+    return tuple(max(1, most - layer * slope + window) for layer in range(layers))
+
+
+def memory_sizes(growth: str, steps: int, most: int, first: int | None = None) -> tuple[int, ...]:
+    """Return the units kept after each of `steps` chunks, from `first` (`most / steps` if None) up to `most`.
+
+    Args:
+        growth: "fixed" (always `most`), "linear", "sqrt" (fast, then slow) or "square" (slow, then fast).
+        steps: Number of chunks, n.
+        most: Budget, m_max.
+        first: Units after the first chunk, m_0.
+    """
+    if growth == "fixed" or steps == 1:
+        return (most,) * steps
+    first = max(1, most // steps) if first is None else min(first, most)
+    rise, last = most - first, steps - 1
+    if growth == "linear":
+        return tuple(first + rise * i // last for i in range(steps))
+    if growth == "square":
+        return tuple(first + rise * i * i // last**2 for i in range(steps))
+    assert growth == "sqrt"
+    return tuple(first + isqrt(rise * rise * i * last) // last for i in range(steps))
+
+
+def decremental_chunks(tokens: int, memory: Sequence[int], min_chunk: int) -> tuple[int, ...]:
+    """Return chunk sizes that sum to `tokens`, each as much smaller as memory has grown before it.
+
+    The first chunk is the average one. From the second on, chunk and memory together have a constant length, but for
+    chunks that would fall below `min_chunk`, or below what memory is to grow by: those are that large, and the length
+    of the others is lower in return.
+
+    Args:
+        tokens: Tokens to read, at least `min_chunk` for each chunk (or a single chunk).
+        memory: Units kept after each chunk, ascending; as many numbers as there are chunks.
+        min_chunk: Smallest chunk.
+    """
+    average, held = tokens // len(memory), memory[:-1]
+    floors = [max(min_chunk, new - old) for old, new in zip(memory, memory[1:], strict=False)]
+    if average + sum(floors) > tokens:
+        floors = [min_chunk] * len(held)
+
+    def sizes(length: int) -> list[int]:
+        return [max(floor, length - units) for floor, units in zip(floors, held, strict=True)]
+
+    low, high = 0, tokens + memory[-1]  # the longest constant length that leaves an average chunk for the start
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if average + sum(sizes(middle)) <= tokens else (low, middle - 1)
+    rest = sizes(low)
+    return (tokens - sum(rest), *rest)
+
+
+def adaptive_sizes(base: Sequence[int], ratios: Sequence[float], caps: Sequence[int]) -> tuple[int, ...]:
+    """Share a step's memory over the layers by how much of their old memory each kept last time (IM, adaptive).
+
+    Args:
+        base: Units per layer of the linear growth, b_i.
+        ratios: Retention ratio per layer after the step before, |M_{i-1} and M_i| / |M_i|.
+        caps: Most units per layer.
+
+    Returns:
+        Units per layer: layers x base x ratio / sum of ratios, at least 1 and at most the cap.
+    """
+    total = sum(ratios)
+    if total <= 0:
+        return tuple(base)
+    return tuple(
+        max(1, min(cap, int(len(base) * units * ratio / total)))
+        for units, ratio, cap in zip(base, ratios, caps, strict=True)
+    )
