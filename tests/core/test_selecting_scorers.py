@@ -1,0 +1,170 @@
+"""NACL and SAGE-KV keep what their slow versions keep: scorers that decide for a whole budget at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompt
+from scorer_passes import GREEDY, dense, policy, watch
+from torch import Tensor
+
+from locret import RetentionCache, RetentionPolicy, generate, prefill, reference, scorers
+from locret.eviction import select_kept
+from locret.instrument import Chunk
+from locret.scorers.random import uniform_draw
+
+# -- NACL -------------------------------------------------------------------------------------------------------------
+
+
+def selections(
+    monkeypatch: pytest.MonkeyPatch, scorer: scorers.Scorer, how: RetentionPolicy, new: int = 0
+) -> list[Any]:
+    """Return every chunk that selects, with copies of what its layer held, and what was kept of it."""
+    seen: list[Any] = []
+
+    def see(chunk: Chunk, scores: Tensor) -> None:
+        if chunk.budget is not None and chunk.key.shape[2] > chunk.budget:
+            held = chunk.unit_positions.clone()
+            chunk.unit_positions, chunk.key = held, chunk.key.clone()
+            newest = torch.arange(held.shape[-1]) >= held.shape[-1] - chunk.protected
+            seen.append((chunk, scores.clone(), select_kept(scores, chunk.budget, newest)))
+
+    watch(monkeypatch, scorer, see)
+    model = build("llama")
+    cache = RetentionCache(model, scorer, how)
+    if new:
+        generate(model, prompt(83), cache=cache, max_new_tokens=new, **GREEDY)
+    else:
+        prefill(model, prompt(83), cache)
+    return seen
+
+
+@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
+@pytest.mark.parametrize("options", [{}, {"sampling": "uniform"}, {"random_share": 0.2, "protect_share": 0.25}])
+def test_nacl_keeps_what_the_slow_version_keeps(
+    monkeypatch: pytest.MonkeyPatch, when: str, options: dict[str, Any]
+) -> None:
+    scorer = scorers.get("nacl", most_proxies=8, **options)
+    draws = uniform_draw
+    decode = {"decode_budget": 34, "decode_interval": 4}
+    seen = selections(monkeypatch, scorer, policy(when, **decode), new=12)
+    assert len({chunk.generating for chunk, _, _ in seen}) == 2
+    for chunk, _, kept in seen:
+        budget = chunk.budget
+        proxies = max(1, min(8, -(-(83 if chunk.last else chunk.new_tokens) // 10), chunk.new_tokens))
+        sums = reference.reduce_group(dense(chunk)[:, -proxies:].sum(1), 2, "sum")
+        protect = int(budget * scorer.protect_share)
+        recent = max(1, protect - min(256, protect // 2))
+        assert chunk.protected >= recent
+        by_lot = round(scorer.random_share * (budget - (chunk.protected - recent)))
+        for head in range(2):
+            positions = chunk.unit_positions[0, head]
+            chance = draws(chunk.unit_positions, 0, chunk.layer_idx, 2)[0, head].tolist()
+            numbers = (budget, chunk.protected, min(256, protect // 2), by_lot)
+            expected = reference.nacl_kept(
+                sums[head].tolist(), chance, positions.tolist(), numbers, scorer.sampling == "attention"
+            )
+            assert set(kept[0, head].tolist()) == expected
+
+
+def test_nacl_with_all_queries_as_proxies_scores_like_h2o_and_with_one_like_tova_head_by_head() -> None:
+    torch.manual_seed(0)
+    chunk = Chunk(0, torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.empty(0), 0.4, None, None)  # type: ignore[arg-type]
+    chunk.stored_scores = torch.empty(1, 2, 0)
+    everyone = scorers.get("nacl", proxy_share=1.0).score(chunk)
+    torch.testing.assert_close(everyone, scorers.get("h2o", reduce="sum").score(chunk))
+    nobody = scorers.get("nacl", proxy_share=0.0).score(chunk)
+    torch.testing.assert_close(nobody.mean(1) / 2, scorers.get("tova").score(chunk)[:, 0])
+    assert not torch.allclose(nobody[:, 0], nobody[:, 1])
+
+
+def test_nacl_draws_exactly_its_share_and_never_what_was_chosen_by_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = scorers.get("nacl", random_share=0.5, protect_share=0.25)
+    (chunk, _, kept), *_ = selections(monkeypatch, scorer, policy(chunk_size=77, stabilizers=0))
+    sums = reference.reduce_group(dense(chunk)[:, -8:].sum(1), 2, "sum")
+    assert (chunk.budget, chunk.protected) == (24, 3)
+    for head in range(2):
+        by_right = {0, 1, 2, 74, 75, 76}
+        rest = sorted(set(range(77)) - by_right, key=lambda s: float(sums[head, s]))
+        best = set(rest[-6:])  # 24 - 6 - 12
+        assert by_right | best <= set(kept[0, head].tolist())
+        assert len(set(kept[0, head].tolist()) - by_right - best) == 12
+    by_score = scorers.get("nacl", random_share=0.0, protect_share=0.25)
+    (_, _, kept_by_score), *_ = selections(monkeypatch, by_score, policy(chunk_size=77, stabilizers=0))
+    assert not torch.equal(kept, kept_by_score)
+
+
+def test_nacl_draws_with_the_odds_of_its_attention() -> None:
+    """Two of four units are drawn; the odds are those of drawing twice without replacement."""
+    sums = torch.tensor([0.0, 1.0, 2.0, 0.5])
+    odds = sums.softmax(0)
+    expected = torch.zeros(4)
+    for i in range(4):
+        for j in range(4):
+            if i != j:
+                chance = odds[i] * odds[j] / (1 - odds[i])
+                expected[i] += chance
+                expected[j] += chance
+    runs = 4000
+    # Sinks, none; one newest unit that stays; every one of many KV heads draws on its own.
+    chunk = Chunk(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, runs, 5, 1), torch.empty(0), 1.0, None, None)  # type: ignore[arg-type]
+    chunk.unit_positions, chunk.protected = torch.arange(5).expand(1, runs, 5), 1
+    scorer = scorers.get("nacl", random_share=1.0, protect_share=0.0)
+    raised = scorer._selected(chunk, 3, torch.cat([sums, torch.zeros(1)]).expand(1, runs, 5))
+    drawn = (raised[0, :, :4] > sums.max()).float()
+    assert (drawn.sum(-1) == 2).all()
+    assert (drawn.mean(0) - expected).abs().max() < 4 * 0.5 / runs**0.5
+
+
+def test_nacl_seeds_heads_and_layers_draw_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    for seed in (0, 1):
+        scorer = scorers.get("nacl", seed=seed, random_share=1.0, sampling="uniform")
+        runs = selections(monkeypatch, scorer, policy(chunk_size=77, stabilizers=0))
+        kept += [tuple(run[2][0, head].tolist()) for run in runs[:2] for head in range(2)]
+    assert len(set(kept)) == 8
+
+
+def test_nacl_offers_the_official_group_and_mask() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 10, 8), torch.randn(1, 2, 10, 8)
+    chunk = Chunk(0, query, key, key, 0.4, None, None)  # type: ignore[arg-type]
+    rows = reference.attention(query[0], key[0], 0.4)[:, 5:].sum(1)
+    official = scorers.get("nacl", group="official", proxy_share=0.5).score(chunk)
+    torch.testing.assert_close(official[0], rows[:2])
+    seeing = scorers.get("nacl", proxy_mask="full", proxy_share=0.5).score(chunk)
+    full = (query[0, :, 5:] @ key[0].repeat_interleave(2, 0).transpose(-1, -2) * 0.4).softmax(-1).sum(1)
+    torch.testing.assert_close(seeing[0], full.unflatten(0, (2, 2)).sum(1))
+
+
+# -- SAGE-KV ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
+@pytest.mark.parametrize("budget", [24, 27])
+def test_sage_kv_keeps_what_the_slow_version_keeps(monkeypatch: pytest.MonkeyPatch, when: str, budget: int) -> None:
+    seen = selections(monkeypatch, scorers.get("sage_kv"), policy(when, budget=budget))
+    assert len(seen) >= 3
+    for chunk, _, kept in seen:
+        assert chunk.protected == max(6 if when == "prompt_end" else 5, chunk.budget // 4)
+        expected = reference.sage_kept(
+            chunk.query[0, :, -1], chunk.key[0], chunk.scaling, chunk.unit_positions[0], chunk.budget, chunk.protected
+        )
+        assert [set(row.tolist()) for row in kept[0]] == expected
+
+
+@pytest.mark.parametrize(("when", "selected"), [("chunk", 6 + 12), ("prompt_end", 7 + 16)])
+@pytest.mark.parametrize("new", [4, 70])  # part of the prompt's recent units are gone; all are
+def test_sage_kv_rolls_its_recent_window_while_answering(when: str, selected: int, new: int) -> None:
+    model = build("llama")
+    cache = RetentionCache(model, "sage_kv", policy(when, decode_budget=32, decode_interval=2))
+    prefill(model, prompt(83), cache)
+    before = cache.kept_positions(1)[0]
+    generate(model, None, cache=cache, max_new_tokens=new, **GREEDY)
+    after = cache.kept_positions(1)[0]
+    assert torch.equal(after[:, :selected], before[:, :selected])
+    recent, end = after.shape[1] - selected, 83 + new - 1
+    assert 30 - selected <= recent <= 32 - selected
+    assert (after[:, selected:] == torch.arange(end - recent, end)).all()
