@@ -25,10 +25,11 @@ def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 
         beta: The last layer keeps about 1 / beta of the mean, window aside.
 
     Returns:
-        The budget for every layer where the text is short (below 2 (budget - window) tokens) or the window takes all.
+        Units of each layer, window included. The budget for all of them where the text is short (below the budget, or
+        2 (budget - window) tokens) or the window takes everything.
     """
     mean = budget - window
-    if layers == 1 or mean < 1 or (tokens is not None and tokens < 2 * mean):
+    if layers == 1 or mean < 1 or (tokens is not None and tokens < max(budget, 2 * mean)):
         return (budget,) * layers
     least = mean // beta
     most = 2 * mean - least

@@ -17,6 +17,7 @@ from locret.reference.attention_scorers import (
     snapkv_of_imdc,
     tova,
 )
+from locret.reference.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
 from locret.reference.retaining import (
     attend,
     head_scores,
@@ -30,16 +31,20 @@ from locret.reference.retaining import (
 )
 
 __all__ = [
+    "adaptive_sizes",
     "attend",
     "attention",
+    "decremental_chunks",
     "h2o",
     "head_scores",
     "kept_after_chunks",
     "labels",
     "loss",
     "low_events",
+    "memory_sizes",
     "nacl_kept",
     "pool",
+    "pyramid_budgets",
     "ranking_loss",
     "read_prompt",
     "reduce_group",

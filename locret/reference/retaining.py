@@ -146,6 +146,7 @@ def read_prompt(
     magnitude: float,
     numbers: tuple[int, int, int, int],
     original_positions: bool = False,
+    steps: list[tuple[int, list[int], list[int]]] | None = None,
 ) -> tuple[list[list[list[list[int]]]], Tensor]:
     """Read a prompt token by token and layer by layer, as the original implementation does, with nothing fused.
 
@@ -157,32 +158,39 @@ def read_prompt(
         magnitude: Factor of cos and sin.
         numbers: budget, chunk size, stabilizers, local length.
         original_positions: Rotate by place in the text instead of slot.
+        steps: Per chunk its tokens, and per layer the budget and the protected units; those of `numbers` if None.
 
     Returns:
         Per chunk, layer and KV head the kept text positions; and (vocabulary,) logits of the last token.
     """
     budget, chunk_size, stabilizers, local_len = numbers
     total, length = len(prompt_T), max(len(prompt_T) - local_len, 0)
-    bounds = [(start, min(start + chunk_size, length)) for start in range(0, length, chunk_size)] + [(length, total)]
     layers = model.model.layers
+    if steps is None:
+        sizes = [min(chunk_size, length - start) for start in range(0, length, chunk_size)]
+        guarded = [stabilizers] * (len(sizes) - 1) + [0]
+        steps = [
+            (size, [budget] * len(layers), [guard] * len(layers)) for size, guard in zip(sizes, guarded, strict=False)
+        ]
+    starts = [sum(size for size, _, _ in steps[:number]) for number in range(len(steps))]
     # One list per layer and KV head, of (position, un-rotated key, value, score).
     pools: list[list[list[tuple[int, Tensor, Tensor, float]]]] = [
         [[] for _ in range(_split(layer.self_attn, torch.zeros(1, model.config.hidden_size))[1].shape[1])]
         for layer in layers
     ]
     history = []
-    for start, end in bounds:
-        hidden_TE = model.model.embed_tokens(prompt_T[start:end])
+    for start, (size, budgets, guards) in zip([*starts, length], [*steps, (total - length, [], [])], strict=True):
+        hidden_TE = model.model.embed_tokens(prompt_T[start : start + size])
         for index, layer in enumerate(layers):
             rope = (inv_freq, magnitude, original_positions)
             hidden_TE = hidden_TE + _attention(layer, hidden_TE, pools[index], start, rope, heads[index])
             hidden_TE = hidden_TE + layer.mlp(layer.post_attention_layernorm(hidden_TE))
-            if end <= length and start < length:
+            if start < length:
                 for head, pool in enumerate(pools[index]):
-                    newest = set() if end == length else set(range(max(len(pool) - stabilizers, 0), len(pool)))
-                    kept = select_kept([unit[3] for unit in pool], budget, newest)
+                    newest = set(range(max(len(pool) - guards[index], 0), len(pool)))
+                    kept = select_kept([unit[3] for unit in pool], budgets[index], newest)
                     pools[index][head] = [pool[slot] for slot in kept]
-        if end <= length and start < length:
+        if start < length:
             history.append([[[unit[0] for unit in pool] for pool in layer_pools] for layer_pools in pools])
     return history, model.lm_head(model.model.norm(hidden_TE[-1]))
 
