@@ -20,7 +20,7 @@ _LEAST_ROWS = 16
 _LOGITS_CPU, _LOGITS_GPU = 2**19, 2**25
 """Logits of a block: as many as stay in a CPU's cache, and 128 MiB of a GPU."""
 
-Weigh = Callable[[Tensor, Tensor], Tensor]
+Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attention_sums(
@@ -32,8 +32,9 @@ def attention_sums(
         chunk: What a layer has just computed.
         first: First query, 0 .. L - 1; the queries from it to the last one count.
         see_all: Let these queries see the later ones among them too, instead of attending causally.
-        weigh: Called with a block's attention (B, K, G, R, S) and the number of units that each of its queries sees,
-            (1 or B, 1, 1, R, 1); returns what is summed instead. S leaves out units that none of these queries sees.
+        weigh: Called with a block's attention (B, K, G, R, S), the number of units that each of its queries sees,
+            (1 or B, 1, 1, R, 1), and which queries of the L they are, (R, 1); returns what is summed instead. S leaves
+            out units that none of these queries sees.
         rows: Queries of a block; none: what suits the device.
 
     Returns:
@@ -47,7 +48,8 @@ def attention_sums(
         end = min(start + step, new)
         weights = _logits(chunk, start, end, see_all).softmax(-1)
         if weigh is not None:
-            weights = weigh(weights, _visible(chunk, start, end, see_all))
+            steps = torch.arange(start, end, device=weights.device)
+            weights = weigh(weights, _visible(chunk, steps, see_all), steps[:, None])
         total[..., : weights.shape[-1]] += weights.sum(-2)
     return total.reshape(batch, heads, slots)
 
@@ -94,10 +96,9 @@ def _logits(chunk: Chunk, start: int, end: int, see_all: bool) -> Tensor:
     return logits
 
 
-def _visible(chunk: Chunk, start: int, end: int, see_all: bool) -> Tensor:
+def _visible(chunk: Chunk, steps_R: Tensor, see_all: bool) -> Tensor:
     """Return (1 or B, 1, 1, R, 1): how many units each of these queries sees."""
     slots, new = chunk.key.shape[2], chunk.new_tokens
-    steps = torch.arange(start, end, device=chunk.key.device)
-    visible_R = torch.full_like(steps, slots) if see_all else slots - new + 1 + steps
+    visible_R = torch.full_like(steps_R, slots) if see_all else slots - new + 1 + steps_R
     visible_BR = visible_R[None] if chunk.row_start is None else visible_R - chunk.row_start[:, None]
     return visible_BR[:, None, None, :, None]

@@ -4,8 +4,9 @@ Paper:     Scissorhands, arXiv 2305.17118, Algorithm 2.
 Formula:   s[j] = - number of the last `history` queries i with softmax(q_i . k)[j] < 1 / (units that i sees), summed
            over the group; the `keep_recent` newest units stay.
 Deviates:  the paper rates token by token and frees half the budget at once; here that is the chunk, or the policy's
-           decode_interval. In a pass shorter than the history, older counts fade by its share of the history instead of
-           leaving one by one, so that no (units x history) record is kept. The group is undefined there.
+           decode_interval. In passes shorter than the history, a query counts (1 - 1 / history) times as much with
+           every query after it, instead of leaving after `history` of them: the same weight in all, and no record of
+           units x history, nor does it matter how tokens are split among such passes. The group is undefined there.
 Cost:      `history` rows of attention per chunk.
 """
 
@@ -53,12 +54,18 @@ class ScissorhandsScorer(Scorer):
         """Return scores (B, K, S): minus the counts of low attention."""
         assert chunk.stored_scores is not None
         new, (kv_heads, slots) = chunk.new_tokens, chunk.key.shape[1:3]
-        first = max(0, new - self.history)
-        heeded_BNS = attention_sums(chunk, first, weigh=lambda weights, visible: weights >= 1 / visible)
-        heeded_BKS = reduce_group(heeded_BNS, kv_heads, "sum")
-        # Queries of this pass that see a unit, and so either heed it or look past it; query i is at slot S - L + i.
-        steps = torch.arange(slots, device=heeded_BKS.device) - (slots - new)
-        observers_S = (chunk.query.shape[1] // kv_heads) * (new - steps.clamp_min(first))
-        scores = heeded_BKS - observers_S
-        scores[:, :, : slots - new] += chunk.stored_scores * max(0.0, 1 - new / self.history)
-        return scores
+        first, fade = max(0, new - self.history), 1 - 1 / self.history
+        whole = new >= self.history
+
+        def heeded(weights: Tensor, visible: Tensor, steps: Tensor) -> Tensor:
+            events = (weights >= 1 / visible).float()
+            return events if whole else events.mul_(fade ** (new - 1 - steps))
+
+        scores = reduce_group(attention_sums(chunk, first, weigh=heeded), kv_heads, "sum")
+        # Queries of this pass that see a unit either heed it or look past it; query i is at slot S - L + i.
+        steps = torch.arange(slots, device=scores.device) - (slots - new)
+        observers_S = new - steps.clamp_min(first)
+        if not whole:
+            observers_S = (1 - fade**observers_S) * self.history
+            scores[:, :, : slots - new] += chunk.stored_scores * fade**new
+        return scores - observers_S * (chunk.query.shape[1] // kv_heads)

@@ -47,9 +47,15 @@ def slow_imdc(chunk: Chunk, weights: Tensor) -> Tensor:
 
 def slow_scissorhands(history: int) -> Slow:
     def slow(chunk: Chunk, weights: Tensor) -> Tensor:
-        scores = -reference.low_events(weights, chunk.key.shape[1], history)
-        old = chunk.stored_scores.shape[-1]
-        scores[:, :old] += chunk.stored_scores[0] * max(0.0, 1 - chunk.new_tokens / history)
+        kv_heads, new = chunk.key.shape[1], chunk.new_tokens
+        if new >= history:
+            return -reference.low_events(weights, kv_heads, history)
+        scores = torch.zeros(kv_heads, weights.shape[-1])
+        scores[:, : weights.shape[-1] - new] = chunk.stored_scores[0]
+        for i in range(new):  # one query after the other, each fading what was counted before
+            seen = weights.shape[-1] - new + i + 1
+            scores *= 1 - 1 / history
+            scores[:, :seen] -= reference.low_events(weights[:, i : i + 1, :seen], kv_heads, 1)
         return scores
 
     return slow
@@ -72,14 +78,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Slow]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
-@pytest.mark.parametrize("family", ["llama", "llama-mha", "gemma2"])  # groups of 2 and 1; capped logits
-def test_scores_equal_the_slow_version_on_every_pass(
-    monkeypatch: pytest.MonkeyPatch, case: str, when: str, family: str
-) -> None:
-    name, options, slow = CASES[case]
-    scorer, passes = scorers.get(name, **options), []
+def compare_every_pass(monkeypatch: pytest.MonkeyPatch, scorer: Any, slow: Slow, when: str, family: str) -> None:
+    passes = []
     decode = {"decode_budget": 33, "decode_interval": 3} if scorer.rates_answers else {}
 
     def compare(chunk: Chunk, scores: Tensor) -> None:
@@ -95,6 +95,21 @@ def test_scores_equal_the_slow_version_on_every_pass(
     assert max(held for _, held in passes) == (61 if when == "prompt_end" else 35)
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
+@pytest.mark.parametrize("family", ["llama", "llama-mha", "gemma2"])  # groups of 2 and 1; capped logits
+def test_scores_equal_the_slow_version_on_every_pass(
+    monkeypatch: pytest.MonkeyPatch, case: str, when: str, family: str
+) -> None:
+    name, options, slow = CASES[case]
+    compare_every_pass(monkeypatch, scorers.get(name, **options), slow, when, family)
+
+
+def test_scissorhands_fades_where_no_pass_is_as_long_as_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = scorers.get("scissorhands", history=30)
+    compare_every_pass(monkeypatch, scorer, slow_scissorhands(30), "chunk", "llama")
+
+
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_blocks_of_rows_equal_the_slow_sums_where_rows_of_the_batch_differ(rows: int, softcap: float | None) -> None:
@@ -107,7 +122,7 @@ def test_blocks_of_rows_equal_the_slow_sums_where_rows_of_the_batch_differ(rows:
         for b in range(2):
             weights = reference.attention(query[b], key[b], 0.4, softcap, int(start[b]))
             torch.testing.assert_close(sums[b], weights[:, first:].sum(1), atol=1e-5, rtol=0)
-    counts = attention_rows.attention_sums(chunk, 0, rows=rows, weigh=lambda weights, seen: weights >= 1 / seen)
+    counts = attention_rows.attention_sums(chunk, 0, rows=rows, weigh=lambda weights, seen, _: weights >= 1 / seen)
     low = reference.low_events(reference.attention(query[1], key[1], 0.4, softcap, 5), 2, 7, start=5)
     seen = torch.tensor([sum(1 for i in range(7) if 12 + i >= j) for j in range(5, 19)])
     assert torch.equal(3 * seen - counts[1].unflatten(0, (2, 3)).sum(1)[:, 5:], low[:, 5:])

@@ -1,4 +1,4 @@
-"""A contract that every registered scorer keeps, and what is special about the ones without a file of their own."""
+"""A contract that every registered scorer keeps."""
 
 from __future__ import annotations
 
@@ -64,9 +64,6 @@ def test_every_scorer_of_the_package_is_registered() -> None:
         import_module(f"locret.scorers.{module.name}")
     ours = [kind for kind in subclasses(scorers.Scorer) if kind.__module__.startswith("locret.scorers.")]
     assert sorted(kind.name for kind in ours if not isabstract(kind) and "name" in vars(kind)) == scorers.names()
-
-
-# -- the contract -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", MOMENTS)
@@ -173,6 +170,24 @@ def test_units_and_bytes_never_exceed_the_budget(monkeypatch: pytest.MonkeyPatch
         assert max(layer.capacity for layer in cache.governed) <= 36
 
 
+@pytest.mark.parametrize("when", MOMENTS)
+@pytest.mark.parametrize("name", RATES_ANSWERS)
+def test_answers_evict_alike_however_their_prompt_was_read(name: str, when: str) -> None:
+    # In a padded batch, or by `prefill` first, the last token is read with the prompt; by `generate`, with the answer.
+    model, rows = build("llama"), [prompt(61, seed=5), prompt(9, seed=6)]
+    ids, mask = padded(rows)
+    policy = policy_of(name, when=when, decode_budget=33, decode_interval=5)
+    caches = [RetentionCache(model, make(name, model), policy) for _ in range(3)]
+    batch = generate(model, ids, cache=caches[0], attention_mask=mask, max_new_tokens=20, **GREEDY)
+    alone = generate(model, rows[0], cache=caches[1], max_new_tokens=20, **GREEDY)
+    prefill(model, rows[0], caches[2])
+    later = generate(model, None, cache=caches[2], max_new_tokens=20, **GREEDY)
+    assert torch.equal(batch[0, -20:], alone[0, -20:])
+    assert torch.equal(later[0], alone[0, -20:])
+    for cache in caches:
+        assert torch.equal(cache.kept_positions(1)[0], caches[1].kept_positions(1)[0])
+
+
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(RATES_ANSWERS)))
 def test_an_answer_is_not_evicted_by_a_scorer_that_cannot_rate_it(name: str) -> None:
     model = build("llama")
@@ -243,51 +258,8 @@ def test_a_scorer_that_says_it_rates_anew_does(name: str) -> None:
     assert any(changed)
 
 
-# -- streaming, random, oracle ----------------------------------------------------------------------------------------
-
-
-def test_streaming_keeps_sinks_and_the_newest_tokens() -> None:
-    model = build("llama")
-    cache = RetentionCache(model, scorers.get("streaming", sinks=3), POLICY)
-    prefill(model, prompt(100), cache)
-    assert cache.kept_positions(0)[0, 0].tolist() == [0, 1, 2, *range(73, 100)]
-
-
-def test_random_draws_are_uniform_and_differ_by_head_layer_and_seed() -> None:
-    model = build("llama")
-    policy = RetentionPolicy(budget=4000, chunk_size=500, stabilizers=0, local_len=1)
-    draws = []
-    for seed in (0, 1):
-        cache = RetentionCache(model, scorers.get("random", seed=seed), policy)
-        prefill(model, prompt(4000), cache)
-        draws += [cache.kept_scores(layer)[0, head] for layer in (0, 1) for head in (0, 1)]
-    for draw in draws:
-        histogram = torch.histc(draw, 10, 0, 1)
-        assert ((histogram - 400).abs() < 100).all()  # 5 standard deviations
-    correlation = torch.corrcoef(torch.stack(draws))
-    assert (correlation - torch.eye(8)).abs().max() < 0.1
-
-
 def test_an_unknown_scorer_or_option_is_refused() -> None:
     with pytest.raises(ValueError, match='scorer "streamin" is unknown; did you mean streaming'):
         scorers.get("streamin")
     with pytest.raises(ValueError, match="scorer random: .*unexpected keyword argument 'window'"):
         scorers.get("random", window=3)
-
-
-def test_the_oracle_keeps_what_the_true_answer_looks_at() -> None:
-    from locret.labels import answer_labels
-
-    model, ids = build("llama"), prompt(77)
-    labels_LKN = answer_labels(model, ids, prompt(5, seed=3), "log_attention", True)
-    policy = RetentionPolicy(budget=24, chunk_size=77, stabilizers=0, local_len=1)
-    cache = RetentionCache(model, scorers.get("oracle", labels=labels_LKN), policy)
-    prefill(model, ids, cache)
-    for layer in range(3):
-        best_KC = labels_LKN[layer, :, :76].topk(24, dim=-1).indices.sort(dim=-1).values
-        assert torch.equal(cache.kept_positions(layer)[0, :, :24], best_KC)
-
-
-def test_an_oracle_for_another_backbone_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"labels of shape \(4, 2, 60\) do not fit this backbone; give .* \(3, 2, n\)"):
-        RetentionCache(build("llama"), scorers.get("oracle", labels=torch.rand(4, 2, 60)), POLICY)
