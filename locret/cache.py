@@ -137,7 +137,7 @@ class RetentionCache(Cache):
 
     def _align(self) -> None:
         """Choose the rotary position of the coming token, and make room where a prompt's length is unknown."""
-        if self.policy.when == "prompt_end":  # of a prompt of unknown length; buffers of known ones are large enough
+        if self.limits.unbounded:
             for layer in self.governed:
                 if layer.fill + self.policy.chunk_size > layer.capacity:
                     layer.reserve(2 * layer.fill + self.policy.chunk_size)
@@ -348,6 +348,11 @@ class RetentionCache(Cache):
         if not any(slots) and not self.policy.needs_length:
             slots = list(self.limits.plan(None).peak)
         return cache_bytes(self.backbone, slots, next(self.model.parameters()).element_size(), rows)
+
+    @property
+    def next_position(self) -> int:
+        """Rotary position of the coming token: how far positions reach."""
+        return self._next_position
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens read so far, padding included: what `generate` need not feed again."""

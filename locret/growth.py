@@ -61,32 +61,40 @@ def memory_sizes(growth: str, steps: int, most: int, first: int | None = None) -
     return tuple(first + isqrt(rise * rise * i * last) // last for i in range(steps))
 
 
-def decremental_chunks(tokens: int, memory: Sequence[int], min_chunk: int) -> tuple[int, ...]:
+def decremental_chunks(tokens: int, memory: Sequence[int], min_chunk: int, held: int = 0) -> tuple[int, ...]:
     """Return chunk sizes that sum to `tokens`, each as much smaller as memory has grown before it.
 
     The first chunk is the average one. From the second on, chunk and memory together have a constant length, but for
     chunks that would fall below `min_chunk`, or below what memory is to grow by: those are that large, and the length
-    of the others is lower in return.
+    of the others is lower in return. What rounding leaves over goes to the first chunk, as far as that is no longer
+    with its memory than the others with theirs, and else to the next ones, one token each.
 
     Args:
         tokens: Tokens to read, at least `min_chunk` for each chunk (or a single chunk).
         memory: Units kept after each chunk, ascending; as many numbers as there are chunks.
         min_chunk: Smallest chunk.
+        held: Units held before the first chunk.
     """
-    average, held = tokens // len(memory), memory[:-1]
+    average, before = tokens // len(memory), memory[:-1]
     floors = [max(min_chunk, new - old) for old, new in zip(memory, memory[1:], strict=False)]
     if average + sum(floors) > tokens:
-        floors = [min_chunk] * len(held)
+        floors = [min_chunk] * len(before)
 
     def sizes(length: int) -> list[int]:
-        return [max(floor, length - units) for floor, units in zip(floors, held, strict=True)]
+        return [max(floor, length - units) for floor, units in zip(floors, before, strict=True)]
 
     low, high = 0, tokens + memory[-1]  # the longest constant length that leaves an average chunk for the start
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if average + sum(sizes(middle)) <= tokens else (low, middle - 1)
-    rest = sizes(low)
-    return (tokens - sum(rest), *rest)
+    later, longer = sizes(low), sizes(low + 1)
+    left = tokens - average - sum(later)
+    first = average + min(left, max(0, low - held - average)) if later else tokens
+    left -= first - average
+    for number, (short, long) in enumerate(zip(later, longer, strict=True)):
+        if left > 0 and long > short:
+            later[number], left = long, left - 1
+    return (first, *later)
 
 
 def adaptive_sizes(base: Sequence[int], ratios: Sequence[float], caps: Sequence[int]) -> tuple[int, ...]:

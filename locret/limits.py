@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from locret.adapters import Backbone
+from locret.budget import cache_bytes
 from locret.growth import adaptive_sizes
 from locret.policy import RetentionPolicy
 from locret.schedule import Schedule, decode_budgets, plan, protected
@@ -26,6 +28,19 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
             f"{policy.chunk_size}; raise chunk_size to at least {scorer.lookback}"
         )
+
+
+def planned_bytes(
+    backbone: Backbone,
+    scorer: Scorer,
+    policy: RetentionPolicy,
+    element_size: int,
+    prompt_tokens: int | None,
+    new_tokens: int = 0,
+) -> int:
+    """Return the bytes of a fresh cache that reads a prompt (None: a long one) and answers, before any is made."""
+    limits = Limits(policy, scorer, len(backbone.layers))
+    return cache_bytes(backbone, limits.capacity(limits.plan(prompt_tokens), new_tokens), element_size)
 
 
 class Limits:
@@ -61,6 +76,11 @@ class Limits:
     def begin(self, schedule: Schedule) -> None:
         """Follow a plan from its start."""
         self.schedule, self._step, self._final = schedule, -1, False
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether nobody knows how large the cache will be before this read ends."""
+        return self.policy.when == "prompt_end" and self._plan.endless
 
     @property
     def chunk_size(self) -> int:

@@ -213,7 +213,8 @@ def _growing(
     sizes_by_layer = [grown(_growth(policy, layer, len(budgets)), budgets[layer], held[layer]) for layer in layers]
     memory = list(zip(*sizes_by_layer, strict=True)) or [()] * count
     if policy.decremental and budgets:
-        return decremental_chunks(chunked, [sum(m) // len(m) for m in memory], policy.min_chunk), memory
+        means = [sum(units) // len(units) for units in memory]
+        return decremental_chunks(chunked, means, policy.min_chunk, sum(held) // len(held)), memory
     full, rest = divmod(chunked, policy.chunk_size)
     return [policy.chunk_size] * full + [rest] * bool(rest), memory
 

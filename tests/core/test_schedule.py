@@ -129,8 +129,9 @@ def test_decremental_chunks_sum_to_the_text_and_keep_attention_constant_where_no
     floors = [max(least, new - old) for old, new in zip(memory, memory[1:], strict=False)]
     lengths = [size + units for size, units in zip(sizes[1:], memory, strict=False)]
     if all(size >= floor + 1 for size, floor in zip(formula[1:], floors, strict=True)):
-        assert len(set(lengths)) == 1, "memory and chunk together have one length"
-        assert abs(sizes[0] - formula[0]) < len(sizes)
+        assert max(lengths) - min(lengths) <= (sum(memory[:-1]) < len(sizes) ** 2), "one length, unless memory is tiny"
+        assert 0 <= sizes[0] - tokens // len(sizes) < len(sizes)
+        assert sizes[0] <= max(lengths), "what rounding leaves over does not raise the peak"
     assert [step.kept[0] for step in schedule.steps][-1] <= most
 
 
