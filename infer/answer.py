@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Answer:
     peak_device_bytes: int | None
     """Weights and all else that was on the CUDA device; None elsewhere."""
     prefill_seconds: float
-    """Tokenising included, which happens block by block in between."""
+    """Tokenising included, which happens block by block in between, unless the prompt had to be counted first."""
     decode_seconds: float
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
@@ -151,7 +152,7 @@ def _trimmed(pieces: Iterable[str]) -> Iterator[str]:
 def answer(
     model: nn.Module,
     tokenizer: Any,
-    ids: Iterable[list[int]],
+    ids: Tensor | Iterable[list[int]],
     cache: MeasuredCache,
     options: GenerationOptions,
     *,
@@ -165,7 +166,7 @@ def answer(
     Args:
         model: The backbone of the cache.
         tokenizer: The backbone's.
-        ids: Lists of token ids, never held as a whole if they are more than the cache can hold.
+        ids: Lists of token ids, never held as a whole if they are more than the cache can hold; or (1, N) ids.
         cache: An empty cache; holds prompt and answer afterwards.
         options: How the answer is written.
         attn: One of `locret.infer.options.ATTENTION`.
@@ -209,11 +210,13 @@ def answer(
     )
 
 
-def _read(model: nn.Module, ids: Iterable[list[int]], cache: RetentionCache, new_tokens: int, progress: bool) -> float:
-    """Read the prompt and return the seconds it took."""
+def _read(
+    model: nn.Module, ids: Tensor | Iterable[list[int]], cache: RetentionCache, new_tokens: int, progress: bool
+) -> float:
+    """Read the prompt and return the seconds it took; what has been counted before is one tensor already."""
     device, warn = next(model.parameters()).device, _PositionWarning(cache.backbone, cache.policy)
     start = _now(device)
-    prompt = _as_tensor_if_short(ids, cache.policy.prefill_units)
+    prompt = ids if isinstance(ids, Tensor) else _as_tensor_if_short(ids, cache.policy.prefill_units)
     prefill(model, prompt, cache, new_tokens=new_tokens, progress=progress, on_chunk=warn)
     warn(cache)
     return _now(device) - start
@@ -227,7 +230,7 @@ class _PositionWarning:
 
     def __call__(self, cache: RetentionCache) -> None:
         limit, true = self.backbone.max_positions, self.policy.positions == "original" or not self.backbone.uniform
-        reach = cache.seen if true else min(cache.seen, self.policy.prefill_units)
+        reach = cache.next_position
         if self.said or reach <= limit:
             return
         self.said = True
@@ -237,6 +240,8 @@ class _PositionWarning:
             else "shorten the prompt"
             if true
             else "lower --budget or --chunk-size"
+            if self.policy.when == "chunk"
+            else "use --when chunk, which holds fewer units"
         )
         warnings.warn(
             f"rotary positions reach beyond {limit}, the longest context of this backbone, where its answers usually "
@@ -253,6 +258,14 @@ def _as_tensor_if_short(ids: Iterable[list[int]], most: int) -> Tensor | Iterabl
         if len(head) > most:
             return chain([head], blocks)
     return torch.tensor([head], dtype=torch.long)
+
+
+def whole(ids: Iterable[list[int]]) -> Tensor:
+    """Return a prompt as (1, N) ids, 8 bytes each, for a plan that depends on N."""
+    found = array("q")
+    for block in ids:
+        found.extend(block)
+    return torch.tensor(found, dtype=torch.long)[None]
 
 
 def _generation(options: GenerationOptions, model: nn.Module, tokenizer: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -67,17 +68,39 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def _execute(options: Options) -> None:
     """Do what the options say."""
-    from locret.infer import loading
+    from locret.infer import loading, sizing
 
     if options.output.picture:
         _check_picture(options.output.picture)
-    pieces = None if options.output.dry_run else _document(options.prompt)
+    dry_run = options.output.dry_run
+    pieces = None if dry_run else _document(options.prompt)
     device = loading.resolve_device(options.model.device)
     scorer, recommended = loading.load_scorer(options.scorer)
-    policy = loading.resolve_policy(options.policy, options.chosen, recommended)
+    draft = sizing.draft_policy(options.policy, options.chosen, recommended)
+    counted = sizing.must_count(options.policy, draft)
+    if dry_run and counted:
+        pieces = _document(options.prompt)
     config = loading.load_config(options.model)
     loading.check_matches(options.scorer, scorer, config)
     dtype = loading.resolve_dtype(options.model.dtype, config, device)
+    tokenizer, ids, tokens = _prompt(options, pieces, counted)
+    policy = sizing.final_policy(
+        options.policy,
+        options.chosen,
+        recommended,
+        config=config,
+        scorer=scorer,
+        dtype=dtype,
+        prompt_tokens=tokens,
+        new_tokens=options.generation.max_new_tokens,
+        num_beams=options.generation.num_beams,
+    )
+    if policy.when == "prompt_end":
+        warnings.warn(
+            f"--when prompt_end keeps every unit until the prompt has been read, so memory grows with it (here "
+            f"{tokens:,} tokens); --when chunk bounds it",
+            stacklevel=2,
+        )
     setup: dict[str, Any] = {
         "model": options.model.model,
         "scorer": options.scorer.heads or options.scorer.scorer,
@@ -86,15 +109,10 @@ def _execute(options: Options) -> None:
         "dtype": str(dtype).removeprefix("torch."),
         "versions": _versions(),
     }
-    if pieces is None:
-        generation = options.generation
-        planned = loading.planned_bytes(
-            options.model, config, dtype, scorer, policy, generation.max_new_tokens, generation.num_beams
-        )
-        print_json({"planned_cache_bytes": planned, **setup, "options": _resolved(options)})
+    if dry_run:
+        _print_plan(options, config, dtype, scorer, policy, tokens, setup)
         return
-    tokenizer = loading.load_tokenizer(options.model)
-    record = _answer(options, tokenizer, pieces, (config, device, dtype), scorer, policy)
+    record = _answer(options, tokenizer, ids, (config, device, dtype), scorer, policy)
     if options.output.json:
         print_json({**record, **setup})
     elif not options.output.quiet:
@@ -102,7 +120,7 @@ def _execute(options: Options) -> None:
 
 
 def _answer(
-    options: Options, tokenizer: Any, pieces: Iterator[str], where: tuple[Any, Any, Any], scorer: Any, policy: Any
+    options: Options, tokenizer: Any, ids: Any, where: tuple[Any, Any, Any], scorer: Any, policy: Any
 ) -> dict[str, Any]:
     """Load the backbone, read, answer, print the answer unless JSON is wanted; return the measurements."""
     import torch
@@ -110,7 +128,6 @@ def _answer(
     from locret.infer import answer, loading
 
     output = options.output
-    ids = answer.prompt_ids(tokenizer, pieces, options.prompt)
     stream = not output.json and options.generation.num_beams == 1
     try:
         model = loading.load_model(options.model, *where)
@@ -134,6 +151,36 @@ def _answer(
     if not output.json and not stream:
         print(result.answer)
     return asdict(result)
+
+
+def _prompt(options: Options, pieces: Iterator[str] | None, counted: bool) -> tuple[Any, Any, int | None]:
+    """Return the tokenizer, the prompt's ids, and their number if it is `counted`; nothing where nothing is read."""
+    from locret.infer import answer, loading
+
+    if pieces is None:
+        return None, None, None
+    tokenizer = loading.load_tokenizer(options.model)
+    ids = answer.prompt_ids(tokenizer, pieces, options.prompt)
+    if not counted:
+        return tokenizer, ids, None
+    counted_ids = answer.whole(ids)
+    return tokenizer, counted_ids, counted_ids.shape[1]
+
+
+def _print_plan(
+    options: Options, config: Any, dtype: Any, scorer: Any, policy: Any, tokens: int | None, setup: dict[str, Any]
+) -> None:
+    """Print what a run would do and take."""
+    from locret.infer import loading, sizing
+
+    steps, generation = sizing.steps(config, scorer, policy, tokens), options.generation
+    planned = loading.planned_bytes(
+        options.model, config, dtype, scorer, policy, generation.max_new_tokens, generation.num_beams, tokens
+    )
+    plan = {"planned_cache_bytes": planned, "prompt_tokens": tokens, "steps": steps}
+    print_json({**plan, **setup, "options": _resolved(options)})
+    if not options.output.quiet:
+        sys.stderr.write(sizing.step_lines(steps, adaptive=policy.memory == "adaptive"))
 
 
 def _document(options: PromptOptions) -> Iterator[str]:
@@ -184,7 +231,8 @@ def _summary(record: dict[str, Any]) -> str:
 
 def _resolved(options: Options) -> dict[str, Any]:
     parts = (options.model, options.scorer, options.prompt, options.generation)
-    return {name: value for part in parts for name, value in asdict(part).items()}
+    given = {"kv_memory": options.policy.kv_memory, "budget_share": options.policy.budget_share}
+    return {**{name: value for part in parts for name, value in asdict(part).items()}, **given}
 
 
 def _versions() -> dict[str, str]:

@@ -173,14 +173,25 @@ def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, confi
             raise ValueError(f"--heads {options.heads}: {error}") from error
 
 
-def resolve_policy(flags: RetentionPolicy, chosen: Collection[str], recommended: dict[str, Any]) -> RetentionPolicy:
+def resolve_policy(
+    flags: RetentionPolicy, chosen: Collection[str], recommended: dict[str, Any], budget: int | None = None
+) -> RetentionPolicy:
     """Return the policy: what the user chose, else what the heads recommend, else the defaults.
+
+    A `budget` that follows from something else replaces theirs, and stabilizers that the user did not choose are then
+    at most a quarter of it.
 
     Raises:
         ValueError: If numbers are out of range or contradict each other.
     """
     own = {f.name: getattr(flags, f.name) for f in fields(RetentionPolicy) if f.name in chosen}
-    return RetentionPolicy(**{**recommended, **own})
+    settings = {**recommended, **own}
+    if budget is not None:
+        settings["budget"] = budget
+        if "stabilizers" not in own:
+            wanted = recommended.get("stabilizers", RetentionPolicy.stabilizers)
+            settings["stabilizers"] = min(wanted, budget // 4)
+    return RetentionPolicy(**settings)
 
 
 def planned_bytes(
@@ -191,8 +202,11 @@ def planned_bytes(
     policy: RetentionPolicy,
     new_tokens: int,
     num_beams: int = 1,
+    prompt_tokens: int | None = None,
 ) -> int:
-    """Return the bytes that the cache of a long prompt will take, from the config alone; the scorer is used up.
+    """Return the bytes that a prompt's cache will take, from the config alone; the scorer is used up.
+
+    Without `prompt_tokens` the prompt is a long one.
 
     A beam search works on a copy of the cache with one row per beam, beside the cache itself.
     """
@@ -201,7 +215,7 @@ def planned_bytes(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
     cache = RetentionCache(model, scorer, policy)
-    cache.reserve(None, new_tokens)
+    cache.reserve(prompt_tokens, new_tokens)
     return cache.memory().planned * (1 if num_beams == 1 else 1 + num_beams)
 
 

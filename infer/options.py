@@ -76,6 +76,11 @@ class ScorerOptions:
 class PolicyOptions(RetentionPolicy):
     """How many units stay. What is not given here is what the heads recommend, else the default."""
 
+    kv_memory: str | None = None
+    """Instead of --budget: bytes that the whole cache may take, such as 2GiB; the largest budget that fits is used."""
+    budget_share: float | None = None
+    """Instead of --budget: share of the prompt's tokens, such as 0.1; the prompt is tokenised as a whole first."""
+
     def __post_init__(self) -> None:
         """Check nothing yet: what the heads recommend is still missing; `loading.resolve_policy` checks."""
 
@@ -148,6 +153,7 @@ class OutputOptions:
     quiet: bool = False
     """No progress, warnings or summary on standard error."""
     dry_run: bool = False
-    """Print the resolved options and the planned cache bytes as JSON, without the backbone's weights or the prompt."""
+    """Print the resolved options, the planned steps and cache bytes as JSON, and the steps as a table on standard
+    error, without the backbone's weights. The prompt is read only where the plan depends on its length."""
     picture: str | None = None
     """PNG file to write: which positions of the text each layer kept. Needs locret[eval]."""

@@ -1,0 +1,184 @@
+"""Budgets in bytes and shares, plans that depend on the prompt's length, and what `--dry-run` shows of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from infer_cases import write_text
+
+Infer = Callable[..., Any]
+SMALL = ("--scorer", "random", "--chunk-size", 32, "--local-len", 8, "--max-new-tokens", 8, "--min-chunk", 8)
+
+
+@pytest.fixture
+def call(infer: Infer, backbone: Path, text: Path) -> Infer:
+    """Return a function that runs the command with a training-free scorer and small numbers."""
+
+    def run(*more: object) -> Any:
+        return infer("--model", backbone, "--prompt-file", text, *SMALL, *more)
+
+    return run
+
+
+@pytest.fixture
+def ask(call: Infer) -> Infer:
+    """Return a function that asks for JSON and returns the record."""
+
+    def run(*more: object) -> Any:
+        outcome = call("--json", *more)
+        assert outcome.code == 0, outcome.err
+        return json.loads(outcome.out)
+
+    return run
+
+
+def test_memory_is_filled_but_not_exceeded(ask: Infer) -> None:
+    for memory, count in (("64KiB", 64 << 10), ("150kB", 150_000)):
+        record = ask("--kv-memory", memory)
+        budget, stabilizers = record["policy"]["budget"], record["policy"]["stabilizers"]
+        assert record["peak_cache_bytes"] == record["planned_cache_bytes"] <= count
+        assert record["kept_units"] == budget + 8
+        assert stabilizers == budget // 4, "the default protects 2500, which is more than there are"
+        more = ask("--budget", budget + 1, "--stabilizers", 0, "--dry-run")
+        assert more["planned_cache_bytes"] > count
+        assert ask("--kv-memory", memory, "--dry-run")["planned_cache_bytes"] == record["planned_cache_bytes"]
+
+
+def test_memory_counts_the_beams_and_the_answer(ask: Infer) -> None:
+    alone, beams = (ask("--kv-memory", "256KiB", "--num-beams", n, "--dry-run") for n in (1, 3))
+    assert beams["policy"]["budget"] < alone["policy"]["budget"] / 3
+    assert beams["planned_cache_bytes"] <= 256 << 10
+    long = ask("--kv-memory", "256KiB", "--max-new-tokens", 200, "--dry-run")
+    assert long["policy"]["budget"] < alone["policy"]["budget"] - 100
+
+
+@pytest.mark.parametrize("growth", [("--memory", "linear"), ("--memory", "sqrt", "--decremental")])
+def test_memory_holds_more_where_it_grows(ask: Infer, growth: tuple[str, ...]) -> None:
+    fixed, growing = ask("--kv-memory", "64KiB"), ask("--kv-memory", "64KiB", *growth)
+    assert growing["policy"]["budget"] >= fixed["policy"]["budget"]
+    assert growing["peak_cache_bytes"] == growing["planned_cache_bytes"] <= 64 << 10
+
+
+def test_memory_that_holds_the_prompt_needs_no_larger_budget(ask: Infer) -> None:
+    record = ask("--kv-memory", "1GiB", "--memory", "linear", "--layer-budgets", "pyramid")
+    assert record["policy"]["budget"] == record["prompt_tokens"] == record["kept_units"]
+
+
+def test_a_share_is_that_of_the_counted_prompt(ask: Infer, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = ask("--budget-share", 0.1)
+    assert record["policy"]["budget"] == record["prompt_tokens"] // 10
+    assert record["kept_units"] == record["policy"]["budget"] + 8
+    plan = ask("--budget-share", 0.1, "--dry-run")
+    assert (plan["prompt_tokens"], plan["policy"]) == (record["prompt_tokens"], record["policy"])
+    assert plan["planned_cache_bytes"] == record["peak_cache_bytes"]
+    assert plan["options"]["budget_share"] == 0.1
+    with text.open() as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert ask("--budget-share", 0.1, "--prompt-file", "-")["answer"] == record["answer"]
+
+
+def test_a_recommended_budget_gives_way_and_recommended_stabilizers_stay_if_they_fit(
+    infer: Infer, backbone: Path, heads: Path, text: Path
+) -> None:
+    usual = ("--model", backbone, "--heads", heads, "--prompt-file", text, "--dry-run")
+    large = json.loads(infer(*usual, "--kv-memory", "1MiB").out)["policy"]
+    small = json.loads(infer(*usual, "--kv-memory", "64KiB", "--max-new-tokens", 4).out)["policy"]
+    assert large["budget"] > 64
+    assert (large["stabilizers"], large["chunk_size"]) == (16, 32)
+    assert small["stabilizers"] == min(16, small["budget"] // 4)
+
+
+def test_dry_run_shows_the_steps_as_data_and_as_a_table(call: Infer) -> None:
+    outcome = call("--budget", 64, "--stabilizers", 8, "--dry-run")
+    record = json.loads(outcome.out)
+    assert record["prompt_tokens"] is None
+    assert [(row["chunk"], row["attended"], row["kept"], row["protected"]) for row in record["steps"]] == [
+        (32, 96, 64, 8),
+        (8, 72, 72, 0),
+    ]
+    assert [line.split() for line in outcome.err.splitlines()] == [
+        ["step", "chunk", "attends", "to", "keeps", "protects"],
+        ["1-", "32", "96", "64", "8"],
+        ["local", "8", "72", "72", "0"],
+    ]
+    assert call("--budget", 64, "--stabilizers", 8, "--dry-run", "--quiet").err == ""
+
+
+def test_dry_run_counts_the_prompt_where_the_plan_depends_on_it(ask: Infer, call: Infer, tmp_path: Path) -> None:
+    file = write_text(tmp_path / "some.txt", 3000)
+    options = ("--prompt-file", file, "--budget", 32, "--stabilizers", 8, "--memory", "linear", "--decremental")
+    plan, record = ask(*options, "--dry-run"), ask(*options)
+    assert plan["prompt_tokens"] == record["prompt_tokens"]
+    assert (
+        sum(row["chunk"] * (row["last_step"] - row["first_step"] + 1) for row in plan["steps"]) == plan["prompt_tokens"]
+    )
+    assert len({row["attended"] for row in plan["steps"][1:-1]}) == 1
+    assert plan["planned_cache_bytes"] == record["peak_cache_bytes"]
+    outcome = call(*options[:-1], "--layer-budgets", "pyramid", "--dry-run")
+    rows = json.loads(outcome.out)["steps"]
+    assert rows[-2]["kept"] == [8 + 47, 8 + 1], "8 stabilizers and a pyramid of the other 24"
+    assert "55..9" in outcome.err
+    adaptive = call(*options[:-2], "adaptive", "--dry-run").err
+    assert adaptive.splitlines()[-1].startswith("layers share what a step keeps by what they retain")
+
+
+def test_memory_that_grows_with_the_prompt_is_announced_and_its_peak_reported(call: Infer, tmp_path: Path) -> None:
+    options = ("--budget", 64, "--stabilizers", 8, "--when", "prompt_end")
+    outcome = call(*options)
+    assert outcome.code == 0
+    warning, *_, summary = outcome.err.splitlines()
+    assert "warning: --when prompt_end keeps every unit until the prompt has been read, so memory grows" in warning
+    record = json.loads(call(*options, "--json", "--quiet").out)
+    assert f"{record['prompt_tokens']:,} tokens" in warning
+    assert f"cache {record['peak_cache_bytes'] / 2**20:,.1f} MiB at most" in summary
+    bounded = json.loads(call(*options[:-2], "--json").out)
+    assert record["kept_units"] == bounded["kept_units"]
+    assert record["peak_cache_bytes"] > 10 * bounded["peak_cache_bytes"]
+    assert json.loads(call(*options, "--dry-run").out)["planned_cache_bytes"] == record["peak_cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (("--budget", 64, "--kv-memory", "1MiB"), ("--budget 64 and --kv-memory 1MiB exclude each other; drop one",)),
+        (
+            ("--kv-memory", "1MiB", "--budget-share", 0.5),
+            ("--kv-memory 1MiB and --budget-share 0.5 exclude each other",),
+        ),
+        (("--kv-memory", "much"), ("--kv-memory: much is no amount of memory; write it like 2GiB",)),
+        (("--budget-share", 1.5), ("--budget-share: 1.5 is no share of the prompt; give more than 0 and at most 1",)),
+        (
+            ("--kv-memory", "4KiB"),
+            ("--kv-memory 4KiB is too small: with --chunk-size 32 and --max-new-tokens 8 even a budget of 1 takes ",),
+        ),
+        (("--kv-memory", "64KiB", "--stabilizers", 5000), ("--kv-memory 64KiB is too small", "even a budget of 5001")),
+        (
+            ("--kv-memory", "1MiB", "--when", "prompt_end"),
+            ("--kv-memory 1MiB bounds the cache, but --when prompt_end lets it grow with the prompt; use --when",),
+        ),
+        (
+            ("--budget-share", 0.01, "--stabilizers", 3000),
+            ("stabilizers=3000 leaves no room for scored units in budget",),
+        ),
+        (("--memory", "cubic"), ('memory="cubic" is unknown',)),
+        (("--memory", "adaptive", "--decremental"), ('memory="adaptive" differs by layer',)),
+        (("--memory", "sqrt", "--when", "prompt_end"), ('memory="sqrt" grows from chunk to chunk',)),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_in_one_line(call: Infer, options: tuple[object, ...], parts: Any) -> None:
+    outcome = call(*options)
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1
+    for part in parts:
+        assert part in outcome.err
+
+
+def test_a_plan_that_depends_on_a_missing_prompt_is_refused(infer: Infer, backbone: Path, tmp_path: Path) -> None:
+    outcome = infer("--model", backbone, *SMALL, "--budget-share", 0.1, "--dry-run", "--prompt-file", tmp_path / "none")
+    assert outcome.code == 2
+    assert "none" in outcome.err
