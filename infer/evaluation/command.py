@@ -269,7 +269,9 @@ def _plan(job: _Job) -> dict[str, Any]:
     planned = []
     for policy in dict.fromkeys(one.policy for one in job.runs if one.policy is not None):
         scorer, _ = loading.load_scorer(job.scorer)
-        size = loading.planned_bytes(job.model, job.config, job.dtype, scorer, policy, new_tokens)
+        grows = policy.needs_length or policy.when == "prompt_end"
+        tokens = max(job.evaluation.token_lengths()) if grows else None
+        size = loading.planned_bytes(job.model, job.config, job.dtype, scorer, policy, new_tokens, prompt_tokens=tokens)
         planned.append({**policy.to_dict(), "planned_cache_bytes": size})
     return {
         "runs": len(job.runs) * len(job.places),

@@ -88,6 +88,22 @@ class BudgetOptions:
     """Last prompt tokens, read after the last eviction and never evicted in prefill."""
     positions: str = RetentionPolicy.positions
     """compact or original; streaming-original always uses original."""
+    layer_budgets: str = RetentionPolicy.layer_budgets
+    """uniform or pyramid, for every method; the method NAME+pyramid has it alone."""
+    pyramid_beta: int = RetentionPolicy.pyramid_beta
+    """Share of a pyramid's budget, 1 in so many, that the last layer keeps."""
+    memory: str = RetentionPolicy.memory
+    """fixed, linear, sqrt, square, square_sqrt or adaptive, for every method; NAME+linear and so on for one."""
+    decremental: bool = RetentionPolicy.decremental
+    """Make chunks smaller as memory grows, for every method; NAME+linear+decremental for one."""
+    min_chunk: int = RetentionPolicy.min_chunk
+    """Smallest chunk in tokens with decremental."""
+    when: str = RetentionPolicy.when
+    """Evict after every chunk, or once at prompt_end, for every method; NAME+prompt_end for one."""
+    decode_budget: int | None = RetentionPolicy.decode_budget
+    """Units per KV head that a cache may hold while it generates; none: it grows by one for each token."""
+    decode_interval: int = RetentionPolicy.decode_interval
+    """Units evicted at once when generation reaches decode_budget."""
 
     def policies(self, chosen: Collection[str], recommended: dict[str, Any]) -> list[RetentionPolicy]:
         """Return every combination of budget, chunk size and stabilizers.
@@ -115,15 +131,8 @@ class BudgetOptions:
                         "lower --stabilizers or raise --budget"
                     )
                 for size in sizes:
-                    result.append(
-                        RetentionPolicy(
-                            budget=budget,
-                            chunk_size=size,
-                            stabilizers=stabilizers,
-                            local_len=values["local_len"],
-                            positions=values["positions"],
-                        )
-                    )
+                    varied = {"budget": budget, "chunk_size": size, "stabilizers": stabilizers}
+                    result.append(RetentionPolicy(**{**values, **varied}))
         return result
 
 

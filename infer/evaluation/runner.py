@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ from locret.data.tasks import Sample, Task
 from locret.infer.evaluation.methods import Method, Prompt, Setup
 from locret.infer.evaluation.records import key
 from locret.policy import RetentionPolicy
+
+_ALWAYS = ("budget", "chunk_size", "stabilizers", "local_len")
+# What options and modifiers may change besides; recorded where it is not the default.
+_USUAL = {f.name: f.default for f in fields(RetentionPolicy) if f.name not in _ALWAYS}
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Run:
             "budget": policy and policy.budget,
             "chunk_size": policy and policy.chunk_size,
             "stabilizers": policy and policy.stabilizers,
+            **{name: getattr(policy, name) for name in _USUAL if policy and getattr(policy, name) != _USUAL[name]},
         }
 
 
@@ -169,9 +174,10 @@ def _retained(
     read, memory = _now(ids_1N.device), cache.memory()
     new = generate(model, cache=cache, **settings)[0].tolist()
     end, after = _now(ids_1N.device), cache.memory()
+    everything = ids_1N.shape[1] if cache.policy.when == "prompt_end" else 0
     return new, {
         "kept_units": memory.units,
-        "peak_units": max(meter.peak, after.units),
+        "peak_units": max(meter.peak, after.units, everything),
         "cache_bytes": memory.actual,
         "peak_bytes": after.peak,
         "prefill_seconds": read - start,

@@ -279,3 +279,21 @@ def test_pictures_are_drawn_and_named(evaluate: Any, tmp_path: Path) -> None:
     for name in figures:
         if name.endswith(".png"):
             assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_that_depends_on_the_length_is_made_for_the_longest_prompt(evaluate: Any, tmp_path: Path) -> None:
+    growing = ("--memory", "linear", "--decremental", "--min-chunk", 8, "--layer-budgets", "pyramid")
+    arguments = ("--methods", "random", "--tasks", "passkey", "--lengths", "300,600", "--budget", 32, *SMALL)
+    arguments = (*arguments, "--samples", 1)
+    code, plan, err = evaluate(*arguments, *growing, "--dry-run")
+    assert code == 0, err
+    (planned,) = json.loads(plan)["policies"]
+    assert (planned["memory"], planned["decremental"], planned["layer_budgets"]) == ("linear", True, "pyramid")
+    code, _, err = evaluate(*arguments, *growing, "--output", tmp_path / "out")
+    assert code == 0, err
+    (_, longest) = records(tmp_path / "out")
+    assert longest["peak_bytes"] <= planned["planned_cache_bytes"]
+    assert (longest["memory"], longest["decremental"], longest["min_chunk"]) == ("linear", True, 8)
+    code, _, err = evaluate(*arguments, "--decremental", "--dry-run")
+    assert (code, err.count("\n")) == (2, 1)
+    assert 'memory="fixed" does not grow; choose memory linear, sqrt or square' in err

@@ -213,3 +213,23 @@ def test_modifiers_of_a_method_change_its_policy_and_stay_in_its_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             methods.get(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["random+pyramid", "random+linear+decremental", "random+adaptive", "random+prompt_end"]
+)
+def test_a_modified_method_is_measured_and_its_policy_is_on_record(name: str, prompt: Callable[..., Prompt]) -> None:
+    method, one = methods.get(name), prompt(tokens=400)
+    policy = RetentionPolicy(budget=64, chunk_size=32, stabilizers=8, local_len=8, min_chunk=8)
+    run, plain = runner.Run(method, method.policy(policy)), runner.Run(methods.get("random"), policy)
+    assert set(run.axes) - set(plain.axes) == set(method.changes)
+    assert all(run.axes[key] == value for key, value in method.changes.items())
+    found, fixed = runner.answer(one, run, 4), runner.answer(one, plain, 4)
+    if name == "random+pyramid":  # 8 stabilizers and a pyramid of 56: 110 in the first layer, 2 in the second
+        assert found["kept_units"] == 8 + 110 + 8
+    else:
+        assert found["kept_units"] <= 64 + 8
+    if "decremental" in name:
+        assert found["peak_bytes"] < fixed["peak_bytes"]
+    if "prompt_end" in name:
+        assert (found["peak_units"], found["kept_units"]) == (400, 72)
