@@ -103,7 +103,7 @@ def _execute(options: Options) -> None:
         )
     setup: dict[str, Any] = {
         "model": options.model.model,
-        "scorer": options.scorer.heads or options.scorer.scorer,
+        "scorer": options.scorer.heads or scorer.name,
         "policy": policy.to_dict(),
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -212,8 +212,9 @@ def _painter(path: str | None, scorer: ScorerOptions) -> Any:
 
     def paint(cache: Any) -> None:
         from locret.infer import pictures
+        from locret.scorers import FALLBACK
 
-        name = scorer.heads or scorer.scorer
+        name = scorer.heads or scorer.scorer or FALLBACK
         title = f"{name}, budget {cache.policy.budget:,}"
         pictures.retention_map([pictures.retention_of(cache, title)], path)
 

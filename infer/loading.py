@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -143,9 +144,15 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
         ValueError: If the heads are missing or broken, or there is no such scorer or option.
         OSError: If the Hub refuses or cannot be reached.
     """
-    if options.scorer:
-        return scorers.get(options.scorer, **options.scorer_options), {}
-    assert options.heads is not None
+    if options.heads is None:
+        if options.scorer is None:
+            warnings.warn(
+                f"without trained heads the scorer {scorers.FALLBACK} decides which units stay; give heads for this "
+                "backbone with --heads, or another scorer with --scorer",
+                stacklevel=2,
+            )
+        scorer = scorers.get(options.scorer or scorers.FALLBACK, **options.scorer_options)
+        return scorer, {"positions": scorer.positions}
     try:
         heads = RetainingHeads.from_pretrained(options.heads, allow_other_base=options.allow_other_base)
     except ValueError as error:

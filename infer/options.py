@@ -49,7 +49,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerOptions:
-    """What decides which cache units stay: either trained heads or a training-free scorer."""
+    """What decides which cache units stay: trained heads, or a training-free scorer; without either a fallback does."""
 
     heads: str | None = None
     """Folder of retaining heads, or their Hub id."""
@@ -63,13 +63,8 @@ class ScorerOptions:
     def __post_init__(self) -> None:
         if self.heads and self.scorer:
             raise ValueError(f"--heads {self.heads} and --scorer {self.scorer} exclude each other; drop one of them")
-        if not self.heads and not self.scorer:
-            raise ValueError(
-                "nothing says which cache units stay; give trained heads with --heads, "
-                "or a training-free scorer with --scorer"
-            )
-        if self.heads and self.scorer_options:
-            raise ValueError("--scorer-options belongs to --scorer, and heads have no options; drop it")
+        if self.scorer_options and not self.scorer:
+            raise ValueError("--scorer-options belongs to --scorer, which is not given; add it or drop them")
 
 
 @dataclass(frozen=True, kw_only=True)

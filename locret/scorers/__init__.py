@@ -18,6 +18,7 @@ from locret.scorers.streaming import StreamingScorer
 from locret.scorers.tova import TOVAScorer
 
 __all__ = [
+    "FALLBACK",
     "H2OScorer",
     "NACLScorer",
     "OracleScorer",
@@ -30,6 +31,7 @@ __all__ = [
     "StreamingScorer",
     "TOVAScorer",
     "TokenScorer",
+    "find",
     "get",
     "names",
 ]
@@ -47,6 +49,9 @@ _SCORERS: tuple[type[Scorer], ...] = (
     TOVAScorer,
 )
 
+FALLBACK = "snapkv"
+"""The training-free scorer that commands use for a backbone without heads (docs/evaluation.md)."""
+
 
 def names() -> list[str]:
     """Return the names that `get` knows, sorted."""
@@ -59,11 +64,20 @@ def get(name: str, **options: Any) -> Scorer:
     Raises:
         ValueError: If there is no such scorer (the message lists the nearest names), or it has no such option.
     """
+    try:
+        return find(name)(**options)
+    except TypeError as error:
+        raise ValueError(f"scorer {name}: {error}") from error
+
+
+def find(name: str) -> type[Scorer]:
+    """Return the class of the scorer called `name`.
+
+    Raises:
+        ValueError: If there is no such scorer; the message lists the nearest names.
+    """
     for scorer in _SCORERS:
         if scorer.name == name:
-            try:
-                return scorer(**options)
-            except TypeError as error:
-                raise ValueError(f"scorer {name}: {error}") from error
+            return scorer
     near = get_close_matches(name, names(), n=3) or names()
     raise ValueError(f'scorer "{name}" is unknown; did you mean {" or ".join(near)}?')

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from locret import RetainingHeads
+from locret import RetainingHeads, scorers
 
 QUESTION = "What is the pass key?"
 Infer = Callable[..., Any]
@@ -62,8 +62,18 @@ def test_refusals_name_setting_value_and_way_out(
     refused(infer(*usual, *arguments), *parts)
 
 
-def test_neither_heads_nor_scorer_is_refused(infer: Infer, backbone: Path, text: Path) -> None:
-    refused(infer("--model", backbone, "--prompt-file", text), "--heads", "--scorer")
+def test_without_heads_and_scorer_a_fallback_decides_and_one_warning_says_so(
+    infer: Infer, backbone: Path, text: Path
+) -> None:
+    numbers = ("--budget", 32, "--chunk-size", 32, "--stabilizers", 8, "--local-len", 8, "--max-new-tokens", 2)
+    outcome = infer("--model", backbone, "--prompt-file", text, "--json", *numbers)
+    assert outcome.code == 0, outcome.err
+    assert outcome.err.count("decides which units stay") == 1
+    assert "--heads" in outcome.err
+    assert "--scorer" in outcome.err
+    record = json.loads(outcome.out)
+    assert record["scorer"] == scorers.FALLBACK
+    assert record["policy"]["positions"] == scorers.find(scorers.FALLBACK).positions
 
 
 @pytest.mark.parametrize(
