@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,11 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.generation.streamers import BaseStreamer
 
 from locret import RetentionCache, generate, prefill
-from locret.adapters import Backbone, unwrap
+from locret.adapters import unwrap
 from locret.data.chat import render_prompt
 from locret.data.text_stream import token_stream
 from locret.infer.options import GenerationOptions, PromptOptions
-from locret.policy import RetentionPolicy
+from locret.infer.position_warning import PositionWarning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,40 +213,12 @@ def _read(
     model: nn.Module, ids: Tensor | Iterable[list[int]], cache: RetentionCache, new_tokens: int, progress: bool
 ) -> float:
     """Read the prompt and return the seconds it took; what has been counted before is one tensor already."""
-    device, warn = next(model.parameters()).device, _PositionWarning(cache.backbone, cache.policy)
+    device, warn = next(model.parameters()).device, PositionWarning(cache.backbone, cache.policy)
     start = _now(device)
     prompt = ids if isinstance(ids, Tensor) else _as_tensor_if_short(ids, cache.policy.prefill_units)
     prefill(model, prompt, cache, new_tokens=new_tokens, progress=progress, on_chunk=warn)
     warn(cache)
     return _now(device) - start
-
-
-class _PositionWarning:
-    """Says once, as early as it is known, that a text goes beyond the positions the backbone was trained on."""
-
-    def __init__(self, backbone: Backbone, policy: RetentionPolicy) -> None:
-        self.backbone, self.policy, self.said = backbone, policy, False
-
-    def __call__(self, cache: RetentionCache) -> None:
-        limit, true = self.backbone.max_positions, self.policy.positions == "original" or not self.backbone.uniform
-        reach = cache.next_position
-        if self.said or reach <= limit:
-            return
-        self.said = True
-        way_out = (
-            "use --positions compact, which numbers the kept units only"
-            if self.policy.positions == "original" and self.backbone.uniform
-            else "shorten the prompt"
-            if true
-            else "lower --budget or --chunk-size"
-            if self.policy.when == "chunk"
-            else "use --when chunk, which holds fewer units"
-        )
-        warnings.warn(
-            f"rotary positions reach beyond {limit}, the longest context of this backbone, where its answers usually "
-            f"fall apart; reading goes on, but {way_out}",
-            stacklevel=2,
-        )
 
 
 def _as_tensor_if_short(ids: Iterable[list[int]], most: int) -> Tensor | Iterable[list[int]]:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from families import build, prompt
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from locret import (
     RetainingHeads,
@@ -21,10 +19,9 @@ from locret import (
     reference,
     save_cache,
 )
-from locret.adapters import describe
-from locret.budget import cache_bytes, largest_budget, parse_bytes, units_of_share
+from locret.budget import cache_bytes
 from locret.schedule import plan
-from locret.scorers import TokenScorer
+from locret.scorers import TokenPass, TokenScorer
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6, "min_chunk": 4}
 KINDS: dict[str, dict[str, Any]] = {
@@ -118,7 +115,6 @@ def test_adaptive_layers_keep_the_share_that_their_retention_earns(model: Any) -
     def record(cache: RetentionCache) -> None:
         memories.append([[set(head.tolist()) for head in cache.kept_positions(layer)[0]] for layer in range(3)])
 
-    # Key norms differ by layer, so layers retain unequally.
     prefill(model, prompt(186), RetentionCache(model, "h2o", rules), on_chunk=record)
     assert len(base) == 15
     unequal = 0
@@ -195,8 +191,8 @@ def test_a_scorer_that_rates_tokens_follows_the_plan(model: Any, memory: str) ->
     class Loudest(TokenScorer):
         name = "loudest"
 
-        def score_tokens(self, model: Any, ids: Any, hidden: torch.Tensor, before: Any) -> torch.Tensor:
-            return hidden.norm(dim=-1)
+        def score_tokens(self, model: Any, tokens: TokenPass) -> torch.Tensor:
+            return tokens.hidden_BLE.norm(dim=-1)
 
     rules = policy("linear", memory=memory, layer_budgets="pyramid")
     _, fills = read(model, Loudest(), rules, 120)
@@ -300,50 +296,3 @@ def test_a_saved_cache_answers_and_reads_on_like_the_first(model: Any, kind: str
     copies = [prefill(model, more, one.copy()) for one in (cache, loaded)]
     assert torch.equal(*copies)
     assert torch.equal(prefill(model, more, cache), copies[0]), "reading a copy leaves the first cache's plan alone"
-
-
-# -- budgets in bytes and shares --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("2GiB", 2 << 30), ("1.5 GB", 1_500_000_000), ("800kib", 800 << 10), ("77", 77), ("3M", 3_000_000)],
-)
-def test_amounts_of_memory_are_read_in_either_unit(text: str, count: int) -> None:
-    assert parse_bytes(text) == count
-
-
-@pytest.mark.parametrize("text", ["2 gigs", "", "-1GiB", "0GiB", "iB", "GiB"])
-def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no amount of memory; write it like 2GiB|no memory at all"):
-        parse_bytes(text)
-
-
-def test_shares_round_down_and_keep_at_least_one_unit() -> None:
-    assert [units_of_share(share, 1005) for share in (0.1, 1, 0.0001)] == [100, 1005, 1]
-    for share in (0, -0.1, 1.01):
-        with pytest.raises(ValueError, match=f"{share} is no share of the prompt; give more than 0 and at most 1"):
-            units_of_share(share, 10)
-
-
-@settings(deadline=None)
-@given(
-    memory=st.integers(1, 3_000_000),
-    kind=st.sampled_from(["fixed", "linear", "sqrt", "decremental"]),
-    tokens=st.integers(200, 3000),
-)
-def test_the_largest_budget_fits_and_one_more_does_not(memory: int, kind: str, tokens: int) -> None:
-    backbone = describe(build("llama").config)
-
-    def planned(budget: int) -> int:
-        changes = {"budget": budget, "stabilizers": 0, "chunk_size": 64}
-        rules = RetentionPolicy(**{**NUMBERS, **KINDS.get(kind, {}), **changes})
-        return cache_bytes(backbone, plan(rules, 3, tokens).capacity(16), 4)
-
-    found = largest_budget(planned, memory, 1, tokens)
-    if found is None:
-        assert planned(1) > memory
-        return
-    assert planned(found) <= memory
-    # Where chunks shrink, what is left over for the first one makes bytes jump by a few slots.
-    assert found == tokens or kind == "decremental" or planned(found + 1) > memory
