@@ -22,7 +22,7 @@ from locret.layers import RetentionLayer, SlidingLayer, Workspace
 from locret.limits import Limits, check_pair
 from locret.policy import RetentionPolicy
 from locret.rotary import Rotary, rotate
-from locret.scorers import RetainingHeadScorer, Scorer, TokenScorer, get
+from locret.scorers import RetainingHeadScorer, Scorer, TokenPass, TokenScorer, get
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,7 @@ class RetentionCache(Cache):
         chunk.positions = self._unit_positions.to(chunk.key.device)
         chunk.unit_positions = layer.positions[:, :, : layer.fill]
         chunk.stored_scores = layer.scores[:, :, :old]
+        chunk.next_position = self._next_position + chunk.new_tokens
         chunk.row_start, chunk.last, chunk.generating = layer.row_start, self._last, self._phase == "decode"
         place = self._place[chunk.layer_idx]
         chunk.budget, chunk.protected = self._limits_now(place)
@@ -264,10 +265,14 @@ class RetentionCache(Cache):
     def _rate_tokens(self, hidden: Tensor) -> None:
         """Rate the tokens of a forward pass that is over, in all layers alike, and evict where it is time."""
         assert isinstance(self.scorer, TokenScorer)
+        assert self._unit_positions is not None
         if self._ids is None:
             raise ValueError(f"scorer {self.scorer.name} rates token ids, but the backbone was given embeddings")
         before = None if self._context is None else self._context[:, -1:]
-        scores = self.scorer.score_tokens(unwrap(self.model), self._ids, hidden, before)
+        tokens = TokenPass(
+            ids_BL=self._ids, hidden_BLE=hidden, before_B1E=before, positions_BL=self._unit_positions[:, 0]
+        )
+        scores = self.scorer.score_tokens(unwrap(self.model), tokens)
         states = hidden if self._context is None else torch.cat([self._context, hidden], dim=1)
         self._context = states[:, -2:].clone()
         for place, layer in enumerate(self.governed):

@@ -44,6 +44,8 @@ class Chunk:
     """(B, K, S) original positions of all units, new ones included; -1 in empty slots."""
     stored_scores: Tensor | None = None
     """(B, K, S - L) float32 scores of the units that were there before, as the scorer gave them last."""
+    next_position: int | None = None
+    """Rotary position of the token to come, on the scale by which queries and keys were rotated."""
     row_start: Tensor | None = None
     """(B,) first slot of each row that holds a unit, where rows differ; None if all slots do."""
     budget: int | None = None
@@ -77,6 +79,12 @@ class Projections:
         if FUSED in self.parts:
             return self.parts[FUSED]
         return torch.cat([self.parts[name] for name in ("q", "k", "v")], dim=-1)
+
+    def query(self) -> Tensor:
+        """Return the un-rotated queries, (B, N, L, D)."""
+        heads, dim = self.backbone.num_heads, self.backbone.head_dim
+        flat = self.parts["q"] if "q" in self.parts else self.parts[FUSED][..., : heads * dim]
+        return flat.reshape(*flat.shape[:-1], heads, dim).transpose(1, 2)
 
     def key(self) -> Tensor:
         """Return the un-rotated keys, (B, K, L, D)."""

@@ -5,21 +5,28 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from locret.scorers.base import Scorer, TokenScorer
+from locret.scorers.base import Scorer, TokenPass, TokenScorer
+from locret.scorers.expected_attention import ExpectedAttentionScorer
 from locret.scorers.h2o import H2OScorer
+from locret.scorers.key_difference import KeyDifferenceScorer
+from locret.scorers.key_norm import KeyNormScorer
 from locret.scorers.nacl import NACLScorer
 from locret.scorers.oracle import OracleScorer
 from locret.scorers.random import RandomScorer
 from locret.scorers.retaining_heads import RetainingHeadScorer
 from locret.scorers.sage_kv import SageKVScorer
 from locret.scorers.scissorhands import ScissorhandsScorer
+from locret.scorers.sirllm import SirLLMScorer
 from locret.scorers.snapkv import SnapKVScorer
 from locret.scorers.streaming import StreamingScorer
 from locret.scorers.tova import TOVAScorer
 
 __all__ = [
     "FALLBACK",
+    "ExpectedAttentionScorer",
     "H2OScorer",
+    "KeyDifferenceScorer",
+    "KeyNormScorer",
     "NACLScorer",
     "OracleScorer",
     "RandomScorer",
@@ -27,9 +34,11 @@ __all__ = [
     "SageKVScorer",
     "ScissorhandsScorer",
     "Scorer",
+    "SirLLMScorer",
     "SnapKVScorer",
     "StreamingScorer",
     "TOVAScorer",
+    "TokenPass",
     "TokenScorer",
     "find",
     "get",
@@ -37,13 +46,17 @@ __all__ = [
 ]
 
 _SCORERS: tuple[type[Scorer], ...] = (
+    ExpectedAttentionScorer,
     H2OScorer,
+    KeyDifferenceScorer,
+    KeyNormScorer,
     NACLScorer,
     OracleScorer,
     RandomScorer,
     RetainingHeadScorer,
     SageKVScorer,
     ScissorhandsScorer,
+    SirLLMScorer,
     SnapKVScorer,
     StreamingScorer,
     TOVAScorer,

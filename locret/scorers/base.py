@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -51,20 +52,32 @@ class Scorer(ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenPass:
+    """A forward pass that is over, of L tokens."""
+
+    ids_BL: Tensor
+    """(B, L) token ids."""
+    hidden_BLE: Tensor
+    """(B, L, E) last hidden states, normalised, as the language-model head takes them."""
+    before_B1E: Tensor | None
+    """(B, 1, E) the same of the token before; None at the start of a text."""
+    positions_BL: Tensor
+    """(1 or B, L) original positions."""
+
+
 class TokenScorer(Scorer):
     """A scorer that rates tokens by what the model makes of them, with one score for all layers and heads."""
 
     needs_hidden: ClassVar[bool] = True
 
     @abstractmethod
-    def score_tokens(self, model: nn.Module, ids_BL: Tensor, hidden_BLE: Tensor, before_B1E: Tensor | None) -> Tensor:
+    def score_tokens(self, model: nn.Module, tokens: TokenPass) -> Tensor:
         """Rate the tokens of a forward pass.
 
         Args:
             model: The backbone with its language-model head.
-            ids_BL: (B, L) token ids.
-            hidden_BLE: (B, L, E) last hidden states, normalised, as the head takes them.
-            before_B1E: (B, 1, E) the same of the token before; None at the start of a text.
+            tokens: What went through it, and what came out.
 
         Returns:
             (B, L) float32.

@@ -34,6 +34,7 @@ def make(name: str, model: Any) -> scorers.Scorer:
         "snapkv": {"window": 7},
         "scissorhands": {"history": 8},
         "nacl": {"most_proxies": 6},
+        "expected_attention": {"queries": 8, "future": 30},
     }
     return scorers.get(name, **options.get(name, {}))
 

@@ -1,0 +1,32 @@
+"""Key norm: units whose keys are short stay. Short keys tend to draw much attention.
+
+Paper:     Devoto et al., arXiv 2406.11430, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression".
+Formula:   s = -||k||, the Euclidean norm; rotation does not change it.
+Deviates:  the paper leaves the first two layers whole; here every layer obeys the budget.
+Cost:      O(L) per chunk; a score does not change later. Query-agnostic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from locret.instrument import Chunk
+from locret.scorers.base import Scorer
+
+
+@dataclass(kw_only=True)
+class KeyNormScorer(Scorer):
+    """Keep short keys."""
+
+    name: ClassVar[str] = "key_norm"
+    positions: ClassVar[str] = "original"
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, L)."""
+        # In half precision the norms of many keys would round to one value.
+        norms: Tensor = torch.linalg.vector_norm(chunk.key[:, :, -chunk.new_tokens :], dim=-1, dtype=torch.float32)
+        return -norms
