@@ -146,7 +146,7 @@ def _prepare(
     config = loading.load_config(model)
     loading.check_matches(scorer, heads, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
-    runs = runner.plan_runs(methods, policies)
+    runs = runner.plan_runs(methods, policies, chosen)
     places = runner.plan_places(tasks, evaluation.token_lengths(), evaluation.samples, evaluation.seed)
     job = _Job(model, scorer, evaluation, report, tasks, places, runs, policies, heads, config, device, dtype)
     if not report.dry_run:

@@ -6,7 +6,7 @@ method's scores are used for can be changed by modifiers of the policy: `snapkv+
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -71,15 +71,18 @@ class Method:
     needs_heads: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)
     """What the method changes in every policy."""
+    positions: str | None = None
+    """Position mode of the method's paper, taken unless the user chose one."""
 
-    def policy(self, policy: RetentionPolicy) -> RetentionPolicy:
-        """Return the policy with the method's own changes.
+    def policy(self, policy: RetentionPolicy, chosen: Collection[str] = ()) -> RetentionPolicy:
+        """Return the policy with the method's own changes; `chosen` are the names of the numbers that the user set.
 
         Raises:
             ValueError: If they contradict the policy.
         """
+        usual = {} if self.positions is None or "positions" in chosen else {"positions": self.positions}
         try:
-            return replace(policy, **self.changes)
+            return replace(policy, **{**usual, **self.changes})
         except ValueError as error:
             raise ValueError(f"method {self.name}: {error}") from error
 
@@ -154,6 +157,9 @@ def _named(name: str) -> Method:
         if method.name == name:
             return method
     if name in names():
-        return Method(name, f"the scorer {name}", lambda prompt: scorers.get(name))
+        kind = scorers.find(name)
+        about = (kind.__doc__ or "").splitlines()[0].rstrip(".")
+        about = about[:1].lower() + about[1:]
+        return Method(name, about, lambda prompt: scorers.get(name), positions=kind.positions)
     near = get_close_matches(name, names(), n=3) or names()
     raise ValueError(f'method "{name}" is unknown; did you mean {" or ".join(near)}?')

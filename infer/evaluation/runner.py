@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -76,11 +76,15 @@ class Place:
         return self.task.sample(tokenizer, self.tokens, depth=self.depth, seed=f"{self.seed}/{self.index}")
 
 
-def plan_runs(methods: Sequence[Method], policies: Sequence[RetentionPolicy]) -> list[Run]:
+def plan_runs(
+    methods: Sequence[Method], policies: Sequence[RetentionPolicy], chosen: Collection[str] = ()
+) -> list[Run]:
     """Return the runs of every sample; the plain cache is run once, whatever the budgets."""
     runs: list[Run] = []
     for method in methods:
-        runs += [Run(method, None)] if method.make is None else [Run(method, method.policy(p)) for p in policies]
+        runs += (
+            [Run(method, None)] if method.make is None else [Run(method, method.policy(p, chosen)) for p in policies]
+        )
     return runs
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from locret import RetainingHeads, RetentionPolicy, scorers
 from locret.data import tasks
 from locret.infer.evaluation import methods, runner
-from locret.infer.evaluation.methods import Method, Prompt, Setup
+from locret.infer.evaluation.methods import Prompt, Setup
 from locret.infer.evaluation.records import key
 from locret.labels import answer_labels
 
@@ -177,12 +177,17 @@ def test_depths_are_even_over_the_samples_and_the_plain_cache_runs_once() -> Non
 
 def test_every_registered_scorer_is_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(scorers.names()) - {"retaining_heads"} <= set(methods.names())
-    monkeypatch.setattr(methods.scorers, "names", lambda: ["random", "newest"])
-    monkeypatch.setattr(methods.scorers, "get", lambda name, **_: f"scorer {name}")
+
+    class Newest(scorers.StreamingScorer):
+        """Keep the newest."""
+
+        name = "newest"
+
+    monkeypatch.setattr(scorers, "_SCORERS", (*scorers._SCORERS, Newest))
     method = methods.get("newest")
-    assert isinstance(method, Method)
     assert method.make is not None
-    assert method.make(None) == "scorer newest"  # type: ignore[arg-type]
+    assert isinstance(method.make(None), Newest)  # type: ignore[arg-type]
+    assert method.description == "keep the newest"
     assert "newest" in methods.names()
 
 
@@ -233,3 +238,12 @@ def test_a_modified_method_is_measured_and_its_policy_is_on_record(name: str, pr
         assert found["peak_bytes"] < fixed["peak_bytes"]
     if "prompt_end" in name:
         assert (found["peak_units"], found["kept_units"]) == (400, 72)
+
+
+def test_a_scorer_runs_in_the_positions_of_its_paper_unless_the_user_or_a_modifier_says_otherwise() -> None:
+    policy = RetentionPolicy(budget=64, chunk_size=32, stabilizers=8, local_len=4)
+    assert methods.get("snapkv").policy(policy).positions == "original"
+    assert methods.get("snapkv").policy(policy, {"positions"}).positions == "compact"
+    assert methods.get("snapkv+compact").policy(policy).positions == "compact"
+    assert methods.get("locret").policy(policy).positions == "compact"
+    assert methods.get("snapkv").description.startswith("keep what")
