@@ -29,18 +29,30 @@ from locret.reference.retaining import (
     rotate,
     select_kept,
 )
+from locret.reference.token_and_key_scorers import (
+    expected_attention,
+    key_difference,
+    key_norm,
+    mean_rotation,
+    surprisal,
+    surprisal_of_the_release,
+)
 
 __all__ = [
     "adaptive_sizes",
     "attend",
     "attention",
     "decremental_chunks",
+    "expected_attention",
     "h2o",
     "head_scores",
     "kept_after_chunks",
+    "key_difference",
+    "key_norm",
     "labels",
     "loss",
     "low_events",
+    "mean_rotation",
     "memory_sizes",
     "nacl_kept",
     "pool",
@@ -53,5 +65,7 @@ __all__ = [
     "select_kept",
     "snapkv",
     "snapkv_of_imdc",
+    "surprisal",
+    "surprisal_of_the_release",
     "tova",
 ]

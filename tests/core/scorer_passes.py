@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from families import prompt
 from torch import Tensor
 
-from locret import RetentionPolicy, reference, scorers
+from locret import RetentionCache, RetentionPolicy, generate, reference, scorers
 from locret.instrument import Chunk
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
@@ -17,6 +18,13 @@ GREEDY = {"do_sample": False, "eos_token_id": None}
 def policy(when: str = "chunk", **changes: Any) -> RetentionPolicy:
     numbers = {"budget": 24, "chunk_size": 11, "stabilizers": 5, "local_len": 6, "positions": "original", "when": when}
     return RetentionPolicy(**{**numbers, **changes})
+
+
+def read_and_answer(model: Any, scorer: scorers.Scorer, **changes: Any) -> RetentionCache:
+    decode = {"decode_budget": 33, "decode_interval": 3} if scorer.rates_answers else {}
+    cache = RetentionCache(model, scorer, policy(**{**decode, **changes}))
+    generate(model, prompt(61), cache=cache, max_new_tokens=5, **GREEDY)
+    return cache
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, scorer: scorers.Scorer, see: Callable[[Chunk, Tensor], None]) -> None:

@@ -1,0 +1,117 @@
+"""Expected attention equals its slow version, on every forward pass of real reads, whatever rotates the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompt
+from scorer_passes import policy, read_and_answer, watch
+from torch import Tensor
+
+from locret import RetentionCache, prefill, reference, scorers
+from locret.instrument import Chunk, Projections
+from locret.rotary import rotate
+
+ROTARIES = ["llama", "llama-mha", "llama-yarn", "phi3", "phi3-partial", "phi3-longrope", "qwen3", "gemma3"]
+
+
+def slow_expected(model: Any, scorer: Any, chunk: Chunk, next_position: int) -> Tensor:
+    rotary, kind = model.model.rotary_emb, "full_attention_" if chunk.projections.backbone.window else ""
+    inv_freq = getattr(rotary, f"{kind}inv_freq")
+    magnitude = getattr(rotary, f"{kind}attention_scaling")
+    coming = range(next_position, next_position + scorer.future)
+    counted = [i for i, position in enumerate(chunk.positions[0, 0].tolist()) if position >= scorer.sinks]
+    query = chunk.projections.query()[0]
+    return reference.expected_attention(
+        query[:, counted] if counted else query,
+        chunk.key[0],
+        chunk.value[0],
+        (chunk.unit_positions[0] < scorer.sinks).tolist(),
+        reference.mean_rotation(coming, query.shape[-1], inv_freq, magnitude),
+        chunk.scaling,
+        covariance=scorer.covariance,
+        value_norm=scorer.value_norm,
+        epsilon=scorer.epsilon,
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "positions", "when"),
+    [
+        *((family, "original", "chunk") for family in ROTARIES),
+        ("llama", "original", "prompt_end"),
+        ("llama", "compact", "chunk"),
+        ("phi3-longrope", "compact", "chunk"),
+    ],
+)
+def test_expected_attention_equals_the_slow_version_on_every_pass(
+    monkeypatch: pytest.MonkeyPatch, family: str, positions: str, when: str
+) -> None:
+    model = build(family)
+    scorer, rated = scorers.get("expected_attention", future=20, queries=9), []
+
+    def compare(chunk: Chunk, scores: Tensor) -> None:
+        if chunk.generating or (chunk.budget is None and not chunk.last):
+            assert scores.shape[2] == chunk.new_tokens
+            assert not scores.any()
+            return
+        # With compact positions the units of this test, as many in every layer, start at 0.
+        coming = chunk.key.shape[2] if positions == "compact" else int(chunk.positions[0, 0, -1]) + 1
+        torch.testing.assert_close(scores[0], slow_expected(model, scorer, chunk, coming), atol=1e-5, rtol=1e-4)
+        rated.append(chunk.new_tokens)
+
+    watch(monkeypatch, scorer, compare)
+    read_and_answer(model, scorer, positions=positions, when=when)
+    layers = 1 if family == "gemma3" else 3
+    assert sorted(set(rated)) == ([9] if when == "prompt_end" else [5, 11])  # the last token comes later, as an answer
+    assert len(rated) == layers * (1 if when == "prompt_end" else 6)
+
+
+@pytest.mark.parametrize("options", [{"covariance": False}, {"value_norm": False}, {"epsilon": 0.02}, {"sinks": 0}])
+def test_options_of_expected_attention(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    model, scorer = build("llama"), scorers.get("expected_attention", future=7, **options)
+    checked: list[Tensor] = []
+
+    def compare(chunk: Chunk, scores: Tensor) -> None:
+        if chunk.budget is not None and not chunk.generating:
+            coming = int(chunk.positions[0, 0, -1]) + 1
+            torch.testing.assert_close(scores[0], slow_expected(model, scorer, chunk, coming), atol=1e-5, rtol=1e-4)
+            plain = scorers.get("expected_attention", future=7)
+            plain.prepare(model)
+            assert not torch.allclose(plain.score(chunk)[0, :, 4:], scores[0, :, 4:], rtol=1e-3)
+            checked.append(scores)
+
+    watch(monkeypatch, scorer, compare)
+    read_and_answer(model, scorer)
+    assert checked
+
+
+def test_expected_attention_depends_on_distances_only() -> None:
+    model, scorer = build("llama"), scorers.get("expected_attention", future=50)
+    scorer.prepare(model)
+    generator = torch.Generator().manual_seed(0)
+    flat, key = torch.randn(1, 30, 4 * 8, generator=generator), torch.randn(1, 2, 30, 8, generator=generator)
+    cache = RetentionCache(model, "random")
+    scores = []
+    for start in (0, 200):
+        cos, sin = model.model.rotary_emb(key, torch.arange(start, start + 30)[None])
+        turned = rotate(key, cos[0], sin[0])
+        chunk = Chunk(0, key, turned, key, 8**-0.5, None, Projections(cache.backbone, {"q": flat}))
+        chunk.positions = torch.arange(30)[None, None]
+        chunk.unit_positions, chunk.budget = chunk.positions.expand(1, 2, -1), 9
+        chunk.next_position = start + 30
+        scores.append(scorer.score(chunk))
+    torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-5)
+    chunk.next_position = 230 + 40
+    assert not torch.allclose(scorer.score(chunk), scores[0], rtol=1e-2)
+
+
+def test_expected_attention_keeps_its_sinks_and_does_not_rate_answers() -> None:
+    model = build("llama")
+    cache = RetentionCache(model, scorers.get("expected_attention", sinks=3), policy())
+    prefill(model, prompt(83), cache)
+    assert (cache.kept_positions(1)[0, :, :3] == torch.arange(3)).all()
+    with pytest.raises(ValueError, match="scorer expected_attention is not defined for generated tokens"):
+        RetentionCache(model, "expected_attention", policy(decode_budget=40, decode_interval=4))
