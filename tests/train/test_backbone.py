@@ -304,7 +304,7 @@ def test_gaps_in_the_positions_do_not_cut_the_attention():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["passkey", "number", "multikey"])  # the other tasks it has not learned yet
+@pytest.mark.parametrize("name", tasks.names())
 def test_the_committed_backbone_answers_fresh_samples(tiny, name):
     model, tokenizer = tiny
     task = tasks.get(name)
