@@ -1,0 +1,158 @@
+"""Scores, kept units and layer budgets are those of kvpress, where both define the same; tests/peers/README.md."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from scorer_passes import watch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from locret import RetentionCache, RetentionPolicy, prefill, scorers
+from locret.eviction import select_kept
+from locret.growth import pyramid_budgets
+
+RECORD = Path(__file__).parents[1] / "peers" / "kvpress"
+GOLDEN = Path(__file__).parents[1] / "golden"
+ABOUT = json.loads((RECORD / "about.json").read_text())
+CASES = ["A_llama_gqa", "C_phi3_mha"]
+
+# Name of the record -> our scorer; what our score is multiplied by; how many of the newest and the first units kvpress
+# sets above all others, where the scores themselves cannot be compared.
+SAME: dict[str, tuple[str, dict[str, Any], float, int, int]] = {
+    "snapkv": ("snapkv", {"window": 64, "kernel": 5}, 1 / 64, 64, 0),
+    "snapkv_narrow": ("snapkv", {"window": 16, "kernel": 7}, 1 / 16, 16, 0),
+    "tova": ("tova", {}, 1.0, 1, 0),
+    "observed_attention": ("h2o", {"normalise": True}, 1.0, 0, 0),
+    "knorm": ("key_norm", {}, 1.0, 0, 0),
+    "keydiff": ("key_difference", {}, 1.0, 0, 0),
+    "expected_attention": ("expected_attention", {}, 1.0, 0, 4),
+    "expected_attention_mean": ("expected_attention", {"covariance": False, "future": 64}, 1.0, 0, 4),
+    "expected_attention_epsilon": ("expected_attention", {"epsilon": 0.01, "sinks": 2}, 1.0, 0, 2),
+    "expected_attention_unweighed": ("expected_attention", {"value_norm": False}, 1.0, 0, 4),
+}
+
+
+@cache
+def load(case: str) -> tuple[Any, Tensor, dict[str, Tensor]]:
+    model = AutoModelForCausalLM.from_pretrained(GOLDEN / case, dtype=torch.float32).eval()
+    ids = load_file(GOLDEN / case / "inputs.safetensors")["prompt_ids"]
+    return model, ids, load_file(RECORD / f"{case}.safetensors")
+
+
+def rate_once(monkeypatch: pytest.MonkeyPatch, case: str, name: str, options: dict[str, Any]) -> Tensor:
+    """Return (layers, K, T): what a scorer says of a whole prompt that is read in one pass."""
+    model, ids, _ = load(case)
+    scorer, rated = scorers.get(name, **options), []
+    watch(monkeypatch, scorer, lambda _, scores: rated.append(scores[0]))
+    tokens = ids.shape[1]
+    whole = RetentionPolicy(
+        budget=tokens, chunk_size=512, stabilizers=0, local_len=tokens, positions="original", when="prompt_end"
+    )
+    prefill(model, ids, RetentionCache(model, scorer, whole))
+    return torch.stack(rated)
+
+
+def same_units(ours_LKS: Tensor, name: str, case: str, newest: int) -> None:
+    kept = load(case)[2][f"{name}.kept"].long()
+    protected = torch.arange(ours_LKS.shape[-1]) >= ours_LKS.shape[-1] - newest
+    assert torch.equal(select_kept(ours_LKS, kept.shape[-1], protected).sort(-1).values, kept)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", SAME)
+def test_scores_and_kept_units_are_those_of_kvpress(monkeypatch: pytest.MonkeyPatch, name: str, case: str) -> None:
+    ours_name, options, factor, newest, first = SAME[name]
+    theirs = load(case)[2][f"{name}.scores"]
+    ours = rate_once(monkeypatch, case, ours_name, options) * factor
+    assert ours.shape == theirs.shape
+    compared = slice(first, theirs.shape[-1] - newest)
+    spread = theirs[..., compared].std()
+    assert ((ours - theirs)[..., compared].abs() < 1e-4 * spread).all()
+    above = theirs[..., compared].amax()
+    assert (theirs[..., theirs.shape[-1] - newest :] > above).all()
+    assert (theirs[..., :first] > above).all()
+    assert (ours[..., :first] == torch.inf).all()
+    same_units(ours, name, case, newest)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_streaming_keeps_what_kvpress_keeps(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    # kvpress scores 1 and 0, for the ratio at hand; ours are positions, for any budget.
+    theirs = load(case)[2]["streaming_llm.scores"]
+    assert set(theirs.unique().tolist()) == {0.0, 1.0}
+    ours = rate_once(monkeypatch, case, "streaming", {}).expand_as(theirs)
+    same_units(ours, "streaming_llm", case, 0)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "snapkv_narrow", "tova"])
+def test_a_prompt_read_in_chunks_ends_with_the_units_that_kvpress_keeps(name: str) -> None:
+    model, ids, recorded = load("A_llama_gqa")
+    kept = recorded[f"{name}.kept"].long()
+    policy = RetentionPolicy(
+        budget=kept.shape[-1] - 1, chunk_size=70, stabilizers=0, local_len=1, positions="original", when="prompt_end"
+    )
+    cache = RetentionCache(model, scorers.get(SAME[name][0], **SAME[name][1]), policy)
+    prefill(model, ids, cache)
+    for layer in range(len(kept)):
+        assert torch.equal(cache.kept_positions(layer)[0], kept[layer])
+
+
+def ours_for(pyramid: dict[str, Any]) -> tuple[int, ...]:
+    """Return our budgets for the same mean; kvpress counts the window in, so none is set apart."""
+    mean = round(pyramid["tokens"] * (1 - pyramid["ratio"]))
+    return pyramid_budgets(mean, pyramid["layers"], pyramid["tokens"], 0, pyramid["beta"])
+
+
+def kind_of(pyramid: dict[str, Any]) -> str:
+    mean, layers = round(pyramid["tokens"] * (1 - pyramid["ratio"])), pyramid["layers"]
+    least, rest = divmod(mean, pyramid["beta"])
+    most = 2 * mean - least
+    if layers == 1:
+        return "single"
+    if pyramid["tokens"] < 2 * mean:
+        return "short"
+    if most >= pyramid["tokens"] - pyramid["window_size"]:
+        return "bound"
+    if least < pyramid["window_size"]:
+        return "narrow"
+    return "fraction" if rest or (most - least) % (layers - 1) else "exact"
+
+
+def pyramids(kind: str) -> list[dict[str, Any]]:
+    found = [pyramid for pyramid in ABOUT["pyramids"] if kind_of(pyramid) == kind]
+    assert found
+    return found
+
+
+def test_pyramid_budgets_are_those_of_kvpress_where_everything_divides() -> None:
+    for pyramid in pyramids("exact"):
+        assert list(ours_for(pyramid)) == pyramid["budgets"]
+
+
+def test_pyramid_budgets_differ_from_kvpress_by_rounding_the_slope_once() -> None:
+    for pyramid in pyramids("fraction"):
+        above = [ours - theirs for ours, theirs in zip(ours_for(pyramid), pyramid["budgets"], strict=True)]
+        assert all(-1 <= more <= layer + 1 for layer, more in enumerate(above))
+        assert above != [0] * len(above)
+
+
+def test_pyramid_budgets_differ_from_kvpress_where_the_readme_says() -> None:
+    for pyramid in pyramids("bound"):  # kvpress holds the window back from what the first layer may choose from
+        room = pyramid["tokens"] - pyramid["window_size"]
+        assert pyramid["budgets"][0] == room < ours_for(pyramid)[0] <= pyramid["tokens"]
+    for pyramid in pyramids("short"):  # PyramidKV's own code, and ours, gives up the pyramid
+        assert pyramid["budgets"][0] == pyramid["tokens"] - pyramid["window_size"]
+        assert len(set(ours_for(pyramid))) == 1
+    for pyramid in pyramids("narrow"):  # kvpress gives up the pyramid
+        assert len(set(pyramid["budgets"])) == 1
+        assert ours_for(pyramid)[-1] < pyramid["window_size"]
+    for pyramid in pyramids("single"):  # kvpress gives the only layer what the first of many gets
+        (mean,) = ours_for(pyramid)
+        assert pyramid["budgets"] == [2 * mean - mean // pyramid["beta"]]
