@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +30,18 @@ class MaskMemo:
             mask = torch.zeros(new, slots, dtype=like.dtype, device=like.device).masked_fill_(~visible, -torch.inf)
             self._masks[kind] = (key, mask)
         return self._masks[kind][1]
+
+
+class WideMask(MaskMemo):
+    """For heads that hold different numbers of units: all look through the end of the widest mask asked for so far."""
+
+    def causal(self, new: int, slots: int, window: int | None, like: Tensor) -> Tensor:
+        """Return (L, S) as `MaskMemo` does, a view."""
+        assert window is None
+        widest = slots
+        if "causal" in self._masks and self._masks["causal"][0][0] == new:
+            widest = max(slots, self._masks["causal"][1].shape[1])
+        return super().causal(new, widest, None, like)[:, widest - slots :]
 
 
 def attend(
@@ -81,6 +95,29 @@ def attend(
     # On CUDA the aligned bias reaches a flash kernel; on the CPU it would be expanded for every layer anew.
     mask = causal_lower_right(new, slots) if query.is_cuda else memo.causal(new, slots, None, query)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+
+
+def attend_segments(query: Tensor, key: Tensor, value: Tensor, segments: list[list[slice]], **options: Any) -> Tensor:
+    """Attend causally where every row and KV head holds its own number of units, with one kernel call for each of them.
+
+    Args:
+        query: (B, N, L, D), post-rotary.
+        key: (B, 1, slots, D), the units of all heads back to back, post-rotary.
+        value: (B, 1, slots, D).
+        segments: Per row, per KV head: its slots, the new tokens' last.
+        **options: As for `attend`.
+
+    Returns:
+        (B, N, L, D).
+    """
+    group = query.shape[1] // len(segments[0])
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    for row, heads in enumerate(segments):
+        for head, span in enumerate(heads):
+            asking = slice(head * group, (head + 1) * group)
+            own = (query[row : row + 1, asking], key[row : row + 1, :, span], value[row : row + 1, :, span])
+            out[row, asking] = attend(*own, **options)[0]
+    return out
 
 
 def _flash(

@@ -21,6 +21,7 @@ from locret.instrument import Chunk, Projections
 from locret.layers import RetentionLayer, SlidingLayer, Workspace
 from locret.limits import Limits, check_pair
 from locret.policy import RetentionPolicy
+from locret.ragged import RaggedLayer
 from locret.rotary import Rotary, rotate
 from locret.scorers import RetainingHeadScorer, Scorer, TokenPass, TokenScorer, get
 
@@ -33,7 +34,7 @@ class CacheMemory:
     actual: int
     peak: int
     units: int
-    """Units held per KV head in the fullest layer."""
+    """Units held per KV head, on average, in the fullest layer."""
 
     def to_dict(self) -> dict[str, int]:
         """Return the numbers as plain data."""
@@ -99,7 +100,10 @@ class RetentionCache(Cache):
 
     def _new_layer(self, index: int) -> RetentionLayer | SlidingLayer:
         if index in self.backbone.layers:
-            return RetentionLayer(self._rotary, self._workspace, self.policy.positions == "compact")
+            common = (self._rotary, self._workspace, self.policy.positions == "compact")
+            if self.policy.head_budgets == "adaptive":
+                return RaggedLayer(*common, self.policy.head_floor, self.scorer.relative)
+            return RetentionLayer(*common)
         assert self.backbone.window is not None
         return SlidingLayer(self.backbone.window)
 
@@ -143,8 +147,8 @@ class RetentionCache(Cache):
                     layer.reserve(2 * layer.fill + self.policy.chunk_size)
         if self.policy.positions == "compact" and self.backbone.uniform:
             # Rotary attention sees only distances, so units are aligned to the right, to the chunk, and the fullest
-            # layer starts at 0. Where some layers slide, positions stay true and the aligned units end at the chunk.
-            self._next_position = max(layer.fill for layer in self.governed)
+            # head starts at 0. Where some layers slide, positions stay true and the aligned units end at the chunk.
+            self._next_position = max(layer.longest for layer in self.governed)
         else:
             self._next_position = self.seen
 
@@ -207,6 +211,11 @@ class RetentionCache(Cache):
         start: Tensor | None = self.layers[layer_idx].row_start
         return start
 
+    def segments(self, layer_idx: int) -> list[list[slice]] | None:
+        """Return each head's slots where heads hold different numbers of units."""
+        spans: list[list[slice]] | None = self.layers[layer_idx].segments
+        return spans
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
@@ -233,10 +242,7 @@ class RetentionCache(Cache):
         """Score a layer's units and, when it is time, evict down to the budget at once."""
         layer = self.layers[chunk.layer_idx]
         assert self._unit_positions is not None
-        old = layer.fill - chunk.new_tokens
         chunk.positions = self._unit_positions.to(chunk.key.device)
-        chunk.unit_positions = layer.positions[:, :, : layer.fill]
-        chunk.stored_scores = layer.scores[:, :, :old]
         chunk.next_position = self._next_position + chunk.new_tokens
         chunk.row_start, chunk.last, chunk.generating = layer.row_start, self._last, self._phase == "decode"
         place = self._place[chunk.layer_idx]
@@ -246,10 +252,11 @@ class RetentionCache(Cache):
         if most is not None and not evicts_now and layer.fill >= most:
             # The next token will find no room: these are the scores that decide what makes way for it.
             chunk.budget, chunk.protected = self.limits.answering(place, 1)
-        scores = self.scorer.score(chunk)
-        if self._again:  # a token fed twice counts once: units before it have been rated with it already
-            scores = scores[:, :, -chunk.new_tokens :]
-        layer.set_scores(scores)
+        for part, where in layer.parts(chunk, self.scorer.causal):
+            scores = self.scorer.score(part)
+            if self._again:  # a token fed twice counts once: units before it have been rated with it already
+                scores = scores[:, :, -chunk.new_tokens :]
+            layer.set_scores(scores, where)
         if evicts_now and not self.scorer.needs_hidden:
             assert chunk.budget is not None
             layer.evict(chunk.budget, chunk.protected)
@@ -276,7 +283,7 @@ class RetentionCache(Cache):
         states = hidden if self._context is None else torch.cat([self._context, hidden], dim=1)
         self._context = states[:, -2:].clone()
         for place, layer in enumerate(self.governed):
-            layer.set_scores(scores[:, None].to(layer.scores.device).expand(-1, layer.scores.shape[1], -1))
+            layer.set_scores(scores[:, None].to(layer.scores.device).expand(-1, self.backbone.num_kv_heads, -1))
             budget, protected = self._limits_now(place)
             if budget is not None:
                 layer.evict(budget, protected)
@@ -316,7 +323,7 @@ class RetentionCache(Cache):
             layer: Index of a full-attention layer of the backbone.
 
         Returns:
-            (batch, kv_heads, units) int64, ascending; -1 in front where a row holds fewer units than the others.
+            (batch, kv_heads, units) int64, ascending; -1 in front where a row or head holds fewer units than others.
 
         Raises:
             ValueError: If that layer slides over a window and holds no scored units.
@@ -333,8 +340,7 @@ class RetentionCache(Cache):
             raise ValueError(f"layer {index} slides over a window; layers with scored units: {self.backbone.layers}")
         if not layer.is_initialized:
             return torch.empty(1, self.backbone.num_kv_heads, 0)
-        held: Tensor = getattr(layer, name)[:, :, : layer.fill]
-        return held
+        return layer.held(name)
 
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of all buffers, the shared workspace included."""

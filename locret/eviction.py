@@ -1,8 +1,10 @@
 """The one place where it is decided which cache units stay."""
 
-# B batch, K KV heads, S slots, C kept slots
+# B batch, K KV heads, S slots, C kept slots, U units of all heads of a row
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,13 +29,80 @@ def select_kept(scores_BKS: Tensor, budget: int, protected_S: Tensor | None = No
     slots = scores_BKS.shape[-1]
     if budget >= slots:
         return torch.arange(slots, device=scores_BKS.device).expand(*scores_BKS.shape[:-1], slots)
-    # A float's bits, read as an integer, order like the float once negative numbers are mirrored; adding zero turns
-    # -0.0 into 0.0. Score and slot index together form one integer key, so that no two keys tie.
-    bits = (torch.nan_to_num(scores_BKS.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0).view(
-        torch.int32
-    )
-    order = torch.where(bits >= 0, bits, bits ^ _INT32_MAX)
+    order = _order(scores_BKS)
     if protected_S is not None:
         order = order.masked_fill(protected_S, _INT32_MAX)
     keys = (order.to(torch.int64) << 32) + torch.arange(slots, device=order.device)
     return keys.topk(budget, dim=-1, sorted=False).indices.sort(dim=-1).values
+
+
+def select_over_heads(
+    scores_U: Tensor,
+    positions_U: Tensor,
+    counts: Sequence[int],
+    budget: int,
+    protected: int = 0,
+    floor: int = 0,
+    relative: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Choose the best units of one row over all KV heads together (Ada-KV, arXiv 2407.11550, Algorithm 1).
+
+    Every head has its newest `protected` units and its own best ones, `floor` units in all; the rest of the budget goes
+    to the best units that are left, whichever heads they are in. Scores are compared as `select_kept` does; among equal
+    ones the later position wins, then the later head.
+
+    Args:
+        scores_U: (units,) of the first head, then of the second, and so on.
+        positions_U: (units,) original positions, ascending in each head.
+        counts: Units of each head.
+        budget: Units to keep per head, on average.
+        protected: Newest units of each head that stay whatever their score.
+        floor: Units that each head keeps at least, the protected ones included.
+        relative: Scores are logarithms up to a constant of each head, so heads are compared by their softmax.
+
+    Returns:
+        (min(heads x budget, units),) int64 kept indices, ascending; and (heads,) int64, how many are in each head.
+    """
+    heads, units = len(counts), scores_U.shape[0]
+    bounds = torch.tensor(counts, device=scores_U.device).cumsum(0)
+    if heads * budget >= units:
+        return torch.arange(units, device=scores_U.device), bounds.diff(prepend=bounds.new_zeros(1))
+    protected = min(protected, budget)
+    guaranteed = max(protected, min(floor, budget))
+    order, compared = _order(scores_U), scores_U.float()
+    head_U = torch.repeat_interleave(torch.tensor(counts, device=scores_U.device), output_size=units)
+    tie_U = positions_U.to(torch.int64) * heads + head_U
+    own, stays = (order.to(torch.int64) << 32) + tie_U, torch.zeros_like(head_U, dtype=torch.bool)
+    if relative:
+        compared = compared.clone()
+    for span in _spans(counts):
+        if relative:
+            compared[span] -= compared[span].logsumexp(0)
+        newest = max(span.start, span.stop - protected)
+        stays[newest : span.stop] = True
+        left = min(guaranteed - (span.stop - newest), newest - span.start)
+        if left > 0:
+            stays[span.start + own[span.start : newest].topk(left, sorted=False).indices] = True
+    keys = own if not relative else (_order(compared).to(torch.int64) << 32) + tie_U
+    keys = keys.masked_fill(stays, torch.iinfo(torch.int64).max)
+    kept = keys.topk(heads * budget, sorted=False).indices.sort().values
+    ends = torch.searchsorted(kept, bounds)
+    return kept, ends.diff(prepend=ends.new_zeros(1))
+
+
+def _spans(counts: Sequence[int]) -> list[slice]:
+    spans, start = [], 0
+    for count in counts:
+        spans.append(slice(start, start + count))
+        start += count
+    return spans
+
+
+def _order(scores: Tensor) -> Tensor:
+    """Return int32 numbers in the order of the scores; NaN counts as the worst score."""
+    # A float's bits, read as an integer, order like the float once negative numbers are mirrored; adding zero turns
+    # -0.0 into 0.0. Score and slot index together form one integer key, so that no two keys tie.
+    bits = (torch.nan_to_num(scores.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0).view(
+        torch.int32
+    )
+    return torch.where(bits >= 0, bits, bits ^ _INT32_MAX)

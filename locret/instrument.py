@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from locret.adapters import FUSED, Backbone, attention_modules, describe, find_decoder, unwrap
-from locret.attention import MaskMemo, attend
+from locret.attention import MaskMemo, WideMask, attend, attend_segments
 from locret.rotary import long_factors
 
 
@@ -49,7 +49,8 @@ class Chunk:
     row_start: Tensor | None = None
     """(B,) first slot of each row that holds a unit, where rows differ; None if all slots do."""
     budget: int | None = None
-    """Units of this layer that stay per KV head by these scores, now or before the next generated token; else None."""
+    """Units of this layer that stay per KV head, on average, by these scores, now or before the next generated token;
+    else None."""
     protected: int = 0
     """Newest units that stay whatever their score, out of `budget`: the policy's or the scorer's, if those are more."""
     last: bool = False
@@ -92,6 +93,17 @@ class Projections:
         flat = self.parts["k"] if "k" in self.parts else self.parts[FUSED][..., heads * dim : (heads + kv_heads) * dim]
         return flat.reshape(*flat.shape[:-1], kv_heads, dim).transpose(1, 2)
 
+    def of_head(self, row: int, head: int) -> Projections:
+        """Return what belongs to one KV head of one row and its query heads."""
+        heads, kv_heads, dim = self.backbone.num_heads, self.backbone.num_kv_heads, self.backbone.head_dim
+        group = heads // kv_heads
+        starts = {"q": 0, "k": heads * dim, "v": (heads + kv_heads) * dim} if FUSED in self.parts else {}
+        parts = {}
+        for name, width in (("q", group * dim), ("k", dim), ("v", dim)):
+            first = starts.get(name, 0) + head * width
+            parts[name] = self.parts[FUSED if starts else name][row : row + 1, :, first : first + width]
+        return Projections(replace(self.backbone, num_heads=group, num_kv_heads=1), parts)
+
     def clear(self) -> None:
         """Free the tensors once the layer is done."""
         self.parts.clear()
@@ -112,6 +124,12 @@ class Observer(Protocol):
     def row_start(self, layer_idx: int) -> Tensor | None:
         """Return (B,) first filled slot of each row of a layer, or None if all rows are full."""
 
+    def segments(self, layer_idx: int) -> list[list[slice]] | None:
+        """Return, per row and KV head, which slots of a layer's keys are its own; None where all heads hold as many.
+
+        With segments, keys and values are (B, 1, slots, D): the units of all heads back to back.
+        """
+
     def attended(self, chunk: Chunk) -> None:
         """Receive a full-attention layer's tensors right after its attention."""
 
@@ -126,6 +144,7 @@ class _Layer:
     observer: Observer
     projections: Projections
     memo: MaskMemo
+    wide: WideMask
     flash: bool
 
 
@@ -141,7 +160,7 @@ def instrumented(model: nn.Module, observer: Observer) -> Iterator[None]:
         ValueError: If the model's attention cannot be found, or is instrumented already.
     """
     backbone, base, decoder = describe(model), unwrap(model), find_decoder(model)
-    modules, memo = attention_modules(model), MaskMemo()
+    modules, memo, wide = attention_modules(model), MaskMemo(), WideMask()
     if any(module in _ACTIVE for module in modules):
         raise ValueError("this model is being read by another cache; finish that prefill or generate call first")
     implementation = base.config._attn_implementation
@@ -149,7 +168,7 @@ def instrumented(model: nn.Module, observer: Observer) -> Iterator[None]:
     flash = implementation == "flash_attention_2"
     with ExitStack() as stack:
         for index, module in enumerate(modules):
-            layer = _Layer(index, index in backbone.layers, observer, Projections(backbone), memo, flash)
+            layer = _Layer(index, index in backbone.layers, observer, Projections(backbone), memo, wide, flash)
             _ACTIVE[module] = layer
             stack.callback(_ACTIVE.pop, module, None)
             if layer.governed:
@@ -246,17 +265,23 @@ def locret_attention(
             "attention with learned sinks or dropout is not supported; call model.eval() or use another model"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(
-        query,
-        key,
-        value,
-        scaling=scaling,
-        memo=layer.memo,
-        softcap=softcap,
-        window=None if layer.governed else sliding_window,
-        row_start=layer.observer.row_start(layer.index),
-        flash=layer.flash,
-    )
+    segments = layer.observer.segments(layer.index) if layer.governed else None
+    if segments is not None:
+        out = attend_segments(
+            query, key, value, segments, scaling=scaling, memo=layer.wide, softcap=softcap, flash=layer.flash
+        )
+    else:
+        out = attend(
+            query,
+            key,
+            value,
+            scaling=scaling,
+            memo=layer.memo,
+            softcap=softcap,
+            window=None if layer.governed else sliding_window,
+            row_start=layer.observer.row_start(layer.index),
+            flash=layer.flash,
+        )
     if layer.governed:
         layer.observer.attended(Chunk(layer.index, query, key, value, scaling, softcap, layer.projections))
         layer.projections.clear()

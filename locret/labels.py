@@ -42,6 +42,10 @@ class LayerObserver:
         """Have no padding."""
         return None
 
+    def segments(self, layer_idx: int) -> list[list[slice]] | None:
+        """Have as many units in all heads."""
+        return None
+
     def finished(self, hidden: Tensor) -> None:
         """Need no end."""
 

@@ -4,15 +4,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from locret.eviction import select_kept
+from locret.instrument import Chunk
 from locret.rotary import Rotary, rotate, unrotate
 
 NO_UNIT = -1
-_GROWTH = 256
+UNIT_TENSORS = ("keys", "values", "scores", "positions")
+GROWTH = 256
 
 
 class Workspace:
@@ -88,7 +92,7 @@ class RetentionLayer(CacheLayerMixin):
             self._reallocate()
 
     def _reallocate(self) -> None:
-        for name in ("keys", "values", "scores", "positions"):
+        for name in UNIT_TENSORS:
             old = getattr(self, name)
             new = old.new_empty(*old.shape[:2], self.capacity, *old.shape[3:])
             new[:, :, : self.fill] = old[:, :, : self.fill]
@@ -125,7 +129,7 @@ class RetentionLayer(CacheLayerMixin):
             self.capacity = max(self.capacity, end)
             self.lazy_initialization(key_states, value_states)
         elif end > self.capacity:
-            self.reserve(max(end, self.capacity + _GROWTH))
+            self.reserve(max(end, self.capacity + GROWTH))
         span = slice(self.fill, end)
         self.values[:, :, span] = value_states
         self.positions[:, :, span] = positions
@@ -143,7 +147,23 @@ class RetentionLayer(CacheLayerMixin):
         self.fill = end
         return keys, self.values[:, :, :end]
 
-    def set_scores(self, scores_BKL: Tensor) -> None:
+    @property
+    def longest(self) -> int:
+        """Units of the KV head that holds the most."""
+        return self.fill
+
+    @property
+    def segments(self) -> list[list[slice]] | None:
+        """Per row and KV head its slots; None: all heads have the first `fill`."""
+        return None
+
+    def parts(self, chunk: Chunk, together: bool) -> Iterator[tuple[Chunk, tuple[int, int] | None]]:
+        """Yield what a scorer is to rate, and for which row and KV head; None: for all at once."""
+        chunk.unit_positions = self.positions[:, :, : self.fill]
+        chunk.stored_scores = self.scores[:, :, : self.fill - chunk.new_tokens]
+        yield chunk, None
+
+    def set_scores(self, scores_BKL: Tensor, where: tuple[int, int] | None = None) -> None:
         """Store the scores of the newest L units; empty slots among them get the worst."""
         first = self.fill - scores_BKL.shape[-1]
         if self.row_start is not None:
@@ -209,6 +229,22 @@ class RetentionLayer(CacheLayerMixin):
             keys.copy_(unrotate(keys, cos, sin))
         self.rotated = False
 
+    def held(self, name: str) -> Tensor:
+        """Return the units' "scores" or "positions", (B, K, units)."""
+        held: Tensor = getattr(self, name)[:, :, : self.fill]
+        return held
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return everything held, for `restore`."""
+        return {name: getattr(self, name)[:, :, : self.fill].contiguous() for name in UNIT_TENSORS}
+
+    def restore(self, tensors: dict[str, Tensor], fill: int, rotated: bool) -> None:
+        """Take over what `saved` returned."""
+        for name in UNIT_TENSORS:
+            setattr(self, name, tensors[name])
+        self.fill = self.capacity = fill
+        self.rotated, self.is_initialized = rotated, True
+
     @property
     def held_row_start(self) -> Tensor | None:
         """(B,) first filled slot of each row, between forward passes."""
@@ -222,7 +258,7 @@ class RetentionLayer(CacheLayerMixin):
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
-        for name in ("keys", "values", "scores", "positions"):
+        for name in UNIT_TENSORS:
             tensor = getattr(self, name)
             setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
         if self.row_start is not None:
@@ -275,6 +311,10 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         if self.row_start is not None:
             self._next_row_start = (self.row_start - dropped).clamp_min(0)
         return keys, values
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return the states, for `fill_rows`."""
+        return {"keys": self.keys.contiguous(), "values": self.values.contiguous()}
 
     def fill_rows(self, keys: Tensor, values: Tensor, row_start: Tensor | None, seen: int) -> None:
         """Take over states (B, K, S, D) whose rows begin at `row_start`, after `seen` tokens."""

@@ -23,6 +23,11 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             f"decode_budget={policy.decode_budget} evicts while an answer is written, but scorer {scorer.name} is not "
             "defined for generated tokens; leave decode_budget out or choose another scorer"
         )
+    if policy.head_budgets == "adaptive" and not (scorer.causal or scorer.by_head):
+        raise ValueError(
+            f'head_budgets="adaptive" lets the heads of a layer compete, but scorer {scorer.name} selects equally many '
+            'units for every head itself; use head_budgets="uniform" or another scorer'
+        )
     if policy.when == "prompt_end" and scorer.lookback > policy.chunk_size:
         raise ValueError(
             f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="

@@ -9,6 +9,7 @@ POSITIONS = ("compact", "original")
 MOMENTS = ("chunk", "prompt_end")
 LAYER_BUDGETS = ("uniform", "pyramid")
 MEMORIES = ("fixed", "linear", "sqrt", "square", "square_sqrt", "adaptive")
+HEAD_BUDGETS = ("uniform", "adaptive")
 _BY_LAYER = ("square_sqrt", "adaptive")
 
 
@@ -40,6 +41,11 @@ class RetentionPolicy:
     """The budget of each layer: "uniform"; or "pyramid", more in the first layers and less in the last (PyramidKV)."""
     pyramid_beta: int = 20
     """With layer_budgets="pyramid": share of the budget, 1 in so many, that the last layer keeps (PyramidKV's beta)."""
+    head_budgets: str = "uniform"
+    """The budget of each KV head: "uniform"; or "adaptive", a layer keeps the best units of all its heads (Ada-KV)."""
+    head_floor: float = 0.2
+    """With head_budgets="adaptive": share of the budget that every head keeps at least, protected units included
+    (Ada-KV's alpha); 1 splits uniformly."""
     memory: str = "fixed"
     """Units kept from the first chunk to the last: "fixed", the budget at once; or growing up to it (IM), as "linear",
     "sqrt" (early), "square" (late), "square_sqrt" (late in the lower layers, early in the upper), or "adaptive" (more
@@ -76,6 +82,10 @@ class RetentionPolicy:
             raise ValueError(
                 f'layer_budgets="{self.layer_budgets}" is unknown; choose one of {", ".join(LAYER_BUDGETS)}'
             )
+        if self.head_budgets not in HEAD_BUDGETS:
+            raise ValueError(f'head_budgets="{self.head_budgets}" is unknown; choose one of {", ".join(HEAD_BUDGETS)}')
+        if not 0 <= self.head_floor <= 1:
+            raise ValueError(f"head_floor={self.head_floor} is no share of the budget; give 0 to 1, such as 0.2")
         if self.memory not in MEMORIES:
             raise ValueError(f'memory="{self.memory}" is unknown; choose one of {", ".join(MEMORIES)}')
         for name in ("pyramid_beta", "min_chunk"):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from locret.cache import RetentionCache
 from locret.layers import NO_UNIT, RetentionLayer, SlidingLayer
+from locret.ragged import RaggedLayer
 
 
 def split_rows(cache: RetentionCache, batch: int) -> list[RetentionCache]:
@@ -75,6 +76,9 @@ def join_rows(cache: RetentionCache, rows: list[RetentionCache], width: int, new
 def _join_layer(layer: RetentionLayer, parts: list[RetentionLayer], new_tokens: int, decode_budget: int | None) -> None:
     fill = max(part.fill for part in parts)
     capacity = fill + new_tokens if decode_budget is None else max(fill, min(fill + new_tokens, decode_budget))
+    if isinstance(layer, RaggedLayer):
+        layer.join(parts, capacity)
+        return
     empty = {"keys": 0, "values": 0, "scores": -torch.inf, "positions": NO_UNIT}
     for name, value in empty.items():
         joined, start = _aligned([getattr(part, name)[:, :, : part.fill] for part in parts], value, capacity - fill)

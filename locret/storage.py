@@ -22,7 +22,6 @@ from locret.scorers import Scorer
 
 FORMAT = "locret-cache-1"
 _ROW_TENSORS = ("pad", "_shift", "last_tokens", "_context")
-_UNIT_TENSORS = ("keys", "values", "scores", "positions")
 
 
 def save_cache(cache: RetentionCache, path: str | Path) -> None:
@@ -41,11 +40,7 @@ def save_cache(cache: RetentionCache, path: str | Path) -> None:
     tensors: dict[str, Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
-        names = _UNIT_TENSORS if isinstance(layer, RetentionLayer) else ("keys", "values")
-        for name in names:
-            tensor = getattr(layer, name)
-            held = tensor[:, :, : layer.fill] if isinstance(layer, RetentionLayer) else tensor
-            tensors[f"layers.{index}.{name}"] = held.contiguous()
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in layer.saved().items()}
         if layer.held_row_start is not None:
             tensors[f"layers.{index}.row_start"] = layer.held_row_start
         fill = layer.fill if isinstance(layer, RetentionLayer) else layer.cumulative_length
@@ -113,10 +108,8 @@ def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scor
         if not isinstance(layer, RetentionLayer):
             layer.fill_rows(held["keys"], held["values"], row_start, numbers["fill"])
             continue
-        for name, tensor in held.items():
-            setattr(layer, name, tensor)
-        layer.fill = layer.capacity = numbers["fill"]
-        layer.rotated, layer.row_start, layer.is_initialized = numbers["rotated"], row_start, True
+        layer.restore(held, numbers["fill"], numbers["rotated"])
+        layer.row_start = row_start
     return cache
 
 

@@ -27,12 +27,20 @@ class Scorer(ABC):
     """Whether the method is defined for generated tokens, so that a cache may evict while it generates."""
     causal: ClassVar[bool] = True
     """Whether a unit is rated once, by what came before it, so that its score depends neither on chunks nor on time."""
+    by_head: ClassVar[bool] = False
+    """Whether a scorer that is not causal can rate one KV head after another, so that heads may hold different numbers
+    of units: it then gets chunks with one row and one KV head."""
     needs_hidden: ClassVar[bool] = False
     """Whether units are rated by `score_tokens` after the whole forward pass, instead of layer by layer."""
 
     def recent(self, budget: int) -> int:
         """Return how many of the newest units the method itself keeps whatever their score, out of `budget`."""
         return 0
+
+    @property
+    def relative(self) -> bool:
+        """Whether scores are logarithms up to a constant of each head; they are comparable among heads otherwise."""
+        return False
 
     @property
     def lookback(self) -> int:

@@ -36,6 +36,7 @@ class ExpectedAttentionScorer(Scorer):
     positions: ClassVar[str] = "original"
     rates_answers: ClassVar[bool] = False
     causal: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
 
     future: int = 512
     """Coming positions over which rotations are averaged (kvpress: 512)."""

@@ -28,6 +28,7 @@ class H2OScorer(Scorer):
     name: ClassVar[str] = "h2o"
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
 
     reduce: str = "mean"
     """How the query heads of a KV head vote: "mean" (kvpress, KVCache-Factory), "max" (OmniKV) or "sum"."""

@@ -29,6 +29,7 @@ class KeyDifferenceScorer(Scorer):
     name: ClassVar[str] = "key_difference"
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S), between -1 and 1."""

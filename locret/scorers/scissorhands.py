@@ -31,6 +31,7 @@ class ScissorhandsScorer(Scorer):
     name: ClassVar[str] = "scissorhands"
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
 
     history: int = 400
     """Last queries whose attention counts (the paper: 400)."""

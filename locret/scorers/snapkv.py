@@ -32,6 +32,7 @@ class SnapKVScorer(Scorer):
     positions: ClassVar[str] = "original"
     rates_answers: ClassVar[bool] = False
     causal: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
 
     window: int = 32
     """Last queries that vote; their own units stay by right (official default and LongBench configuration: 32)."""

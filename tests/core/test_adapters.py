@@ -58,6 +58,9 @@ class Recorder:
     def row_start(self, layer_idx: int) -> None:
         return None
 
+    def segments(self, layer_idx: int) -> None:
+        return None
+
     def attended(self, chunk: Chunk) -> None:
         self.features[chunk.layer_idx] = chunk.features()
 
