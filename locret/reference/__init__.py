@@ -18,6 +18,7 @@ from locret.reference.attention_scorers import (
     tova,
 )
 from locret.reference.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
+from locret.reference.head_split import select_over_heads
 from locret.reference.retaining import (
     attend,
     head_scores,
@@ -63,6 +64,7 @@ __all__ = [
     "rotate",
     "sage_kept",
     "select_kept",
+    "select_over_heads",
     "snapkv",
     "snapkv_of_imdc",
     "surprisal",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locret.reference.head_split import select_over_heads
+
 
 def head_scores(features_TF: Tensor, w1_RF: Tensor, w2_KR: Tensor) -> Tensor:
     """Return (K, T): W2 silu(W1 [q; k; v]) of every token (Locret, Eq. 1)."""
@@ -147,6 +149,7 @@ def read_prompt(
     numbers: tuple[int, int, int, int],
     original_positions: bool = False,
     steps: list[tuple[int, list[int], list[int]]] | None = None,
+    head_floor: float | None = None,
 ) -> tuple[list[list[list[list[int]]]], Tensor]:
     """Read a prompt token by token and layer by layer, as the original implementation does, with nothing fused.
 
@@ -159,6 +162,7 @@ def read_prompt(
         numbers: budget, chunk size, stabilizers, local length.
         original_positions: Rotate by place in the text instead of slot.
         steps: Per chunk its tokens, and per layer the budget and the protected units; those of `numbers` if None.
+        head_floor: Share of the budget that every head keeps at least, where the heads of a layer compete for the rest.
 
     Returns:
         Per chunk, layer and KV head the kept text positions; and (vocabulary,) logits of the last token.
@@ -186,13 +190,24 @@ def read_prompt(
             hidden_TE = hidden_TE + _attention(layer, hidden_TE, pools[index], start, rope, heads[index])
             hidden_TE = hidden_TE + layer.mlp(layer.post_attention_layernorm(hidden_TE))
             if start < length:
-                for head, pool in enumerate(pools[index]):
-                    newest = set(range(max(len(pool) - guards[index], 0), len(pool)))
-                    kept = select_kept([unit[3] for unit in pool], budgets[index], newest)
-                    pools[index][head] = [pool[slot] for slot in kept]
+                pools[index] = _evict(pools[index], budgets[index], guards[index], head_floor)
         if start < length:
             history.append([[[unit[0] for unit in pool] for pool in layer_pools] for layer_pools in pools])
     return history, model.lm_head(model.model.norm(hidden_TE[-1]))
+
+
+def _evict(pools: list[list[Any]], budget: int, guard: int, head_floor: float | None) -> list[list[Any]]:
+    """Return what stays of one layer's units, head by head or over all heads together."""
+    scores = [[unit[3] for unit in pool] for pool in pools]
+    if head_floor is None:
+        kept = [
+            select_kept(scores[head], budget, set(range(max(len(pool) - guard, 0), len(pool))))
+            for head, pool in enumerate(pools)
+        ]
+    else:
+        positions = [[unit[0] for unit in pool] for pool in pools]
+        kept = select_over_heads(scores, positions, budget, guard, int(head_floor * budget))
+    return [[pool[slot] for slot in slots] for pool, slots in zip(pools, kept, strict=True)]
 
 
 def _split(attention: Any, hidden_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,8 @@ from locret import RetentionPolicy
         ({"local_len": 0}, "local_len=0 is too small"),
         ({"stabilizers": -1}, "stabilizers=-1 is negative; use 0 to protect nothing"),
         ({"positions": "absolute"}, 'positions="absolute" is unknown; choose one of compact, original'),
+        ({"head_budgets": "ragged"}, 'head_budgets="ragged" is unknown; choose one of uniform, adaptive'),
+        ({"head_floor": 1.5}, "head_floor=1.5 is no share of the budget; give 0 to 1, such as 0.2"),
         ({"decode_budget": 164}, "decode_budget=164 cannot hold local_len=100 protected units"),
     ],
 )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Follow what every head attends to, and compute it again with dense masks. Imported by the tests beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from locret import RetentionPolicy
+from locret.ragged import RaggedLayer
+
+GREEDY = {"do_sample": False, "eos_token_id": None}
+
+
+def policy(**changes: Any) -> RetentionPolicy:
+    numbers = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6, "head_budgets": "adaptive"}
+    return RetentionPolicy(**{**numbers, **changes})
+
+
+def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    width = max(row.shape[1] for row in rows)
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, width - row.shape[1] :] = row[0]
+        mask[index, width - row.shape[1] :] = 1
+    return ids, mask
+
+
+class Watch:
+    """Records, for each forward pass and layer, the positions that each head holds while it attends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passes: dict[int, list[tuple[int, Tensor]]] = {}
+        """Per layer, by id: new tokens, and positions held by the heads of the first row."""
+        self.layers: list[RaggedLayer] = []
+        append = RaggedLayer.append
+
+        def watched(layer: RaggedLayer, key_states: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+            result = append(layer, key_states, *rest)
+            if id(layer) not in self.passes:
+                self.layers.append(layer)
+            held = layer.held("positions")[0].clone()
+            self.passes.setdefault(id(layer), []).append((key_states.shape[2], held))
+            self._check_slots(layer)
+            return result
+
+        monkeypatch.setattr(RaggedLayer, "append", watched)
+
+    @staticmethod
+    def _check_slots(layer: RaggedLayer) -> None:
+        """Check that no two heads share a slot, and none leaves the buffer."""
+        for spans in layer.segments:
+            for one, following in zip(spans, [*spans[1:], slice(layer.keys.shape[1], None)], strict=True):
+                assert 0 <= one.start <= one.stop <= following.start
+
+    def masks(self, tokens: int) -> list[Tensor]:
+        """Return per layer (K, tokens, tokens): 0 where a head's queries look, -inf elsewhere."""
+        result = []
+        for layer in self.layers:
+            kv_heads = layer.counts.shape[1]
+            mask = torch.full((kv_heads, tokens, tokens), -torch.inf)
+            for new, held in self.passes[id(layer)]:
+                for head in range(kv_heads):
+                    units = held[head][held[head] >= 0].long()
+                    for query in range(int(units[-1]) - new + 1, int(units[-1]) + 1):
+                        mask[head, query, units[units <= query]] = 0
+            result.append(mask)
+        return result
+
+
+def dense_logits(model: Any, ids: Tensor, masks: list[Tensor]) -> Tensor:
+    """Return (tokens, vocabulary) logits of one pass over a text in which every head has a mask of its own."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float, **__: Any
+    ) -> Any:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        weights = query @ key.transpose(-1, -2) * scaling + masks[module.layer_idx].repeat_interleave(groups, 0)
+        return (weights.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("dense_masks", attention)
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("dense_masks")
+    try:
+        with torch.no_grad():
+            return model(ids).logits[0]
+    finally:
+        model.set_attn_implementation(usual)
