@@ -17,7 +17,7 @@ from torch import Tensor
 from locret.instrument import Chunk
 
 _LEAST_ROWS = 16
-_LOGITS_CPU, _LOGITS_GPU = 2**19, 2**25
+_LOGITS_CPU, _LOGITS_GPU = 2**16, 2**25
 """Logits of a block: as many as stay in a CPU's cache, and 128 MiB of a GPU."""
 
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
