@@ -18,12 +18,13 @@ from locret.adapters import describe, find_decoder, unwrap
 from locret.budget import cache_bytes
 from locret.heads import RetainingHeads
 from locret.instrument import Chunk, Projections
-from locret.layers import RetentionLayer, SlidingLayer, Workspace
+from locret.layers import RetentionLayer, Workspace
 from locret.limits import Limits, check_pair
 from locret.policy import RetentionPolicy
 from locret.ragged import RaggedLayer
 from locret.rotary import Rotary, rotate
 from locret.scorers import RetainingHeadScorer, Scorer, TokenPass, TokenScorer, get
+from locret.sliding import SlidingLayer
 
 
 @dataclass(frozen=True)

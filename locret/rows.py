@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from locret.cache import RetentionCache
-from locret.layers import NO_UNIT, RetentionLayer, SlidingLayer
+from locret.layers import NO_UNIT, RetentionLayer
 from locret.ragged import RaggedLayer
+from locret.sliding import SlidingLayer
 
 
 def split_rows(cache: RetentionCache, batch: int) -> list[RetentionCache]:

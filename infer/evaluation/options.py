@@ -92,6 +92,10 @@ class BudgetOptions:
     """uniform or pyramid, for every method; the method NAME+pyramid has it alone."""
     pyramid_beta: int = RetentionPolicy.pyramid_beta
     """Share of a pyramid's budget, 1 in so many, that the last layer keeps."""
+    head_budgets: str = RetentionPolicy.head_budgets
+    """uniform or adaptive, for every method; the method NAME+adaptive_heads has it alone."""
+    head_floor: float = RetentionPolicy.head_floor
+    """Share of the budget that every head keeps at least where heads are adaptive."""
     memory: str = RetentionPolicy.memory
     """fixed, linear, sqrt, square, square_sqrt or adaptive, for every method; NAME+linear and so on for one."""
     decremental: bool = RetentionPolicy.decremental

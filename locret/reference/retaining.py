@@ -149,7 +149,7 @@ def read_prompt(
     numbers: tuple[int, int, int, int],
     original_positions: bool = False,
     steps: list[tuple[int, list[int], list[int]]] | None = None,
-    head_floor: float | None = None,
+    head_split: tuple[float, bool] | None = None,
 ) -> tuple[list[list[list[list[int]]]], Tensor]:
     """Read a prompt token by token and layer by layer, as the original implementation does, with nothing fused.
 
@@ -162,7 +162,8 @@ def read_prompt(
         numbers: budget, chunk size, stabilizers, local length.
         original_positions: Rotate by place in the text instead of slot.
         steps: Per chunk its tokens, and per layer the budget and the protected units; those of `numbers` if None.
-        head_floor: Share of the budget that every head keeps at least, where the heads of a layer compete for the rest.
+        head_split: Where the heads of a layer compete, the share of the budget that each keeps at least, and whether
+            heads are compared by the softmax of their scores.
 
     Returns:
         Per chunk, layer and KV head the kept text positions; and (vocabulary,) logits of the last token.
@@ -190,23 +191,24 @@ def read_prompt(
             hidden_TE = hidden_TE + _attention(layer, hidden_TE, pools[index], start, rope, heads[index])
             hidden_TE = hidden_TE + layer.mlp(layer.post_attention_layernorm(hidden_TE))
             if start < length:
-                pools[index] = _evict(pools[index], budgets[index], guards[index], head_floor)
+                pools[index] = _evict(pools[index], budgets[index], guards[index], head_split)
         if start < length:
             history.append([[[unit[0] for unit in pool] for pool in layer_pools] for layer_pools in pools])
     return history, model.lm_head(model.model.norm(hidden_TE[-1]))
 
 
-def _evict(pools: list[list[Any]], budget: int, guard: int, head_floor: float | None) -> list[list[Any]]:
+def _evict(pools: list[list[Any]], budget: int, guard: int, head_split: tuple[float, bool] | None) -> list[list[Any]]:
     """Return what stays of one layer's units, head by head or over all heads together."""
     scores = [[unit[3] for unit in pool] for pool in pools]
-    if head_floor is None:
+    if head_split is None:
         kept = [
             select_kept(scores[head], budget, set(range(max(len(pool) - guard, 0), len(pool))))
             for head, pool in enumerate(pools)
         ]
     else:
         positions = [[unit[0] for unit in pool] for pool in pools]
-        kept = select_over_heads(scores, positions, budget, guard, int(head_floor * budget))
+        floor, relative = head_split
+        kept = select_over_heads(scores, positions, budget, guard, int(floor * budget), relative)
     return [[pool[slot] for slot in slots] for pool, slots in zip(pools, kept, strict=True)]
 
 

@@ -37,6 +37,13 @@ class RetainingHeadScorer(Scorer):
             if index in self.heads.layers:
                 self.heads[index].to(next(module.parameters()).device)
 
+    @property
+    def relative(self) -> bool:
+        """Yes: neither a ranking loss nor raw logits fix the level of a head. A regression on log_attention does."""
+        assert isinstance(self.heads, RetainingHeads)
+        label, training = self.heads.config.label or {}, self.heads.config.training or {}
+        return label.get("kind") != "log_attention" or training.get("objective") != "regression"
+
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
         assert isinstance(self.heads, RetainingHeads)

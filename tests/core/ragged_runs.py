@@ -9,15 +9,27 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from locret import RetentionPolicy
+from locret import RetainingHeads, RetentionPolicy, scorers
 from locret.ragged import RaggedLayer
 
+BY_HEAD = [scorer.name for scorer in scorers._SCORERS if scorer.by_head]
+REFUSED = [scorer.name for scorer in scorers._SCORERS if not scorer.causal and not scorer.by_head]
+both_positions = pytest.mark.parametrize("positions", ["compact", "original"])
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
 
 def policy(**changes: Any) -> RetentionPolicy:
     numbers = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6, "head_budgets": "adaptive"}
     return RetentionPolicy(**{**numbers, **changes})
+
+
+def make(name: str, heads: RetainingHeads) -> Any:
+    options: dict[str, dict[str, Any]] = {
+        "snapkv": {"window": 7},
+        "scissorhands": {"history": 8},
+        "expected_attention": {"queries": 8, "future": 30},
+    }
+    return heads if name == "heads" else scorers.get(name, **options.get(name, {}))
 
 
 def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
