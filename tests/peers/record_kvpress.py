@@ -38,6 +38,13 @@ PRESSES: dict[str, tuple[str, dict[str, Any]]] = {
     "expected_attention_unweighed": ("ExpectedAttentionPress", {"use_vnorm": False}),
     "keydiff": ("KeyDiffPress", {}),
 }
+SPLITS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "snapkv": ("SnapKVPress", {"window_size": 16, "kernel_size": 7}, 0.2),
+    "knorm": ("KnormPress", {}, 0.2),
+    "knorm_free": ("KnormPress", {}, 0.005),
+    "keydiff": ("KeyDiffPress", {}, 0.5),
+}
+"""AdaKVPress around a press, and the share of the budget that every head keeps."""
 PYRAMIDS = [
     {"layers": layers, "tokens": tokens, "ratio": ratio, "window_size": window, "beta": beta}
     for layers, tokens, ratio, window, beta in [
@@ -87,6 +94,19 @@ def record(model: Any, ids: torch.Tensor, kind: str, options: dict[str, Any]) ->
     return torch.cat(scores), torch.stack(kept)
 
 
+def split(model: Any, ids: torch.Tensor, kind: str, options: dict[str, Any], floor: float) -> torch.Tensor:
+    """Return (layers, K, T) bool: what stays where all heads of a layer compete; kvpress masks the rest."""
+    press = kvpress.AdaKVPress(getattr(kvpress, kind)(compression_ratio=RATIO, **options), alpha_safeguard=floor)
+    read(model, ids, press)
+    kept = []
+    for layer in model.model.layers:
+        stays = torch.ones(model.config.num_key_value_heads, ids.shape[1], dtype=torch.bool)
+        _, heads, slots = layer.self_attn.masked_key_indices
+        stays[heads, slots] = False
+        kept.append(stays)
+    return torch.stack(kept)
+
+
 def budgets(layers: int, tokens: int, ratio: float, window_size: int, beta: int) -> list[int]:
     press = kvpress.PyramidKVPress(compression_ratio=ratio, window_size=window_size, beta=beta)
     config = SimpleNamespace(num_hidden_layers=layers)
@@ -107,10 +127,17 @@ def main() -> None:
             tensors[f"{name}.scores"] = scores.contiguous()
             tensors[f"{name}.kept"] = kept.to(torch.int16)
         save_file(tensors, HERE / "kvpress" / f"{case}.safetensors")
+        model.set_attn_implementation("sdpa")  # kvpress masks nothing with eager attention
+        splits = {f"{name}.kept": split(model, ids, *args).to(torch.uint8) for name, args in SPLITS.items()}
+        save_file(splits, HERE / "kvpress" / f"{case}_heads.safetensors")
     about = {
         "versions": {name: version(name) for name in ("kvpress", "transformers", "torch")},
         "ratio": RATIO,
         "presses": {name: {"class": kind, **options} for name, (kind, options) in PRESSES.items()},
+        "splits": {
+            name: {"class": kind, **options, "alpha_safeguard": floor}
+            for name, (kind, options, floor) in SPLITS.items()
+        },
         "pyramids": [{**case, "budgets": budgets(**case)} for case in PYRAMIDS],
     }
     (HERE / "kvpress" / "about.json").write_text(json.dumps(about, indent=1) + "\n")
