@@ -6,7 +6,7 @@ a head gives up is there for the others. No slot is masked, and none pads a head
 
 Cost: attention is one kernel call per row and KV head instead of one for all, and an eviction waits for the device once
 per row, to learn how many units each head keeps. Measured on one CPU core with 8 KV heads and a budget of 1024: reading
-takes 1.0 to 1.05 times as long as with equal heads, answering 1.1 to 1.2 times; with the embedded backbone 1.15 and 1.5.
+takes 1.0 to 1.05 times as long as with equal heads, answering 1.1 to 1.2 times; with the embedded one 1.15 and 1.5.
 """
 
 # B batch, K KV heads, L new tokens, S slots, U units of all heads of a row, D head dim
