@@ -18,7 +18,7 @@ class MultiValue(Task):
     source: ClassVar[str] = "RULER niah_multivalue (arXiv 2404.06654), with other keys added"
     metric: ClassVar[str] = "string match, all"
     introduction: ClassVar[str] = INTRODUCTION
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     max_new_tokens: ClassVar[int] = 64
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"others"})
 
@@ -43,11 +43,11 @@ class MultiValue(Task):
         return Planted(statements=statements, questions=(question,))
 
     def _numbers(self, draw: Draw) -> list[str]:
-        """Draw the key's numbers so that their first two digits tell them apart, as far as there are enough pairs."""
+        """Draw the key's numbers so that their first digits tell them apart, as far as there are enough digits."""
         numbers: dict[str, str] = {}
-        while len(numbers) < min(self.values, 90):
+        while len(numbers) < min(self.values, 9):
             number = draw.number(self.digits)
-            numbers.setdefault(number[:2], number)
+            numbers.setdefault(number[0], number)
         return [*numbers.values(), *(draw.number(self.digits) for _ in range(self.values - len(numbers)))]
 
     def score(self, prediction: str, sample: Sample) -> float:

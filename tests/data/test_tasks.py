@@ -233,3 +233,14 @@ def test_a_mixture_asks_as_few_questions_as_wanted_and_fits_short_texts() -> Non
         assert count_tokens(TOKENIZER, short.content) < 256
     with pytest.raises(ValueError, match='task "sudoku" cannot be mixed'):
         mixture(TOKENIZER, ["sudoku"], 512)
+
+
+def test_multivalue_numbers_are_asked_in_ascending_order_and_differ_in_their_first_digit() -> None:
+    for seed in range(20):
+        targets = tasks.get("multivalue").sample(TOKENIZER, 1024, seed=seed).targets
+        assert list(targets) == sorted(targets, key=int)
+        assert len({target[0] for target in targets}) == len(targets) == 4
+
+
+def test_multivalue_has_numbers_for_more_values_than_first_digits() -> None:
+    assert len(set(tasks.get("multivalue", values=12).sample(TOKENIZER, 1024).targets)) == 12
