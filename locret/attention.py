@@ -11,37 +11,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+_ROWS_CPU = 64
 _SOFTCAP_ROWS = 256
+_MASK_STEP = 256
 
 
 class MaskMemo:
-    """Keeps the last mask of each kind: the layers of one forward pass share it."""
+    """Keeps one mask of each kind: every mask that a forward pass needs is the bottom right corner of the largest."""
 
     def __init__(self) -> None:
         self._masks: dict[str, tuple[tuple[object, ...], Tensor]] = {}
 
     def causal(self, new: int, slots: int, window: int | None, like: Tensor) -> Tensor:
-        """Return (L, S) in the dtype of `like`: 0 where a new token may look, -inf elsewhere."""
-        kind, key = "window" if window else "causal", (new, slots, window, like.dtype, like.device)
-        if kind not in self._masks or self._masks[kind][0] != key:
-            visible = torch.ones(new, slots, dtype=torch.bool, device=like.device).tril(slots - new)
+        """Return (L, S) in the dtype of `like`, a view: 0 where a new token may look, -inf elsewhere."""
+        kind, key = "window" if window else "causal", (window, like.dtype, like.device)
+        held = self._masks.get(kind)
+        rows, columns = held[1].shape if held is not None and held[0] == key else (0, 0)
+        if held is None or new > rows or slots > columns:
+            # In steps, because generated tokens make it one slot wider each.
+            rows, columns = max(new, rows), max(-(-slots // _MASK_STEP) * _MASK_STEP, columns)
+            visible = torch.ones(rows, columns, dtype=torch.bool, device=like.device).tril(columns - rows)
             if window is not None:
-                visible = visible.triu(slots - new - window + 1)
-            mask = torch.zeros(new, slots, dtype=like.dtype, device=like.device).masked_fill_(~visible, -torch.inf)
-            self._masks[kind] = (key, mask)
-        return self._masks[kind][1]
-
-
-class WideMask(MaskMemo):
-    """For heads that hold different numbers of units: all look through the end of the widest mask asked for so far."""
-
-    def causal(self, new: int, slots: int, window: int | None, like: Tensor) -> Tensor:
-        """Return (L, S) as `MaskMemo` does, a view."""
-        assert window is None
-        widest = slots
-        if "causal" in self._masks and self._masks["causal"][0][0] == new:
-            widest = max(slots, self._masks["causal"][1].shape[1])
-        return super().causal(new, widest, None, like)[:, widest - slots :]
+                visible = visible.triu(columns - rows - window + 1)
+            mask = torch.zeros(rows, columns, dtype=like.dtype, device=like.device).masked_fill_(~visible, -torch.inf)
+            held = self._masks[kind] = (key, mask)
+        return held[1][rows - new :, columns - slots :]
 
 
 def attend(
@@ -77,24 +71,47 @@ def attend(
         window = None
     if flash and row_start is None:
         return _flash(query, key, value, scaling, softcap, window)
-    bounded = window is not None or row_start is not None
-    if softcap is not None:
-        mask = _with_rows(memo.causal(new, slots, window, query), row_start, slots)
-        return _softcapped(query, key, value, mask, scaling, softcap)
-    if bounded:
-        mask = _with_rows(memo.causal(new, slots, window, query), row_start, slots)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
-    if new == 1:
-        # The query heads of a group become rows of one product: no copy of the keys for each of them.
-        batch, heads, _, dim = query.shape
-        grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
-        out = F.scaled_dot_product_attention(grouped, key, value, scale=scaling)
-        return out.reshape(batch, heads, 1, value.shape[-1])
-    if new == slots:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    # On CUDA the aligned bias reaches a flash kernel; on the CPU it would be expanded for every layer anew.
-    mask = causal_lower_right(new, slots) if query.is_cuda else memo.causal(new, slots, None, query)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    if softcap is None and window is None and row_start is None:
+        if new == 1:
+            # The query heads of a group become rows of one product: no copy of the keys for each of them.
+            batch, heads, _, dim = query.shape
+            grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
+            out = F.scaled_dot_product_attention(grouped, key, value, scale=scaling)
+            return out.reshape(batch, heads, 1, value.shape[-1])
+        if new == slots:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        if query.is_cuda:  # the aligned bias reaches a flash kernel; on the CPU it would be expanded for every layer
+            mask = causal_lower_right(new, slots)
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    return _masked(query, key, value, scaling, memo, softcap, window, row_start)
+
+
+def _masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    memo: MaskMemo,
+    softcap: float | None,
+    window: int | None,
+    row_start: Tensor | None,
+) -> Tensor:
+    # A few query rows at a time: on the CPU, so that no mask of the whole chunk exists and no row looks at slots that
+    # come after its block; with a softcap, so that no logits of the whole chunk exist. Where CUDA has a fused kernel, a
+    # call per block would cost more than the mask.
+    new, slots = query.shape[-2], key.shape[-2]
+    rows = _SOFTCAP_ROWS if softcap is not None else new if query.is_cuda else _ROWS_CPU
+    blocks = []
+    for start in range(0, new, rows):
+        end = min(start + rows, new)
+        seen = slots - new + end
+        mask = _with_rows(memo.causal(end - start, seen, window, query), row_start, seen)
+        block = query[..., start:end, :], key[..., :seen, :], value[..., :seen, :]
+        if softcap is None:
+            blocks.append(F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scaling, enable_gqa=True))
+        else:
+            blocks.append(_softcapped(*block, mask, scaling, softcap))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
 
 
 def attend_segments(query: Tensor, key: Tensor, value: Tensor, segments: list[list[slice]], **options: Any) -> Tensor:
@@ -147,15 +164,11 @@ def _with_rows(mask_LS: Tensor, row_start: Tensor | None, slots: int) -> Tensor:
 
 
 def _softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
-    # No fused kernel of PyTorch caps logits, so rows go in blocks to bound the logits' memory.
-    batch, heads, new, dim = query.shape
-    kv_heads = key.shape[1]
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, new, dim)
-    blocks = []
-    for start in range(0, new, _SOFTCAP_ROWS):
-        logits = grouped[..., start : start + _SOFTCAP_ROWS, :] @ key[:, :, None].transpose(-1, -2) * scaling
-        logits = softcap * torch.tanh(logits / softcap)
-        rows = mask[..., start : start + _SOFTCAP_ROWS, :]
-        logits = logits + (rows[:, :, None] if rows.ndim == 4 else rows)
-        blocks.append(logits.softmax(-1, dtype=torch.float32).to(query.dtype) @ value[:, :, None])
-    return torch.cat(blocks, dim=-2).reshape(batch, heads, new, value.shape[-1])
+    # No fused kernel of PyTorch caps logits.
+    batch, heads, rows, dim = query.shape
+    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], rows, dim)
+    logits = grouped @ key[:, :, None].transpose(-1, -2) * scaling
+    logits = softcap * torch.tanh(logits / softcap)
+    logits = logits + (mask[:, :, None] if mask.ndim == 4 else mask)
+    out = logits.softmax(-1, dtype=torch.float32).to(query.dtype) @ value[:, :, None]
+    return out.reshape(batch, heads, rows, value.shape[-1])

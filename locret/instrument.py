@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from locret.adapters import FUSED, Backbone, attention_modules, describe, find_decoder, unwrap
-from locret.attention import MaskMemo, WideMask, attend, attend_segments
+from locret.attention import MaskMemo, attend, attend_segments
 from locret.rotary import long_factors
 
 
@@ -144,7 +144,6 @@ class _Layer:
     observer: Observer
     projections: Projections
     memo: MaskMemo
-    wide: WideMask
     flash: bool
 
 
@@ -160,7 +159,7 @@ def instrumented(model: nn.Module, observer: Observer) -> Iterator[None]:
         ValueError: If the model's attention cannot be found, or is instrumented already.
     """
     backbone, base, decoder = describe(model), unwrap(model), find_decoder(model)
-    modules, memo, wide = attention_modules(model), MaskMemo(), WideMask()
+    modules, memo = attention_modules(model), MaskMemo()
     if any(module in _ACTIVE for module in modules):
         raise ValueError("this model is being read by another cache; finish that prefill or generate call first")
     implementation = base.config._attn_implementation
@@ -168,7 +167,7 @@ def instrumented(model: nn.Module, observer: Observer) -> Iterator[None]:
     flash = implementation == "flash_attention_2"
     with ExitStack() as stack:
         for index, module in enumerate(modules):
-            layer = _Layer(index, index in backbone.layers, observer, Projections(backbone), memo, wide, flash)
+            layer = _Layer(index, index in backbone.layers, observer, Projections(backbone), memo, flash)
             _ACTIVE[module] = layer
             stack.callback(_ACTIVE.pop, module, None)
             if layer.governed:
@@ -268,7 +267,7 @@ def locret_attention(
     segments = layer.observer.segments(layer.index) if layer.governed else None
     if segments is not None:
         out = attend_segments(
-            query, key, value, segments, scaling=scaling, memo=layer.wide, softcap=softcap, flash=layer.flash
+            query, key, value, segments, scaling=scaling, memo=layer.memo, softcap=softcap, flash=layer.flash
         )
     else:
         out = attend(

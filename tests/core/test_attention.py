@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from locret import reference
+from locret import attention, reference
 from locret.attention import MaskMemo, attend
 
 
@@ -55,10 +55,39 @@ def test_capped_logits_equal_the_formula() -> None:
     torch.testing.assert_close(out, (weights @ value[:, :, None]).flatten(1, 2), atol=1e-5, rtol=0)
 
 
-def test_layers_of_one_pass_share_a_mask() -> None:
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(
+    ("first", "second"), [((3, 9), (2, 7)), ((3, 9), (5, 300)), ((5, 300), (1, 301)), ((1, 8), (4, 5))]
+)
+def test_masks_cut_from_a_larger_one_equal_those_made_for_their_size(
+    window: int | None, first: tuple[int, int], second: tuple[int, int]
+) -> None:
     memo, like = MaskMemo(), torch.zeros(1)
-    assert memo.causal(3, 9, None, like) is memo.causal(3, 9, None, like)
-    assert memo.causal(3, 9, None, like) is not memo.causal(3, 10, None, like)
+    for new, slots in (first, second):
+        mask = memo.causal(new, slots, window, like)
+        ago = torch.arange(slots - new, slots)[:, None] - torch.arange(slots)
+        hidden = (ago < 0) | (ago >= (window or slots))
+        torch.testing.assert_close(mask, torch.zeros(new, slots).masked_fill(hidden, -torch.inf), rtol=0, atol=0)
+
+
+def test_layers_and_blocks_of_one_pass_share_a_mask() -> None:
+    memo, like = MaskMemo(), torch.zeros(1)
+    mask = memo.causal(3, 9, None, like)
+    shared = {memo.causal(*size, None, like).untyped_storage().data_ptr() for size in ((3, 9), (3, 10), (2, 5))}
+    assert shared == {mask.untyped_storage().data_ptr()}
+    assert memo.causal(3, 9, None, like.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("row_start", [None, torch.tensor([0, 20])])
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_chunk_in_blocks_of_rows_attends_as_one(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, row_start: torch.Tensor | None
+) -> None:
+    query, key, value = (tensor.repeat(2, 1, 1, 1) for tensor in tensors(150, 211))
+    settings = {"scaling": 0.3, "window": window, "row_start": row_start}
+    blocks = attend(query, key, value, memo=MaskMemo(), **settings)
+    monkeypatch.setattr(attention, "_ROWS_CPU", 211)
+    torch.testing.assert_close(blocks, attend(query, key, value, memo=MaskMemo(), **settings), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (4, 5.0)])
