@@ -1,0 +1,48 @@
+"""An answer of 4,096 tokens stays within its budget, whatever rates it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompt
+from test_scorers import GREEDY, RATES_ANSWERS, make, policy_of
+
+from locret import RetentionCache, generate, prefill, scorers
+from locret.layers import RetentionLayer
+
+PROMPT, ANSWER, BUDGET, INTERVAL = 97, 4096, 36, 7
+
+
+@pytest.mark.parametrize("name", RATES_ANSWERS)
+def test_the_budget_holds_over_4096_generated_tokens(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model = build("llama", num_hidden_layers=1, max_position_embeddings=8192)
+    fills, append = [], RetentionLayer.append
+
+    def watched(layer: RetentionLayer, *args: Any) -> Any:
+        result = append(layer, *args)
+        fills.append(layer.fill)
+        return result
+
+    policy = policy_of(name, decode_budget=BUDGET, decode_interval=INTERVAL)
+    scorer = make(name, model)
+    if name == "oracle":  # it knows as many tokens as it has labels for
+        scorer = scorers.get(name, labels=torch.rand(1, 2, PROMPT + ANSWER, generator=torch.Generator().manual_seed(0)))
+    cache = RetentionCache(model, scorer, policy)
+    logits = prefill(model, prompt(PROMPT), cache, new_tokens=ANSWER)
+    monkeypatch.setattr(RetentionLayer, "append", watched)
+    answer = generate(model, None, cache=cache, max_new_tokens=ANSWER, **GREEDY)
+    assert logits.isfinite().all()
+    assert answer.shape == (1, ANSWER)
+    assert len(fills) == ANSWER  # the prompt's last token is read with the answer, the answer's last one is not read
+    assert max(fills) == BUDGET
+    # Once full it is emptied by the interval, again and again: never more, never less.
+    assert min(fills[INTERVAL:]) == BUDGET - INTERVAL + 1
+    assert cache.governed[0].capacity == BUDGET
+    assert cache.memory().peak <= cache.memory().planned
+    kept = cache.kept_positions(0)[0]
+    assert (kept.diff(dim=-1) > 0).all()
+    end = PROMPT + ANSWER - 1
+    assert (kept[:, -policy.local_len :] == torch.arange(end - policy.local_len, end)).all()
+    assert not cache.kept_scores(0).isnan().any()
