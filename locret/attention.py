@@ -101,17 +101,21 @@ def _masked(
     # call per block would cost more than the mask.
     new, slots = query.shape[-2], key.shape[-2]
     rows = _SOFTCAP_ROWS if softcap is not None else new if query.is_cuda else _ROWS_CPU
-    blocks = []
+    out = query.new_empty(*query.shape[:-1], value.shape[-1]) if rows < new else None
     for start in range(0, new, rows):
         end = min(start + rows, new)
         seen = slots - new + end
         mask = _with_rows(memo.causal(end - start, seen, window, query), row_start, seen)
         block = query[..., start:end, :], key[..., :seen, :], value[..., :seen, :]
         if softcap is None:
-            blocks.append(F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scaling, enable_gqa=True))
+            part = F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scaling, enable_gqa=True)
         else:
-            blocks.append(_softcapped(*block, mask, scaling, softcap))
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
+            part = _softcapped(*block, mask, scaling, softcap)
+        if out is None:
+            return part
+        out[..., start:end, :] = part
+    assert out is not None
+    return out
 
 
 def attend_segments(query: Tensor, key: Tensor, value: Tensor, segments: list[list[slice]], **options: Any) -> Tensor:
