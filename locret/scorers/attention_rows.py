@@ -51,6 +51,7 @@ def attention_sums(
             steps = torch.arange(start, end, device=weights.device)
             weights = weigh(weights, _visible(chunk, steps, see_all), steps[:, None])
         total[..., : weights.shape[-1]] += weights.sum(-2)
+        del weights  # or it would stand beside the next block
     return total.reshape(batch, heads, slots)
 
 
