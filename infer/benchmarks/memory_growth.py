@@ -40,7 +40,9 @@ class GrowthOptions:
     """What is measured, and how often. The defaults: 32 chunks, and a budget of four average chunks."""
 
     model: str | None = None
-    """Folder of a backbone; a random Llama of 8 layers, hidden 512, 8 query / 2 KV heads of 64 if none."""
+    """Folder of a backbone; random weights of --shape if none."""
+    shape: str = "cpu-deep"
+    """cpu-deep (24 layers, hidden 256, 4 query / 2 KV heads of 64) or cpu-512 (8 layers, hidden 512, 8 / 2 heads)."""
     scorer: str = "h2o"
     """Scorer, by its registry name."""
     heads: str | None = None
@@ -49,13 +51,13 @@ class GrowthOptions:
     """Width between a fresh head's two layers, d_R."""
     plans: str = "linear,sqrt,linear+decremental"
     """Plans to compare with fixed memory, in the words of locret-eval's modifiers."""
-    tokens: int = 16448
+    tokens: int = 8256
     """Prompt tokens, the local ones included."""
-    budget: int = 2048
+    budget: int = 1024
     """Cache units kept per KV head in the end, m_max."""
-    chunk_size: int = 512
+    chunk_size: int = 256
     """Tokens per forward pass; with decremental on average."""
-    min_chunk: int = 64
+    min_chunk: int = 32
     """Smallest chunk with decremental."""
     stabilizers: int = 64
     """Newest units kept after every chunk but the last."""
@@ -99,7 +101,7 @@ def measure(options: GrowthOptions) -> dict[str, Any]:
         ValueError: For an unknown scorer or plan.
     """
     torch.set_num_threads(options.threads)
-    model = backbone(options.model)
+    model = backbone(options.model, options.shape)
     scorer = _scorer(model, options)
     policies = options.policies(scorer.positions)
     generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from locret import __version__
 from locret.cli import print_json
-from locret.infer.benchmarks.shapes import CPU_512, random_model
+from locret.infer.benchmarks.shapes import SHAPES, random_model
 
 
 def interleave(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
@@ -49,10 +49,16 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     return {name: round(float(value), 4) for name, value in zip(("p20", "p50", "p80"), points, strict=True)}
 
 
-def backbone(folder: str | None) -> PreTrainedModel:
-    """Return the backbone in `folder` in float32, or one of the cpu-512 shape with random weights."""
+def backbone(folder: str | None, shape: str = "cpu-512") -> PreTrainedModel:
+    """Return the backbone in `folder` in float32, or one of a shape with random weights.
+
+    Raises:
+        ValueError: For an unknown shape.
+    """
     if folder is None:
-        return random_model(CPU_512)
+        if shape not in SHAPES:
+            raise ValueError(f"--shape {shape} is unknown; choose {' or '.join(SHAPES)}")
+        return random_model(SHAPES[shape])
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
