@@ -87,15 +87,17 @@ class Draw:
         """
         return _next(self._variables, "variables")
 
-    def number(self, digits: int) -> str:
-        """Return a number of `digits` digits without a leading zero, different from all drawn before.
+    def number(self, digits: int, first: int | None = None) -> str:
+        """Return a number of `digits` digits, different from all drawn before; its first digit is `first`, or not 0.
 
         Raises:
             ValueError: When there is none left.
         """
-        if sum(len(number) == digits for number in self._numbers) == 9 * 10 ** (digits - 1):
+        size = 10 ** (digits - 1)
+        low, high = (size, 10 * size) if first is None else (first * size, (first + 1) * size)
+        if sum(len(number) == digits and low <= int(number) < high for number in self._numbers) == high - low:
             raise ValueError(f"one text cannot hold that many numbers of {digits} digits; ask for fewer")
-        while (number := str(self.rng.randrange(10 ** (digits - 1), 10**digits))) in self._numbers:
+        while (number := str(self.rng.randrange(low, high))) in self._numbers:
             pass
         self._numbers.add(number)
         return number

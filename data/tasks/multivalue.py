@@ -18,7 +18,7 @@ class MultiValue(Task):
     source: ClassVar[str] = "RULER niah_multivalue (arXiv 2404.06654), with other keys added"
     metric: ClassVar[str] = "string match, all"
     introduction: ClassVar[str] = INTRODUCTION
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     max_new_tokens: ClassVar[int] = 64
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"others"})
 
@@ -43,12 +43,14 @@ class MultiValue(Task):
         return Planted(statements=statements, questions=(question,))
 
     def _numbers(self, draw: Draw) -> list[str]:
-        """Draw the key's numbers so that their first digits tell them apart, as far as there are enough digits."""
-        numbers: dict[str, str] = {}
-        while len(numbers) < min(self.values, 9):
-            number = draw.number(self.digits)
-            numbers.setdefault(number[0], number)
-        return [*numbers.values(), *(draw.number(self.digits) for _ in range(self.values - len(numbers)))]
+        """Draw the key's numbers; as far as there are digits, they begin with consecutive ones, in ascending order.
+
+        A small model can then name them one after the other; which text or key they belong to, the digits do not tell.
+        """
+        leading = range(1, 10)[: self.values]
+        shift = draw.rng.randint(0, 9 - len(leading))
+        numbers = [draw.number(self.digits, first=digit + shift) for digit in leading]
+        return [*numbers, *(draw.number(self.digits) for _ in range(self.values - len(numbers)))]
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the share of the numbers that the prediction contains."""

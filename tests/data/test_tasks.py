@@ -235,12 +235,26 @@ def test_a_mixture_asks_as_few_questions_as_wanted_and_fits_short_texts() -> Non
         mixture(TOKENIZER, ["sudoku"], 512)
 
 
-def test_multivalue_numbers_are_asked_in_ascending_order_and_differ_in_their_first_digit() -> None:
-    for seed in range(20):
+def test_multivalue_numbers_begin_with_consecutive_digits_in_ascending_order() -> None:
+    first = set()
+    for seed in range(40):
         targets = tasks.get("multivalue").sample(TOKENIZER, 1024, seed=seed).targets
         assert list(targets) == sorted(targets, key=int)
-        assert len({target[0] for target in targets}) == len(targets) == 4
+        digits = [int(target[0]) for target in targets]
+        assert digits == list(range(digits[0], digits[0] + 4))
+        first.add(digits[0])
+    assert first == {1, 2, 3, 4, 5, 6}
 
 
 def test_multivalue_has_numbers_for_more_values_than_first_digits() -> None:
-    assert len(set(tasks.get("multivalue", values=12).sample(TOKENIZER, 1024).targets)) == 12
+    targets = tasks.get("multivalue", values=12).sample(TOKENIZER, 1024).targets
+    assert len(set(targets)) == 12
+    assert list(targets) == sorted(targets, key=int)
+
+
+def test_numbers_with_a_first_digit_run_out_on_their_own() -> None:
+    draw = tasks.Draw(random.Random(0), "eval")
+    assert sorted(draw.number(2, first=3) for _ in range(10)) == [str(number) for number in range(30, 40)]
+    with pytest.raises(ValueError, match="numbers of 2 digits"):
+        draw.number(2, first=3)
+    assert draw.number(2)[0] != "3"
