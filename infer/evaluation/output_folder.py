@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, write_atomically
+from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts, write_atomically
 
 CONFIGURATION = "configuration.json"
 
@@ -68,7 +68,9 @@ def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> Sa
         return log
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (SAMPLES, RESULTS, TABLE, CONFIGURATION, *_pictures(folder)):
+        # The configuration goes last: a folder without it is nobody's.
+        parted = [path.name for path in parts(folder)]
+        for name in (SAMPLES, *parted, RESULTS, TABLE, *_pictures(folder), CONFIGURATION):
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise OSError(f"--output {output} cannot be written ({error.strerror}); choose another folder") from error

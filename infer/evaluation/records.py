@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 SAMPLES, RESULTS, TABLE = "samples.jsonl", "results.json", "results.md"
+PART = "samples.process-{}.jsonl"
+"""What another process than the first writes, until the first merges it."""
 KEY = ("task", "version", "tokens", "index", "method", "budget", "chunk_size", "stabilizers")
 """What tells one run from another within an output folder."""
 
@@ -20,10 +22,16 @@ def key(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 class SampleLog:
-    """The records of an output folder."""
+    """The records of an output folder; where several processes share a run, each but the first has a file of its own.
 
-    def __init__(self, folder: str | Path) -> None:
-        self.path = Path(folder) / SAMPLES
+    Args:
+        folder: The output folder.
+        rank: Number of this process; 0 writes samples.jsonl itself.
+    """
+
+    def __init__(self, folder: str | Path, rank: int = 0) -> None:
+        self.folder = Path(folder)
+        self.path = self.folder / (PART.format(rank) if rank else SAMPLES)
         self.records: list[dict[str, Any]] = []
 
     def load(self) -> None:
@@ -32,29 +40,10 @@ class SampleLog:
         Raises:
             ValueError: If a line in between is broken.
         """
-        if not self.path.is_file():
-            return
-        lines = self.path.read_bytes().split(b"\n")
-        good = 0
-        for number, line in enumerate(lines):
-            if not line:
-                continue
-            whole = number < len(lines) - 1  # what follows the last line break was cut off
-            try:
-                record = json.loads(line)
-                key(record)
-            except (ValueError, KeyError, TypeError):
-                if any(lines[number + 1 :]):
-                    raise ValueError(
-                        f"{self.path}, line {number + 1} is no record of an evaluation; use --overwrite to start again"
-                    ) from None
-                break
-            if not whole:
-                break
-            self.records.append(record)
-            good += len(line) + 1
-        with self.path.open("r+b") as file:
-            file.truncate(good)
+        self.records, good = read(self.path)
+        if self.path.is_file():
+            with self.path.open("r+b") as file:
+                file.truncate(good)
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a record to the file.
@@ -74,6 +63,73 @@ class SampleLog:
     def done(self) -> set[tuple[Any, ...]]:
         """Return the keys of what has been measured."""
         return {key(record) for record in self.records}
+
+    def collect(self) -> None:
+        """Take up what other processes have written, as far as it is whole; an answer that is there twice counts once.
+
+        Raises:
+            ValueError: If a line of theirs is broken.
+        """
+        known = self.done()
+        for path in parts(self.folder):
+            for record in read(path)[0]:
+                if key(record) not in known:
+                    known.add(key(record))
+                    self.records.append(record)
+
+    def merge(self, order: dict[tuple[Any, ...], int]) -> None:
+        """Bring all that was written into one file, in the order of an evaluation in one process without interruption.
+
+        Args:
+            order: Place of every record by its key.
+
+        Raises:
+            ValueError: If a line is broken.
+            OSError: If the file cannot be written; then all that was there is still there.
+        """
+        before = len(self.records)
+        self.collect()
+        ranks = [order.get(key(record), len(order)) for record in self.records]
+        if len(self.records) > before or ranks != sorted(ranks):
+            self.records.sort(key=lambda record: order.get(key(record), len(order)))
+            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in self.records]
+            write_atomically(self.path, "".join(lines))
+        for path in parts(self.folder):
+            path.unlink()
+
+
+def parts(folder: Path) -> list[Path]:
+    """Return the files of the processes but the first."""
+    return sorted(folder.glob(PART.format("*")))
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the records of a file, which need not exist, and its bytes up to the end of the last whole one.
+
+    Raises:
+        ValueError: If a line that is not the last one is broken.
+    """
+    records: list[dict[str, Any]] = []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    good = 0
+    for number, line in enumerate(lines):
+        if not line:
+            continue
+        whole = number < len(lines) - 1  # what follows the last line break was cut off
+        try:
+            record = json.loads(line)
+            key(record)
+        except (ValueError, KeyError, TypeError):
+            if any(lines[number + 1 :]):
+                raise ValueError(
+                    f"{path}, line {number + 1} is no record of an evaluation; use --overwrite to start again"
+                ) from None
+            break
+        if not whole:
+            break
+        records.append(record)
+        good += len(line) + 1
+    return records, good
 
 
 def write_atomically(path: Path, text: str) -> None:

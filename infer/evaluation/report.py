@@ -63,5 +63,10 @@ def write_figures(
 
 def ordered(log: SampleLog, places: Sequence[Place], runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the records in the order of an evaluation without interruption."""
+    return in_order(log.records, order_of(places, runs))
+
+
+def order_of(places: Sequence[Place], runs: Sequence[Run]) -> dict[tuple[Any, ...], int]:
+    """Return the place of every record in an evaluation without interruption, by its key."""
     keys = [key(place.axes | run.axes) for place in places for run in runs]
-    return in_order(log.records, {name: index for index, name in enumerate(keys)})
+    return {name: index for index, name in enumerate(keys)}

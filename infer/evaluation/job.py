@@ -1,0 +1,137 @@
+"""From the options of `locret-eval` to a job: resolved and checked, before any weights are loaded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from locret.data.tasks import Task
+from locret.infer import loading
+from locret.infer.evaluation import output_folder, runner
+from locret.infer.evaluation.options import BudgetOptions, EvalOptions, ReportOptions
+from locret.infer.evaluation.processes import Processes
+from locret.infer.evaluation.runner import Place, Run
+from locret.infer.options import ModelOptions, ScorerOptions
+from locret.policy import RetentionPolicy
+
+
+@dataclass
+class Job:
+    """What the options come to."""
+
+    model: ModelOptions
+    scorer: ScorerOptions
+    evaluation: EvalOptions
+    report: ReportOptions
+    processes: Processes
+    tasks: list[Task]
+    places: list[Place]
+    runs: list[Run]
+    policies: list[RetentionPolicy]
+    heads: Any
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def own_device(self) -> torch.device:
+        """The device of this process: CUDA devices are dealt out to the processes of a machine."""
+        if self.processes.count > 1 and self.device.type == "cuda" and self.device.index is None:
+            return torch.device("cuda", self.processes.local_rank % torch.cuda.device_count())
+        return self.device
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything that results depend on, resolved."""
+        model, evaluation = self.model, self.evaluation
+        return {
+            "model": model.model,
+            "revision": model.revision,
+            "adapter": model.adapter,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn": model.attn,
+            "heads": evaluation.heads,
+            "methods": [method.name for method in evaluation.chosen_methods()],
+            "tasks": {task.name: {"version": task.version, **task.options()} for task in self.tasks},
+            "lengths": evaluation.token_lengths(),
+            "samples": evaluation.samples,
+            "seed": evaluation.seed,
+            "policies": [policy.to_dict() for policy in self.policies],
+            "decoding": "greedy",
+        }
+
+    def plan(self) -> dict[str, Any]:
+        """Return what would be done: runs, tokens, and the bytes of each policy's cache."""
+        new_tokens = max(task.max_new_tokens for task in self.tasks)
+        planned = []
+        for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
+            scorer, _ = loading.load_scorer(self.scorer)
+            grows = policy.needs_length or policy.when == "prompt_end"
+            tokens = max(self.evaluation.token_lengths()) if grows else None
+            size = loading.planned_bytes(
+                self.model, self.config, self.dtype, scorer, policy, new_tokens, prompt_tokens=tokens
+            )
+            planned.append({**policy.to_dict(), "planned_cache_bytes": size})
+        return {
+            "runs": len(self.runs) * len(self.places),
+            "tokens": sum(place.tokens for place in self.places) * len(self.runs),
+            "policies": planned,
+            "config": self.settings(),
+        }
+
+
+def prepare(
+    model: ModelOptions,
+    evaluation: EvalOptions,
+    budgets: BudgetOptions,
+    report: ReportOptions,
+    chosen: set[str],
+    processes: Processes,
+) -> Job:
+    """Resolve the options, and refuse what needs neither tokenizer nor weights to be refused.
+
+    Raises:
+        ValueError: For anything the user must change.
+        OSError: If a Hub or a disk fails.
+    """
+    methods, tasks = evaluation.chosen_methods(), evaluation.chosen_tasks()
+    if report.threads:
+        torch.set_num_threads(report.threads)
+    device = loading.resolve_device(model.device)
+    # Something has to be chosen; without heads it is not used.
+    scorer = ScorerOptions(
+        heads=evaluation.heads,
+        scorer=None if evaluation.heads else "streaming",
+        allow_other_base=evaluation.allow_other_base,
+    )
+    heads, recommended = loading.load_scorer(scorer)
+    policies = budgets.policies(chosen, recommended)
+    config = loading.load_config(model)
+    loading.check_matches(scorer, heads, config)
+    dtype = loading.resolve_dtype(model.dtype, config, device)
+    runs = runner.plan_runs(methods, policies, chosen)
+    places = runner.plan_places(tasks, evaluation.token_lengths(), evaluation.samples, evaluation.seed)
+    job = Job(model, scorer, evaluation, report, processes, tasks, places, runs, policies, heads, config, device, dtype)
+    if not report.dry_run:
+        output_folder.check_output(report.output, job.settings(), resume=report.resume, overwrite=report.overwrite)
+    _warn_about_positions(config, runs, evaluation.token_lengths())
+    return job
+
+
+def _warn_about_positions(config: Any, runs: Sequence[Run], lengths: Sequence[int]) -> None:
+    """Say what happens where positions go beyond what the backbone was trained on."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is None or max(lengths) <= limit:
+        return
+    late = [r.method.name for r in runs if r.policy is None or r.policy.positions == "original"]
+    if late:
+        warnings.warn(
+            f"prompts of {max(lengths):,} tokens go beyond the {limit:,} positions of this backbone, where its answers "
+            f"usually fall apart; {', '.join(dict.fromkeys(late))} count positions in the text and will show it, "
+            "--positions compact numbers the kept units only",
+            stacklevel=2,
+        )

@@ -1,0 +1,47 @@
+"""Runs of `locret-eval` in processes of their own, and what they leave without the times, which differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+MODULE = "locret.infer.evaluation.command"
+TIMES = ("prefill_seconds", "decode_seconds", "prefill_tokens_per_second", "decode_tokens_per_second")
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment for processes that run on one CPU thread, without devices or a network."""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def start(processes: int, *arguments: object) -> subprocess.Popen[str]:
+    """Start `locret-eval` with its arguments in so many processes."""
+    launch = [sys.executable, "-m"]
+    if processes > 1:
+        # accelerate starts several GPU processes this way; its own launcher for CPUs needs MPI.
+        launch += ["torch.distributed.run", f"--nproc_per_node={processes}", "--standalone", "-m"]
+    line = [*launch, MODULE, *map(str, arguments)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Return exit code, output and errors."""
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def records(folder: Path, name: str = "samples.jsonl") -> list[dict[str, Any]]:
+    lines = (folder / name).read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def cells(folder: Path) -> list[dict[str, Any]]:
+    found = json.loads((folder / "results.json").read_text())["cells"]
+    return [{k: v for k, v in cell.items() if k not in TIMES} for cell in found]
