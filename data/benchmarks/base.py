@@ -10,10 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Union
 
 Truncation = Literal["middle", "words", "none"]
+MAX_ROW_BYTES = 4_900_000
+"""Just under 5 MB: 1.2 million tokens of English."""
 OnBadRow = Callable[["BadRow"], None]
+Record = Union[Mapping[str, Any], "BadRow"]
+"""A row, or what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,10 @@ class Item:
     """Where each planted statement is, from 0 to 1, where that is known."""
     span: tuple[int, int] = (0, 0)
     """Where the document begins and ends in `content`, in characters; truncation "words" cuts there alone."""
+    lead: str = ""
+    """What the protocol puts into the model's mouth after the assistant header."""
+    plain: bool = False
+    """Whether this prompt is a text to complete although the task's others are chat turns."""
     extra: tuple[tuple[str, str], ...] = ()
     """Further facts that a metric needs, as names and values."""
 
@@ -58,7 +66,7 @@ class BadRow(ValueError):
 class PublishedTask(ABC):
     """A task of a published benchmark. The fields named in `settable` are its options; they stand in every result."""
 
-    settable: ClassVar[tuple[str, ...]] = ()
+    settable: ClassVar[tuple[str, ...]] = ("max_new_tokens", "limit", "max_row_bytes")
     """Fields that a user may change; all others are the protocol."""
 
     name: str
@@ -77,9 +85,14 @@ class PublishedTask(ABC):
     stop: tuple[str, ...] = ()
     """The answer is cut before the first of these."""
     limit: int | None = None
-    """Tokens of the whole prompt that the protocol allows; None if it sets none."""
+    """Tokens of the whole prompt that the protocol allows, before the chat template; with truncation "words", of the
+    document alone. None if it sets none."""
     truncation: Truncation = "none"
     """What is cut from a longer prompt: its middle, or words of its document."""
+    reencode: bool = False
+    """Whether a prompt cut in the middle is decoded to text and encoded again, as some protocols do."""
+    cut_start: bool = False
+    """Whether truncation "words" cuts the document's start instead of its end."""
     file: str
     """Where the rows lie in the published layout, relative to a local copy (`--data-dir`)."""
     repo: str
@@ -90,19 +103,24 @@ class PublishedTask(ABC):
     """Where the rows lie in that repository; `file` if empty. "data.zip!a.jsonl" is a file inside an archive."""
     size: int | None = None
     """Items of the published set, where known."""
+    max_row_bytes: int = MAX_ROW_BYTES
+    """A longer line is a bad row."""
 
-    def items(self, records: Iterable[tuple[str, Mapping[str, Any]]], on_bad: OnBadRow | None = None) -> Iterator[Item]:
+    def items(self, records: Iterable[tuple[str, Record]], on_bad: OnBadRow | None = None) -> Iterator[Item]:
         """Yield the items of rows, one after the other.
 
         Args:
-            records: Rows, each with its place "file:line" for messages.
-            on_bad: Called with each row that cannot be asked, which is then left out; if None, it is raised.
+            records: Rows as `read_records` yields them, each with its place "file:line" for messages.
+            on_bad: Called with each row that cannot be asked, which is then left out; if None, it is raised. The ids
+                of other rows do not depend on it.
 
         Raises:
             BadRow: Naming file, line and field.
         """
         for index, (place, record) in enumerate(records):
             try:
+                if isinstance(record, BadRow):
+                    raise record
                 found = self.read(index, place, record)
             except BadRow as bad:
                 if on_bad is None:
@@ -123,6 +141,15 @@ class PublishedTask(ABC):
     def score(self, prediction: str, item: Item) -> float:
         """Return the score of a generated answer, from 0 to 1."""
 
+    def __post_init__(self) -> None:
+        for field, value in (("max_new_tokens", self.max_new_tokens), ("max_row_bytes", self.max_row_bytes)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"task {self.name}: {field}={value!r} must be a whole number, 1 or more")
+        if self.limit is not None and (type(self.limit) is not int or self.limit < 2):
+            raise ValueError(
+                f"task {self.name}: limit={self.limit!r} must be a whole number of tokens, 2 or more, or none"
+            )
+
     def summarise(self, scores: list[Any]) -> float:
         """Return the task's score from its items', from 0 to 1: their mean, unless a protocol has another rule."""
         return sum(scores) / len(scores) if scores else 0.0
@@ -132,9 +159,19 @@ class PublishedTask(ABC):
 
         Args:
             item: The item.
-            count: Tokens of a text, without special ones; some protocols leave room for the reference.
+            count: Tokens of a text, as the tokenizer counts by default; some protocols leave room for the reference.
         """
         return self.limit
+
+    def framed(self, item: Item, content: str, tokenizer: Any) -> str | None:
+        """Return the whole chat prompt where the official runs wrote their own; None for the chat template.
+
+        Args:
+            item: The item.
+            content: Its content after truncation.
+            tokenizer: Tells which model family's turns to write.
+        """
+        return None
 
     def options(self) -> dict[str, Any]:
         """Return the options as a dictionary."""
