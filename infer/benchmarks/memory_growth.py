@@ -51,17 +51,17 @@ class GrowthOptions:
     """Width between a fresh head's two layers, d_R."""
     plans: str = "linear,sqrt,linear+decremental"
     """Plans to compare with fixed memory, in the words of locret-eval's modifiers."""
-    tokens: int = 8256
+    tokens: int = 8208
     """Prompt tokens, the local ones included."""
     budget: int = 1024
     """Cache units kept per KV head in the end, m_max."""
     chunk_size: int = 256
     """Tokens per forward pass; with decremental on average."""
-    min_chunk: int = 32
+    min_chunk: int = 16
     """Smallest chunk with decremental."""
-    stabilizers: int = 64
+    stabilizers: int = 16
     """Newest units kept after every chunk but the last."""
-    local_len: int = 64
+    local_len: int = 16
     """Last tokens, never evicted."""
     repeats: int = 6
     """Times everything is measured."""

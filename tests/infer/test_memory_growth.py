@@ -38,7 +38,8 @@ def test_marked_allocations_count_until_they_are_freed_and_the_peak_is_of_one_mo
 
 
 def plans(**numbers: int) -> dict[str, dict[str, object]]:
-    options = GrowthOptions(**{"tokens": 8256, "budget": 512, "chunk_size": 128, **numbers})
+    usual = {"tokens": 8256, "budget": 512, "chunk_size": 128, "min_chunk": 64, "stabilizers": 64, "local_len": 64}
+    options = GrowthOptions(**{**usual, **numbers})
     scorer = get("h2o")
     return {name: planned(p, scorer, 2, options.tokens) for name, p in options.policies("compact").items()}
 
