@@ -2,7 +2,7 @@
 
 The kernel that attends keeps no weights. A block of rows is one product of the queries of all heads with the keys and
 one softmax, both over the units that its last row sees; the workspace never exceeds heads x block x units, whatever the
-chunk. The row maximum and sum are computed anew, because no kernel on the CPU hands out its log-sum-exp.
+chunk. The row maximum and sum are computed anew: PyTorch's public attention function keeps its log-sum-exp to itself.
 """
 
 # B batch, N query heads, K KV heads, G = N / K, L new tokens, R rows of a block, S units
