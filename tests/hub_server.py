@@ -3,7 +3,7 @@
 It speaks what the client uses to publish and to load a model: creating repositories and branches, the check of the
 card's YAML, preupload, the LFS batch protocol with its upload and verification, commits and pull requests, repository
 info and file lists, and downloads with redirects for large files. Not the Xet protocol: HF_HUB_DISABLE_XET, or the
-absence of hf_xet, makes the client use LFS.
+absence of hf_xet, makes the client use LFS. The files of a data set are those of the repository "datasets/org/name".
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         ("GET", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", "tree"),
         ("GET", r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", "info"),
         ("GET", r"/api/models/([^/]+/[^/]+)", "info"),
-        ("GET|HEAD", r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
+        ("GET|HEAD", r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
         ("GET|HEAD", r"/lfs/([0-9a-f]{64})", "blob"),
     )
 

@@ -146,9 +146,7 @@ class PublishedTask(ABC):
             if type(value) is not int or value < 1:
                 raise ValueError(f"task {self.name}: {field}={value!r} must be a whole number, 1 or more")
         if self.limit is not None and (type(self.limit) is not int or self.limit < 2):
-            raise ValueError(
-                f"task {self.name}: limit={self.limit!r} must be a whole number of tokens, 2 or more, or none"
-            )
+            raise ValueError(f"task {self.name}: limit={self.limit!r} must be a number of tokens, 2 or more, or none")
 
     def summarise(self, scores: list[Any]) -> float:
         """Return the task's score from its items', from 0 to 1: their mean, unless a protocol has another rule."""

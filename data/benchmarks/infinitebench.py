@@ -95,9 +95,9 @@ class InfiniteBenchTask(PublishedTask):
         context = text_of(record, place, "context")
         # Only the question of some tasks goes into the prompt, yet every published row has one.
         question = text_of(record, place, "input", may_be_empty=self.form not in _ASKED)
-        targets, options = texts_of(record, place, "answer"), ()
+        targets = texts_of(record, place, "answer")
+        options = texts_of(record, place, "options") if self.has_options else ()
         if self.has_options:
-            options = texts_of(record, place, "options")
             targets = _choice(place, targets, options)
         values = {
             "input": question,

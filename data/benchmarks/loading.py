@@ -131,7 +131,7 @@ def _fetched(task: PublishedTask, revision: str | None) -> tuple[str, str]:
         raise ValueError(
             f"{where}: the Hub has no such {missing} that you may read; check --data-revision, or give --data-dir"
         ) from None
-    except errors.HfHubHTTPError as error:
+    except errors.HTTPError as error:  # type: ignore[attr-defined]  # the client's own family, connections included
         raise OSError(f"{where} could not be fetched ({_first_line(error)}); try again, or give --data-dir") from error
     # .../snapshots/<commit>/<file>
     commit = Path(path).parents[len(Path(name).parts) - 1].name

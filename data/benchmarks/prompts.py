@@ -64,7 +64,8 @@ def build_prompt(
         kept = cut_middle(ids, limit)
         before, after = len(ids), len(kept)
         if not chat and not task.reencode:
-            return BuiltPrompt(kept, content if after == before else "", before, after)
+            kept += encode(tokenizer, item.lead) if item.lead else []
+            return BuiltPrompt(kept, content + item.lead if after == before else "", before, after)
         if after < before:
             half = after // 2
             content = _decoded(tokenizer, kept[:half]) + _decoded(tokenizer, kept[half:])

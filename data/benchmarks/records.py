@@ -80,17 +80,17 @@ def _lines(path: str, max_row_bytes: int) -> Iterator[tuple[str, Record]]:
 
 
 def _skip_line(stream: IO[bytes], block: int) -> int:
-    """Read to the end of the line and return the number of bytes passed."""
+    """Read to the end of the line and return the number of its bytes that were passed."""
     size = 0
     while part := stream.readline(block):
-        size += len(part)
+        size += len(part.removesuffix(b"\n"))
         if part.endswith(b"\n"):
             break
     return size
 
 
 def _too_long(size: int, limit: int) -> str:
-    return f"the line has {size:,} bytes where {limit:,} are allowed; raise max_row_bytes if it is meant to"
+    return f"the line has {size:,} bytes where {limit:,} are allowed (max_row_bytes)"
 
 
 def _parsed(place: str, line: bytes) -> Record:
@@ -129,7 +129,7 @@ def _list(path: str, _: int) -> Iterator[tuple[str, Record]]:
 
 def _table(path: str, _: int) -> Iterator[tuple[str, Record]]:
     import datasets
-    import pyarrow
+    import pyarrow  # type: ignore[import-untyped]
 
     try:
         rows = datasets.load_dataset("parquet", data_files=path, split="train", streaming=True)
