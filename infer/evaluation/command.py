@@ -100,7 +100,7 @@ def _execute(job: Job) -> None:
     except KeyboardInterrupt:
         if log is not None:
             log.collect()
-            write_results(Path(job.report.output), log, settings, job.places, job.runs)
+            write_results(Path(job.report.output), log, settings, job)
             sys.stderr.write(f"{len(log.records)} answers are in {log.path}; the same command with --resume goes on\n")
         raise
     if log is not None:
@@ -114,6 +114,7 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     from locret.infer import loading
     from locret.infer.evaluation import output_folder
     from locret.infer.evaluation.methods import Setup
+    from locret.infer.evaluation.published import tokenizer_facts
 
     report = job.report
     tokenizer = loading.load_tokenizer(job.model)
@@ -121,12 +122,13 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
         task.check(tokenizer)
         # The shortest text may have no room for what the task hides.
         min((place for place in job.places if place.task is task), key=lambda place: place.tokens).sample(tokenizer)
+    job.published.check(tokenizer)
     draw = report.figures == "all" and job.processes.is_main and _can_draw()
     model = loading.load_model(job.model, job.config, job.own_device, job.dtype)
     trained = job.heads.to(job.own_device) if job.evaluation.heads else None
     # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.
     weights = {"model": weight_fingerprint(model), "heads": trained and weight_fingerprint(trained)}
-    settings = {**job.settings(), "weights": weights}
+    settings = {**job.settings(), "weights": weights, "tokenizer": tokenizer_facts(tokenizer)}
     output_folder.check_output(report.output, settings, resume=report.resume, overwrite=report.overwrite)
     return Setup(model, tokenizer, trained, job.evaluation.seed), settings, draw
 
@@ -191,16 +193,16 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
 
 def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], draw: bool) -> None:
     """Write results and pictures, and print them."""
-    from locret.infer.evaluation import report, summary
+    from locret.infer.evaluation import report
 
     output = Path(job.report.output)
-    results = report.write_results(output, log, settings, job.places, job.runs)
+    results = report.write_results(output, log, settings, job)
     if draw:
         report.write_figures(output, log, results, setup, job.places, job.runs)
     if job.report.json:
         print_json(results)
         return
-    print(summary.table(results["cells"]), end="")
+    print(report.tables(results), end="")
     for name in results["figures"]:
         print(f"picture: {output / name}")
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locret import RetainingHeads
+from locret.data.tasks import Sample
 from locret.infer.evaluation import consistency
 from locret.infer.evaluation.consistency_figure import write_consistency
 from locret.infer.evaluation.methods import Prompt, Setup
 from locret.infer.evaluation.retention_steps import write_retention_steps
-from locret.infer.evaluation.runner import Place, Run, prompt_ids
+from locret.infer.evaluation.runner import AnyPlace, Place, Run, prompt_ids
 from locret.scorers import Scorer
 
 TEXTS = 3
@@ -19,7 +20,7 @@ MOST_TOKENS = 6144
 """Longest text whose consistency is measured (Locret, Figure 1: 6K tokens); its time grows with the square."""
 
 
-def write(setup: Setup, output: Path, places: Sequence[Place], runs: Sequence[Run]) -> list[str]:
+def write(setup: Setup, output: Path, places: Sequence[AnyPlace], runs: Sequence[Run]) -> list[str]:
     """Draw what each method keeps of one sample, and the consistency of its scores.
 
     Args:
@@ -29,8 +30,11 @@ def write(setup: Setup, output: Path, places: Sequence[Place], runs: Sequence[Ru
         runs: Its methods and policies; each method is shown with its smallest budget.
 
     Returns:
-        Names of the files written; none if only the plain cache was evaluated.
+        Names of the files written; none if only the plain cache, or published tasks alone, were evaluated.
     """
+    places = [place for place in places if isinstance(place, Place)]
+    if not places:
+        return []
     smallest: dict[str, Run] = {}
     for run in runs:
         if run.policy is None:
@@ -50,6 +54,7 @@ def write(setup: Setup, output: Path, places: Sequence[Place], runs: Sequence[Ru
         if prompt.ids_1N.shape[1] <= run.policy.chunk_size + run.policy.local_len:
             continue  # one chunk: nothing is ever evicted step by step
         sources = {name: _source(run, prompt)}
+        assert isinstance(prompt.sample, Sample)
         names += write_retention_steps(output, setup.model, setup.tokenizer, sources, prompt.sample, run.policy)
     short = [one for one in places if one.task.name == places[0].task.name and one.tokens <= MOST_TOKENS]
     if short:

@@ -11,10 +11,11 @@ import torch
 
 from locret.data.tasks import Task
 from locret.infer import loading
-from locret.infer.evaluation import output_folder, runner
-from locret.infer.evaluation.options import BudgetOptions, EvalOptions, ReportOptions
+from locret.infer.evaluation import output_folder, published, runner
+from locret.infer.evaluation.options import SAMPLES, BudgetOptions, EvalOptions, ReportOptions
 from locret.infer.evaluation.processes import Processes
-from locret.infer.evaluation.runner import Place, Run
+from locret.infer.evaluation.published import PublishedPlan
+from locret.infer.evaluation.runner import AnyPlace, Run
 from locret.infer.options import ModelOptions, ScorerOptions
 from locret.policy import RetentionPolicy
 
@@ -29,7 +30,10 @@ class Job:
     report: ReportOptions
     processes: Processes
     tasks: list[Task]
-    places: list[Place]
+    """The generated ones."""
+    published: PublishedPlan
+    """The published ones."""
+    places: list[AnyPlace]
     runs: list[Run]
     policies: list[RetentionPolicy]
     heads: Any
@@ -56,22 +60,26 @@ class Job:
             "attn": model.attn,
             "heads": evaluation.heads,
             "methods": [method.name for method in evaluation.chosen_methods()],
-            "tasks": {task.name: {"version": task.version, **task.options()} for task in self.tasks},
+            "tasks": {
+                **{task.name: {"version": task.version, **task.options()} for task in self.tasks},
+                **self.published.facts,
+            },
             "lengths": evaluation.token_lengths(),
-            "samples": evaluation.samples,
+            "samples": evaluation.samples or (SAMPLES if self.tasks else "all"),
             "seed": evaluation.seed,
             "policies": [policy.to_dict() for policy in self.policies],
             "decoding": "greedy",
+            **({} if evaluation.suite is None else {"suite": evaluation.suite}),
         }
 
     def plan(self) -> dict[str, Any]:
         """Return what would be done: runs, tokens, and the bytes of each policy's cache."""
-        new_tokens = max(task.max_new_tokens for task in self.tasks)
+        new_tokens = max(place.task.max_new_tokens for place in self.places)
         planned = []
         for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
             scorer, _ = loading.load_scorer(self.scorer)
             grows = policy.needs_length or policy.when == "prompt_end"
-            tokens = max(self.evaluation.token_lengths()) if grows else None
+            tokens = max(place.tokens for place in self.places) if grows else None
             size = loading.planned_bytes(
                 self.model, self.config, self.dtype, scorer, policy, new_tokens, prompt_tokens=tokens
             )
@@ -80,6 +88,7 @@ class Job:
             "runs": len(self.runs) * len(self.places),
             "tokens": sum(place.tokens for place in self.places) * len(self.runs),
             "policies": planned,
+            "missing": self.published.missing,
             "config": self.settings(),
         }
 
@@ -98,6 +107,7 @@ def prepare(
         ValueError: For anything the user must change.
         OSError: If a Hub or a disk fails.
     """
+    _check_choices(evaluation, chosen)
     methods, tasks = evaluation.chosen_methods(), evaluation.chosen_tasks()
     if report.threads:
         torch.set_num_threads(report.threads)
@@ -114,17 +124,33 @@ def prepare(
     loading.check_matches(scorer, heads, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
     runs = runner.plan_runs(methods, policies, chosen)
-    places = runner.plan_places(tasks, evaluation.token_lengths(), evaluation.samples, evaluation.seed)
-    job = Job(model, scorer, evaluation, report, processes, tasks, places, runs, policies, heads, config, device, dtype)
+    own = [task for task in tasks if isinstance(task, Task)]
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    found = published.plan([task for task in tasks if not isinstance(task, Task)], evaluation, positions)
+    samples, lengths = evaluation.samples or SAMPLES, evaluation.token_lengths()
+    places: list[AnyPlace] = [*runner.plan_places(own, lengths, samples, evaluation.seed), *found.places]
+    job = Job(
+        model, scorer, evaluation, report, processes, own, found, places, runs, policies, heads, config, device, dtype
+    )
     if not report.dry_run:
         output_folder.check_output(report.output, job.settings(), resume=report.resume, overwrite=report.overwrite)
-    _warn_about_positions(config, runs, evaluation.token_lengths())
+    _warn_about_positions(positions, runs, [place.tokens for place in places])
     return job
 
 
-def _warn_about_positions(config: Any, runs: Sequence[Run], lengths: Sequence[int]) -> None:
+def _check_choices(evaluation: EvalOptions, chosen: set[str]) -> None:
+    """Refuse options that contradict a suite."""
+    suite = evaluation.chosen_suite()
+    if suite is None:
+        return
+    if "tasks" in chosen:
+        raise ValueError(f"--suite {suite.name} and --tasks exclude each other; drop one of them")
+    if suite.tokens is not None and "lengths" in chosen:
+        raise ValueError(f"--suite {suite.name} reads {suite.tokens:,} tokens; drop --lengths, or choose another suite")
+
+
+def _warn_about_positions(limit: int | None, runs: Sequence[Run], lengths: Sequence[int]) -> None:
     """Say what happens where positions go beyond what the backbone was trained on."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is None or max(lengths) <= limit:
         return
     late = [r.method.name for r in runs if r.policy is None or r.policy.positions == "original"]

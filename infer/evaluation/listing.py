@@ -1,10 +1,11 @@
-"""What `locret-eval --list` says: the tasks, methods and modifiers there are."""
+"""What `locret-eval --list` says: the tasks, suites, methods and modifiers there are."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from locret.data import tasks
+from locret.data import benchmarks, tasks
+from locret.data.benchmarks import suites
 from locret.infer.evaluation import methods
 
 
@@ -15,15 +16,30 @@ def as_record() -> dict[str, Any]:
         name: {"version": t.version, "metric": t.metric, "source": t.source, "options": t.options()}
         for name, t in known.items()
     }
+    for name in benchmarks.names():
+        task = benchmarks.get(name)
+        facts[name] = {
+            "version": task.version,
+            "metric": task.metric,
+            "source": task.source,
+            "options": task.options(),
+            "max_new_tokens": task.max_new_tokens,
+            "size": task.size,
+        }
     described = {name: methods.get(name).description for name in methods.names()}
-    return {"tasks": facts, "methods": described, "modifiers": methods.MODIFIERS}
+    tables = {name: {"title": suites.get(name).title, "tasks": suites.get(name).tasks} for name in suites.names()}
+    return {"tasks": facts, "suites": tables, "methods": described, "modifiers": methods.MODIFIERS}
 
 
 def as_text() -> str:
     """Return a line for each, for people."""
     known = as_record()
     lines = ["tasks (name, version, metric, source)"]
-    lines += [f"  {name:<20} {t['version']}  {t['metric']:<20} {t['source']}" for name, t in known["tasks"].items()]
+    for name, task in known["tasks"].items():
+        width = 36 if "/" in name else 20
+        lines.append(f"  {name:<{width}} {task['version']}  {task['metric']:<20} {task['source']}")
+    lines.append("suites of published tasks (--suite NAME)")
+    lines += [f"  {name:<36} {suite['title']}" for name, suite in known["suites"].items()]
     lines.append("methods")
     lines += [f"  {name:<20} {description}" for name, description in known["methods"].items()]
     lines.append("modifiers of a method, as in locret+pyramid (what they change)")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetainingHeads, scorers
+from locret.data.benchmarks import Item
 from locret.data.tasks import Sample
 from locret.labels import answer_labels
 from locret.policy import RetentionPolicy
@@ -43,7 +44,7 @@ class Prompt:
     """One sample as token ids."""
 
     ids_1N: Tensor
-    sample: Sample
+    sample: Sample | Item
     setup: Setup
     _labels: Tensor | None = field(default=None, repr=False)
 

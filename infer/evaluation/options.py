@@ -6,7 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from locret.data import tasks
+from locret.data import benchmarks, tasks
+from locret.data.benchmarks import PublishedTask, suites
+from locret.data.chat import TEMPLATES
 from locret.data.tasks import Task
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.methods import Method
@@ -17,8 +19,58 @@ Numbers = int | str | list[int]
 Names = str | list[str]
 
 
+SAMPLES = 100
+"""Samples of a generated task per length, if the user does not say."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
+class PublishedOptions:
+    """Published tasks: where their rows lie, and what may differ from their protocols."""
+
+    suite: str | None = None
+    """Instead of --tasks: the tasks of a published table with its order and average; --list names them."""
+    published: bool = False
+    """Show the rows that papers print for the suite beside ours."""
+    data_dir: Names | None = None
+    """Local copies of published data, such as ~/data or ~/infinitebench,~/leval; none: the Hub, at pinned revisions."""
+    data_revision: str | None = None
+    """Branch, tag or commit of published data on the Hub, instead of the pinned one."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be asked (no answer, empty context, wrong type), and count them."""
+    max_prompt: int | None = None
+    """Most tokens of a published task's prompt; none: its protocol's, or the backbone's positions if they are fewer."""
+    max_new_tokens: int | None = None
+    """Longest answer to a published task; its protocol's where that is shorter."""
+    template: str = "chat"
+    """How published tasks that are chat turns become text: chat, original or none. Completion tasks get no template."""
+
+    def __post_init__(self) -> None:
+        if self.template not in TEMPLATES:
+            raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
+        for name, least in (("max_prompt", 2), ("max_new_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give {least} or more")
+        if self.published and self.suite is None:
+            raise ValueError("--published shows the rows of a suite's table; give --suite, or drop it")
+        if self.data_revision and self.data_dir is not None:
+            raise ValueError(f"--data-revision {self.data_revision} is of no use with --data-dir; drop one of them")
+
+    def data_folders(self) -> list[str] | None:
+        """Return the local copies, None for the Hub."""
+        return None if self.data_dir is None else words(self.data_dir, "--data-dir")
+
+    def chosen_suite(self) -> suites.Suite | None:
+        """Return the suite.
+
+        Raises:
+            ValueError: If there is none of that name.
+        """
+        return None if self.suite is None else suites.get(self.suite)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(PublishedOptions):
     """What is compared, and on what."""
 
     heads: str | None = None
@@ -33,13 +85,15 @@ class EvalOptions:
     """Options of tasks, in a recipe: {multikey: {keys: 12}}."""
     lengths: Numbers = 2048
     """Tokens of the whole chat prompt, such as 2048,8192."""
-    samples: int = 100
-    """Samples per task and length; the needle of sample i lies at depth (i + 0.5) / samples."""
+    samples: int | None = None
+    """Samples per task and length, the needle of sample i at depth (i + 0.5) / samples; rows of a published task, taken
+    evenly from its file. None: 100 samples, all rows."""
     seed: int = 0
     """Seed of the samples, of random eviction and of untrained heads."""
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
+        super().__post_init__()
+        if self.samples is not None and self.samples < 1:
             raise ValueError(f"--samples {self.samples} leaves nothing to measure; give 1 or more")
         if min(self.token_lengths()) < 1:
             raise ValueError(f"--lengths {self.lengths} holds a text without tokens; give 1 or more")
@@ -50,15 +104,18 @@ class EvalOptions:
 
     def token_lengths(self) -> list[int]:
         """Return the prompt lengths in tokens."""
-        return numbers(self.lengths, "--lengths")
+        suite = self.chosen_suite()
+        return numbers(self.lengths if suite is None or suite.tokens is None else suite.tokens, "--lengths")
 
-    def chosen_tasks(self) -> list[Task]:
+    def chosen_tasks(self) -> list[Task | PublishedTask]:
         """Return the tasks with their options.
 
         Raises:
             ValueError: For an unknown task or option.
         """
-        return [tasks.get(name, **self.task_options.get(name, {})) for name in words(self.tasks, "--tasks")]
+        suite = self.chosen_suite()
+        names = words(self.tasks, "--tasks") if suite is None else suite.tasks
+        return [(benchmarks if "/" in name else tasks).get(name, **self.task_options.get(name, {})) for name in names]
 
     def chosen_methods(self) -> list[Method]:
         """Return the methods.

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from locret.environment import versions
-from locret.infer.evaluation import summary
+from locret.infer.evaluation import suite_table, summary
+from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key, write_atomically
-from locret.infer.evaluation.runner import Place, Run
+from locret.infer.evaluation.runner import AnyPlace, Run
 
 
 def fingerprint(settings: dict[str, Any]) -> str:
@@ -20,14 +21,13 @@ def fingerprint(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def write_results(
-    output: Path, log: SampleLog, settings: dict[str, Any], places: Sequence[Place], runs: Sequence[Run]
-) -> dict[str, Any]:
+def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: Job) -> dict[str, Any]:
     """Write results.json and results.md from what has been measured so far, and return the results.
 
     Raises:
         OSError: If they cannot be written.
     """
+    places, runs, published = job.places, job.runs, job.published
     records = ordered(log, places, runs)
     found = versions()
     results: dict[str, Any] = {
@@ -37,16 +37,25 @@ def write_results(
         "commit": found.get("commit"),
         "seed": settings["seed"],
         "complete": len(records) == len(places) * len(runs),
-        "cells": summary.cells(records),
+        "cells": summary.cells(records, published.sets()),
         "figures": [],
     }
-    write_atomically(output / TABLE, summary.table(results["cells"]))
+    if suite := job.evaluation.chosen_suite():
+        shown = job.evaluation.published
+        results["suite"] = suite_table.results(suite, results["cells"], published.missing, settings, shown)
+    write_atomically(output / TABLE, tables(results))
     write_atomically(output / RESULTS, json.dumps(results, indent=1) + "\n")
     return results
 
 
+def tables(results: dict[str, Any]) -> str:
+    """Return the results as Markdown: the suite's table first, if there is one."""
+    suite = suite_table.table(results["suite"]) + "\n" if "suite" in results else ""
+    return suite + summary.table(results["cells"])
+
+
 def write_figures(
-    output: Path, log: SampleLog, results: dict[str, Any], setup: Setup, places: Sequence[Place], runs: Sequence[Run]
+    output: Path, log: SampleLog, results: dict[str, Any], setup: Setup, places: Sequence[AnyPlace], runs: Sequence[Run]
 ) -> None:
     """Draw all pictures and add their names to results.json; numbers are on disk before the first one is drawn.
 
@@ -61,12 +70,12 @@ def write_figures(
     write_atomically(output / RESULTS, json.dumps(results, indent=1) + "\n")
 
 
-def ordered(log: SampleLog, places: Sequence[Place], runs: Sequence[Run]) -> list[dict[str, Any]]:
+def ordered(log: SampleLog, places: Sequence[AnyPlace], runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the records in the order of an evaluation without interruption."""
     return in_order(log.records, order_of(places, runs))
 
 
-def order_of(places: Sequence[Place], runs: Sequence[Run]) -> dict[tuple[Any, ...], int]:
+def order_of(places: Sequence[AnyPlace], runs: Sequence[Run]) -> dict[tuple[Any, ...], int]:
     """Return the place of every record in an evaluation without interruption, by its key."""
     keys = [key(place.axes | run.axes) for place in places for run in runs]
     return {name: index for index, name in enumerate(keys)}

@@ -16,6 +16,7 @@ from locret import RetentionCache, generate, prefill
 from locret.adapters import unwrap
 from locret.data.tasks import Sample, Task
 from locret.infer.evaluation.methods import Method, Prompt, Setup
+from locret.infer.evaluation.published import ItemPlace, cut_at
 from locret.infer.evaluation.records import key
 from locret.policy import RetentionPolicy
 
@@ -76,6 +77,10 @@ class Place:
         return self.task.sample(tokenizer, self.tokens, depth=self.depth, seed=f"{self.seed}/{self.index}")
 
 
+AnyPlace = Place | ItemPlace
+"""A generated sample or an item of a published task."""
+
+
 def plan_runs(
     methods: Sequence[Method], policies: Sequence[RetentionPolicy], chosen: Collection[str] = ()
 ) -> list[Run]:
@@ -95,27 +100,52 @@ def plan_places(tasks: Sequence[Task], lengths: Sequence[int], samples: int, see
     ]
 
 
-def evaluate(setup: Setup, places: Sequence[Place], runs: Sequence[Run], done: set[Any]) -> Iterator[dict[str, Any]]:
+def evaluate(setup: Setup, places: Sequence[AnyPlace], runs: Sequence[Run], done: set[Any]) -> Iterator[dict[str, Any]]:
     """Yield the record of every run that is not done yet; each sample is written and tokenised once."""
     for place in places:
         missing = [run for run in runs if key(place.axes | run.axes) not in done]
         if not missing:
             continue
-        sample = place.sample(setup.tokenizer)
-        ids_1N = prompt_ids(setup.tokenizer, sample).to(next(setup.model.parameters()).device)
-        prompt = Prompt(ids_1N, sample, setup)
-        digest = hashlib.sha256(ids_1N.cpu().numpy().tobytes()).hexdigest()
+        prompt, facts = ask(setup, place)
+        digest = hashlib.sha256(prompt.ids_1N.cpu().numpy().tobytes()).hexdigest()
         for run in missing:
-            measured = answer(prompt, run, place.task.max_new_tokens)
+            measured = _answered(prompt, run, place)
             yield {
                 **place.axes,
                 **run.axes,
-                "prompt_tokens": ids_1N.shape[1],
+                **facts,
+                "prompt_tokens": prompt.ids_1N.shape[1],
                 "prompt_sha256": digest,
-                "targets": list(sample.targets),
-                "score": place.task.score(measured["prediction"], sample),
+                "targets": list(prompt.sample.targets),
+                "score": place.task.score(measured["prediction"], prompt.sample),  # type: ignore[arg-type]
                 **measured,
             }
+
+
+def ask(setup: Setup, place: AnyPlace) -> tuple[Prompt, dict[str, Any]]:
+    """Return a place's prompt on the backbone's device, and what its record says of it besides.
+
+    Raises:
+        ValueError: If a row or the tokenizer is unfit.
+    """
+    device = next(setup.model.parameters()).device
+    if isinstance(place, Place):
+        sample = place.sample(setup.tokenizer)
+        return Prompt(prompt_ids(setup.tokenizer, sample).to(device), sample, setup), {}
+    item = place.sample(setup.tokenizer)
+    built = place.built(setup.tokenizer, item)
+    facts = {"item": item.id, "tokens_before": built.tokens_before, "tokens_after": built.tokens_after}
+    if item.depths:
+        facts["depth"] = item.depths[0]
+    return Prompt(torch.tensor([built.ids], device=device), item, setup), facts
+
+
+def _answered(prompt: Prompt, run: Run, place: AnyPlace) -> dict[str, Any]:
+    task = place.task
+    if isinstance(task, Task):
+        return answer(prompt, run, task.max_new_tokens)
+    measured = answer(prompt, run, task.max_new_tokens, task.stop, task.min_new_tokens)
+    return {**measured, "prediction": cut_at(measured["prediction"], task.stop)}
 
 
 def prompt_ids(tokenizer: Any, sample: Sample) -> Tensor:
@@ -128,10 +158,21 @@ def prompt_ids(tokenizer: Any, sample: Sample) -> Tensor:
 
 
 @torch.no_grad()
-def answer(prompt: Prompt, run: Run, max_new_tokens: int) -> dict[str, Any]:
-    """Read a prompt one way and answer it greedily; return the prediction, units, bytes and seconds."""
+def answer(
+    prompt: Prompt, run: Run, max_new_tokens: int, stop: Sequence[str] = (), min_new_tokens: int = 0
+) -> dict[str, Any]:
+    """Read a prompt one way and answer it greedily; return the prediction, units, bytes and seconds.
+
+    Args:
+        prompt: The prompt.
+        run: How it is read.
+        max_new_tokens: Longest answer.
+        stop: Texts that end the answer, which still includes them.
+        min_new_tokens: 1 if the answer may not begin with its end.
+    """
     ids_1N, model = prompt.ids_1N, prompt.setup.model
     settings = _greedy(model, prompt.setup.tokenizer, max_new_tokens)
+    settings |= _ending(prompt.setup.tokenizer, settings["eos_token_id"], stop, min_new_tokens)
     if run.method.make is None:
         new, measured = _plain(model, ids_1N, settings)
     else:
@@ -216,6 +257,18 @@ def _greedy(model: nn.Module, tokenizer: Any, max_new_tokens: int) -> dict[str, 
         "eos_token_id": ends,
         "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else first,
     }
+
+
+def _ending(tokenizer: Any, ends: Any, stop: Sequence[str], min_new_tokens: int) -> dict[str, Any]:
+    """Return the settings of `generate` for texts that end an answer."""
+    if not stop:
+        return {}
+    settings = {"stop_strings": list(stop), "tokenizer": tokenizer}
+    if min_new_tokens:
+        last = [tokenizer(text, add_special_tokens=False)["input_ids"][-1:] for text in stop]
+        first = [*(ends if isinstance(ends, list) else [ends]), *(id for ids in last for id in ids)]
+        settings["begin_suppress_tokens"] = [id for id in first if id is not None]
+    return settings
 
 
 def _bytes(cache: Any) -> int:

@@ -3,23 +3,58 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from locret.data.benchmarks import PublishedTask
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers")
 
 
-def cells(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class PublishedSet:
+    """What cells of a published task have to say besides."""
+
+    task: PublishedTask
+    of: int | None
+    """Items of the whole set; None where that is unknown."""
+    generated: bool = False
+    """Whether rows are made for the run, so that there is no whole set."""
+
+    def label(self, count: int) -> str:
+        """Return the task's name, with what part of the set was asked."""
+        if self.generated or count == self.of:
+            return self.task.name
+        return f"{self.task.name} ({count:,} {'rows' if self.of is None else f'of {self.of:,}'})"
+
+
+def cells(
+    records: Sequence[dict[str, Any]], published: Mapping[str, PublishedSet] | None = None
+) -> list[dict[str, Any]]:
     """Return one cell per task, length, method and policy, in the order of the records.
 
     A cell holds `n`, `score` (mean x 100), its `standard_error`, `kept_units` and `peak_units` per KV head (largest of
     the samples), `cache_bytes` after reading, `peak_bytes`, and `prefill_tokens_per_second` and
-    `decode_tokens_per_second` (all tokens / all seconds).
+    `decode_tokens_per_second` (all tokens / all seconds). The `task` of a published set says how much of it was asked;
+    its plain name is `set`, its size `of`, and its score follows its protocol where that is no plain mean.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault(tuple(record[name] for name in CELL), []).append(record)
-    return [dict(zip(CELL, group, strict=True)) | _summary(members) for group, members in groups.items()]
+    found = []
+    for group, members in groups.items():
+        cell = dict(zip(CELL, group, strict=True)) | _summary(members)
+        whole = (published or {}).get(cell["task"])
+        if whole is not None:
+            cell |= {"set": cell["task"], "of": whole.of, "task": whole.label(len(members))}
+            cell["score"] = round(100 * whole.task.summarise([record["score"] for record in members]), 4)
+            cell["tokens_before"], cell["tokens_after"] = (
+                round(statistics.fmean(record[name] for record in members), 1)
+                for name in ("tokens_before", "tokens_after")
+            )
+        found.append(cell)
+    return found
 
 
 def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -42,16 +77,17 @@ def _rate(records: Sequence[dict[str, Any]], tokens: str, seconds: str) -> float
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table: a row per method and policy, a column per task and length, and what it took."""
-    columns = list(dict.fromkeys((cell["task"], cell["tokens"]) for cell in found))
+    columns = list(dict.fromkeys((_set(cell), cell["tokens"]) for cell in found))
     rows = list(dict.fromkeys(tuple(cell[name] for name in CELL[2:]) for cell in found))
-    by_place = {tuple(cell[name] for name in CELL): cell for cell in found}
+    by_place = {(_set(cell), *(cell[name] for name in CELL[1:])): cell for cell in found}
     varied = [
         name
         for index, name in enumerate(CELL[4:], start=2)
         if len({row[index] for row in rows if row[index] is not None}) > 1
     ]
     titles = ["method", "budget", *(name.replace("_", " ") for name in varied)]
-    titles += [f"{task} @ {tokens:,}" for task, tokens in columns]
+    names = {column: _title(column, found) for column in columns}
+    titles += list(names.values())
     titles += ["units / KV head", "peak cache", "read tokens/s", "write tokens/s"]
     lines = [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
     for row in rows:
@@ -61,7 +97,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         texts = [policy["method"], "all" if policy["budget"] is None else f"{policy['budget']:,}"]
         texts += ["" if policy[name] is None else f"{policy[name]:,}" for name in varied]
         texts += [
-            _score(cell, by_place.get((*column, "full", None, None, None)))
+            _score(cell, by_place.get((*column, "full", None, None, None)), names[column])
             for cell, column in zip(own, columns, strict=True)
         ]
         texts += [f"{max(cell['kept_units'] for cell in known):,}", size(max(cell["peak_bytes"] for cell in known))]
@@ -70,12 +106,26 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _score(cell: dict[str, Any] | None, full: dict[str, Any] | None) -> str:
+def _set(cell: dict[str, Any]) -> str:
+    """Return the task's name without the part of it that was asked."""
+    return str(cell.get("set", cell["task"]))
+
+
+def _title(column: tuple[str, int], found: Sequence[dict[str, Any]]) -> str:
+    """Return a column's title: a task and its length, or a published set with the part of it that all methods read."""
+    task, tokens = column
+    labels = {cell["task"] for cell in found if "set" in cell and (_set(cell), cell["tokens"]) == column}
+    return f"{task} @ {tokens:,}" if not labels else labels.pop() if len(labels) == 1 else task
+
+
+def _score(cell: dict[str, Any] | None, full: dict[str, Any] | None, title: str) -> str:
     if cell is None:
         return ""
+    # Methods of an unfinished run may have read different parts of a published set.
+    part = f" [{cell['n']:,} of {cell['of'] or 'some'}]" if title == cell.get("set") != cell["task"] else ""
     if full is None or cell is full or not full["score"]:
-        return f"{cell['score']:.1f}"
-    return f"{cell['score']:.1f} ({cell['score'] / full['score']:.0%})"
+        return f"{cell['score']:.1f}{part}"
+    return f"{cell['score']:.1f} ({cell['score'] / full['score']:.0%}){part}"
 
 
 def _mean_rate(known: Sequence[dict[str, Any]], name: str) -> str:

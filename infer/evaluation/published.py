@@ -1,0 +1,282 @@
+"""Published tasks in `locret-eval`: which rows are asked, how they become prompts, and what makes them reproducible."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locret.data.benchmarks import Item, PublishedTask
+from locret.data.benchmarks.loading import TaskRows, open_task, places
+from locret.data.benchmarks.prompts import BuiltPrompt, build_prompt
+from locret.infer.evaluation.summary import PublishedSet
+
+if TYPE_CHECKING:
+    from locret.infer.evaluation.options import EvalOptions
+
+_TEMPLATE_ROOM, _QUESTION_ROOM = 128, 1024
+"""Tokens left for turns around a prompt, and for turns and question around a document that alone is counted."""
+
+
+def fitted(
+    task: PublishedTask, positions: int | None, max_prompt: int | None, max_new_tokens: int | None
+) -> tuple[PublishedTask, str]:
+    """Return a task whose prompts fit the backbone, or what the user asked for, and where its limit comes from.
+
+    Args:
+        task: The task with its protocol's limit.
+        positions: Positions of the backbone, where it says.
+        max_prompt: The user's limit in tokens; replaces both others.
+        max_new_tokens: The user's longest answer; the protocol's holds where it is shorter.
+
+    Raises:
+        ValueError: If the backbone has no room for a prompt beside the answer.
+    """
+    if max_new_tokens is not None:
+        task = replace(task, max_new_tokens=min(task.max_new_tokens, max_new_tokens))
+    if max_prompt is not None:
+        # A protocol that cuts nothing leaves it to the user where.
+        cut = "middle" if task.truncation == "none" else task.truncation
+        return replace(task, limit=max_prompt, truncation=cut), "--max-prompt"
+    if positions is None or task.truncation == "none":
+        return task, "protocol" if task.limit else "none"
+    room = _QUESTION_ROOM if task.truncation == "words" else _TEMPLATE_ROOM if task.chat else 0
+    fits = positions - task.max_new_tokens - room
+    if task.limit is not None and task.limit <= fits:
+        return task, "protocol"
+    if fits < 2:
+        raise ValueError(
+            f"task {task.name}: {task.max_new_tokens:,} new tokens leave no room for a prompt within the "
+            f"{positions:,} positions of this backbone; lower --max-new-tokens, or give --max-prompt"
+        )
+    return replace(task, limit=fits), "backbone"
+
+
+def is_missing(task: PublishedTask, folders: Sequence[str] | None) -> bool:
+    """Return whether no local copy has the task's rows; without folders the Hub has them."""
+    if folders is None:
+        return not task.repo
+    spots = [spot.partition("!")[0] for spot in places(task)]
+    return not any((Path(folder).expanduser() / spot).is_file() for folder in folders for spot in spots)
+
+
+@dataclass
+class FileRows:
+    """The items of a file that are asked: all of them, or so many, evenly spread over the file."""
+
+    rows: TaskRows
+    samples: int | None
+    count: int = field(init=False)
+    """Items that the file has."""
+    prompts_sha256: str = field(init=False)
+    """Of the asked items' prompts before truncation and template."""
+    skipped: dict[str, int] = field(init=False)
+    """Bad rows that were left out, by reason."""
+    _ahead: Iterator[tuple[int, Item]] = field(init=False, repr=False)
+    _last: tuple[int, Item | None] = field(init=False, default=(-1, None), repr=False)
+
+    def __post_init__(self) -> None:
+        digests = [_digest(item) for item in self.rows.items()]
+        self.count = len(digests)
+        if not digests:
+            raise ValueError(
+                f"{self.rows.origin} holds no row that {self.rows.task.name} could ask; check that it is the right file"
+            )
+        self.prompts_sha256 = hashlib.sha256(b"".join(digests[row] for row in self.chosen)).hexdigest()
+        self.skipped = self.rows.skipped_by_reason()
+        if self.skipped:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in self.skipped.items())
+            warnings.warn(
+                f"{self.rows.task.name}: {len(self.rows.skipped)} bad rows are left out ({reasons}); the first is "
+                f"{self.rows.skipped[0].place}",
+                stacklevel=2,
+            )
+        self._rewind()
+
+    @cached_property
+    def chosen(self) -> list[int]:
+        """Positions of the asked items, ascending."""
+        asked = self.count if self.samples is None else min(self.samples, self.count)
+        return [index * self.count // asked for index in range(asked)]
+
+    def item(self, row: int, tokenizer: Any) -> Item:
+        """Return the item at a position; going forward reads the file once, going back starts again."""
+        if row < self._last[0]:
+            self._rewind()
+        while self._last[0] < row:
+            self._last = next(self._ahead)
+        found = self._last[1]
+        assert found is not None
+        return found
+
+    def _rewind(self) -> None:
+        self._ahead, self._last = enumerate(self.rows.items()), (-1, None)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what tells these data from others."""
+        rows = self.rows
+        return {
+            "file": rows.origin if rows.revision else Path(rows.path).name,
+            "revision": rows.revision,
+            "sha256": rows.sha256(),
+            "items": self.count,
+            "skipped_rows": self.skipped,
+            "prompts_sha256": self.prompts_sha256,
+        }
+
+
+def _digest(item: Item) -> bytes:
+    return hashlib.sha256("\0".join((item.system, item.content, item.lead)).encode()).digest()
+
+
+@dataclass(frozen=True)
+class ItemPlace:
+    """One item of a published task; it stands where `runner.Place` stands for generated samples."""
+
+    task: PublishedTask
+    rows: FileRows = field(compare=False, repr=False)
+    row: int
+    index: int
+    seed: int
+    template: str
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a prompt; 0 where nothing limits it."""
+        return self.task.limit or 0
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """What tells the item from others, as it stands in a record."""
+        return {
+            "task": self.task.name,
+            "version": self.task.version,
+            "tokens": self.tokens,
+            "index": self.index,
+            "seed": self.seed,
+        }
+
+    def sample(self, tokenizer: Any) -> Item:
+        """Return the item."""
+        return self.rows.item(self.row, tokenizer)
+
+    def built(self, tokenizer: Any, item: Item) -> BuiltPrompt:
+        """Return the item's prompt, truncated and framed as the protocol says.
+
+        Raises:
+            ValueError: If the tokenizer has no chat template, or the prompt cannot be cut.
+        """
+        return build_prompt(self.task, item, tokenizer, template=self.template)
+
+
+@dataclass
+class PublishedPlan:
+    """What is asked of the published tasks of an evaluation."""
+
+    tasks: list[PublishedTask]
+    """Those whose rows there are, with their limits."""
+    places: list[ItemPlace]
+    facts: dict[str, dict[str, Any]]
+    """By task: everything its results depend on besides the backbone."""
+    missing: list[str]
+    """Tasks of the suite whose rows there are not."""
+
+    def sets(self) -> dict[str, PublishedSet]:
+        """Return what the cells of each task have to say besides."""
+        return {task.name: PublishedSet(task, self.facts[task.name]["of"]) for task in self.tasks}
+
+    def check(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer without the template that is needed, and a metric whose library is missing.
+
+        Raises:
+            ValueError: Saying what to change.
+        """
+        for task in self.tasks:
+            place = next(place for place in self.places if place.task is task)
+            item = place.sample(tokenizer)
+            place.built(tokenizer, item)
+            task.score(item.reply, item)
+
+
+def plan(tasks: Sequence[PublishedTask], options: EvalOptions, positions: int | None) -> PublishedPlan:
+    """Find the rows of published tasks and choose those to ask.
+
+    Args:
+        tasks: In the order of the table.
+        options: Where rows lie, how many are asked, and limits.
+        positions: Of the backbone, where it says.
+
+    Raises:
+        ValueError: If rows are missing (of a suite only if all are), bad, or leave no room.
+        OSError: If the Hub or a file cannot be read.
+    """
+    found = PublishedPlan([], [], {}, [])
+    folders = options.data_folders()
+    for task in tasks:
+        if options.suite is not None and is_missing(task, folders):
+            found.missing.append(task.name)
+            continue
+        rows = open_task(task, data_dir=folders, revision=options.data_revision, skip_bad_rows=options.skip_bad_rows)
+        task, limit_from = fitted(task, positions, options.max_prompt, options.max_new_tokens)
+        asked = FileRows(replace(rows, task=task), options.samples)
+        found.tasks.append(task)
+        found.facts[task.name] = describe(task, limit_from, options.template, asked.facts(), len(asked.chosen))
+        found.places += [
+            ItemPlace(task, asked, row, index, options.seed, options.template) for index, row in enumerate(asked.chosen)
+        ]
+    if found.missing and not found.places:
+        where = "the Hub" if folders is None else f"--data-dir {', '.join(folders)}"
+        raise ValueError(
+            f"{where} has no rows of any task of --suite {options.suite} (such as {found.missing[0]}); give the folder "
+            "of a local copy in its published layout"
+        )
+    return found
+
+
+def describe(task: PublishedTask, limit_from: str, template: str, data: dict[str, Any], asked: int) -> dict[str, Any]:
+    """Return everything that a published task's results depend on besides the backbone."""
+    return {
+        "version": task.version,
+        **task.options(),
+        "source": task.source,
+        "metric": task.metric,
+        "prompt": {
+            "form": template if task.chat else "completion",
+            "limit": task.limit,
+            "limit_from": limit_from,
+            "truncation": task.truncation,
+        },
+        "generation": {
+            "decoding": "greedy",
+            "max_new_tokens": task.max_new_tokens,
+            "min_new_tokens": task.min_new_tokens,
+            "stop": list(task.stop),
+        },
+        "data": data,
+        "asked": asked,
+        # Some files have more items than the paper counts.
+        "of": task.size and max(task.size, data["items"]),
+    }
+
+
+def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
+    """Return what tells a tokenizer and its chat template from others."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    template = tokenizer.chat_template
+    text = json.dumps(template, sort_keys=True) if isinstance(template, dict) else template
+    return {
+        "class": type(tokenizer).__name__,
+        "vocabulary_sha256": hashlib.sha256(vocabulary).hexdigest(),
+        "template_sha256": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
+    }
+
+
+def cut_at(prediction: str, stop: Sequence[str]) -> str:
+    """Return an answer up to where the first of the texts that end it begins."""
+    ends = [prediction.find(text) for text in stop if text in prediction]
+    return prediction[: min(ends, default=len(prediction))]

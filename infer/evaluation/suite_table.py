@@ -1,0 +1,143 @@
+"""The table of a suite: our rows in its order with its average, what is missing, and the rows that papers print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from locret.data.benchmarks.published_rows import PublishedRow
+from locret.data.benchmarks.suites import Suite
+
+_CLOSE = 0.1
+"""Points by which a printed average may differ from its cells: they are rounded to one or two places."""
+_READING = ("method", "budget", "chunk_size", "stabilizers")
+
+
+def results(
+    suite: Suite, cells: Sequence[dict[str, Any]], missing: Sequence[str], settings: dict[str, Any], published: bool
+) -> dict[str, Any]:
+    """Return the suite's part of results.json.
+
+    Args:
+        suite: The suite.
+        cells: The cells of results.json.
+        missing: Tasks whose rows there are not.
+        settings: The resolved configuration.
+        published: Whether to add the rows that papers print.
+
+    Returns:
+        `rows`, each with `scores` by task, an `average`, and `partial`: whether a task is missing, or was not asked
+        in full; `labels` of the tasks with `n of N`; `missing`; `average_rule`.
+    """
+    own = [cell for cell in cells if cell.get("set", cell["task"]) in suite.tasks]
+    readings = list(dict.fromkeys(tuple(cell[name] for name in _READING) for cell in own))
+    rows = [
+        _row(suite, reading, [cell for cell in own if tuple(cell[name] for name in _READING) == reading])
+        for reading in readings
+    ]
+    found: dict[str, Any] = {
+        "name": suite.name,
+        "title": suite.title,
+        "tasks": list(suite.tasks),
+        "average_rule": suite.average_rule,
+        "labels": {task: _label(task, own) for task in suite.tasks},
+        "missing": list(missing),
+        "rows": rows,
+    }
+    if published:
+        found["published"] = [_printed(suite, row, settings) for row in suite.published]
+    return found
+
+
+def _row(suite: Suite, reading: tuple[Any, ...], cells: list[dict[str, Any]]) -> dict[str, Any]:
+    scores = {cell.get("set", cell["task"]): cell["score"] for cell in cells}
+    average = suite.average(scores)
+    whole = len(scores) == len(suite.tasks)
+    return {
+        **dict(zip(_READING, reading, strict=True)),
+        "scores": {task: scores.get(task) for task in suite.tasks},
+        "groups": suite.group_means(scores),
+        "average": None if average is None else round(average, 4),
+        "tasks_measured": len(scores),
+        "partial": not whole or any(cell.get("set", cell["task"]) != cell["task"] for cell in cells),
+    }
+
+
+def _label(task: str, cells: Sequence[dict[str, Any]]) -> str:
+    labels = {cell["task"] for cell in cells if cell.get("set", cell["task"]) == task}
+    return labels.pop() if len(labels) == 1 else task
+
+
+def _printed(suite: Suite, row: PublishedRow, settings: dict[str, Any]) -> dict[str, Any]:
+    cells = suite.cells_average(row)
+    agrees = cells is None or abs(cells - row.average) < _CLOSE
+    return {
+        "published": True,
+        "source": row.source,
+        "method": row.method,
+        "model": row.model,
+        "precision": row.precision,
+        "scores": dict(zip(suite.tasks, row.scores or (None,) * len(suite.tasks), strict=True)),
+        "average": row.average,
+        "average_of_cells": None if agrees or cells is None else round(cells, 2),
+        "note": row.note,
+        "differs": differs(row, settings),
+    }
+
+
+def differs(row: PublishedRow, settings: dict[str, Any]) -> str:
+    """Return in words how a published row's setting differs from ours, as far as its paper says."""
+    ours = f"{settings['model']} in {settings['dtype']}"
+    model = str(settings["model"]).rstrip("/").split("/")[-1].lower()
+    same = row.model.lower() in model or model in row.model.lower()
+    which = "perhaps the same model" if same else f"model {row.model}"
+    precision = "precision not stated" if row.precision == "not stated" else row.precision
+    return f"{which}, {precision}, their software and hardware; ours is {ours}"
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the suite as Markdown: a row per method and policy, then the published ones, marked as such."""
+    tasks, count = found["tasks"], len(found["tasks"])
+    short = {task: found["labels"][task].partition("/")[2] for task in tasks}
+    measured = {task for row in found["rows"] for task, score in row["scores"].items() if score is not None}
+    titles = ["method", "budget", *(short[task] for task in tasks), "average"]
+    lines = [f"**{found['name']}**: {found['title']}; average = {found['average_rule']}", ""]
+    lines += [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
+    for row in found["rows"]:
+        texts = [_shown(row["scores"][task], "missing" if task in found["missing"] else "") for task in tasks]
+        average = _shown(row["average"], "")
+        if row["tasks_measured"] < count:
+            average += f" (partial: {row['tasks_measured']} of {count} tasks)"
+        elif row["partial"]:
+            average += " (partial: not all rows)"
+        budget = "all" if row["budget"] is None else f"{row['budget']:,}"
+        lines.append(f"| {' | '.join([_reading(row, found['rows']), budget, *texts, average])} |")
+    for index, row in enumerate(found.get("published", ()), start=1):
+        texts = [_shown(row["scores"][task], "") for task in tasks]
+        average = f"{row['average']:.2f}"
+        if row["average_of_cells"] is not None:
+            average += f" (its cells give {row['average_of_cells']:.2f})"
+        lines.append(f"| published [{index}]: {row['method']} | | {' | '.join([*texts, average])} |")
+    if found["missing"]:
+        lines += ["", f"Missing, no rows found: {', '.join(found['missing'])}."]
+    if len(measured) < count and found["rows"]:
+        lines += ["", "The average is partial: do not compare it with a published one."]
+    for index, row in enumerate(found.get("published", ()), start=1):
+        note = f"; {row['note']}" if row["note"] else ""
+        lines += ["", f"[{index}] as printed in {row['source']}, not measured here; differs: {row['differs']}{note}."]
+    return "\n".join(lines) + "\n"
+
+
+def _reading(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Return the method, with the numbers that tell it from others of the same budget."""
+    twins = [one for one in rows if (one["method"], one["budget"]) == (row["method"], row["budget"])]
+    parts = [
+        f"{name.replace('_', ' ')} {row[name]:,}"
+        for name in _READING[2:]
+        if len({one[name] for one in twins}) > 1 and row[name] is not None
+    ]
+    return ", ".join([row["method"], *parts])
+
+
+def _shown(score: float | None, otherwise: str) -> str:
+    return otherwise if score is None else f"{score:.2f}"
