@@ -1,0 +1,113 @@
+"""Tasks whose rows are generated rather than downloaded: for any tokenizer, at any length.
+
+A generated row has the fields of the published files, so one reader (`PublishedTask.read`) serves both.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from locret.data.benchmarks.base import Item, PublishedTask
+from locret.data.benchmarks.prompts import build_prompt
+
+Record = tuple[str, Mapping[str, Any]]
+"""A row and its place, for messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedTask(PublishedTask):
+    """A published task that can also make its rows."""
+
+    def generate(
+        self,
+        tokenizer: Any,
+        tokens: int,
+        samples: int,
+        *,
+        seed: int = 0,
+        data_dir: Path | None = None,
+        first: int = 0,
+    ) -> Iterator[Record]:
+        """Yield rows as the published files have them, each with its place "<task>:<index>".
+
+        A row depends on its index, the seed and the length alone, so several processes can share a task.
+
+        Args:
+            tokenizer: Any tokenizer; it only counts.
+            tokens: Length of the whole prompt, chat template included, and the answer together (RULER's sequence
+                length); the prompt fills what the answer leaves.
+            samples: Rows to yield.
+            seed: Same seed, same rows.
+            data_dir: Where source texts lie (essays, question sets); see the task.
+            first: Index of the first row.
+
+        Raises:
+            ValueError: If `tokens` cannot hold the shortest prompt, or a source text is missing.
+        """
+        if samples < 1:
+            raise ValueError(f"samples={samples} leaves nothing to ask; give 1 or more")
+        make = self.maker(tokenizer, tokens, samples=first + samples, seed=seed, data_dir=data_dir)
+        for index in range(first, first + samples):
+            yield f"{self.name}:{index}", make(index)
+
+    @abstractmethod
+    def maker(
+        self, tokenizer: Any, tokens: int, *, samples: int, seed: int, data_dir: Path | None
+    ) -> Callable[[int], dict[str, Any]]:
+        """Return what makes row `index` of `samples`; source texts are read here, once.
+
+        Raises:
+            ValueError: If a source text is missing.
+        """
+
+
+def largest(cost: Callable[[int], int], limit: int, *, least: int, guess: int, what: str, close: int = 0) -> int:
+    """Return the largest size whose cost is within the limit, for costs that grow about evenly (or stop growing).
+
+    Args:
+        cost: Tokens of a text of that size; computed rarely, since a text may have millions.
+        limit: Tokens it may have.
+        least: Smallest size that makes sense.
+        guess: Where to look first.
+        what: What `limit` limits, for the message.
+        close: Tokens that may stay unused, which saves looking further.
+
+    Raises:
+        ValueError: If even the smallest size costs too much.
+    """
+    low, low_cost = least, cost(least)
+    if low_cost > limit:
+        raise ValueError(f"tokens={limit} cannot hold {what}, which takes at least {low_cost}; raise tokens")
+    high, high_cost, size, looks = None, 0, max(guess, least + 1), 0
+    while (high is None or high - low > 1) and limit - low_cost > close:
+        found, looks = cost(size), looks + 1
+        if found == low_cost and size >= 2 * low:  # there is no more text
+            break
+        if found <= limit:
+            low, low_cost = size, found
+        else:
+            high, high_cost = size, found
+        if high is None:  # aim a little beyond, so that the next look bounds the search from above
+            size = max(low + 1, min(4 * low + 4, int(limit / max(low_cost / max(low, 1), 1e-9) * 1.01) + 1))
+        elif looks > 8:  # costs are less even than thought
+            size = (low + high) // 2
+        else:
+            each = max((high_cost - low_cost) / (high - low), 1e-9)
+            size = min(max(low + 1, low + int((limit - low_cost) / each)), high - 1)
+    return low
+
+
+def counter(tokenizer: Any) -> Callable[[str], int]:
+    """Return what counts a text's tokens, without special ones and without a warning about long texts."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def frame_tokens(task: PublishedTask, tokenizer: Any) -> int:
+    """Return the tokens around a task's content: special ones, and those of the chat template where it has turns."""
+    template = "chat" if getattr(tokenizer, "chat_template", None) else "none"
+    probe = Item(id="", content="Text.", targets=(), reply="")
+    return len(build_prompt(task, probe, tokenizer, template=template).ids) - counter(tokenizer)(probe.content)
