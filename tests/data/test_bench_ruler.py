@@ -104,7 +104,8 @@ def test_every_published_row_reads_whatever_its_layout() -> None:
         for each, published in zip(items, rows, strict=True):
             assert each.content + each.lead == published["input"] + published.get("answer_prefix", "")
             assert list(each.targets) == published["outputs"]
-            assert each.lead.startswith((" The special magic", " Answer: ")) and len(each.lead) < 250
+            assert each.lead.startswith((" The special magic", " Answer: "))
+            assert len(each.lead) < 250
             assert BY_NAME[name].score(each.reply, each) == 1
     assert len(paths) == 14
 
@@ -135,7 +136,8 @@ def test_the_largest_size_is_found_from_any_guess(limit: int, guess: int) -> Non
     assert largest(lambda size: 3 + size, limit, least=0, guess=guess, what="a row") == limit - 3
     uneven = [3 + size + size % 2 for size in range(5000)]
     found = largest(lambda size: uneven[size], limit, least=0, guess=guess, what="a row")
-    assert uneven[found] <= limit and all(cost > limit for cost in uneven[found + 2 :])
+    assert uneven[found] <= limit
+    assert all(cost > limit for cost in uneven[found + 2 :])
 
 
 def test_a_length_that_cannot_hold_a_row_is_refused(tokenizer: Any) -> None:
@@ -190,7 +192,8 @@ def test_common_words_appear_as_often_as_ruler_says(tokens: int, often: int, rar
     found = row("cwe", tokenizer, tokens)
     counts = Counter(re.findall(r"\d+\. (\S+)", found["input"].split("Below is")[-1]))
     assert sorted(word for word, times in counts.items() if times == often) == sorted(found["outputs"])
-    assert set(counts.values()) == {often, rarely} and len(found["outputs"]) == 10
+    assert set(counts.values()) == {often, rarely}
+    assert len(found["outputs"]) == 10
 
 
 def test_coded_words_follow_zipf_and_dots_are_the_most_frequent(tokenizer: Any) -> None:
@@ -225,7 +228,8 @@ def test_more_different_words_than_there_are_get_invented(tokenizer: Any) -> Non
     from locret.data.benchmarks.ruler.vocabulary import vocabulary
 
     drawn = vocabulary("own").distinct(random.Random(0), 50_000)
-    assert len(set(drawn)) == 50_000 and all(word.isalpha() for word in drawn)
+    assert len(set(drawn)) == 50_000
+    assert all(word.isalpha() for word in drawn)
     with pytest.raises(ValueError, match='words="mine" is no source of words'):
         vocabulary("mine")
 
@@ -269,9 +273,8 @@ def test_a_question_comes_with_its_own_documents_and_distractors(
     own = "Paragraph a1." if name == "qa_1" else "Bob\nOne. Two."
     assert f":\n{own}\n\n" in asked.content
     question = "What is a1?" if name == "qa_1" else "Who is Bob?"
-    assert (
-        asked.content.endswith(f"do not output any other words.\n\nQuestion: {question}") and asked.lead == " Answer:"
-    )
+    assert asked.content.endswith(f"do not output any other words.\n\nQuestion: {question}")
+    assert asked.lead == " Answer:"
     assert BY_NAME[name].score("it is " + asked.targets[-1].upper(), asked) == 1
     assert BY_NAME[name].score("none", asked) == 0
 
@@ -281,7 +284,8 @@ def test_a_question_prefers_paragraphs_of_its_own_article(tmp_path: Path, tokeni
     whole = row("qa_1", tokenizer, 1000, data_dir=tmp_path)["length"]
     fewer = row("qa_1", tokenizer, whole - 60, data_dir=tmp_path)["input"]
     shown = set(re.findall(r"Paragraph (\w\d)", fewer))
-    assert "a0" in shown and len(shown) < 6
+    assert "a0" in shown
+    assert len(shown) < 6
     assert len(shown & {"a0", "a1", "a2"}) == min(3, len(shown))
 
 

@@ -65,7 +65,8 @@ class Tracking(Kind):
         while len(names) < self.chains * (self.hops + 1):
             if (name := "".join(rng.choices(string.ascii_uppercase, k=letters))) not in names:
                 names.append(name)
-        lines, wanted, asked, shares = [NOISE_LINE] * size, "", names[: self.hops + 1], ()
+        lines, wanted, asked = [NOISE_LINE] * size, "", names[: self.hops + 1]
+        shares: tuple[float, ...] = ()
         for first in range(0, len(names), self.hops + 1):
             chain = names[first : first + self.hops + 1]
             value = str(rng.randint(10000, 99999))
