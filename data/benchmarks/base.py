@@ -8,7 +8,7 @@ chat template or not, and the metric with its cleaning of the answer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Union
 
@@ -148,8 +148,13 @@ class PublishedTask(ABC):
         if self.limit is not None and (type(self.limit) is not int or self.limit < 2):
             raise ValueError(f"task {self.name}: limit={self.limit!r} must be a number of tokens, 2 or more, or none")
 
-    def summarise(self, scores: list[Any]) -> float:
-        """Return the task's score from its items', from 0 to 1: their mean, unless a protocol has another rule."""
+    def summarise(self, scores: Sequence[float], answers: Sequence[tuple[str, tuple[str, ...]]]) -> float:
+        """Return the task's score from its items', from 0 to 1: their mean, unless a protocol has another rule.
+
+        Args:
+            scores: What `score` gave.
+            answers: Predictions with their references, for protocols whose task score is no mean of items' scores.
+        """
         return sum(scores) / len(scores) if scores else 0.0
 
     def allowed(self, item: Item, count: Callable[[str], int]) -> int | None:

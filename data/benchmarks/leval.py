@@ -12,7 +12,7 @@ Deviates:  prompt_style=fixed, the default, writes proper turns with the tokeniz
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -180,6 +180,13 @@ class LEvalTask(PublishedTask):
         from locret.data.benchmarks.metrics import leval
 
         return leval.score(self.task, prediction, item.targets[0])
+
+    def summarise(self, scores: Sequence[float], answers: Sequence[tuple[str, tuple[str, ...]]]) -> float:
+        """Return the task's score: for ROUGE the geometric mean of three means over the items, else the mean."""
+        from locret.data.benchmarks.metrics import leval
+
+        predictions, references = [text for text, _ in answers], [targets[0] for _, targets in answers]
+        return leval.task_score(self.task, predictions, references)
 
 
 def _task(name: str, size: int | None, metric: str, *, exam: bool = False) -> LEvalTask:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.data.benchmarks import Item, PublishedTask
-from locret.data.benchmarks.loading import TaskRows, open_task, places
+from locret.data.benchmarks.loading import open_task, places
 from locret.data.benchmarks.prompts import BuiltPrompt, build_prompt
+from locret.infer.evaluation.item_rows import FileRows
 from locret.infer.evaluation.summary import PublishedSet
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def fitted(
             f"task {task.name}: {task.max_new_tokens:,} new tokens leave no room for a prompt within the "
             f"{positions:,} positions of this backbone; lower --max-new-tokens, or give --max-prompt"
         )
-    return replace(task, limit=fits), "backbone"
+    return replace(task, limit=fits), "backbone" if task.limit else "backbone, as the protocol leaves it to the model"
 
 
 def is_missing(task: PublishedTask, folders: Sequence[str] | None) -> bool:
@@ -63,75 +62,6 @@ def is_missing(task: PublishedTask, folders: Sequence[str] | None) -> bool:
         return not task.repo
     spots = [spot.partition("!")[0] for spot in places(task)]
     return not any((Path(folder).expanduser() / spot).is_file() for folder in folders for spot in spots)
-
-
-@dataclass
-class FileRows:
-    """The items of a file that are asked: all of them, or so many, evenly spread over the file."""
-
-    rows: TaskRows
-    samples: int | None
-    count: int = field(init=False)
-    """Items that the file has."""
-    prompts_sha256: str = field(init=False)
-    """Of the asked items' prompts before truncation and template."""
-    skipped: dict[str, int] = field(init=False)
-    """Bad rows that were left out, by reason."""
-    _ahead: Iterator[tuple[int, Item]] = field(init=False, repr=False)
-    _last: tuple[int, Item | None] = field(init=False, default=(-1, None), repr=False)
-
-    def __post_init__(self) -> None:
-        digests = [_digest(item) for item in self.rows.items()]
-        self.count = len(digests)
-        if not digests:
-            raise ValueError(
-                f"{self.rows.origin} holds no row that {self.rows.task.name} could ask; check that it is the right file"
-            )
-        self.prompts_sha256 = hashlib.sha256(b"".join(digests[row] for row in self.chosen)).hexdigest()
-        self.skipped = self.rows.skipped_by_reason()
-        if self.skipped:
-            reasons = ", ".join(f"{reason}: {n}" for reason, n in self.skipped.items())
-            warnings.warn(
-                f"{self.rows.task.name}: {len(self.rows.skipped)} bad rows are left out ({reasons}); the first is "
-                f"{self.rows.skipped[0].place}",
-                stacklevel=2,
-            )
-        self._rewind()
-
-    @cached_property
-    def chosen(self) -> list[int]:
-        """Positions of the asked items, ascending."""
-        asked = self.count if self.samples is None else min(self.samples, self.count)
-        return [index * self.count // asked for index in range(asked)]
-
-    def item(self, row: int, tokenizer: Any) -> Item:
-        """Return the item at a position; going forward reads the file once, going back starts again."""
-        if row < self._last[0]:
-            self._rewind()
-        while self._last[0] < row:
-            self._last = next(self._ahead)
-        found = self._last[1]
-        assert found is not None
-        return found
-
-    def _rewind(self) -> None:
-        self._ahead, self._last = enumerate(self.rows.items()), (-1, None)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what tells these data from others."""
-        rows = self.rows
-        return {
-            "file": rows.origin if rows.revision else Path(rows.path).name,
-            "revision": rows.revision,
-            "sha256": rows.sha256(),
-            "items": self.count,
-            "skipped_rows": self.skipped,
-            "prompts_sha256": self.prompts_sha256,
-        }
-
-
-def _digest(item: Item) -> bytes:
-    return hashlib.sha256("\0".join((item.system, item.content, item.lead)).encode()).digest()
 
 
 @dataclass(frozen=True)
@@ -222,10 +152,12 @@ def plan(tasks: Sequence[PublishedTask], options: EvalOptions, positions: int | 
             found.missing.append(task.name)
             continue
         rows = open_task(task, data_dir=folders, revision=options.data_revision, skip_bad_rows=options.skip_bad_rows)
+        longest = task.max_new_tokens
         task, limit_from = fitted(task, positions, options.max_prompt, options.max_new_tokens)
         asked = FileRows(replace(rows, task=task), options.samples)
         found.tasks.append(task)
-        found.facts[task.name] = describe(task, limit_from, options.template, asked.facts(), len(asked.chosen))
+        shorter = task.max_new_tokens < longest
+        found.facts[task.name] = describe(task, limit_from, options.template, asked.facts(), len(asked.chosen), shorter)
         found.places += [
             ItemPlace(task, asked, row, index, options.seed, options.template) for index, row in enumerate(asked.chosen)
         ]
@@ -238,7 +170,9 @@ def plan(tasks: Sequence[PublishedTask], options: EvalOptions, positions: int | 
     return found
 
 
-def describe(task: PublishedTask, limit_from: str, template: str, data: dict[str, Any], asked: int) -> dict[str, Any]:
+def describe(
+    task: PublishedTask, limit_from: str, template: str, data: dict[str, Any], asked: int, shortened: bool
+) -> dict[str, Any]:
     """Return everything that a published task's results depend on besides the backbone."""
     return {
         "version": task.version,
@@ -256,6 +190,7 @@ def describe(task: PublishedTask, limit_from: str, template: str, data: dict[str
             "max_new_tokens": task.max_new_tokens,
             "min_new_tokens": task.min_new_tokens,
             "stop": list(task.stop),
+            "shortened": shortened,
         },
         "data": data,
         "asked": asked,

@@ -42,6 +42,7 @@ def results(
         "average_rule": suite.average_rule,
         "labels": {task: _label(task, own) for task in suite.tasks},
         "missing": list(missing),
+        "remarks": remarks(suite, settings),
         "rows": rows,
     }
     if published:
@@ -99,7 +100,6 @@ def table(found: dict[str, Any]) -> str:
     """Return the suite as Markdown: a row per method and policy, then the published ones, marked as such."""
     tasks, count = found["tasks"], len(found["tasks"])
     short = {task: found["labels"][task].partition("/")[2] for task in tasks}
-    measured = {task for row in found["rows"] for task, score in row["scores"].items() if score is not None}
     titles = ["method", "budget", *(short[task] for task in tasks), "average"]
     lines = [f"**{found['name']}**: {found['title']}; average = {found['average_rule']}", ""]
     lines += [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
@@ -112,20 +112,42 @@ def table(found: dict[str, Any]) -> str:
             average += " (partial: not all rows)"
         budget = "all" if row["budget"] is None else f"{row['budget']:,}"
         lines.append(f"| {' | '.join([_reading(row, found['rows']), budget, *texts, average])} |")
-    for index, row in enumerate(found.get("published", ()), start=1):
+    notes = list(dict.fromkeys(_footnote(row) for row in found.get("published", ())))
+    for row in found.get("published", ()):
         texts = [_shown(row["scores"][task], "") for task in tasks]
         average = f"{row['average']:.2f}"
         if row["average_of_cells"] is not None:
             average += f" (its cells give {row['average_of_cells']:.2f})"
-        lines.append(f"| published [{index}]: {row['method']} | | {' | '.join([*texts, average])} |")
+        name = f"published: {row['method']}, {row['model']} [{notes.index(_footnote(row)) + 1}]"
+        lines.append(f"| {name} | | {' | '.join([*texts, average])} |")
     if found["missing"]:
         lines += ["", f"Missing, no rows found: {', '.join(found['missing'])}."]
-    if len(measured) < count and found["rows"]:
-        lines += ["", "The average is partial: do not compare it with a published one."]
-    for index, row in enumerate(found.get("published", ()), start=1):
-        note = f"; {row['note']}" if row["note"] else ""
-        lines += ["", f"[{index}] as printed in {row['source']}, not measured here; differs: {row['differs']}{note}."]
+    if any(row["partial"] for row in found["rows"]):
+        lines += ["", "A partial average is not comparable with a published one."]
+    lines += [part for remark in found["remarks"] for part in ("", remark)]
+    lines += [part for index, note in enumerate(notes, start=1) for part in ("", f"[{index}] {note}")]
     return "\n".join(lines) + "\n"
+
+
+def _footnote(row: dict[str, Any]) -> str:
+    note = f"; {row['note']}" if row["note"] else ""
+    return f"As printed in {row['source']}, not measured here. Differs: {row['differs']}{note}."
+
+
+def remarks(suite: Suite, settings: dict[str, Any]) -> list[str]:
+    """Return what makes our rows differ from the protocol or from the published data, in sentences."""
+    facts = {name: settings["tasks"][name] for name in suite.tasks if name in settings["tasks"]}
+    found = []
+    for where, what in (("--max-prompt", "was asked for"), ("backbone", "this backbone has positions for")):
+        limits = sorted({f["prompt"]["limit"] for f in facts.values() if f["prompt"]["limit_from"] == where})
+        if limits:
+            most = " to ".join(f"{limit:,}" for limit in dict.fromkeys((limits[0], limits[-1])))
+            found.append(f"Prompts are cut to what {what} ({most} tokens), not to the protocol's limit.")
+    if any(fact["generation"]["shortened"] for fact in facts.values()):
+        found.append("Answers are shorter than the protocol allows (--max-new-tokens).")
+    if any("file" in fact["data"] and fact["data"]["revision"] is None for fact in facts.values()):
+        found.append("Rows come from local files, which are taken at their word: results.json has their SHA-256.")
+    return found
 
 
 def _reading(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:

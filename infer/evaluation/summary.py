@@ -48,7 +48,8 @@ def cells(
         whole = (published or {}).get(cell["task"])
         if whole is not None:
             cell |= {"set": cell["task"], "of": whole.of, "task": whole.label(len(members))}
-            cell["score"] = round(100 * whole.task.summarise([record["score"] for record in members]), 4)
+            answers = [(record["prediction"], tuple(record["targets"])) for record in members]
+            cell["score"] = round(100 * whole.task.summarise([record["score"] for record in members], answers), 4)
             cell["tokens_before"], cell["tokens_after"] = (
                 round(statistics.fmean(record[name] for record in members), 1)
                 for name in ("tokens_before", "tokens_after")
