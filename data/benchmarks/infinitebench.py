@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from locret.data.benchmarks.base import BadRow, Item, PublishedTask
 from locret.data.benchmarks.records import text_of, texts_of
@@ -75,7 +75,7 @@ _FORMS = {
 class InfiniteBenchTask(PublishedTask):
     """One file of InfiniteBench."""
 
-    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "answer_room", "replace_mask")
+    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "answer_room", "replace_mask", "scorer")
 
     form: str
     """Which prompt of `_FORMS`: the file's name in the published set."""
@@ -85,6 +85,14 @@ class InfiniteBenchTask(PublishedTask):
     """Leave room for up to 50 tokens of the reference when truncating, as the Locret, SirLLM and 2-bit scripts do."""
     replace_mask: bool = True
     """Write **MASK** for $$MASK$$ everywhere, as all scripts but the 2-bit one do."""
+
+    scorer: Literal["official", "locret"] = "official"
+    """The benchmark's own scorer, or the Locret release's copy, which differs in C.Debug and R.KV."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scorer not in ("official", "locret"):
+            raise ValueError(f"task {self.name}: scorer={self.scorer!r} is unknown; use official or locret")
 
     def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
         """Return the item of a row.
@@ -99,6 +107,9 @@ class InfiniteBenchTask(PublishedTask):
         options = texts_of(record, place, "options") if self.has_options else ()
         if self.has_options:
             targets = _choice(place, targets, options)
+        for target in targets:
+            if not re.search(_NUMBERS.get(self.form, ""), target):
+                raise BadRow(place, "wrong answer", f"field 'answer' holds {target!r} where a number is needed")
         values = {
             "input": question,
             **dict(zip(LETTERS, options, strict=False)),
@@ -131,9 +142,11 @@ class InfiniteBenchTask(PublishedTask):
         """Return the task's own metric."""
         from locret.data.benchmarks.metrics import infinitebench
 
-        return infinitebench.score(self.form, prediction, item.targets)
+        return infinitebench.score(self.form, prediction, item.targets, self.scorer)
 
 
+# What a reference must be, where the metric reads a number out of it.
+_NUMBERS = {"code_run": r"^-?\d+$", "math_calc": r"^-?\d+$", "math_find": r"^-?\d+(\.\d+)?$"}
 # Tasks whose `input` stands in the prompt.
 _ASKED = {name for name, parts in _FORMS.items() if "{input}" in parts[1]} | {"code_run"}
 

@@ -9,6 +9,7 @@ Deviates:  never. The prompt limit belongs to the model: `limit`, none by defaul
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,9 +121,14 @@ _FORMS = {
     "lcc": (_CODE, "Next line of code:\n"),
     "repobench-p": (_CODE, "{input}Next line of code:\n"),
 }
+_CLASSIFIED = ("trec", "lsht")
 _NO_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
-FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
-"""Tasks of which only the first line of an answer counts."""
+# What a reference must be, where the metric reads something out of it.
+_REFERENCES = {
+    "passage_count": r"^\d+$",
+    "passage_retrieval_en": r"Paragraph \d+",
+    "passage_retrieval_zh": r"段落\d+",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +148,12 @@ class LongBenchTask(PublishedTask):
         question = text_of(record, place, "input", may_be_empty="{input}" not in _FORMS[self.task][1])
         targets = texts_of(record, place, "answers")
         classes = texts_of(record, place, "all_classes", may_be_empty=True) if "all_classes" in record else ()
+        for target in targets:
+            if not re.search(_REFERENCES.get(self.task, ""), target):
+                needed = _REFERENCES[self.task].strip("^$").replace(r"\d+", "12")
+                raise BadRow(place, "wrong answer", f"field 'answers' holds {target!r} where {needed!r} would be right")
+        if self.task in _CLASSIFIED and not classes:
+            raise BadRow(place, "no classes", "field 'all_classes' is empty, and the metric looks for classes")
         dataset = record.get("dataset", self.task)
         if dataset not in (self.task, f"{self.task}_e"):
             raise BadRow(place, "other task", f"field 'dataset' says {dataset!r} where {self.task!r} is read")

@@ -22,7 +22,7 @@ def items_of(name, records, **options):
     return list(benchmarks.get(name, **options).items(placed))
 
 
-@pytest.mark.parametrize(("family", "form"), PLAIN, ids="/".join)
+@pytest.mark.parametrize(("family", "form"), PLAIN, ids=map("/".join, PLAIN))
 def test_three_prompts_of_each_task_are_the_official_ones(family, form):
     case = golden(family)[form]
     items = items_of(f"{family}/{form}", case["records"])

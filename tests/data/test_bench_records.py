@@ -93,6 +93,7 @@ def test_a_bad_row_is_named_with_file_and_line_and_left_out_only_on_request(tmp_
 
 
 CHOICE = {"context": "c", "input": "q", "options": ["a", "b", "c", "d"], "answer": ["b"]}
+NUMBER = {**CHOICE, "answer": [7]}
 EXAM = {"input": "d", "instructions": ["q", "r"], "outputs": ["a", "b"], "evaluation": "exam"}
 
 
@@ -101,8 +102,19 @@ EXAM = {"input": "d", "instructions": ["q", "r"], "outputs": ["a", "b"], "evalua
     [
         ("infinitebench/code_debug", {**CHOICE, "answer": ["e"]}, "field 'answer' is ['e'], which is not one of the"),
         ("infinitebench/code_debug", {**CHOICE, "options": ["b"]}, "field 'options' has 1 entries where 4 are needed"),
-        ("infinitebench/code_run", {**CHOICE, "input": "f(1)"}, "field 'input' names no call such as func_1(2): 'f"),
-        ("infinitebench/math_find", {**CHOICE, "input": "What?"}, "field 'input' does not say \"The ... of\": 'What?'"),
+        ("infinitebench/code_run", {**NUMBER, "input": "f(1)"}, "field 'input' names no call such as func_1(2): 'f"),
+        ("infinitebench/math_find", {**NUMBER, "input": "What?"}, "field 'input' does not say \"The ... of\": 'What?'"),
+        (
+            "infinitebench/math_calc",
+            {**NUMBER, "answer": [1, "x"]},
+            "field 'answer' holds 'x' where a number is needed",
+        ),
+        (
+            "longbench/passage_retrieval_en",
+            GOOD,
+            "field 'answers' holds 'an answer' where 'Paragraph 12' would be right",
+        ),
+        ("longbench/trec", GOOD, "field 'all_classes' is empty, and the metric looks for classes"),
         ("infinitebench/passkey", {"context": "c", "answer": "1"}, "field 'input' is missing (the row has context, an"),
         ("leval/tpo", {**EXAM, "outputs": ["a"]}, "the row has 2 instructions and 1 outputs where it needs as many"),
         ("leval/tpo", {**EXAM, "evaluation": 1}, "field 'evaluation' is of type int where text is needed"),
