@@ -6,7 +6,7 @@ A generated row has the fields of the published files, so one reader (`Published
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,44 +25,54 @@ class GeneratedTask(PublishedTask):
     def generate(
         self,
         tokenizer: Any,
-        tokens: int,
+        tokens: int | None,
         samples: int,
         *,
         seed: int = 0,
         data_dir: Path | None = None,
-        first: int = 0,
+        only: Iterable[int] | None = None,
     ) -> Iterator[Record]:
         """Yield rows as the published files have them, each with its place "<task>:<index>".
 
-        A row depends on its index, the seed and the length alone, so several processes can share a task.
+        A row depends on its index, the seed, the length and the number of rows alone, so processes can share a task.
 
         Args:
             tokenizer: Any tokenizer; it only counts.
             tokens: Length of the whole prompt, chat template included, and the answer together (RULER's sequence
-                length); the prompt fills what the answer leaves.
-            samples: Rows to yield.
+                length); the prompt fills what the answer leaves. None for the published sizes, where there are any.
+            samples: Rows of the set.
             seed: Same seed, same rows.
             data_dir: Where source texts lie (essays, question sets); see the task.
-            first: Index of the first row.
+            only: Indices of the rows to make; all if None.
 
         Raises:
             ValueError: If `tokens` cannot hold the shortest prompt, or a source text is missing.
         """
         if samples < 1:
             raise ValueError(f"samples={samples} leaves nothing to ask; give 1 or more")
-        make = self.maker(tokenizer, tokens, samples=first + samples, seed=seed, data_dir=data_dir)
-        for index in range(first, first + samples):
+        make = self.maker(tokenizer, tokens, samples=samples, seed=seed, data_dir=data_dir)
+        for index in range(samples) if only is None else only:
             yield f"{self.name}:{index}", make(index)
+
+    def item(self, record: Record) -> Item:
+        """Return the item of one generated row; its id is the row's index."""
+        place, row = record
+        return self.read(int(place.rpartition(":")[2]), place, row)[0]
 
     @abstractmethod
     def maker(
-        self, tokenizer: Any, tokens: int, *, samples: int, seed: int, data_dir: Path | None
+        self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
     ) -> Callable[[int], dict[str, Any]]:
         """Return what makes row `index` of `samples`; source texts are read here, once.
 
         Raises:
-            ValueError: If a source text is missing.
+            ValueError: If a source text is missing, or there is no published size.
         """
+
+
+def spread(samples: int, index: int, low: float = 0.0, high: float = 1.0) -> float:
+    """Return where the needle of row `index` is: even from `low` to `high`, in the middle if there is one row."""
+    return (low + high) / 2 if samples == 1 else low + (high - low) * index / (samples - 1)
 
 
 def largest(cost: Callable[[int], int], limit: int, *, least: int, guess: int, what: str, close: int = 0) -> int:
@@ -106,8 +116,8 @@ def counter(tokenizer: Any) -> Callable[[str], int]:
     return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def frame_tokens(task: PublishedTask, tokenizer: Any) -> int:
-    """Return the tokens around a task's content: special ones, and those of the chat template where it has turns."""
+def frame_tokens(task: PublishedTask, tokenizer: Any, system: str = "") -> int:
+    """Return the tokens around a task's content: special ones, and those of system turn and chat template if it has."""
     template = "chat" if getattr(tokenizer, "chat_template", None) else "none"
-    probe = Item(id="", content="Text.", targets=(), reply="")
+    probe = Item(id="", content="Text.", targets=("",), reply="", system=system)
     return len(build_prompt(task, probe, tokenizer, template=template).ids) - counter(tokenizer)(probe.content)

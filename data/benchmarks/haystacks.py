@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from itertools import chain, cycle
+from itertools import chain, cycle, islice
 from pathlib import Path
 
 from locret.data.filler import NOISE, Filler, FillerOptions
@@ -77,3 +77,17 @@ def essay_sentences(data_dir: Path | None, seed: int) -> Iterator[str]:
 def sentences(text: str) -> list[str]:
     """Split a text at white space after a full stop, question or exclamation mark."""
     return [sentence for sentence in _SENTENCE_END.split(text.strip()) if sentence]
+
+
+class Words:
+    """Words of the essays, or of the filler that stands in for them, read no further than needed."""
+
+    def __init__(self, data_dir: Path | None, seed: int) -> None:
+        self.name = "filler" if data_dir is None else "essays"
+        self._more = essay_words(data_dir, seed)
+        self._read: list[str] = []
+
+    def first(self, count: int) -> list[str]:
+        """Return the first `count` words."""
+        self._read.extend(islice(self._more, max(0, count - len(self._read))))
+        return self._read[:count]

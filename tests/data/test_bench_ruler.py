@@ -32,7 +32,7 @@ def tokenizer() -> Any:
 
 
 def row(name: str, tokenizer: Any, tokens: int = 2048, index: int = 0, **options: Any) -> dict[str, Any]:
-    ((_, found),) = BY_NAME[name].generate(tokenizer, tokens, 1, first=index, **options)
+    ((_, found),) = BY_NAME[name].generate(tokenizer, tokens, index + 1, only=[index], **options)
     return dict(found)
 
 
@@ -141,6 +141,8 @@ def test_the_largest_size_is_found_from_any_guess(limit: int, guess: int) -> Non
 
 
 def test_a_length_that_cannot_hold_a_row_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="tokens: ruler/vt has no length of its own"):
+        row("vt", tokenizer, None)
     with pytest.raises(ValueError, match=r"tokens=100 cannot hold a row of ruler/vt, which takes at least \d+; raise"):
         row("vt", tokenizer, 100)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 import uuid
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from locret.data.benchmarks.haystacks import NOISE_LINE, essay_words, sentences
+from locret.data.benchmarks.haystacks import NOISE_LINE, Words, sentences
 from locret.data.benchmarks.ruler.draft import Draft, Drafter, Kind, Setting
 from locret.data.benchmarks.ruler.vocabulary import Vocabulary
 
@@ -52,10 +50,10 @@ class Needles(Kind):
     def drafter(self, setting: Setting) -> tuple[Drafter, str]:
         """Return what writes a prompt, and whether its haystack is "essays" or "filler"."""
         essay = self.haystack == "essay"
-        source = Source(setting.data_dir if essay else None, setting.seed)
+        source = Words(setting.data_dir if essay else None, setting.seed)
         return (lambda rng, _, size: self.draft(rng, size, setting.words, source)), source.name if essay else ""
 
-    def draft(self, rng: random.Random, size: int, words: Vocabulary, source: Source) -> Draft:
+    def draft(self, rng: random.Random, size: int, words: Vocabulary, source: Words) -> Draft:
         """Return a prompt whose haystack has `size` lines (noise, needles) or words (essays)."""
         keys = [self._key(rng, words) for _ in range(max(self.keys, self.queries))]
         facts = {key: [self._value(rng) for _ in range(self.values)] for key in keys}
@@ -75,9 +73,9 @@ class Needles(Kind):
         )
 
     def _in_essay(
-        self, rng: random.Random, needles: list[str], size: int, words: Vocabulary, source: Source, _: set[str]
+        self, rng: random.Random, needles: list[str], size: int, words: Vocabulary, source: Words, _: set[str]
     ) -> tuple[str, tuple[float, ...]]:
-        lines = sentences(" ".join(source.words(size)))
+        lines = sentences(" ".join(source.first(size)))
         depths = sorted(rng.sample(DEPTHS, len(needles)))
         pieces, last = [], 0
         for depth, needle in zip(depths, needles, strict=True):
@@ -87,7 +85,7 @@ class Needles(Kind):
         return " ".join([*pieces, *lines[last:]]), tuple(depth / 100 for depth in depths)
 
     def _in_lines(
-        self, rng: random.Random, needles: list[str], size: int, words: Vocabulary, _: Source, taken: set[str]
+        self, rng: random.Random, needles: list[str], size: int, words: Vocabulary, _: Words, taken: set[str]
     ) -> tuple[str, tuple[float, ...]]:
         if self.haystack == "noise":
             lines = [NOISE_LINE] * size
@@ -109,20 +107,6 @@ class Needles(Kind):
 
     def _sentence(self, key: str, value: str) -> str:
         return f"One of the special magic {self.value}s for {key} is: {value}."
-
-
-class Source:
-    """Words of the essays, or of the filler that stands in for them, read no further than needed."""
-
-    def __init__(self, data_dir: Path | None, seed: int) -> None:
-        self.name = "filler" if data_dir is None else "essays"
-        self._more: Any = essay_words(data_dir, seed)
-        self._read: list[str] = []
-
-    def words(self, count: int) -> list[str]:
-        """Return the first `count` words."""
-        self._read.extend(islice(self._more, max(0, count - len(self._read))))
-        return self._read[:count]
 
 
 def _uuid(rng: random.Random) -> str:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from locret.data.benchmarks.base import BadRow, Item
 from locret.data.benchmarks.generated import GeneratedTask, counter, frame_tokens, largest
+from locret.data.benchmarks.metrics.ruler import score
 from locret.data.benchmarks.records import text_of, texts_of
 from locret.data.benchmarks.ruler.draft import Draft, Kind, Setting
 from locret.data.benchmarks.ruler.vocabulary import vocabulary
@@ -37,9 +38,11 @@ class RulerTask(GeneratedTask):
         vocabulary(self.words)
 
     def maker(
-        self, tokenizer: Any, tokens: int, *, samples: int, seed: int, data_dir: Path | None
+        self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
     ) -> Callable[[int], dict[str, Any]]:
         """Return what makes row `index`; see `GeneratedTask.generate`."""
+        if tokens is None:
+            raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 4096")
         count = counter(tokenizer)
         around = frame_tokens(self, tokenizer) + self.max_new_tokens
         draft, form = self.kind.drafter(
@@ -114,6 +117,4 @@ class RulerTask(GeneratedTask):
 
     def score(self, prediction: str, item: Item) -> float:
         """Return the share of references in the answer ("all"), or whether any is there ("part"), in any case."""
-        low = prediction.lower()
-        found = [target.lower() in low for target in item.targets]
-        return sum(found) / len(found) if self.match == "all" else float(any(found))
+        return score(self.match, prediction, item.targets)
