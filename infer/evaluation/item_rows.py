@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from locret.data.benchmarks import Item
+from locret.data.benchmarks.generated import GeneratedTask
 from locret.data.benchmarks.loading import TaskRows
+
+_LONG = 100_000
+"""Tokens from which rows are filled to about their length only: where the search begins then matters."""
 
 
 @dataclass
@@ -66,6 +70,12 @@ class FileRows:
     def _rewind(self) -> None:
         self._ahead, self._last = enumerate(self.rows.items()), (-1, None)
 
+    def size(self) -> tuple[int | None, bool]:
+        """Return the items of the whole set, None if unknown, and that they were not made for the run."""
+        published = self.rows.task.size
+        # Some files have more items than their papers count.
+        return (None if published is None else max(published, self.count)), False
+
     def facts(self) -> dict[str, Any]:
         """Return what tells these data from others."""
         rows = self.rows
@@ -81,3 +91,62 @@ class FileRows:
 
 def _digest(item: Item) -> bytes:
     return hashlib.sha256("\0".join((item.system, item.content, item.lead)).encode()).digest()
+
+
+@dataclass
+class GeneratedRows:
+    """Rows that a task makes for the run, of one length."""
+
+    task: GeneratedTask
+    tokens: int
+    samples: int
+    seed: int
+    source: Path | None
+    """Where essays and question sets lie."""
+    _make: Callable[[int], dict[str, Any]] | None = field(init=False, default=None, repr=False)
+    _last: tuple[int, Item | None] = field(init=False, default=(-1, None), repr=False)
+
+    @property
+    def chosen(self) -> list[int]:
+        """Numbers of the rows."""
+        return list(range(self.samples))
+
+    def item(self, row: int, tokenizer: Any) -> Item:
+        """Return an item, which depends on its number, the seed and the length alone.
+
+        Raises:
+            ValueError: If the length cannot hold it, or a source text is missing.
+        """
+        if self._last[0] != row or self._last[1] is None:
+            if self._make is None or self.tokens > _LONG:
+                self._make = self.task.maker(
+                    tokenizer, self.tokens, samples=self.samples, seed=self.seed, data_dir=self.source
+                )
+            (found,) = self.task.read(row, f"{self.task.name}:{row}", self._make(row))
+            self._last = (row, found)
+        return self._last[1]  # type: ignore[return-value]
+
+    def size(self) -> tuple[int | None, bool]:
+        """Return that there is no whole set, and that the rows were made for the run."""
+        return None, True
+
+    def facts(self) -> dict[str, Any]:
+        """Return what tells these data from others."""
+        return {"generated": True, "seed": self.seed, "source": None if self.source is None else self.source.name}
+
+
+def source_of(task: GeneratedTask, tokenizer: Any, tokens: int, folders: Sequence[str] | None) -> Path | None:
+    """Return the folder that has the texts a task is made from; None if it needs none, or makes do with its own.
+
+    Raises:
+        ValueError: If none of the folders has them, or the length cannot hold a row.
+    """
+    options: list[Path | None] = [None] if folders is None else [Path(folder).expanduser() for folder in folders]
+    for option in options:
+        try:
+            task.maker(tokenizer, tokens, samples=1, seed=0, data_dir=option)
+            return option
+        except ValueError:
+            if option is options[-1]:
+                raise
+    raise AssertionError("there is at least one option")

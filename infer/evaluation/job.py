@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,7 +127,8 @@ def prepare(
     runs = runner.plan_runs(methods, policies, chosen)
     own = [task for task in tasks if isinstance(task, Task)]
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    found = published.plan([task for task in tasks if not isinstance(task, Task)], evaluation, positions)
+    theirs = [task for task in tasks if not isinstance(task, Task)]
+    found = published.plan(theirs, evaluation, positions, partial(loading.load_tokenizer, model))
     samples, lengths = evaluation.samples or SAMPLES, evaluation.token_lengths()
     places: list[AnyPlace] = [*runner.plan_places(own, lengths, samples, evaluation.seed), *found.places]
     job = Job(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from locret.data.benchmarks import Item, PublishedTask
-from locret.data.benchmarks.loading import open_task, places
+from locret.data.benchmarks.generated import GeneratedTask
+from locret.data.benchmarks.loading import TaskRows, open_task, places
 from locret.data.benchmarks.prompts import BuiltPrompt, build_prompt
-from locret.infer.evaluation.item_rows import FileRows
+from locret.infer.evaluation.item_rows import FileRows, GeneratedRows, source_of
+from locret.infer.evaluation.options import SAMPLES, EvalOptions
 from locret.infer.evaluation.summary import PublishedSet
 
-if TYPE_CHECKING:
-    from locret.infer.evaluation.options import EvalOptions
+AnyRows = FileRows | GeneratedRows
 
 _TEMPLATE_ROOM, _QUESTION_ROOM = 128, 1024
 """Tokens left for turns around a prompt, and for turns and question around a document that alone is counted."""
@@ -69,16 +70,13 @@ class ItemPlace:
     """One item of a published task; it stands where `runner.Place` stands for generated samples."""
 
     task: PublishedTask
-    rows: FileRows = field(compare=False, repr=False)
+    rows: AnyRows = field(compare=False, repr=False)
     row: int
     index: int
+    tokens: int
+    """Most tokens of a prompt, or of prompt and answer together where rows have a length; 0 where nothing limits it."""
     seed: int
     template: str
-
-    @property
-    def tokens(self) -> int:
-        """Most tokens of a prompt; 0 where nothing limits it."""
-        return self.task.limit or 0
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -113,12 +111,12 @@ class PublishedPlan:
     places: list[ItemPlace]
     facts: dict[str, dict[str, Any]]
     """By task: everything its results depend on besides the backbone."""
-    missing: list[str]
-    """Tasks of the suite whose rows there are not."""
+    missing: dict[str, str]
+    """Tasks of the suite whose rows there are not, and why."""
 
-    def sets(self) -> dict[str, PublishedSet]:
-        """Return what the cells of each task have to say besides."""
-        return {task.name: PublishedSet(task, self.facts[task.name]["of"]) for task in self.tasks}
+    def sets(self) -> dict[tuple[str, int], PublishedSet]:
+        """Return what the cells of each task and length have to say besides."""
+        return {(place.task.name, place.tokens): PublishedSet(place.task, *place.rows.size()) for place in self.places}
 
     def check(self, tokenizer: Any) -> None:
         """Refuse a tokenizer without the template that is needed, and a metric whose library is missing.
@@ -127,60 +125,106 @@ class PublishedPlan:
             ValueError: Saying what to change.
         """
         for task in self.tasks:
-            place = next(place for place in self.places if place.task is task)
+            # The shortest text may have no room for what the task hides.
+            place = min((place for place in self.places if place.task is task), key=lambda place: place.tokens)
             item = place.sample(tokenizer)
             place.built(tokenizer, item)
             task.score(item.reply, item)
 
 
-def plan(tasks: Sequence[PublishedTask], options: EvalOptions, positions: int | None) -> PublishedPlan:
+def plan(
+    tasks: Sequence[PublishedTask], options: EvalOptions, positions: int | None, tokenizer: Callable[[], Any]
+) -> PublishedPlan:
     """Find the rows of published tasks and choose those to ask.
 
     Args:
         tasks: In the order of the table.
         options: Where rows lie, how many are asked, and limits.
         positions: Of the backbone, where it says.
+        tokenizer: Loads the backbone's, for tasks that make their rows.
 
     Raises:
         ValueError: If rows are missing (of a suite only if all are), bad, or leave no room.
         OSError: If the Hub or a file cannot be read.
     """
-    found = PublishedPlan([], [], {}, [])
-    folders = options.data_folders()
+    found = PublishedPlan([], [], {}, {})
     for task in tasks:
-        if options.suite is not None and is_missing(task, folders):
-            found.missing.append(task.name)
+        if isinstance(task, GeneratedTask):
+            try:
+                task, limit_from, asked = _by_length(task, options, tokenizer())
+            except ValueError as error:
+                if options.suite is None:
+                    raise
+                found.missing[task.name] = str(error)
+                continue
+        elif options.suite is not None and is_missing(task, options.data_folders()):
+            found.missing[task.name] = "no rows found"
             continue
-        rows = open_task(task, data_dir=folders, revision=options.data_revision, skip_bad_rows=options.skip_bad_rows)
-        longest = task.max_new_tokens
-        task, limit_from = fitted(task, positions, options.max_prompt, options.max_new_tokens)
-        asked = FileRows(replace(rows, task=task), options.samples)
+        else:
+            task, limit_from, asked = _by_file(task, options, positions)
         found.tasks.append(task)
-        shorter = task.max_new_tokens < longest
-        found.facts[task.name] = describe(task, limit_from, options.template, asked.facts(), len(asked.chosen), shorter)
+        found.facts[task.name] = describe(task, limit_from, options, asked)
         found.places += [
-            ItemPlace(task, asked, row, index, options.seed, options.template) for index, row in enumerate(asked.chosen)
+            ItemPlace(task, rows, row, index, tokens, options.seed, options.template)
+            for tokens, rows in asked.items()
+            for index, row in enumerate(rows.chosen)
         ]
     if found.missing and not found.places:
+        folders = options.data_folders()
         where = "the Hub" if folders is None else f"--data-dir {', '.join(folders)}"
+        name, reason = next(iter(found.missing.items()))
         raise ValueError(
-            f"{where} has no rows of any task of --suite {options.suite} (such as {found.missing[0]}); give the folder "
-            "of a local copy in its published layout"
+            f"{where} has no rows of any task of --suite {options.suite} ({name}: {reason}); give the folder of a "
+            "local copy in its published layout"
         )
     return found
 
 
-def describe(
-    task: PublishedTask, limit_from: str, template: str, data: dict[str, Any], asked: int, shortened: bool
-) -> dict[str, Any]:
+def _by_file(
+    task: PublishedTask, options: EvalOptions, positions: int | None
+) -> tuple[PublishedTask, str, dict[int, AnyRows]]:
+    task, limit_from = fitted(task, positions, options.max_prompt, options.max_new_tokens)
+    return task, limit_from, {task.limit or 0: FileRows(_opened(task, options), options.samples)}
+
+
+def _by_length(
+    task: GeneratedTask, options: EvalOptions, tokenizer: Any
+) -> tuple[GeneratedTask, str, dict[int, AnyRows]]:
+    """Take rows of each length from a local file in RULER's layouts, or make them."""
+    if options.max_new_tokens is not None:
+        task = replace(task, max_new_tokens=min(task.max_new_tokens, options.max_new_tokens))
+    folders, asked = options.data_folders(), dict[int, AnyRows]()
+    short = task.name.partition("/")[2]
+    for tokens in options.token_lengths():
+        spots = [replace(task, file=f"{tokens}/{short}{end}") for end in (".jsonl", "/validation.jsonl")]
+        there = [] if folders is None else [spot for spot in spots if not is_missing(spot, folders)]
+        if there:
+            asked[tokens] = FileRows(_opened(there[0], options), options.samples)
+        else:
+            source = source_of(task, tokenizer, tokens, folders)
+            asked[tokens] = GeneratedRows(task, tokens, options.samples or SAMPLES, options.seed, source)
+    return task, "length", asked
+
+
+def _opened(task: PublishedTask, options: EvalOptions) -> TaskRows:
+    return open_task(
+        task,
+        data_dir=options.data_folders(),
+        revision=options.data_revision,
+        skip_bad_rows=options.skip_bad_rows,
+    )
+
+
+def describe(task: PublishedTask, limit_from: str, options: EvalOptions, asked: dict[int, AnyRows]) -> dict[str, Any]:
     """Return everything that a published task's results depend on besides the backbone."""
+    data = [rows.facts() for rows in asked.values()]
     return {
         "version": task.version,
         **task.options(),
         "source": task.source,
         "metric": task.metric,
         "prompt": {
-            "form": template if task.chat else "completion",
+            "form": options.template if task.chat else "completion",
             "limit": task.limit,
             "limit_from": limit_from,
             "truncation": task.truncation,
@@ -188,14 +232,13 @@ def describe(
         "generation": {
             "decoding": "greedy",
             "max_new_tokens": task.max_new_tokens,
+            "shortened": task.max_new_tokens == options.max_new_tokens,
             "min_new_tokens": task.min_new_tokens,
             "stop": list(task.stop),
-            "shortened": shortened,
         },
         "data": data,
-        "asked": asked,
-        # Some files have more items than the paper counts.
-        "of": task.size and max(task.size, data["items"]),
+        "asked": {str(tokens): len(rows.chosen) for tokens, rows in asked.items()},
+        "of": task.size,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from locret.data.benchmarks.published_rows import PublishedRow
@@ -14,14 +14,14 @@ _READING = ("method", "budget", "chunk_size", "stabilizers")
 
 
 def results(
-    suite: Suite, cells: Sequence[dict[str, Any]], missing: Sequence[str], settings: dict[str, Any], published: bool
+    suite: Suite, cells: Sequence[dict[str, Any]], missing: Mapping[str, str], settings: dict[str, Any], published: bool
 ) -> dict[str, Any]:
     """Return the suite's part of results.json.
 
     Args:
         suite: The suite.
         cells: The cells of results.json.
-        missing: Tasks whose rows there are not.
+        missing: Tasks whose rows there are not, and why.
         settings: The resolved configuration.
         published: Whether to add the rows that papers print.
 
@@ -41,11 +41,12 @@ def results(
         "tasks": list(suite.tasks),
         "average_rule": suite.average_rule,
         "labels": {task: _label(task, own) for task in suite.tasks},
-        "missing": list(missing),
+        "missing": dict(missing),
         "remarks": remarks(suite, settings),
         "rows": rows,
     }
     if published:
+        found["remarks"] += [suite.remark] if suite.remark else []
         found["published"] = [_printed(suite, row, settings) for row in suite.published]
     return found
 
@@ -121,7 +122,10 @@ def table(found: dict[str, Any]) -> str:
         name = f"published: {row['method']}, {row['model']} [{notes.index(_footnote(row)) + 1}]"
         lines.append(f"| {name} | | {' | '.join([*texts, average])} |")
     if found["missing"]:
-        lines += ["", f"Missing, no rows found: {', '.join(found['missing'])}."]
+        reasons = dict.fromkeys(found["missing"].values())
+        for reason in reasons:
+            names = [name for name, why in found["missing"].items() if why == reason]
+            lines += ["", f"Missing: {', '.join(names)} ({reason})."]
     if any(row["partial"] for row in found["rows"]):
         lines += ["", "A partial average is not comparable with a published one."]
     lines += [part for remark in found["remarks"] for part in ("", remark)]
@@ -145,8 +149,11 @@ def remarks(suite: Suite, settings: dict[str, Any]) -> list[str]:
             found.append(f"Prompts are cut to what {what} ({most} tokens), not to the protocol's limit.")
     if any(fact["generation"]["shortened"] for fact in facts.values()):
         found.append("Answers are shorter than the protocol allows (--max-new-tokens).")
-    if any("file" in fact["data"] and fact["data"]["revision"] is None for fact in facts.values()):
+    data = [part for fact in facts.values() for part in fact["data"]]
+    if any("file" in part and part["revision"] is None for part in data):
         found.append("Rows come from local files, which are taken at their word: results.json has their SHA-256.")
+    if any("generated" in part for part in data):
+        found.append("Rows are generated here, by our own writing of the benchmark's generator.")
     return found
 
 

@@ -26,18 +26,19 @@ class PublishedSet:
         """Return the task's name, with what part of the set was asked."""
         if self.generated or count == self.of:
             return self.task.name
-        return f"{self.task.name} ({count:,} {'rows' if self.of is None else f'of {self.of:,}'})"
+        part = f"of {self.of:,}" if self.of is not None else "row" if count == 1 else "rows"
+        return f"{self.task.name} ({count:,} {part})"
 
 
 def cells(
-    records: Sequence[dict[str, Any]], published: Mapping[str, PublishedSet] | None = None
+    records: Sequence[dict[str, Any]], published: Mapping[tuple[str, int], PublishedSet] | None = None
 ) -> list[dict[str, Any]]:
     """Return one cell per task, length, method and policy, in the order of the records.
 
     A cell holds `n`, `score` (mean x 100), its `standard_error`, `kept_units` and `peak_units` per KV head (largest of
     the samples), `cache_bytes` after reading, `peak_bytes`, and `prefill_tokens_per_second` and
     `decode_tokens_per_second` (all tokens / all seconds). The `task` of a published set says how much of it was asked;
-    its plain name is `set`, its size `of`, and its score follows its protocol where that is no plain mean.
+    its plain name is `set`, its size `of` (None: unknown), and its score follows its protocol where that is no mean.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
@@ -45,9 +46,10 @@ def cells(
     found = []
     for group, members in groups.items():
         cell = dict(zip(CELL, group, strict=True)) | _summary(members)
-        whole = (published or {}).get(cell["task"])
+        whole = (published or {}).get((cell["task"], cell["tokens"]))
         if whole is not None:
-            cell |= {"set": cell["task"], "of": whole.of, "task": whole.label(len(members))}
+            cell |= {"set": cell["task"], "task": whole.label(len(members))}
+            cell |= {} if whole.generated else {"of": whole.of}
             answers = [(record["prediction"], tuple(record["targets"])) for record in members]
             cell["score"] = round(100 * whole.task.summarise([record["score"] for record in members], answers), 4)
             cell["tokens_before"], cell["tokens_after"] = (
@@ -113,17 +115,23 @@ def _set(cell: dict[str, Any]) -> str:
 
 
 def _title(column: tuple[str, int], found: Sequence[dict[str, Any]]) -> str:
-    """Return a column's title: a task and its length, or a published set with the part of it that all methods read."""
+    """Return a column's title: a task with the part of a published set that all methods read, and the length.
+
+    Published sets have prompts as long as they are, so their length is shown only where there are several.
+    """
     task, tokens = column
-    labels = {cell["task"] for cell in found if "set" in cell and (_set(cell), cell["tokens"]) == column}
-    return f"{task} @ {tokens:,}" if not labels else labels.pop() if len(labels) == 1 else task
+    own = [cell for cell in found if _set(cell) == task]
+    labels = {cell["task"] for cell in own if cell["tokens"] == tokens}
+    name = labels.pop() if len(labels) == 1 else task
+    single = "of" in own[0] and len({cell["tokens"] for cell in own}) == 1
+    return name if single else f"{name} @ {tokens:,}"
 
 
 def _score(cell: dict[str, Any] | None, full: dict[str, Any] | None, title: str) -> str:
     if cell is None:
         return ""
     # Methods of an unfinished run may have read different parts of a published set.
-    part = f" [{cell['n']:,} of {cell['of'] or 'some'}]" if title == cell.get("set") != cell["task"] else ""
+    part = f" [{cell['task'].removeprefix(_set(cell)).strip(' ()')}]" if cell["task"] not in title else ""
     if full is None or cell is full or not full["score"]:
         return f"{cell['score']:.1f}{part}"
     return f"{cell['score']:.1f} ({cell['score'] / full['score']:.0%}){part}"
