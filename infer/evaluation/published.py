@@ -149,6 +149,7 @@ def plan(
     """
     found = PublishedPlan([], [], {}, {})
     for task in tasks:
+        longest = task.max_new_tokens
         if isinstance(task, GeneratedTask):
             try:
                 task, limit_from, asked = _by_length(task, options, tokenizer())
@@ -163,7 +164,7 @@ def plan(
         else:
             task, limit_from, asked = _by_file(task, options, positions)
         found.tasks.append(task)
-        found.facts[task.name] = describe(task, limit_from, options, asked)
+        found.facts[task.name] = describe(task, limit_from, longest, options, asked)
         found.places += [
             ItemPlace(task, rows, row, index, tokens, options.seed, options.template)
             for tokens, rows in asked.items()
@@ -215,7 +216,9 @@ def _opened(task: PublishedTask, options: EvalOptions) -> TaskRows:
     )
 
 
-def describe(task: PublishedTask, limit_from: str, options: EvalOptions, asked: dict[int, AnyRows]) -> dict[str, Any]:
+def describe(
+    task: PublishedTask, limit_from: str, longest: int, options: EvalOptions, asked: dict[int, AnyRows]
+) -> dict[str, Any]:
     """Return everything that a published task's results depend on besides the backbone."""
     data = [rows.facts() for rows in asked.values()]
     return {
@@ -232,7 +235,7 @@ def describe(task: PublishedTask, limit_from: str, options: EvalOptions, asked: 
         "generation": {
             "decoding": "greedy",
             "max_new_tokens": task.max_new_tokens,
-            "shortened": task.max_new_tokens == options.max_new_tokens,
+            "shortened": task.max_new_tokens < longest,
             "min_new_tokens": task.min_new_tokens,
             "stop": list(task.stop),
         },
