@@ -47,15 +47,14 @@ class Row:
 class RowError(ValueError):
     """A row that cannot be trained on; `reason` is a few words that a count of dropped rows is kept under."""
 
-    def __init__(self, source: str, row: int, reason: str, detail: str, remedy: str = "mend or drop the row"):
+    def __init__(self, source: str, place: str, reason: str, detail: str, remedy: str = "mend or drop the row"):
         super().__init__(
-            f"--dataset {source}: row {row} (counted from 0) has {detail}; {remedy}, "
-            "or pass --on-bad-row skip to leave out such rows"
+            f"--dataset {source}: {place} {detail}; {remedy}, or pass --skip-bad-rows to leave out such rows"
         )
         self.reason = reason
 
 
-class _Problem(Exception):  # noqa: N818 - never leaves this module: read_row adds source and row number
+class _Problem(Exception):  # noqa: N818 - never leaves this module: read_row adds source and place
     """Reason and detail of a RowError, before the place is known."""
 
 
@@ -90,7 +89,7 @@ def detect_schema(columns: Iterable[str], source: str) -> Schema:
     )
 
 
-def read_row(record: Mapping[str, Any], schema: Schema, *, source: str, row: int, answer_needed: bool = True) -> Row:
+def read_row(record: Mapping[str, Any], schema: Schema, *, source: str, place: str, answer_needed: bool = True) -> Row:
     """Turn one record into a Row.
 
     Turns after the last assistant turn are left out: nothing answers them.
@@ -99,12 +98,12 @@ def read_row(record: Mapping[str, Any], schema: Schema, *, source: str, row: int
         record: One row of the data set, as `datasets` yields it.
         schema: What `detect_schema` found for the data set.
         source: The data set as the user named it, for messages.
-        row: Index of the record in the data set, from 0.
+        place: Where the record stands, such as "rows.jsonl:4", for messages.
         answer_needed: Whether a row without an answer is refused; else its answer is empty, and all turns count.
 
     Raises:
-        RowError: A ValueError naming data set, row, field and the way out, if the answer or the prompt is missing or
-            empty, or a field has the wrong type.
+        RowError: A ValueError naming data set, row, field and the way out, if the answer, the prompt or the document is
+            missing or empty, or a field has the wrong type or is not UTF-8.
     """
     try:
         turns = schema.turns(record)
@@ -117,7 +116,7 @@ def read_row(record: Mapping[str, Any], schema: Schema, *, source: str, row: int
             raise _Problem("empty prompt", f"an empty prompt ({schema.name} schema, {schema.columns})")
     except _Problem as problem:
         reason, detail = problem.args
-        raise RowError(source, row, reason, detail) from None
+        raise RowError(source, place, reason, f"has {detail}") from None
     return Row(messages, turns[end].content if answers else "")
 
 
@@ -128,6 +127,12 @@ def _text(record: Mapping[str, Any], field: str) -> str:
         return ""
     if not isinstance(value, str):
         raise _Problem("wrong type", f"a field {field!r} of type {type(value).__name__} where text is needed")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            detail = f"half a surrogate pair at character {error.start} of field {field!r}, which is not UTF-8"
+            raise _Problem("invalid UTF-8", detail) from None
     return value
 
 
@@ -144,8 +149,11 @@ def _alpaca_turns(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _document_turns(record: Mapping[str, Any]) -> list[Message]:
+    document = _text(record, "document")
+    if not document.strip():
+        raise _Problem("empty context", "an empty field 'document'")
     # Document first: a retaining head is trained to keep what a later question needs.
-    prompt = _joined("\n\n", _text(record, "document"), _text(record, "question"))
+    prompt = _joined("\n\n", document, _text(record, "question"))
     return _single_turn(prompt, _text(record, "answer"))
 
 

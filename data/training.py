@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from locret.data.chat import check_template, tokenise_row
+from locret.data.chat import check_template, earlier_answers, tokenise_row
+from locret.data.dropped import DropReport
+from locret.data.json_rows import Entry, UnreadableRow
 from locret.data.reconstruction import reconstruction
+from locret.data.row_order import SHUFFLE_BUFFER, Rows, order_of
 from locret.data.rows import Row, RowError, detect_schema, read_row
 from locret.data.sources import load_rows
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TrainingExample", "TrainingStream", "load_rows"]
-
-ON_BAD_ROW = ("raise", "skip")
 
 
 @dataclass(frozen=True)
@@ -34,23 +33,33 @@ class TrainingExample:
     """(1, m) int64, m >= 1: what the model should write, end of turn included."""
     row: int
     """Index of the row in the data set, from 0."""
+    earlier_answers: tuple[tuple[int, int], ...] = ()
+    """First and past-the-end prompt position of each answer before the last one; () where only the last one counts."""
+
+
+class _FilteredError(Exception):
+    """A row that is fine but not wanted; the argument is the reason. It never leaves this module."""
 
 
 class TrainingStream(Iterator[TrainingExample]):
-    """Endless tokenised examples: a new seeded permutation of the rows in every epoch.
+    """Endless tokenised examples: the rows in another seeded order in every epoch.
 
     All processes see the same sequence of valid examples and each takes its own of every `world`, so that k processes
     with one example each read what one process reads with k accumulated. Rows are tokenised only when their turn comes.
 
     Args:
-        rows: A `datasets.Dataset` or a list of records in a schema of `locret.data.rows`.
+        rows: What `load_rows` returns, or a list of records in a schema of `locret.data.rows`.
         tokenizer: The backbone's.
         seed: Decides the order; the same seed gives the same stream.
         max_length: Tokens of prompt and answer together that the backbone can read; None for no limit.
-        on_bad_row: `raise` stops at a row that cannot be trained on, `skip` counts it in `dropped`.
+        min_tokens: Shorter rows are left out.
+        max_tokens: Longer rows are left out; they are no bad rows.
+        skip_bad_rows: Leave out rows that cannot be trained on instead of stopping at the first.
         template: One of `locret.data.chat.TEMPLATES`.
+        answers: `last`, or `all` to note where a row's earlier answers lie too.
         source: The data set as the user named it, for messages.
         reconstruct: Take the text itself for the answer, see `locret.data.reconstruction`; rows need none then.
+        shuffle_buffer: Streamed rows among which the next one is drawn.
         rank: Index of this process.
         world: Number of processes.
 
@@ -61,34 +70,42 @@ class TrainingStream(Iterator[TrainingExample]):
 
     def __init__(
         self,
-        rows: Dataset | Sequence[Mapping[str, Any]],
+        rows: Rows,
         tokenizer: PreTrainedTokenizerBase,
         *,
         seed: int,
         max_length: int | None,
-        on_bad_row: str = "raise",
+        min_tokens: int | None = None,
+        max_tokens: int | None = None,
+        skip_bad_rows: bool = False,
         template: str = "chat",
+        answers: str = "last",
         source: str = "(rows)",
         reconstruct: bool = False,
+        shuffle_buffer: int = SHUFFLE_BUFFER,
         rank: int = 0,
         world: int = 1,
     ):
-        if on_bad_row not in ON_BAD_ROW:
-            raise ValueError(f"--on-bad-row {on_bad_row}: no such choice; use one of {', '.join(ON_BAD_ROW)}")
         if not 0 <= rank < world:
             raise ValueError(f"rank={rank} is not a process of world={world}; use 0 <= rank < world")
-        if not len(rows):
-            raise ValueError(f"--dataset {source}: there are no rows; it needs at least one")
         check_template(tokenizer, template)
-        columns = rows[0].keys() if isinstance(rows, Sequence) else rows.column_names
-        self.schema = detect_schema(columns, source)
-        self.dropped: dict[str, int] = {}
-        self._rows, self._tokenizer, self._source = rows, tokenizer, source
-        self._seed, self._max_length, self._template = seed, max_length, template
-        self._skip, self._rank, self._world = on_bad_row == "skip", rank, world
-        self._reconstruct = reconstruct
-        self._epoch, self._cursor, self._good_in_epoch = 0, 0, 0
-        self._order = self._permutation(0)
+        self._order = order_of(rows, seed=seed, shuffle_buffer=shuffle_buffer)
+        self.size = self._order.size
+        """Rows of the data set; None if they are streamed."""
+        if self.size == 0:
+            raise ValueError(f"--dataset {source}: there are no rows; it needs at least one")
+        self._tokenizer, self._source, self._template = tokenizer, source, template
+        self._max_length, self._min_tokens, self._max_tokens = max_length, min_tokens, max_tokens
+        self._skip, self._rank, self._world = skip_bad_rows, rank, world
+        self._reconstruct, self._answers = reconstruct, answers
+        self.schema = detect_schema(self._columns(), source)
+        self.report = DropReport()
+        self._go_to(epoch=0, cursor=0, used_in_epoch=0)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Rows left out so far, by reason; each is counted once."""
+        return dict(self.report.counts)
 
     def __next__(self) -> TrainingExample:
         """Give this process its next example; the others' are tokenised too, so all agree on which rows are bad."""
@@ -100,8 +117,8 @@ class TrainingStream(Iterator[TrainingExample]):
         return {
             "epoch": self._epoch,
             "cursor": self._cursor,
-            "good_in_epoch": self._good_in_epoch,
-            "dropped": dict(self.dropped),
+            "used_in_epoch": self._used_in_epoch,
+            "report": self.report.to_dict(),
             **self._identity(),
         }
 
@@ -109,56 +126,16 @@ class TrainingStream(Iterator[TrainingExample]):
         """Go on where `state` was taken; the number of processes may differ.
 
         Raises:
-            ValueError: If the state is of other rows, another seed, template or context: the stream would differ.
+            ValueError: If the state is of other rows, another seed, template or length: the stream would differ.
         """
         for name, ours in self._identity().items():
-            if state[name] != ours:
+            if state.get(name) != ours:
                 raise ValueError(
-                    f"--resume: the checkpoint's stream was made with {name}={state[name]!r}, this run has {ours!r}; "
-                    "use the same setting, or start without --resume"
+                    f"--resume: the checkpoint's stream was made with {name}={state.get(name)!r}, this run has "
+                    f"{ours!r}; use the same setting, or start without --resume"
                 )
-        self._epoch, self._cursor = int(state["epoch"]), int(state["cursor"])
-        self._good_in_epoch = int(state["good_in_epoch"])
-        self.dropped = dict(state["dropped"])
-        self._order = self._permutation(self._epoch)
-
-    def _identity(self) -> dict[str, Any]:
-        """The settings that decide which examples come in which order."""
-        return {
-            "rows": len(self._rows),
-            "seed": self._seed,
-            "template": self._template,
-            "max_length": self._max_length,
-        }
-
-    def _permutation(self, epoch: int) -> list[int]:
-        # Seeding by text is hashed with SHA-512: the same on every platform, and epochs of near seeds do not coincide.
-        order = list(range(len(self._rows)))
-        random.Random(f"{self._seed}:{epoch}").shuffle(order)
-        return order
-
-    def _next_valid(self) -> TrainingExample:
-        while True:
-            if self._cursor == len(self._order):
-                self._start_epoch()
-            row = self._order[self._cursor]
-            self._cursor += 1
-            try:
-                example = self._tokenise(row)
-            except RowError as error:
-                if not self._skip:
-                    raise
-                self.dropped[error.reason] = self.dropped.get(error.reason, 0) + 1
-                continue
-            self._good_in_epoch += 1
-            return example
-
-    def _start_epoch(self) -> None:
-        if not self._good_in_epoch:
-            counts = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-            raise ValueError(f"--dataset {self._source}: no row can be trained on ({counts}); choose another data set")
-        self._epoch, self._cursor, self._good_in_epoch = self._epoch + 1, 0, 0
-        self._order = self._permutation(self._epoch)
+        self.report = DropReport.from_dict(state["report"])
+        self._go_to(int(state["epoch"]), int(state["cursor"]), int(state["used_in_epoch"]))
 
     def check_rows(self) -> None:
         """Read every row without tokenising it, so that a bad one is refused before anything is written.
@@ -166,35 +143,101 @@ class TrainingStream(Iterator[TrainingExample]):
         Raises:
             ValueError: For the first row without prompt or answer; the message names it.
         """
-        for row in range(len(self._rows)):
-            self._read(row)
+        for entry in self._order.in_file_order():
+            self._read(entry)
 
-    def _read(self, row: int) -> Row:
-        given = read_row(
-            self._rows[row], self.schema, source=self._source, row=row, answer_needed=not self._reconstruct
-        )
+    def _identity(self) -> dict[str, Any]:
+        """The settings that decide which examples come in which order."""
+        return {
+            **self._order.identity(),
+            "template": self._template,
+            "answers": self._answers,
+            "max_length": self._max_length,
+            "min_tokens": self._min_tokens,
+            "max_tokens": self._max_tokens,
+        }
+
+    def _columns(self) -> list[str]:
+        try:
+            return self._order.columns()
+        except UnreadableRow as error:
+            raise ValueError(f"--dataset {self._source}: no row can be read; {error}") from None
+
+    def _go_to(self, epoch: int, cursor: int, used_in_epoch: int) -> None:
+        self._epoch, self._cursor, self._used_in_epoch = epoch, cursor, used_in_epoch
+        self._entries = self._order.epoch(epoch, cursor)
+
+    def _next_valid(self) -> TrainingExample:
+        while True:
+            entry = next(self._entries, None)
+            if entry is None:
+                self._start_epoch()
+                continue
+            self._cursor += 1
+            self.report.read += self._epoch == 0
+            try:
+                example = self._tokenise(entry)
+            except _FilteredError as error:
+                self._drop(str(error), entry)
+            except RowError as error:
+                if not self._skip:
+                    raise
+                self._drop(error.reason, entry)
+            else:
+                self._used_in_epoch += 1
+                return example
+
+    def _drop(self, reason: str, entry: Entry) -> None:
+        if self._epoch == 0:
+            self.report.add(reason, entry.place)
+
+    def _start_epoch(self) -> None:
+        if not self._used_in_epoch:
+            raise ValueError(
+                f"--dataset {self._source}: no row can be trained on ({self.report}); choose another data set"
+            )
+        self._go_to(self._epoch + 1, cursor=0, used_in_epoch=0)
+
+    def _read(self, entry: Entry) -> Row:
+        try:
+            record = entry.load()
+        except UnreadableRow as error:
+            raise RowError(self._source, entry.place, error.reason, error.detail) from None
+        needed = not self._reconstruct
+        given = read_row(record, self.schema, source=self._source, place=entry.place, answer_needed=needed)
         return reconstruction(given) if self._reconstruct else given
 
-    def _tokenise(self, row: int) -> TrainingExample:
-        parsed = self._read(row)
+    def _tokenise(self, entry: Entry) -> TrainingExample:
+        row = self._read(entry)
         try:
-            prompt_ids, answer_ids = tokenise_row(self._tokenizer, parsed, self._template)
+            prompt_ids, answer_ids = tokenise_row(self._tokenizer, row, self._template)
+            self._check_lengths(len(prompt_ids), len(answer_ids), entry)
+            earlier: tuple[tuple[int, int], ...] = ()
+            if self._answers == "all":
+                earlier = earlier_answers(self._tokenizer, row, self._template, prompt_ids)
+        except RowError:
+            raise
         except ValueError as error:
-            raise RowError(self._source, row, "refused by template", f"turns that do not fit ({error})") from None
-        self._check_lengths(len(prompt_ids), len(answer_ids), row)
-        return TrainingExample(torch.tensor([prompt_ids]), torch.tensor([answer_ids]), row)
+            detail = f"has turns that do not fit ({error})"
+            raise RowError(self._source, entry.place, "refused by template", detail) from None
+        return TrainingExample(torch.tensor([prompt_ids]), torch.tensor([answer_ids]), entry.number, earlier)
 
-    def _check_lengths(self, prompt: int, answer: int, row: int) -> None:
+    def _check_lengths(self, prompt: int, answer: int, entry: Entry) -> None:
         if not prompt:
-            raise RowError(self._source, row, "empty prompt", "a prompt without any token")
+            raise RowError(self._source, entry.place, "empty prompt", "has a prompt without any token")
         if not answer:
-            raise RowError(self._source, row, "no answer", "an answer without any token")
+            raise RowError(self._source, entry.place, "no answer", "has an answer without any token")
+        if self._min_tokens is not None and prompt + answer < self._min_tokens:
+            raise _FilteredError(f"shorter than --min-tokens {self._min_tokens}")
+        if self._max_tokens is not None and prompt + answer > self._max_tokens:
+            raise _FilteredError(f"longer than --max-tokens {self._max_tokens}")
         limit = self._max_length
         if limit is None or prompt + answer <= limit:
             return
-        remedy = "shorten the row or use a backbone with a longer context"
+        remedy = f"shorten the row, leave out longer ones with --max-tokens {limit}"
         if answer >= limit:
-            detail = f"an answer of {answer} tokens, longer than the context of {limit} tokens"
-            raise RowError(self._source, row, "answer longer than the context", detail, remedy)
-        detail = f"{prompt} prompt and {answer} answer tokens, together longer than the context of {limit} tokens"
-        raise RowError(self._source, row, "longer than the context", detail, remedy)
+            reason, detail = "answer longer than the context", f"has an answer of {answer} tokens, longer"
+        else:
+            reason = "longer than the context"
+            detail = f"has {prompt} prompt and {answer} answer tokens, together longer"
+        raise RowError(self._source, entry.place, reason, f"{detail} than the context of {limit} tokens", remedy)

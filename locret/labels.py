@@ -11,7 +11,7 @@ Deviates: `kind="log_attention"` subtracts each query's log-sum-exp over all it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,7 @@ def answer_labels(
     answer_ids: Tensor,
     kind: str = "logit",
     include_last_prompt_token: bool = False,
+    earlier_answers: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
     """Return the causal importance labels of a prompt, from one teacher-forced pass over prompt and answer.
 
@@ -75,6 +76,8 @@ def answer_labels(
         answer_ids: (1, m) or (m,).
         kind: "logit" (paper) or "log_attention", the logit minus its row's log-sum-exp.
         include_last_prompt_token: Count the last prompt token among the answer's queries.
+        earlier_answers: First and past-the-end positions of answers within the prompt, such as those to earlier turns;
+            each labels the tokens before it too. A token's label is the largest of all.
 
     Returns:
         (layers, kv_heads, n) float32 for prompt positions 0 to n - 1; dimension 0 runs over the full-attention layers.
@@ -87,7 +90,8 @@ def answer_labels(
     rows: list[Tensor] = []
 
     def on_layer(chunk: Chunk) -> None:
-        rows.append(layer_labels(chunk, prompt_ids.shape[1], kind, include_last_prompt_token))
+        prompt = prompt_ids.shape[1]
+        rows.append(layer_labels(chunk, prompt, kind, include_last_prompt_token, earlier_answers=earlier_answers))
 
     observe(model, torch.cat([prompt_ids, answer_ids], dim=1).to(_device(model)), on_layer)
     return torch.stack(rows)
@@ -121,6 +125,7 @@ def layer_labels(
     include_last_prompt_token: bool,
     *,
     labelled: int | None = None,
+    earlier_answers: Sequence[tuple[int, int]] = (),
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> Tensor:
     """Return one layer's labels, (K, T) float32, as a running maximum over blocks of answer queries.
@@ -131,21 +136,23 @@ def layer_labels(
         kind: One of `LABEL_KINDS`.
         include_last_prompt_token: Whether queries start one token before the answer.
         labelled: T, the first prompt tokens to label; all if None.
+        earlier_answers: See `answer_labels`.
         block_elements: Most logits in memory at once, if one answer token has no more.
     """
     tokens, kv_heads = chunk.query.shape[2], chunk.key.shape[1]
     labelled = prompt if labelled is None else min(labelled, prompt)
-    first = prompt - 1 if include_last_prompt_token else prompt
     looked_at = labelled if kind == "logit" else tokens
     rows = max(1, block_elements // (chunk.query.shape[1] * looked_at))
     # Float32 even under autocast: labels rounded to bfloat16 tie, and the log-sum-exp is a difference of large numbers.
     with torch.autocast(chunk.query.device.type, enabled=False):
         keys_KDS = chunk.key[0].float().mT
         labels_KT = keys_KDS.new_full((kv_heads, labelled), -torch.inf)
-        for start in range(first, tokens, rows):
-            queries_NRD = chunk.query[0, :, start : start + rows].float()
-            block_KT = _block_labels(queries_NRD, keys_KDS, chunk, labelled, start, kind)
-            torch.maximum(labels_KT, block_KT, out=labels_KT)
+        for first, end in (*earlier_answers, (prompt, tokens)):
+            seen_KT = labels_KT[:, :first]  # a view: an answer labels only what stands before it
+            for start in range(max(0, first - include_last_prompt_token), end, rows):
+                queries_NRD = chunk.query[0, :, start : min(start + rows, end)].float()
+                block_KT = _block_labels(queries_NRD, keys_KDS, chunk, seen_KT.shape[1], start, kind)
+                torch.maximum(seen_KT, block_KT, out=seen_KT)
     return labels_KT
 
 

@@ -50,12 +50,12 @@ def command(argv: Sequence[str] | None = None) -> int:
 def _show_plan(training: TrainingRun, device: str) -> int:
     resolved, plan = {**training.resolved_options(), "device": device}, training.plan()
     if training.run.json:
-        print_json({"config": resolved, "rows": training.row_count, "memory_bytes": plan})
+        print_json({"config": resolved, "rows": training.stream.size, "memory_bytes": plan})
         return 0
     import yaml
 
     print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
-    print(f"\n# {training.row_count} rows; memory plan:")
+    print(f"\n# {training.stream.size or 'streamed'} rows; memory plan:")
     for name, count in plan.items():
         print(f"#   {name.replace('_', ' '):<10} {count / 2**20:>12,.1f} MiB")
     return 0

@@ -13,7 +13,7 @@ the backbone's dtype, because smoothness and ranking compare tokens of different
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -60,6 +60,7 @@ def train_step_under_eviction(
     floor: float | None = None,
     temperature: float = 1.0,
     max_prompt_tokens: int = MAX_PROMPT_TOKENS,
+    earlier_answers: Sequence[tuple[int, int]] = (),
     backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> StepResult:
     """Do what `train_step` does, on features of a prompt that is read under eviction.
@@ -77,6 +78,7 @@ def train_step_under_eviction(
         floor: See `retention_loss`.
         temperature: See `retention_loss`.
         max_prompt_tokens: See `train_step`.
+        earlier_answers: See `answer_labels`.
         backward: See `train_step`.
 
     Returns:
@@ -87,12 +89,12 @@ def train_step_under_eviction(
     """
     prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
     trained = min(prompt_ids.shape[1], max_prompt_tokens)
-    labels_LKT = answer_labels(model, prompt_ids, answer_ids, kind, include_last_prompt_token)[..., :trained]
+    labels_LKT = answer_labels(model, prompt_ids, answer_ids, kind, include_last_prompt_token, earlier_answers)
     recorder = _Recorder(heads)
     prefill(model, prompt_ids[:, :trained], RetentionCache(model, recorder, policy))
     options: LossArguments = {"alpha": alpha, "objective": objective, "floor": floor, "temperature": temperature}
     parts = [
         learn_layer(heads, layer, torch.cat(recorder.features.pop(layer)), labels_KT, backward, **options)
-        for layer, labels_KT in zip(heads, labels_LKT, strict=True)
+        for layer, labels_KT in zip(heads, labels_LKT[..., :trained], strict=True)
     ]
     return step_result(parts, alpha, prompt_ids.shape[1] + answer_ids.shape[1])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from locret.data.benchmarks.base import MAX_ROW_BYTES
+from locret.data.row_order import SHUFFLE_BUFFER
 from locret.policy import RetentionPolicy
 
 
@@ -39,8 +41,8 @@ class DataOptions:
     """The training rows."""
 
     dataset: str
-    """LongAlpaca, LongAlign or Anti-Haystack (Locret, section 4.1 and its ablation); a Hub id; or a JSON, JSONL or
-    Parquet file in the LongAlpaca, ShareGPT, messages or prompt/answer schema."""
+    """LongAlpaca, LongAlpaca-16k, LongAlign or Anti-Haystack (Locret, section 4.1 and its ablation); a Hub id; or a
+    JSON, JSONL or Parquet file in the LongAlpaca, ShareGPT, messages, Anti-Haystack or prompt/answer schema."""
     data_dir: str | None = None
     """Folder with a local copy of the data set."""
     dataset_revision: str | None = None
@@ -48,16 +50,28 @@ class DataOptions:
     split: str = "train"
     """Split to read, such as train[:3000]."""
     template: Literal["chat", "original", "none"] = "chat"
-    """How a row becomes text: the tokenizer's own chat template, the original code's, or none."""
-    on_bad_row: Literal["raise", "skip"] = "raise"
-    """Stop at a row that cannot be trained on, or skip and count it."""
-    max_length: int | None = None
-    """Longest row, in tokens of prompt and answer; the backbone's context if none."""
+    """How a row becomes text: the tokenizer's own chat template; the Human/Assistant form that the published heads were
+    trained with, whatever the backbone (original); or none."""
+    skip_bad_rows: bool = False
+    """Leave out and report rows that cannot be trained on (no answer, empty prompt, wrong type, invalid UTF-8, longer
+    than the backbone's context, ...), instead of stopping at the first."""
+    min_tokens: int | None = None
+    """Leave out shorter rows, in tokens of prompt and answer."""
+    max_tokens: int | None = None
+    """Leave out longer rows, in tokens of prompt and answer."""
+    max_row_bytes: int = MAX_ROW_BYTES
+    """A longer row of a local JSON file is a bad row."""
     max_prompt_tokens: int = 10240
     """First prompt tokens to train on; labels come from the whole row (original)."""
+    streaming: bool = False
+    """Read rows as they come, for sets larger than memory or disk; a bad row is found only when its turn comes."""
+    shuffle_buffer: int = SHUFFLE_BUFFER
+    """With --streaming, rows among which the next one is drawn."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "max_length", "max_prompt_tokens")
+        _check_positive(self, "min_tokens", "max_tokens", "max_row_bytes", "max_prompt_tokens", "shuffle_buffer")
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"--min-tokens {self.min_tokens} is above --max-tokens {self.max_tokens}; no row fits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +81,8 @@ class LossOptions:
     label_source: Literal["answer", "reconstruction"] = "answer"
     """Whose attention labels a text: that of the row's answer (Locret, Eq. 2), or that of the text's own repetition
     after a short request, which needs no answers (KVzip, arXiv 2505.23416) and twice the context."""
+    answers: Literal["last", "all"] = "last"
+    """Which answers of a row with several turns label its text: the last one, or each one what stands before it."""
     label_kind: Literal["logit", "log_attention"] = "logit"
     """Label of a token: the largest attention logit of the answer's tokens (Locret, Eq. 2), or the largest log of the
     attention."""
@@ -89,6 +105,8 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         _check_positive(self, "temperature")
+        if self.answers == "all" and self.label_source == "reconstruction":
+            raise ValueError("--answers all changes nothing with --label-source reconstruction; drop one of them")
         if self.temperature != 1 and self.objective != "ranking":
             raise ValueError(f"--temperature {self.temperature} changes nothing here; add --objective ranking")
         if self.label_floor is not None and self.label_floor >= 0 and self.label_kind == "log_attention":

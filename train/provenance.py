@@ -11,7 +11,9 @@ from locret.train.options import BackboneOptions, DataOptions, LossOptions, Opti
 
 def label_notes(loss: LossOptions) -> dict[str, Any]:
     """Return the definition of the labels."""
-    queries = "the answer's tokens" if loss.label_source == "answer" else "the tokens of the text's repetition"
+    queries = "the answer's tokens" if loss.answers == "last" else "the tokens of every later answer"
+    if loss.label_source == "reconstruction":
+        queries = "the tokens of the text's repetition"
     return {
         "source": loss.label_source,
         "kind": loss.label_kind,

@@ -1,7 +1,7 @@
 """The output folder of a training run: checked before any weights are loaded, filled only once training can begin.
 
-OUTPUT/  config.json, model.safetensors, README.md (the heads, at the end), run.json, log.jsonl, tensorboard/,
-         checkpoint-<step>/
+OUTPUT/  config.json, model.safetensors, README.md (the heads, at the end), run.json, log.jsonl, dropped_rows.json,
+         tensorboard/, checkpoint-<step>/
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ from typing import Any
 from locret.environment import source_commit
 
 RECORD, LOG, TENSORBOARD, CHECKPOINTS = "run.json", "log.jsonl", "tensorboard", "checkpoint-*"
-_OURS = (RECORD, LOG, TENSORBOARD, CHECKPOINTS, ".checkpoint-*", "config.json", "model.safetensors", "README.md")
+DROPPED = "dropped_rows.json"
+_OURS = (
+    RECORD,
+    LOG,
+    DROPPED,
+    TENSORBOARD,
+    CHECKPOINTS,
+    ".checkpoint-*",
+    "config.json",
+    "model.safetensors",
+    "README.md",
+)
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors")
 
 

@@ -10,7 +10,7 @@ the number of layers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
@@ -55,6 +55,7 @@ def train_step(
     floor: float | None = None,
     temperature: float = 1.0,
     max_prompt_tokens: int = MAX_PROMPT_TOKENS,
+    earlier_answers: Sequence[tuple[int, int]] = (),
     backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> StepResult:
     """Add the gradient of one row's loss to the heads' float32 gradients.
@@ -71,6 +72,7 @@ def train_step(
         floor: See `retention_loss`; the overlap is that of the labels without it.
         temperature: See `retention_loss`.
         max_prompt_tokens: First prompt tokens to train on; labels are those of the whole text.
+        earlier_answers: See `answer_labels`.
         backward: Called once per layer with the layer's share of the loss; the shares add up to the total.
 
     Returns:
@@ -87,7 +89,9 @@ def train_step(
     options: LossArguments = {"alpha": alpha, "objective": objective, "floor": floor, "temperature": temperature}
 
     def on_layer(chunk: Chunk) -> None:
-        labels_KT = layer_labels(chunk, prompt, kind, include_last_prompt_token, labelled=trained)
+        labels_KT = layer_labels(
+            chunk, prompt, kind, include_last_prompt_token, labelled=trained, earlier_answers=earlier_answers
+        )
         features_TF = _first_features(chunk, trained)
         parts.append(learn_layer(heads, chunk.layer_idx, features_TF, labels_KT, backward, **options))
 

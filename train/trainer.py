@@ -201,6 +201,7 @@ class Trainer:
                 floor=self.loss_options.label_floor,
                 temperature=self.loss_options.temperature,
                 max_prompt_tokens=self.max_prompt_tokens,
+                earlier_answers=example.earlier_answers,
                 backward=self.accelerator.backward,
             )
         losses = torch.stack([result.total, result.fit, result.smoothness])

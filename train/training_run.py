@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
-_FREE = ("data_dir", "on_bad_row", *RunOptions.__dataclass_fields__)
+_FREE = ("data_dir", "skip_bad_rows", "max_row_bytes", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
@@ -121,24 +121,34 @@ class TrainingRun:
         from locret.data.training import TrainingStream, load_rows
 
         data = self.data
-        rows = load_rows(data.dataset, data_dir=data.data_dir, split=data.split, revision=data.dataset_revision)
-        self.row_count = len(rows)
+        rows = load_rows(
+            data.dataset,
+            data_dir=data.data_dir,
+            split=data.split,
+            revision=data.dataset_revision,
+            streaming=data.streaming,
+            max_row_bytes=data.max_row_bytes,
+        )
         self.stream = TrainingStream(
             rows,
             load_tokenizer(self.backbone.model, self.backbone.revision),
             seed=self.optimizer.seed,
-            max_length=min(filter(None, (data.max_length, _context(self.config)))),
-            on_bad_row=data.on_bad_row,
+            max_length=_context(self.config),
+            min_tokens=data.min_tokens,
+            max_tokens=data.max_tokens,
+            skip_bad_rows=data.skip_bad_rows,
             template=data.template,
+            answers=self.loss.answers,
             source=data.dataset,
             reconstruct=self.loss.label_source == "reconstruction",
+            shuffle_buffer=data.shuffle_buffer,
             rank=process.process_index,
             world=process.num_processes,
         )
         beginning = self.stream.state()
         next(self.stream)
         self.stream.restore(beginning)
-        if data.on_bad_row == "raise":
+        if not data.skip_bad_rows and not data.streaming:
             self.stream.check_rows()
         self.dtype = resolve_dtype(self.backbone.dtype, self.config, process.device)
         self.precision = self.backbone.mixed_precision
@@ -156,7 +166,7 @@ class TrainingRun:
             hidden_dim=self.backbone.hidden_dim,
             dtype=self.dtype,
             autocast=self.precision != "no",
-            tokens=min(self.data.max_length or read, context),
+            tokens=min(self.data.max_tokens or read, context),
             trained_tokens=trained,
             kept_features=self.loss.evict_while_training,
         )
@@ -221,16 +231,24 @@ class TrainingRun:
         if state is not None and checkpoint is not None:
             trainer.resume(checkpoint, state)
         started = time.perf_counter()
-        stopped, record = trainer.train()
-        dropped = dict(self.stream.dropped)
-        if dropped:
-            logger.warning("rows left out: %s", ", ".join(f"{count} {reason}" for reason, count in dropped.items()))
+        try:
+            stopped, record = trainer.train()
+        finally:
+            if accelerator.is_main_process:
+                self._report_dropped()
         seconds = time.perf_counter() - started
-        summary = {**record, "dropped_rows": dropped, "seconds": seconds, "stopped": stopped or None}
+        summary = {**record, "dropped_rows": self.stream.dropped, "seconds": seconds, "stopped": stopped or None}
         if not stopped and accelerator.is_main_process:
             self._annotate(heads, model, summary).save_pretrained(self.folder)
         accelerator.wait_for_everyone()
         return summary
+
+    def _report_dropped(self) -> None:
+        report = self.stream.report
+        values = {"dataset": self.data.dataset, "rows": self.stream.size, **report.to_dict()}
+        run_folder.write_json(self.folder / run_folder.DROPPED, values)
+        if report.counts:
+            logger.warning("rows left out of %d read: %s (see %s)", report.read, report, run_folder.DROPPED)
 
     def _new_heads(self, model: torch.nn.Module) -> RetainingHeads:
         if self.backbone.init_from is None:
@@ -243,7 +261,7 @@ class TrainingRun:
     def _annotate(self, heads: RetainingHeads, model: torch.nn.Module, summary: dict[str, Any]) -> RetainingHeads:
         final = {f"final_{name}": summary[name] for name in ("total", self.loss.objective, "smoothness", "overlap")}
         precision = f"backbone {str(self.dtype).removeprefix('torch.')}, autocast {self.precision}"
-        facts = {"dataset_rows": self.row_count, "rows": summary["rows"], "tokens": summary["tokens"], **final}
+        facts = {"dataset_rows": self.stream.size, "rows": summary["rows"], "tokens": summary["tokens"], **final}
         if summary["dropped_rows"]:
             facts["dropped_rows"] = summary["dropped_rows"]
         notes = training_notes(self.backbone, self.data, self.loss, self.optimizer, precision=precision, **facts)

@@ -11,7 +11,7 @@ CHAT = [("system", "Be kind."), ("user", "Hi."), ("assistant", "Hello."), ("user
 
 
 def read(record, row=3):
-    return read_row(record, detect_schema(record, "rows.json"), source="rows.json", row=row)
+    return read_row(record, detect_schema(record, "rows.json"), source="rows.json", place=f"rows.jsonl:{row}")
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_messages_win_over_a_prompt_column_beside_them():
 )
 def test_a_row_without_an_answer_is_read_only_where_none_is_needed(record):
     schema = detect_schema(record, "rows.json")
-    row = read_row(record, schema, source="rows.json", row=3, answer_needed=False)
+    row = read_row(record, schema, source="rows.json", place="rows.jsonl:3", answer_needed=False)
     assert row == Row((Message("user", "Who?"),), "")
-    with pytest.raises(ValueError, match=r"row 3 \(counted from 0\) has no answer"):
+    with pytest.raises(ValueError, match="rows.jsonl:3 has no answer"):
         read(record)
 
 
@@ -101,6 +101,16 @@ def test_unknown_columns_list_what_was_found_and_what_is_accepted():
         ({"prompt": "Who?", "answer": " \n"}, "no answer", "has no answer (prompt/answer schema, prompt, and one of"),
         ({"messages": [{"role": "user", "content": "Who?"}]}, "no answer", "has no answer (messages schema"),
         ({"conversations": None}, "no answer", "has no answer (ShareGPT schema, conversations (list of from, value))"),
+        (
+            {"document": " ", "question": "Who?", "answer": "Me."},
+            "empty context",
+            "has an empty field 'document'; mend or drop the row",
+        ),
+        (
+            {"prompt": "a\ud83d", "answer": "Me."},
+            "invalid UTF-8",
+            "has half a surrogate pair at character 1 of field 'prompt', which is not UTF-8",
+        ),
         ({"prompt": "", "answer": "Me."}, "empty prompt", "has an empty prompt (prompt/answer schema"),
         ({"messages": [{"role": "assistant", "content": "Me."}]}, "empty prompt", "has an empty prompt (messages"),
         ({"prompt": 7, "answer": "Me."}, "wrong type", "has a field 'prompt' of type int where text is needed"),
@@ -116,7 +126,7 @@ def test_an_unusable_row_names_data_set_row_field_and_way_out(record, reason, se
     with pytest.raises(ValueError) as caught:
         read(record)
     message = str(caught.value)
-    assert message.startswith("--dataset rows.json: row 3 (counted from 0) has ")
+    assert message.startswith("--dataset rows.json: rows.jsonl:3 has ")
     assert sentence in message
-    assert message.endswith("or pass --on-bad-row skip to leave out such rows")
+    assert message.endswith("or pass --skip-bad-rows to leave out such rows")
     assert caught.value.reason == reason

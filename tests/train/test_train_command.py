@@ -145,7 +145,7 @@ def test_paper_recipes_change_nothing_of_the_papers_training() -> None:
     for name in ("llama_3.1_8b", "phi_3_mini_128k"):
         recipe = REPOSITORY / "recipes" / "train" / f"{name}.yaml"
         training = TrainingRun([f"--config={recipe}", "--output=somewhere"])
-        assert training.chosen == {"model", "dataset", "on_bad_row", "policy", "output"}
+        assert training.chosen == {"model", "dataset", "skip_bad_rows", "policy", "output"}
         o = training.optimizer
         assert (o.steps, o.lr, o.betas, o.warmup_steps, o.clip, o.clip_limit) == (
             3000,
