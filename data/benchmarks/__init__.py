@@ -17,6 +17,10 @@ _FAMILIES = {
     "infinitebench": "locret.data.benchmarks.infinitebench",
     "leval": "locret.data.benchmarks.leval",
     "longbench": "locret.data.benchmarks.longbench",
+    "infinitebench_generated": "locret.data.benchmarks.infinitebench_generated",
+    "ruler": "locret.data.benchmarks.ruler",
+    "niah": "locret.data.benchmarks.niah",
+    "twostage": "locret.data.benchmarks.two_stage",
 }
 
 

@@ -23,7 +23,7 @@ class Suite:
     groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Groups of tasks whose means are averaged; without them the average is that of the tasks."""
     tokens: int | None = None
-    """Length of the prompts, where it belongs to the suite."""
+    """Length of the prompts, where it belongs to the suite; 0 for rows of the published sizes."""
     published: tuple[PublishedRow, ...] = ()
     remark: str = ""
     """What else published rows do otherwise."""
@@ -31,6 +31,8 @@ class Suite:
     @property
     def average_rule(self) -> str:
         """How the average is taken, in words."""
+        if len(self.tasks) == 1:
+            return "the task's score"
         return f"mean of {len(self.groups)} groups' means" if self.groups else f"mean of {len(self.tasks)} tasks"
 
     def average(self, scores: Mapping[str, float]) -> float | None:
@@ -172,6 +174,23 @@ _SUITES: tuple[Suite, ...] = (
             published=published_rows.ruler(length),
         )
         for length, tokens in RULER_LENGTHS.items()
+    ),
+    Suite(
+        name="infinitebench-generated",
+        title="InfiniteBench's retrieval tasks, rows generated at the published size",
+        tasks=_named("infinitebench_generated", "passkey number_string kv_retrieval"),
+        tokens=0,
+    ),
+    Suite(
+        name="niah",
+        title="needle in a haystack and pass key in essays, at every one of --lengths; samples are depths",
+        tasks=_named("niah", "needle passkey"),
+    ),
+    Suite(
+        name="twostage",
+        title="2StageRetr at the published sizes, 40 to 200 entries",
+        tasks=_named("twostage", "2stage"),
+        tokens=0,
     ),
 )
 

@@ -99,6 +99,7 @@ class GeneratedRows:
 
     task: GeneratedTask
     tokens: int
+    """Of prompt and answer; 0 for the published sizes."""
     samples: int
     seed: int
     source: Path | None
@@ -120,7 +121,7 @@ class GeneratedRows:
         if self._last[0] != row or self._last[1] is None:
             if self._make is None or self.tokens > _LONG:
                 self._make = self.task.maker(
-                    tokenizer, self.tokens, samples=self.samples, seed=self.seed, data_dir=self.source
+                    tokenizer, self.tokens or None, samples=self.samples, seed=self.seed, data_dir=self.source
                 )
             (found,) = self.task.read(row, f"{self.task.name}:{row}", self._make(row))
             self._last = (row, found)
@@ -144,7 +145,7 @@ def source_of(task: GeneratedTask, tokenizer: Any, tokens: int, folders: Sequenc
     options: list[Path | None] = [None] if folders is None else [Path(folder).expanduser() for folder in folders]
     for option in options:
         try:
-            task.maker(tokenizer, tokens, samples=1, seed=0, data_dir=option)
+            task.maker(tokenizer, tokens or None, samples=1, seed=0, data_dir=option)
             return option
         except ValueError:
             if option is options[-1]:

@@ -80,7 +80,7 @@ class Job:
         for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
             scorer, _ = loading.load_scorer(self.scorer)
             grows = policy.needs_length or policy.when == "prompt_end"
-            tokens = max(place.tokens for place in self.places) if grows else None
+            tokens = max(place.tokens for place in self.places) or None if grows else None
             size = loading.planned_bytes(
                 self.model, self.config, self.dtype, scorer, policy, new_tokens, prompt_tokens=tokens
             )

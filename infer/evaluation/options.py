@@ -95,7 +95,7 @@ class EvalOptions(PublishedOptions):
         super().__post_init__()
         if self.samples is not None and self.samples < 1:
             raise ValueError(f"--samples {self.samples} leaves nothing to measure; give 1 or more")
-        if min(self.token_lengths()) < 1:
+        if min(numbers(self.lengths, "--lengths")) < 1:
             raise ValueError(f"--lengths {self.lengths} holds a text without tokens; give 1 or more")
         names = [task.name for task in self.chosen_tasks()]
         for name in self.task_options:

@@ -191,12 +191,15 @@ def _by_file(
 def _by_length(
     task: GeneratedTask, options: EvalOptions, tokenizer: Any
 ) -> tuple[GeneratedTask, str, dict[int, AnyRows]]:
-    """Take rows of each length from a local file in RULER's layouts, or make them."""
+    """Take rows from a local file, of each length where files have lengths, or make them."""
     if options.max_new_tokens is not None:
         task = replace(task, max_new_tokens=min(task.max_new_tokens, options.max_new_tokens))
     folders, asked = options.data_folders(), dict[int, AnyRows]()
+    if not task.file.split("/")[0].isdigit() and folders is not None and not is_missing(task, folders):
+        return task, "file", {0: FileRows(_opened(task, options), options.samples)}
     short = task.name.partition("/")[2]
     for tokens in options.token_lengths():
+        # RULER's older and newer layouts.
         spots = [replace(task, file=f"{tokens}/{short}{end}") for end in (".jsonl", "/validation.jsonl")]
         there = [] if folders is None else [spot for spot in spots if not is_missing(spot, folders)]
         if there:

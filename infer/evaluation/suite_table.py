@@ -30,11 +30,7 @@ def results(
         in full; `labels` of the tasks with `n of N`; `missing`; `average_rule`.
     """
     own = [cell for cell in cells if cell.get("set", cell["task"]) in suite.tasks]
-    readings = list(dict.fromkeys(tuple(cell[name] for name in _READING) for cell in own))
-    rows = [
-        _row(suite, reading, [cell for cell in own if tuple(cell[name] for name in _READING) == reading])
-        for reading in readings
-    ]
+    rows = [_row(suite, reading, members) for reading, members in _readings(own, settings).items()]
     found: dict[str, Any] = {
         "name": suite.name,
         "title": suite.title,
@@ -51,17 +47,34 @@ def results(
     return found
 
 
+def _readings(cells: Sequence[dict[str, Any]], settings: dict[str, Any]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Return the cells of each row: of a method and policy, and of a length where rows were asked at several."""
+    lengths = {cell["tokens"] for cell in cells if _has_length(cell, settings)}
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for cell in cells:
+        # What has no length of its own belongs to the rows of all lengths.
+        several = [None] if len(lengths) < 2 else [cell["tokens"]] if _has_length(cell, settings) else sorted(lengths)
+        for tokens in several:
+            found.setdefault((*(cell[name] for name in _READING), tokens), []).append(cell)
+    return found
+
+
+def _has_length(cell: dict[str, Any], settings: dict[str, Any]) -> bool:
+    return bool(settings["tasks"][cell.get("set", cell["task"])]["prompt"]["limit_from"] == "length")
+
+
 def _row(suite: Suite, reading: tuple[Any, ...], cells: list[dict[str, Any]]) -> dict[str, Any]:
     scores = {cell.get("set", cell["task"]): cell["score"] for cell in cells}
     average = suite.average(scores)
     whole = len(scores) == len(suite.tasks)
     return {
-        **dict(zip(_READING, reading, strict=True)),
+        **dict(zip((*_READING, "tokens"), reading, strict=True)),
         "scores": {task: scores.get(task) for task in suite.tasks},
         "groups": suite.group_means(scores),
         "average": None if average is None else round(average, 4),
         "tasks_measured": len(scores),
         "partial": not whole or any(cell.get("set", cell["task"]) != cell["task"] for cell in cells),
+        "size_unknown": any("of" in cell and cell["of"] is None for cell in cells),
     }
 
 
@@ -110,7 +123,7 @@ def table(found: dict[str, Any]) -> str:
         if row["tasks_measured"] < count:
             average += f" (partial: {row['tasks_measured']} of {count} tasks)"
         elif row["partial"]:
-            average += " (partial: not all rows)"
+            average += " (perhaps partial: size unknown)" if row["size_unknown"] else " (partial: not all rows)"
         budget = "all" if row["budget"] is None else f"{row['budget']:,}"
         lines.append(f"| {' | '.join([_reading(row, found['rows']), budget, *texts, average])} |")
     notes = list(dict.fromkeys(_footnote(row) for row in found.get("published", ())))
@@ -160,7 +173,8 @@ def remarks(suite: Suite, settings: dict[str, Any]) -> list[str]:
 def _reading(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """Return the method, with the numbers that tell it from others of the same budget."""
     twins = [one for one in rows if (one["method"], one["budget"]) == (row["method"], row["budget"])]
-    parts = [
+    parts = [f"{row['tokens']:,} tokens"] if row["tokens"] is not None else []
+    parts += [
         f"{name.replace('_', ' ')} {row[name]:,}"
         for name in _READING[2:]
         if len({one[name] for one in twins}) > 1 and row[name] is not None

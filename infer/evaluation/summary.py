@@ -124,7 +124,7 @@ def _title(column: tuple[str, int], found: Sequence[dict[str, Any]]) -> str:
     labels = {cell["task"] for cell in own if cell["tokens"] == tokens}
     name = labels.pop() if len(labels) == 1 else task
     single = "of" in own[0] and len({cell["tokens"] for cell in own}) == 1
-    return name if single else f"{name} @ {tokens:,}"
+    return name if single or not tokens else f"{name} @ {tokens:,}"
 
 
 def _score(cell: dict[str, Any] | None, full: dict[str, Any] | None, title: str) -> str:
