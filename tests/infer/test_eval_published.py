@@ -20,6 +20,9 @@ from locret.data.benchmarks import Item
 from locret.infer.evaluation import methods, published, runner
 from locret.infer.evaluation.command import command
 
+pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
+pytest.importorskip("rouge", reason="ROUGE needs locret[eval]")
+
 SMALL = ("--budget", 64, "--chunk-size", 64, "--stabilizers", 16, "--local-len", 8, "--figures", "none")
 SMALL = (*SMALL, "--max-new-tokens", 6, "--threads", 1)
 
@@ -275,7 +278,6 @@ def test_a_text_is_cut_at_the_first_stop() -> None:
 
 
 def test_rouge_of_a_task_is_the_geometric_mean_of_three_means() -> None:
-    pytest.importorskip("rouge_score", reason="L-Eval's ROUGE needs locret[eval]")
     from locret.infer.evaluation import summary
 
     task = benchmarks.get("leval/meeting_summ")
