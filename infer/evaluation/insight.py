@@ -32,8 +32,8 @@ def write(setup: Setup, output: Path, places: Sequence[AnyPlace], runs: Sequence
     Returns:
         Names of the files written; none if only the plain cache, or published tasks alone, were evaluated.
     """
-    places = [place for place in places if isinstance(place, Place)]
-    if not places:
+    generated = [place for place in places if isinstance(place, Place)]
+    if not generated:
         return []
     smallest: dict[str, Run] = {}
     for run in runs:
@@ -44,8 +44,8 @@ def write(setup: Setup, output: Path, places: Sequence[AnyPlace], runs: Sequence
             smallest[run.method.name] = run
     if not smallest:
         return []
-    longest = max(place.tokens for place in places)
-    candidates = [place for place in places if place.tokens == longest and place.task is places[0].task]
+    longest = max(place.tokens for place in generated)
+    candidates = [place for place in generated if place.tokens == longest and place.task is generated[0].task]
     place = candidates[len(candidates) // 3]
     prompt = _prompt(setup, place)
     names: list[str] = []
@@ -56,7 +56,7 @@ def write(setup: Setup, output: Path, places: Sequence[AnyPlace], runs: Sequence
         sources = {name: _source(run, prompt)}
         assert isinstance(prompt.sample, Sample)
         names += write_retention_steps(output, setup.model, setup.tokenizer, sources, prompt.sample, run.policy)
-    short = [one for one in places if one.task.name == places[0].task.name and one.tokens <= MOST_TOKENS]
+    short = [one for one in generated if one.task.name == generated[0].task.name and one.tokens <= MOST_TOKENS]
     if short:
         names += _consistency(setup, output, short, list(smallest.values()))
     return names
