@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from locret.data.chat import ORIGINAL_SYSTEM, encode, leading_special_ids, render_prompt, tokenise_row
+from locret.data.chat import ORIGINAL_SYSTEM, earlier_answers, encode, leading_special_ids, render_prompt, tokenise_row
 from locret.data.rows import Message, Row
 from locret.data.text_stream import token_stream
 
@@ -148,3 +148,46 @@ def test_a_template_that_repeats_the_users_text_cannot_be_streamed():
     twice = "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="writes the user's text 2 times, so a document cannot be streamed"):
         render_prompt(make_tokenizer(twice))
+
+
+REWRITES = (  # an answer is written with a thinking block only where it is the last turn
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think>\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TURNS = Row(
+    tuple(map(Message, ["user", "assistant"] * 2 + ["user"], ["Who?", "It was me.", "Me?", "the cat", "Who was it?"])),
+    "the cats",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "expected"),
+    [
+        ("chat", CHATML, ["It was me.<|im_end|>\n", "the cat<|im_end|>\n"]),
+        ("chat", LLAMA2, [" It was me. </s>", " the cat </s>"]),
+        ("chat", THINKING, ["It was me.<|im_end|>\n", "the cat<|im_end|>\n"]),
+        ("chat", REWRITES, ["It was me.", "the cat"]),
+        ("original", None, [" It was me.\n### ", " the cat\n### "]),
+        ("none", None, ["\nIt was me.", "\nthe cat"]),
+    ],
+)
+def test_earlier_answers_are_found_with_the_end_of_their_turns(template, chat, expected):
+    tokenizer = make_tokenizer(chat)
+    prompt_ids, _ = tokenise_row(tokenizer, TURNS, template)
+    spans = earlier_answers(tokenizer, TURNS, template, prompt_ids)
+    assert [tokenizer.decode(prompt_ids[first:end]) for first, end in spans] == expected
+
+
+def test_an_answer_no_user_asked_for_and_an_empty_one_are_no_earlier_answers():
+    tokenizer = make_tokenizer()
+    for role, text in [("assistant", "Hello."), ("user", "Who?")]:
+        row = Row((Message(role, text), Message("assistant", " "), Message("user", "Who was it?")), "It was me.")
+        assert earlier_answers(tokenizer, row, "chat", tokenise_row(tokenizer, row, "chat")[0]) == ()
+
+
+def test_a_template_that_drops_earlier_answers_is_told():
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }} {% endif %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="^--template chat leaves out the answer of turn 1; use --answers last$"):
+        earlier_answers(tokenizer, TURNS, "chat", tokenise_row(tokenizer, TURNS, "chat")[0])

@@ -199,3 +199,48 @@ def test_a_named_set_is_read_from_a_local_copy_in_the_published_layout(tokenizer
     seen = list(itertools.islice(stream, rows))
     assert sorted(example.row for example in seen) == list(range(rows))
     assert stream.dropped == {}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("dataset", "file"),
+    [
+        ("LongAlpaca", "LongAlpaca-12k.json"),
+        ("Yukang/LongAlpaca-16k-length", "LongAlpaca-16k-length.json"),
+        ("LongAlign", "long.jsonl"),
+        ("Anti-Haystack", "data/train-00000-of-00001.parquet"),
+        ("sharegpt.json", "sharegpt.json"),
+        ("messages.jsonl", "messages.jsonl"),
+    ],
+)
+def test_every_published_form_of_the_same_rows_is_the_same_stream(tokenizer, tmp_path, dataset, file, streaming):
+    import datasets
+
+    turns = [[("w1 w2", "w3"), ("w4", "w5 w6"), ("w7", "w8")][index % 3] for index in range(7)]
+    made = {
+        "LongAlpaca": lambda user, answer: {"instruction": user, "output": answer, "input": None, "file": None},
+        "LongAlign": lambda user, answer: {"messages": chat("role", "content", "user", "assistant", user, answer)},
+        "Anti-Haystack": lambda user, answer: {"document": user, "question": "", "answer": answer},
+        "sharegpt.json": lambda user, answer: {"conversations": chat("from", "value", "human", "gpt", user, answer)},
+    }
+    made["Yukang/LongAlpaca-16k-length"], made["messages.jsonl"] = made["LongAlpaca"], made["LongAlign"]
+    rows = [made[dataset](*turn) for turn in turns]
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text(json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows)))
+    loaded = load_rows(dataset, data_dir=str(tmp_path), streaming=streaming)
+    plain = [{"prompt": user, "answer": answer} for user, answer in turns]
+    found = take(stream_of(tokenizer, loaded, shuffle_buffer=1), 7)
+    if streaming:
+        expected = {row: example for row, *example in take(stream_of(tokenizer, plain), 7)}
+        assert [row for row, *_ in found] == list(range(7))
+        assert {row: example for row, *example in found} == expected
+    else:
+        assert found == take(stream_of(tokenizer, plain), 7)
+
+
+def chat(role, content, asks, answers, user, answer):
+    return [{role: asks, content: user}, {role: answers, content: answer}]

@@ -78,6 +78,24 @@ def test_the_last_prompt_token_counts_only_on_request() -> None:
     torch.testing.assert_close(counted[..., :-1], last_as_answer, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("include_last", [False, True])
+@pytest.mark.parametrize("kind", ["logit", "log_attention"])
+def test_every_answer_labels_what_stands_before_it(kind: str, include_last: bool) -> None:
+    """As one row per answer would, each reading the text up to its answer's end; a token takes the largest label."""
+    model, ids = backbone(), token_ids(40)
+    answers = [(7, 12), (20, 21), (33, 40)]
+    expected = torch.full((3, 2, 33), -torch.inf)
+    for first, end in answers:
+        labels = answer_labels(model, ids[:, :first], ids[:, first:end], kind, include_last)
+        expected[..., :first] = torch.maximum(expected[..., :first], labels)
+    actual = answer_labels(model, ids[:, :33], ids[:, 33:], kind, include_last, answers[:2])
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    assert (actual[..., :20] > answer_labels(model, ids[:, :33], ids[:, 33:], kind, include_last)[..., :20]).any()
+    chunk = chunks_of(model, ids)[0]
+    cut = layer_labels(chunk, 33, kind, include_last, labelled=10, earlier_answers=answers[:2], block_elements=1)
+    torch.testing.assert_close(cut, expected[0, :, :10], atol=1e-5, rtol=0)
+
+
 def test_ids_may_come_with_or_without_a_batch_dimension() -> None:
     model, prompt_ids, answer_ids = backbone(), token_ids(12), token_ids(3, seed=1)
     flat = answer_labels(model, prompt_ids[0], answer_ids[0])

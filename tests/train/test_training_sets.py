@@ -1,0 +1,149 @@
+"""`locret-train` on the published training sets' schemas, streamed rows, several turns, and rows that are left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_cases import refused, train, train_arguments, write_backbone
+
+from locret import RetainingHeads
+
+# Bad in every way a row of JSON Lines can be; row 0 and 8 are good.
+GOOD = b'{"instruction": "The number of Oslo is 314. What is it?", "output": "It is 314."}'
+BAD_LINES = {
+    "no answer": b'{"instruction": "Who?", "output": ""}',
+    "empty prompt": b'{"instruction": " ", "output": "Me."}',
+    "wrong type": b'{"instruction": 7, "output": "Me."}',
+    "invalid UTF-8": b'{"instruction": "caf\xe9", "output": "Me."}',
+    "not JSON": b'{"instruction": "cut of',
+    "row too long": b'{"instruction": "' + b"x" * 5_000_000 + b'", "output": "Me."}',
+    "longer than the context": b'{"instruction": "' + b"the house " * 2100 + b'", "output": "Me."}',
+}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return RetainingHeads.from_pretrained(folder).state_dict()
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+@pytest.fixture(scope="module")
+def long_context(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_backbone(tmp_path_factory.mktemp("long") / "model", max_position_embeddings=16384)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "folder", "repo"),
+    [
+        ("LongAlpaca", "longalpaca", "Yukang/LongAlpaca-12k"),
+        ("LongAlign", "longalign", "THUDM/LongAlign-10k"),
+        ("Anti-Haystack", "anti_haystack", "wenbopan/anti-haystack"),
+    ],
+)
+def test_a_published_set_trains_from_its_local_copy(
+    shared: Path, long_context: Path, tmp_path: Path, dataset: str, folder: str, repo: str
+) -> None:
+    """Real schemas, derived rows; those up to 9,400 tokens, of which the first 256 prompt tokens are trained on."""
+    data_dir = shared / "data" / "derived" / folder
+    options = [f"--dataset={dataset}", f"--data-dir={data_dir}", "--min-tokens=1000", "--max-tokens=9700", "--steps=2"]
+    small = ["--max-prompt-tokens=256", "--warmup-steps=0"]
+    assert train((long_context, Path(dataset)), tmp_path / "run", *options, *small) == 0
+    config = RetainingHeads.from_pretrained(tmp_path / "run").config
+    assert config.training is not None
+    assert (config.training["dataset"], config.training["rows"]) == (repo, 2)
+    assert config.training["tokens"] > 2 * 8000
+    report = json.loads((tmp_path / "run" / "dropped_rows.json").read_text())
+    assert (report["dataset"], report["used"]) == (dataset, 2)
+    assert set(report["dropped"]) <= {"shorter than --min-tokens 1000", "longer than --max-tokens 9700"}
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_a_bad_line_stops_training_with_file_and_line(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], reason: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b"\n".join([GOOD, BAD_LINES[reason]]))
+    code, message = refused(capsys, train_arguments((paths[0], rows), tmp_path / "run", "--steps=2"))
+    assert (code, f"{rows}:2 (row 1 from 0) " in message) == (2, True), message
+    assert message.endswith("or pass --skip-bad-rows to leave out such rows")
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming"]], ids=["indexed", "streamed"])
+def test_bad_lines_are_left_out_and_reported_only_on_request(
+    paths: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, streaming: list[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b"\n".join([GOOD, *BAD_LINES.values(), GOOD]))
+    assert train((paths[0], rows), tmp_path / "run", "--skip-bad-rows", "--steps=3", *streaming) == 0
+    report = json.loads((tmp_path / "run" / "dropped_rows.json").read_text())
+    assert (report["read"], report["used"], report["rows"]) == (9, 2, None if streaming else 9)
+    assert report["dropped"] == {
+        reason: {"count": 1, "first_rows": [f"{rows}:{row + 1} (row {row} from 0)"]}
+        for row, reason in enumerate(BAD_LINES, start=1)
+    }
+    assert "rows left out of 9 read: " in caplog.text
+    assert "1 invalid UTF-8" in caplog.text
+    assert RetainingHeads.from_pretrained(tmp_path / "run").config.training["dropped_rows"] == dict.fromkeys(
+        BAD_LINES, 1
+    )  # type: ignore[index]
+
+
+def test_a_streamed_run_that_is_resumed_ends_as_one_that_was_not(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps(row) for row in json.loads(paths[1].read_text())))
+    options = ["--streaming", "--shuffle-buffer=3", "--save-every=2", "--keep-checkpoints=9", "--steps=9"]
+    assert train((paths[0], rows), tmp_path / "whole", *options) == 0
+    checkpoint = tmp_path / "whole" / "checkpoint-4"
+    assert train((paths[0], rows), tmp_path / "resumed", *options, f"--resume={checkpoint}") == 0
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
+    reports = [json.loads((tmp_path / name / "dropped_rows.json").read_text()) for name in ("whole", "resumed")]
+    assert reports[0] == reports[1]
+    assert reports[0]["read"] == 6
+
+
+def turns(*texts: str) -> dict[str, Any]:
+    return {
+        "messages": [{"role": ["user", "assistant"][index % 2], "content": text} for index, text in enumerate(texts)]
+    }
+
+
+def test_every_answer_of_a_conversation_labels_on_request(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    two = turns("The number of Oslo is 314. What is it?", "It is 314.", "Who asks?", "The house.")
+    rows.write_text(json.dumps(two))
+    for answers in ("last", "all"):
+        assert train((paths[0], rows), tmp_path / answers, f"--answers={answers}", "--steps=2", "--warmup-steps=0") == 0
+    assert not equal(weights(tmp_path / "last"), weights(tmp_path / "all"))
+    label = RetainingHeads.from_pretrained(tmp_path / "all").config.label
+    assert label is not None
+    assert label["reduction"] == "maximum over the tokens of every later answer and the query heads of the group"
+    # With a single turn there is nothing more to label.
+    rows.write_text(json.dumps(turns("The number of Oslo is 314. What is it?", "It is 314.")))
+    for answers in ("last", "all"):
+        arguments = [f"--answers={answers}", "--steps=2", "--warmup-steps=0", "--overwrite"]
+        assert train((paths[0], rows), tmp_path / answers, *arguments) == 0
+    assert equal(weights(tmp_path / "last"), weights(tmp_path / "all"))
+    code, message = refused(
+        capsys, train_arguments((paths[0], rows), tmp_path / "last", "--resume", "--answers=all", "--steps=4")
+    )
+    assert (code, "--answers was 'last' and is now 'all'" in message) == (2, True), message
+
+
+def test_answers_label_under_eviction_too(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        json.dumps(turns("The number of Oslo is 314. What is it?", "It is 314.", "Who asks?", "The house."))
+    )
+    policy = ["--evict-while-training", "--policy.budget=16", "--policy.chunk-size=8", "--policy.stabilizers=2"]
+    policy += ["--policy.local-len=4", "--steps=2", "--warmup-steps=0"]
+    for answers in ("last", "all"):
+        assert train((paths[0], rows), tmp_path / answers, f"--answers={answers}", *policy) == 0
+    assert not equal(weights(tmp_path / "last"), weights(tmp_path / "all"))
