@@ -82,7 +82,7 @@ def largest(cost: Callable[[int], int], limit: int, *, least: int, guess: int, w
         cost: Tokens of a text of that size; computed rarely, since a text may have millions.
         limit: Tokens it may have.
         least: Smallest size that makes sense.
-        guess: Where to look first.
+        guess: Where to look first; the same for all rows of a task, or a row would depend on the ones made before it.
         what: What `limit` limits, for the message.
         close: Tokens that may stay unused, which saves looking further.
 

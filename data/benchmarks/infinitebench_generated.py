@@ -77,8 +77,6 @@ class GeneratedInfiniteBench(GeneratedTask):
         guess = published if tokens is None else max(least, tokens // 25)
 
         def make(index: int) -> dict[str, Any]:
-            nonlocal guess
-
             def at(size: int) -> dict[str, Any]:
                 rng = random.Random(f"{self.name}/{seed}/{tokens}/{index}")
                 return self._row(rng, index, size, spread(samples, index))
@@ -86,7 +84,7 @@ class GeneratedInfiniteBench(GeneratedTask):
             if tokens is None:
                 return at(published)
             close = tokens // 2000 if tokens > 100_000 else 0
-            guess = largest(
+            size = largest(
                 lambda size: count(self.of.read(index, "", at(size))[0].content) + around,
                 tokens,
                 least=least,
@@ -94,7 +92,7 @@ class GeneratedInfiniteBench(GeneratedTask):
                 what=f"a row of {self.name}",
                 close=close,
             )
-            return at(guess)
+            return at(size)
 
         return make
 

@@ -62,14 +62,13 @@ class NeedleTask(GeneratedTask):
         guess = max(1, tokens // 2)
 
         def make(index: int) -> dict[str, Any]:
-            nonlocal guess
             depth = spread(samples, index, self.min_depth / 100, self.max_depth / 100)
 
             def at(size: int) -> dict[str, Any]:
                 rng = random.Random(f"{self.name}/{seed}/{tokens}/{index}")
                 return {**self._row(rng, words.first(size), depth), "haystack": words.name}
 
-            guess = largest(
+            size = largest(
                 lambda size: count(self.read(index, "", at(size))[0].content) + around,
                 tokens,
                 least=1,
@@ -77,7 +76,7 @@ class NeedleTask(GeneratedTask):
                 what=f"a row of {self.name}",
                 close=tokens // 2000 if tokens > 100_000 else 0,
             )
-            return at(guess)
+            return at(size)
 
         return make
 

@@ -54,21 +54,19 @@ class TwoStageTask(GeneratedTask):
         guess = SIZES[0]
 
         def make(index: int) -> dict[str, Any]:
-            nonlocal guess
-
             def at(size: int) -> dict[str, Any]:
                 return _row(random.Random(f"{self.name}/{seed}/{tokens}/{index}"), size)
 
             if tokens is None:
                 return at(SIZES[index % len(SIZES)])
-            guess = largest(
+            size = largest(
                 lambda size: count(at(size)["prompt"]) + around,
                 tokens,
                 least=1,
                 guess=guess,
                 what=f"a row of {self.name}",
             )
-            return at(guess)
+            return at(size)
 
         return make
 

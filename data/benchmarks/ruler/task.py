@@ -58,8 +58,6 @@ class RulerTask(GeneratedTask):
         guess = max(1, tokens // self.kind.unit)
 
         def make(index: int) -> dict[str, Any]:
-            nonlocal guess
-
             def at(size: int) -> Draft:
                 return draft(random.Random(f"{self.name}/{seed}/{tokens}/{index}"), index, size)
 
@@ -68,9 +66,7 @@ class RulerTask(GeneratedTask):
                 return count(found.prompt + found.prefix) + around
 
             close = tokens // 2000 if tokens > 100_000 else 0
-            size = guess = largest(
-                cost, tokens, least=self.kind.least, guess=guess, what=f"a row of {self.name}", close=close
-            )
+            size = largest(cost, tokens, least=self.kind.least, guess=guess, what=f"a row of {self.name}", close=close)
             found = at(size)
             row = {
                 "index": index,
