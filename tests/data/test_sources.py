@@ -205,6 +205,13 @@ def test_a_named_set_is_fetched_from_the_hub_at_its_revision(hub, tmp_path, argu
 
 
 @pytest.mark.slow
+def test_a_named_set_is_streamed_from_the_hub(hub, tmp_path):
+    call = "entry.load() for entry in load_rows('LongAlpaca', streaming=True).begin()"
+    assert json.loads(load_in_fresh_process(hub, tmp_path, f"({call})")) == ROWS
+    assert not list((tmp_path / "datasets").rglob("*.arrow"))
+
+
+@pytest.mark.slow
 def test_a_data_set_the_hub_does_not_have_is_named(hub, tmp_path):
     printed = load_in_fresh_process(hub, tmp_path, "load_rows('some/other')")
     assert printed.startswith("ValueError --dataset some/other: the Hub has no data set some/other at revision main")
