@@ -148,3 +148,11 @@ def test_missing_matplotlib_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--figures all needs matplotlib; install it with `pip install 'locret\[eval"):
         figures.write_all(tmp_path, [], {"cells": []})
+
+
+@pytest.mark.parametrize(
+    ("name", "single"),
+    [("niah/needle", True), ("ruler/niah_single_2", True), ("ruler/niah_multikey_1", False), ("ruler/vt", False)],
+)
+def test_published_needles_get_a_heat_map_where_one_place_holds_the_answer(name: str, single: bool) -> None:
+    assert series.has_single_needle(name) is single
