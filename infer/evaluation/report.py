@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.environment import versions
-from locret.infer.evaluation import suite_table, summary
+from locret.infer.evaluation import budget_table, suite_table, summary
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key, write_atomically
@@ -49,9 +49,10 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Return the results as Markdown: the suite's table first, if there is one."""
+    """Return the results as Markdown: the suite's table first, if there is one; budgets side by side last."""
     suite = suite_table.table(results["suite"]) + "\n" if "suite" in results else ""
-    return suite + summary.table(results["cells"])
+    beside = budget_table.table(results["cells"])
+    return suite + summary.table(results["cells"]) + (f"\n{beside}" if beside else "")
 
 
 def write_figures(

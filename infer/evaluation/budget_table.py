@@ -1,0 +1,46 @@
+"""A second table for runs with several budgets: a row per method, its scores at all budgets side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from locret.infer.evaluation.summary import size
+
+
+def table(cells: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table of cells of results.json, such as `100 / 95 / 90` for three budgets.
+
+    Returns:
+        The table; empty where there is one budget only, or where a method was run several times with the same one.
+    """
+    budgets = sorted({cell["budget"] for cell in cells if cell["budget"] is not None})
+    if len(budgets) < 2:
+        return ""
+    columns = list(dict.fromkeys((cell["task"], cell["tokens"]) for cell in cells))
+    by_place: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for cell in cells:
+        place = (cell["task"], cell["tokens"], cell["method"], cell["budget"])
+        if place in by_place:
+            return ""
+        by_place[place] = cell
+    titles = [f"{task} @ {tokens:,}" if tokens else task for task, tokens in columns]
+    titles = ["method", *titles, "mean", "peak cache", "read tokens/s", "write tokens/s"]
+    lines = [f"Budgets {' / '.join(f'{budget:,}' for budget in budgets)}:", ""]
+    lines += [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
+    for method in dict.fromkeys(cell["method"] for cell in cells):
+        own = [cell for cell in cells if cell["method"] == method]
+        known = sorted({cell["budget"] for cell in own} - {None}) or [None]
+        at = [[cell for cell in own if cell["budget"] == budget] for budget in known]
+        texts = [method]
+        for column in columns:
+            found = [by_place.get((*column, method, budget)) for budget in known]
+            texts.append(" / ".join("" if cell is None else f"{cell['score']:.0f}" for cell in found))
+        texts.append(" / ".join(f"{fmean(cell['score'] for cell in group):.0f}" for group in at))
+        texts.append(" / ".join(size(max(cell["peak_bytes"] for cell in group)) for group in at))
+        for phase in ("prefill", "decode"):
+            rates = [cell[f"{phase}_tokens_per_second"] for cell in own if cell[f"{phase}_tokens_per_second"]]
+            texts.append(f"{fmean(rates):,.0f}" if rates else "")
+        lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
