@@ -21,6 +21,7 @@ _FAMILIES = {
     "ruler": "locret.data.benchmarks.ruler",
     "niah": "locret.data.benchmarks.niah",
     "twostage": "locret.data.benchmarks.two_stage",
+    "sirllm": "locret.data.benchmarks.sirllm",
 }
 
 

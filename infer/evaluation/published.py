@@ -13,6 +13,7 @@ from locret.data.benchmarks import Item, PublishedTask
 from locret.data.benchmarks.generated import GeneratedTask
 from locret.data.benchmarks.loading import TaskRows, open_task, places
 from locret.data.benchmarks.prompts import BuiltPrompt, build_prompt
+from locret.data.benchmarks.sirllm import GameTask
 from locret.infer.evaluation.item_rows import FileRows, GeneratedRows, source_of
 from locret.infer.evaluation.options import SAMPLES, EvalOptions
 from locret.infer.evaluation.summary import PublishedSet
@@ -197,6 +198,8 @@ def _by_length(
     folders, asked = options.data_folders(), dict[int, AnyRows]()
     if not task.file.split("/")[0].isdigit() and folders is not None and not is_missing(task, folders):
         return task, "file", {0: FileRows(_opened(task, options), options.samples)}
+    if isinstance(task, GameTask):
+        return task, "turns", {0: GeneratedRows(task, 0, 1, options.seed, None)}
     short = task.name.partition("/")[2]
     for tokens in options.token_lengths():
         # RULER's older and newer layouts.

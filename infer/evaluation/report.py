@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.environment import versions
-from locret.infer.evaluation import budget_table, suite_table, summary
+from locret.infer.evaluation import budget_table, games, suite_table, summary
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key, write_atomically
@@ -38,6 +38,7 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
         "seed": settings["seed"],
         "complete": len(records) == len(places) * len(runs),
         "cells": summary.cells(records, published.sets()),
+        "games": games.results(records),
         "figures": [],
     }
     if suite := job.evaluation.chosen_suite():
@@ -49,10 +50,11 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Return the results as Markdown: the suite's table first, if there is one; budgets side by side last."""
+    """Return the results as Markdown: a suite's table first; budgets side by side, and games, last."""
     suite = suite_table.table(results["suite"]) + "\n" if "suite" in results else ""
     beside = budget_table.table(results["cells"])
-    return suite + summary.table(results["cells"]) + (f"\n{beside}" if beside else "")
+    played = "".join(f"\n{line}\n" for line in games.sentences(results["games"]))
+    return suite + summary.table(results["cells"]) + (f"\n{beside}" if beside else "") + played
 
 
 def write_figures(

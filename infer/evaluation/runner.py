@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from locret import RetentionCache, generate, prefill
 from locret.adapters import unwrap
+from locret.data.benchmarks.sirllm import GameTask
 from locret.data.tasks import Sample, Task
+from locret.infer.evaluation import games
 from locret.infer.evaluation.methods import Method, Prompt, Setup
 from locret.infer.evaluation.published import ItemPlace, cut_at
 from locret.infer.evaluation.records import key
@@ -142,6 +144,8 @@ def ask(setup: Setup, place: AnyPlace) -> tuple[Prompt, dict[str, Any]]:
 
 def _answered(prompt: Prompt, run: Run, place: AnyPlace) -> dict[str, Any]:
     task = place.task
+    if isinstance(task, GameTask):
+        return games.played(prompt, run.method, run.policy, task)
     if isinstance(task, Task):
         return answer(prompt, run, task.max_new_tokens)
     measured = answer(prompt, run, task.max_new_tokens, task.stop, task.min_new_tokens)
