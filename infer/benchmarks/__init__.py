@@ -1,1 +1,1 @@
-"""Speed and memory, measured side by side in one process; records live beside the code that made them."""
+"""Records of speed and memory, and the programs that measure one thing each; `locret.infer.bench` has the command."""

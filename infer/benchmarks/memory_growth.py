@@ -26,9 +26,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
 from locret.cli import parse_options, run
-from locret.infer.benchmarks.allocations import marked, peak_bytes
-from locret.infer.benchmarks.shapes import CPU_512_HIDDEN_DIM
-from locret.infer.benchmarks.side_by_side import backbone, interleave, origin, quantiles, ratio, table, where, write
+from locret.infer.bench.allocations import marked, peak_bytes
+from locret.infer.bench.shapes import CPU_512_HIDDEN_DIM
+from locret.infer.bench.side_by_side import backbone, interleave, origin, quantiles, ratio, table, where, write
 from locret.infer.evaluation.methods import MODIFIERS
 from locret.infer.evaluation.options import words
 from locret.instrument import NAME, locret_attention

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
 from locret.cli import parse_options, run
-from locret.infer.benchmarks.floor import read_static
-from locret.infer.benchmarks.shapes import CPU_512_HIDDEN_DIM
-from locret.infer.benchmarks.side_by_side import backbone, interleave, origin, quantiles, ratio, table, where, write
+from locret.infer.bench.floor import read_static
+from locret.infer.bench.shapes import CPU_512_HIDDEN_DIM
+from locret.infer.bench.side_by_side import backbone, interleave, origin, quantiles, ratio, table, where, write
 
 _NOT_TIMED = ("oracle",)
 """Needs the true answer and reads the prompt once more."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from locret.infer.bench.allocations import marked, peak_bytes
 from locret.infer.benchmarks import memory_growth as benchmark
-from locret.infer.benchmarks.allocations import marked, peak_bytes
 from locret.infer.benchmarks.memory_growth import GrowthOptions, planned
 from locret.instrument import NAME, locret_attention
 from locret.scorers import get

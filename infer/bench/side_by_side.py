@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from locret import __version__
 from locret.cli import print_json
-from locret.infer.benchmarks.shapes import SHAPES, random_model
+from locret.infer.bench.shapes import SHAPES, random_model
 
 
 def interleave(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:

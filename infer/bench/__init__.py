@@ -1,0 +1,1 @@
+"""Speed and memory, measured against what the machine can do: shapes, methods, meters, records."""
