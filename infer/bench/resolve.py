@@ -1,0 +1,123 @@
+"""From options to a plan; everything that can be refused is refused here, before a weight is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from locret import RetentionPolicy
+from locret.infer import loading
+from locret.infer.bench import methods
+from locret.infer.bench.options import BenchOptions
+from locret.infer.bench.plan import BenchPlan
+from locret.infer.bench.shapes import PRESETS, SHAPES, Preset
+from locret.infer.options import ModelOptions, ScorerOptions
+
+PEERS = ("kvpress", "transformers")
+
+
+def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
+    """Resolve every setting.
+
+    Args:
+        options: What the user typed.
+        chosen: Names that the user set.
+
+    Raises:
+        ValueError: For anything that cannot be measured as asked.
+        OSError: If a Hub refuses or cannot be reached.
+    """
+    if options.model is not None and "shape" in chosen:
+        raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
+    preset, config = _backbone(options)
+    device = _device(options, preset)
+    policy = _policy(options, preset)
+    peers = _peers(options)
+    plan = BenchPlan(
+        shape=None if options.model is not None else options.shape,
+        model=options.model,
+        config=config,
+        methods=tuple(methods.get(name) for name in options.method_names()),
+        lengths=options.prompt_lengths() or preset.lengths,
+        policy=policy,
+        hidden_dim=options.hidden_dim or preset.hidden_dim,
+        heads=options.heads,
+        new_tokens=options.new_tokens,
+        repeats=options.repeats,
+        threads=options.threads or torch.get_num_threads(),
+        dtype=loading.resolve_dtype(options.dtype, config, device or torch.device("cuda")),
+        device=device,
+        seed=options.seed,
+        memory_cap=options.cap_bytes(),
+        peers=peers,
+    )
+    _check(plan)
+    return plan
+
+
+def model_options(plan: BenchPlan) -> ModelOptions:
+    """Return what loads a plan's backbone from a folder or the Hub."""
+    assert plan.model is not None
+    return ModelOptions(model=plan.model, device=str(plan.device), dtype=plan.dtype_name)
+
+
+def _backbone(options: BenchOptions) -> tuple[Preset, Any]:
+    if options.model is not None:
+        return Preset(), loading.load_config(ModelOptions(model=options.model))
+    if options.shape not in SHAPES:
+        raise ValueError(f"--shape {options.shape} is unknown; choose one of {', '.join(SHAPES)}")
+    return PRESETS[options.shape], SHAPES[options.shape]
+
+
+def _device(options: BenchOptions, preset: Preset) -> torch.device | None:
+    """Return where to measure; None where a GPU is asked for, or needed, and none is here."""
+    if options.device.startswith("mps"):
+        raise ValueError(f"--device {options.device}: its memory cannot be measured; use cpu or cuda")
+    has_gpu = torch.cuda.is_available()
+    if options.device == "auto":
+        return torch.device("cuda") if has_gpu else None if preset.gpu else torch.device("cpu")
+    if options.device.startswith("cuda") and not has_gpu:
+        return None
+    return loading.resolve_device(options.device)
+
+
+def _policy(options: BenchOptions, preset: Preset) -> RetentionPolicy:
+    def value(name: str) -> int:
+        given = getattr(options, name)
+        return getattr(preset, name) if given is None else given
+
+    budget = value("budget")
+    stabilizers = value("stabilizers")
+    if options.stabilizers is None:  # a smaller budget than the shape's takes its share with it
+        stabilizers = min(stabilizers, budget // 4)
+    return RetentionPolicy(
+        budget=budget, chunk_size=value("chunk_size"), stabilizers=stabilizers, local_len=value("local_len")
+    )
+
+
+def _peers(options: BenchOptions) -> tuple[str, ...]:
+    found = options.peer_names()
+    for name in found:
+        if name not in PEERS:
+            raise ValueError(f"--vs {name} is unknown; choose from {', '.join(PEERS)}")
+    options.peer_pythons()
+    return tuple(found)
+
+
+def _check(plan: BenchPlan) -> None:
+    """Refuse a plan that a method or the heads contradict.
+
+    Raises:
+        ValueError: Saying which.
+    """
+    if plan.memory_cap is not None and plan.device is not None and plan.device.type == "cpu":
+        raise ValueError("--memory-cap bounds device memory, but this runs on the CPU; drop it, or use --device cuda")
+    if plan.heads is not None:
+        if not any(isinstance(method, methods.Bounded) and method.has_heads for method in plan.methods):
+            raise ValueError(f"--heads {plan.heads}: no method of --methods uses them; add locret, or drop them")
+        scorer = ScorerOptions(heads=plan.heads)
+        loading.check_matches(scorer, loading.load_scorer(scorer)[0], plan.config)
+    for method in plan.methods:
+        for length in plan.lengths:
+            method.reading(plan.sizes, plan.policy, length)

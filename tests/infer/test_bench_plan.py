@@ -1,0 +1,174 @@
+"""A plan says what will be measured: forward passes, bytes and settings, without a weight in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from locret import RetentionCache, RetentionPolicy, prefill, scorers
+from locret.infer.bench import methods
+from locret.infer.bench.command import command
+from locret.infer.bench.cost import sizes_of
+from locret.infer.bench.options import OPTION_CLASSES, BenchOptions
+from locret.infer.bench.resolve import make_plan
+from locret.infer.bench.shapes import CPU_512, PRESETS, SHAPES, random_model
+
+SMALL = {"shape": "tiny", "lengths": "300", "budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8}
+
+
+def plan_of(**changes: Any) -> Any:
+    given = {**SMALL, **changes}
+    return make_plan(BenchOptions(**given), set(given))
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert command([*arguments, "--dry-run"]) == 0
+    record: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return record
+
+
+def test_full_attention_reads_in_chunks_and_holds_everything() -> None:
+    sizes, policy = (
+        sizes_of(CPU_512, torch.float32),
+        RetentionPolicy(budget=9, chunk_size=4, stabilizers=2, local_len=1),
+    )
+    passes = methods.get("full").reading(sizes, policy, 10)
+    assert [(one.tokens, one.held, one.logits) for one in passes] == [
+        (4, (0,) * 8, 0),
+        (4, (4,) * 8, 0),
+        (2, (8,) * 8, 1),
+    ]
+
+
+@pytest.mark.parametrize("name", ["floor", "locret", "streaming"])
+def test_bounded_methods_hold_the_budget_between_chunks(name: str) -> None:
+    sizes, policy = (
+        sizes_of(CPU_512, torch.float32),
+        RetentionPolicy(budget=5, chunk_size=4, stabilizers=2, local_len=3),
+    )
+    passes = methods.get(name).reading(sizes, policy, 14)
+    assert [(one.tokens, one.held[0], one.logits) for one in passes] == [(4, 0, 0), (4, 4, 0), (3, 5, 0), (3, 5, 1)]
+    assert [one.seen for one in passes] == [0, 4, 8, 11]
+
+
+@pytest.mark.parametrize("name", ["locret", "snapkv+pyramid", "h2o", "streaming+adaptive_heads"])
+def test_planned_cache_bytes_are_those_of_a_real_read(name: str) -> None:
+    plan = plan_of(methods=name)
+    method, model = plan.methods[0], random_model(SHAPES["tiny"])
+    scorer = scorers.get("random") if method.has_heads else method.make_scorer(None)
+    cache = RetentionCache(model, scorer, method.policy(plan.policy))
+    prefill(model, torch.randint(3, 900, (1, 300)), cache, new_tokens=plan.new_tokens)
+    assert plan.planned_bytes(method, 300).cache == cache.memory().peak
+
+
+def test_shapes_are_those_of_the_published_backbones() -> None:
+    counted = {name: plan_of(shape=name, methods="full").sizes.weight_bytes for name in SHAPES}
+    billions = {name: round(counted[name] / 2e9, 2) for name in SHAPES if PRESETS[name].gpu}
+    assert billions == {"llama-3.1-8b": 8.03, "phi-3-mini-128k": 3.82, "qwen3-8b": 8.19}
+    assert set(PRESETS) == set(SHAPES)
+    llama = plan_of(shape="llama-3.1-8b", methods="full", lengths="128K")
+    # 32 layers of 8 heads of 128 in two bytes, keys and values.
+    assert llama.planned_bytes(llama.methods[0], 131072).cache == 32 * 8 * 128 * 2 * 2 * (131072 + 32)
+
+
+def test_the_embedded_backbone_has_the_tiny_shape() -> None:
+    stored = json.loads((Path(__file__).parents[2] / "checkpoints" / "tiny" / "config.json").read_text())
+    shape = SHAPES["tiny"].to_dict()
+    sizes = [name for name in stored if name.endswith("_size") or name.startswith("num_") or name == "head_dim"]
+    assert len(sizes) >= 7
+    assert {name: shape[name] for name in sizes} == {name: stored[name] for name in sizes}
+
+
+def test_a_dry_run_prints_the_resolved_plan_and_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    record = dry_run(capsys, "--lengths", "2K,1000,2048", "--budget", "512", "--methods", "full,locret")
+    assert record["config"]["lengths"] == [1000, 2048]
+    assert record["config"]["policy"]["budget"] == 512
+    assert record["config"]["policy"]["stabilizers"] == 128  # a quarter of the smaller budget
+    assert [(row["method"], row["length"]) for row in record["plan"]] == [
+        ("full", 1000),
+        ("locret", 1000),
+        ("full", 2048),
+        ("locret", 2048),
+    ]
+    full, locret = record["plan"][2:]
+    assert full["planned_bytes"]["cache"] == 8 * 2 * 64 * 2 * 4 * (2048 + 32)
+    assert locret["planned_bytes"]["cache"] < full["planned_bytes"]["cache"]
+    # Eight fresh heads: q, k and v of 12 heads of 64 into 64, and on to 2.
+    heads = 8 * (12 * 64 * 64 + 64 * 2) * 4
+    assert locret["planned_bytes"]["weights"] == full["planned_bytes"]["weights"] + heads
+    assert locret["flops"]["prefill"] < full["flops"]["prefill"]
+
+
+def test_yaml_gives_lists_and_flags_override_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "bench.yaml"
+    recipe.write_text(yaml.safe_dump({"lengths": [1000, "2K"], "methods": ["floor"], "repeats": 3}))
+    config = dry_run(capsys, "--config", str(recipe), "--repeats", "4", "--quiet")["config"]
+    assert (config["lengths"], config["methods"], config["repeats"]) == ([1000, 2048], ["floor"], 4)
+    assert len(OPTION_CLASSES) == 2
+
+
+def test_a_folder_is_measured_in_place_of_a_shape(capsys: pytest.CaptureFixture[str], backbone: Path) -> None:
+    record = dry_run(capsys, "--model", str(backbone), "--lengths", "100", "--budget", "32")
+    assert record["config"]["shape"] is None
+    assert record["config"]["model"] == str(backbone)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+@pytest.mark.parametrize("arguments", [{"shape": "llama-3.1-8b"}, {"device": "cuda"}])
+def test_without_a_gpu_its_rows_are_planned_but_have_no_device(arguments: dict[str, str]) -> None:
+    plan = plan_of(**arguments)
+    assert plan.device is None
+    assert plan.planned_bytes(plan.methods[0], 300).weights > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": "lama"}, "--shape lama is unknown; choose one of cpu-512, cpu-deep, tiny, llama-3.1-8b"),
+        ({"methods": "locrte"}, "--methods locrte is unknown; did you mean locret"),
+        ({"methods": "oracle"}, "--methods oracle is unknown"),
+        ({"methods": "full+pyramid"}, "--methods full+pyramid: full evicts nothing, so +pyramid means nothing; drop"),
+        ({"methods": "snapkv+pyrmid"}, "--methods snapkv+pyrmid: +pyrmid is unknown; did you mean +pyramid"),
+        ({"methods": "snapkv+decremental"}, "method snapkv\\+decremental: decremental=True .* choose memory"),
+        ({"methods": " , "}, "--methods is empty; name at least one"),
+        ({"lengths": "8k,many"}, "--lengths 8k,many is no list of prompt lengths; write it like 8192"),
+        ({"lengths": "0"}, "--lengths 0 is no list of prompt lengths"),
+        ({"repeats": 0}, "--repeats 0 is too small; give 1 or more"),
+        ({"new_tokens": 0}, "--new-tokens 0 is too small; give 1 or more"),
+        ({"budget": 0}, "budget=0 is too small; it must be 1 or more"),
+        ({"stabilizers": 64}, "stabilizers=64 leaves no room for scored units in budget=64"),
+        ({"dtype": "int8"}, "--dtype int8 is unknown; choose one of auto, bfloat16"),
+        ({"device": "tpu"}, "--device tpu is unknown; choose auto, cpu, cuda"),
+        ({"device": "mps"}, "--device mps: its memory cannot be measured; use cpu or cuda"),
+        ({"memory_cap": "24 parsecs"}, "--memory-cap: 24 parsecs is no amount of memory; write it like 2GiB"),
+        ({"memory_cap": "1GiB", "device": "cpu"}, "--memory-cap bounds device memory, but this runs on the CPU"),
+        ({"vs": "vllm"}, "--vs vllm is unknown; choose from kvpress, transformers"),
+        ({"vs": "kvpress", "peer_python": "kvpress"}, "--peer-python kvpress is no peer=path; write it like kvpress="),
+        ({"peer_python": "kvpress=/bin/python"}, "kvpress is not run; add it to --vs, or drop this"),
+        ({"model": "/nowhere"}, "--model /nowhere and --shape tiny exclude each other; drop one of them"),
+        ({"heads": "/nowhere", "methods": "full"}, "--heads /nowhere: no method of --methods uses them; add locret"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message if "\\" in message else message.replace("+", r"\+")) as raised:
+        plan_of(**changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_heads_of_another_backbone_are_refused(heads: Path) -> None:
+    with pytest.raises(ValueError, match="--heads .*heads: "):
+        plan_of(heads=str(heads))
+
+
+def test_a_bad_output_is_refused_before_anything_is_planned(tmp_path: Path) -> None:
+    for name, message in (
+        (tmp_path, "is a folder; name the files in it"),
+        (tmp_path / "a" / "b", "there is no folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            command(["--shape", "nowhere", "--output", str(name)])
