@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from locret.data.filler import Filler, FillerOptions, Split, generator
@@ -69,31 +70,14 @@ def mixture(
         ValueError: For an unknown task, or `tokens` too few for one task.
     """
     rng = generator(seed, split, "mixture", tokens, *tasks)
-    draw = Draw(rng, split, all_keys=all_keys)
-    planted: list[tuple[Planted, list[float], str]] = []
-    room = density * tokens
-    once = ("passkey", "number", "two_stage")  # a second pass key would leave the question open
-    waiting = [name for name in dict.fromkeys(tasks) for _ in range(1 if name in once else 3)]
-    for name in rng.sample(waiting, len(waiting)):
-        task = varied(name, rng)
-        try:
-            plant = task.plant(draw)
-        except ValueError:  # no key is left for another one
-            continue
-        plant, cost = _fitting(tokenizer, plant, tokens)
-        if planted and cost > room:
-            continue
-        room -= cost
-        depths = task.place([rng.random() for _ in plant.statements])
-        planted.append((plant, depths, task.introduction))
+    planted = _plants(tokenizer, tasks, tokens, rng, Draw(rng, split, all_keys=all_keys), density)
     pool: list[tuple[Question, str]] = [
-        (question, introduction) for plant, _, introduction in planted for question in plant.questions
+        (question, plant.introduction) for plant in planted for question in plant.questions
     ]
     wanted = rng.sample(pool, len(pool) if questions is None else min(questions, len(pool)))
     introduction = wanted[0][1] if len(wanted) == 1 else ""
     question = " ".join(question.text for question, _ in wanted)
-    statements = [statement for plant, _, _ in planted for statement in plant.statements]
-    depths = [depth for _, places, _ in planted for depth in places]
+    statements, depths = _hidden(planted)
 
     def sample(text: str) -> Sample:
         return Sample(
@@ -115,6 +99,103 @@ def mixture(
             around=lambda text: sample(text).content,
         )
     )
+
+
+@dataclass(frozen=True)
+class Quiz:
+    """A text with facts, and questions that are each asked as if alone."""
+
+    document: str
+    """The user's turn up to the question, which follows on its own line."""
+    questions: tuple[tuple[str, Question], ...]
+    """Each question, with the name of its task."""
+
+
+def quiz(
+    tokenizer: Any,
+    tasks: Sequence[str],
+    tokens: int,
+    *,
+    questions: int,
+    seed: int | str = 0,
+    density: float = 0.3,
+    filler: FillerOptions | None = None,
+) -> Quiz:
+    """Return a text of the training split, with keys of both halves, and up to `questions` questions about it.
+
+    Arguments are those of `mixture`. Tasks get a question in turns, so none is crowded out by those that have many, and
+    the text is introduced as that of one of its tasks.
+
+    Raises:
+        ValueError: As `mixture` does.
+    """
+    rng = generator(seed, "train", "quiz", tokens, *tasks)
+    planted = _plants(tokenizer, tasks, tokens, rng, Draw(rng, "train", all_keys=True), density)
+    introduction = rng.choice(planted).introduction
+    waiting: dict[str, list[Question]] = {}
+    for plant in planted:
+        waiting.setdefault(plant.task, []).extend(plant.questions)
+    for left in waiting.values():
+        rng.shuffle(left)
+    asked: list[tuple[str, Question]] = []
+    while any(waiting.values()) and len(asked) < questions:
+        asked += [(name, left.pop()) for name, left in waiting.items() if left]
+    asked = asked[:questions]
+    statements, depths = _hidden(planted)
+    longest = max((question.text for _, question in asked), key=lambda text: count_tokens(tokenizer, text))
+
+    def document(text: str) -> str:
+        return f"{introduction}\n{text}" if introduction else text
+
+    text = hide(
+        tokenizer,
+        statements,
+        depths,
+        filler=Filler(rng, filler),
+        tokens=tokens,
+        around=lambda text: f"{document(text)}\n{longest}",
+    )
+    return Quiz(document(text), tuple(asked))
+
+
+@dataclass(frozen=True)
+class _Plant:
+    """The facts of one task in a text."""
+
+    task: str
+    introduction: str
+    statements: tuple[str, ...]
+    depths: tuple[float, ...]
+    questions: tuple[Question, ...]
+
+
+def _plants(
+    tokenizer: Any, tasks: Sequence[str], tokens: int, rng: random.Random, draw: Draw, density: float
+) -> list[_Plant]:
+    """Return facts of the tasks, in random order, as many as `density` has room for and one task's at least."""
+    planted: list[_Plant] = []
+    room = density * tokens
+    once = ("passkey", "number", "two_stage")  # a second pass key would leave the question open
+    waiting = [name for name in dict.fromkeys(tasks) for _ in range(1 if name in once else 3)]
+    for name in rng.sample(waiting, len(waiting)):
+        task = varied(name, rng)
+        try:
+            plant = task.plant(draw)
+        except ValueError:  # no key is left for another one
+            continue
+        plant, cost = _fitting(tokenizer, plant, tokens)
+        if planted and cost > room:
+            continue
+        room -= cost
+        depths = task.place([rng.random() for _ in plant.statements])
+        planted.append(_Plant(name, task.introduction, plant.statements, tuple(depths), plant.questions))
+    return planted
+
+
+def _hidden(planted: Sequence[_Plant]) -> tuple[list[str], list[float]]:
+    """Return all statements and their depths."""
+    statements = [statement for plant in planted for statement in plant.statements]
+    return statements, [depth for plant in planted for depth in plant.depths]
 
 
 def _fitting(tokenizer: Any, plant: Planted, tokens: int) -> tuple[Planted, int]:

@@ -18,7 +18,7 @@ from locret.train import checkpointing
 from locret.train.backbone import attention as backbone_attention
 from locret.train.backbone import command as backbone
 from locret.train.backbone import training
-from locret.train.backbone.batches import Batch, Stage, batches, dense_batch, fact_tokens, gapped_positions
+from locret.train.backbone.batches import Batch, Stage, dense_batch, fact_tokens, gapped_positions, steps
 from locret.train.backbone.command import command
 from locret.train.backbone.measure import answer
 from locret.train.backbone.model import build_model
@@ -190,7 +190,7 @@ def test_the_tokens_to_copy_are_whole_words_of_the_vocabulary():
 def test_the_loss_of_fact_batches_is_on_the_answer_alone():
     tokenizer = build_tokenizer()
     stage = Stage(steps=4, tokens=256, batch_tokens=512, tasks=["passkey", "multikey"], dense_share=0.0)
-    for batch in batches(tokenizer, [stage], seed=0):
+    for (batch,) in steps(tokenizer, [stage], seed=0):
         assert set(batch.kinds) <= {"passkey", "multikey", "facts"}
         for ids_T, mask_T in zip(batch.ids_BT, batch.mask_BT, strict=True):
             prompt, reply = tokenizer.decode(ids_T[~mask_T]), tokenizer.decode(ids_T[mask_T])
@@ -265,8 +265,10 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(recipe, tmp
 
 def test_the_log_counts_each_kind_of_row_for_itself():
     tally = training.Tally()
-    tally.add(2.0, ("dense", "passkey", "passkey"), torch.tensor([10, 4, 4]), torch.tensor([5.0, 4.0, 2.0]))
-    tally.add(1.0, ("passkey",), torch.tensor([2]), torch.tensor([2.0]))
+    tally.add(("dense", "passkey", "passkey"), torch.tensor([10, 4, 4]), torch.tensor([5.0, 4.0, 2.0]))
+    tally.add(("passkey",), torch.tensor([2]), torch.tensor([2.0]))
+    tally.add_loss(2.0)
+    tally.add_loss(1.0)
     assert tally.means() == {
         "loss": 1.5, "dense_tokens": 0.5, "dense_rows": 0.0, "passkey_tokens": 0.8, "passkey_rows": 0.6667,
     }  # fmt: skip

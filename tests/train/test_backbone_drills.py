@@ -10,7 +10,7 @@ import pytest
 
 from locret.data.embedded_tokenizer import build_tokenizer
 from locret.train.backbone import drills
-from locret.train.backbone.batches import Stage, batches
+from locret.train.backbone.batches import Stage, steps
 
 TOKENIZER = build_tokenizer()
 
@@ -77,7 +77,7 @@ def test_a_drill_takes_about_the_tokens_asked_for_and_bears_loss_on_its_values_a
 
 def test_a_stage_without_tasks_mixes_drills_and_copying():
     stage = Stage(steps=20, tokens=96, batch_tokens=192, drill_share=0.5)
-    kinds = [set(batch.kinds) for batch in batches(TOKENIZER, [stage], seed=0)]
+    kinds = [set(batch.kinds) for (batch,) in steps(TOKENIZER, [stage], seed=0)]
     assert {"dense"} in kinds
     assert any(kind & {"chains", "values", "sums"} for kind in kinds)
-    assert kinds == [set(batch.kinds) for batch in batches(TOKENIZER, [stage], seed=0)]
+    assert kinds == [set(batch.kinds) for (batch,) in steps(TOKENIZER, [stage], seed=0)]

@@ -18,9 +18,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from locret.train.backbone.forks import Forks
+
 NAME = "locret_backbone_training"
 _window: dict[int, int] = {}
 """Window in tokens of each layer that has one at the moment."""
+_forks: list[Forks] = []
+"""How the row that is read at the moment forks, if it does."""
 
 
 def _attention(
@@ -28,11 +32,39 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attend causally; sequences are padded on the right, so no mask is needed."""
     window = _window.get(int(module.layer_idx))  # type: ignore[arg-type]
+    if _forks:
+        out = forked_attention(query, key, value, _forks[0], window, kwargs["scaling"])
+        return out.transpose(1, 2).contiguous(), None
     if window is None or window >= query.shape[2]:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=kwargs["scaling"], enable_gqa=True)
     else:
         out = windowed_attention(query, key, value, window, kwargs["scaling"])
     return out.transpose(1, 2).contiguous(), None
+
+
+def forked_attention(
+    query_BNTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, forks: Forks, window: int | None, scaling: float
+) -> Tensor:
+    """Return (B, N, T, D): the text attends causally, a token of a branch to the text and to its branch up to itself.
+
+    With a window every token sees itself and the `window` - 1 tokens before it, counted along its branch.
+    """
+    text = forks.text
+    query, key, value = query_BNTD[:, :, :text], key_BKTD[:, :, :text], value_BKTD[:, :, :text]
+    if window is None or window >= text:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    else:
+        out = windowed_attention(query, key, value, window, scaling)
+    first = 0 if window is None else max(text - window, 0)
+    branches = scaled_dot_product_attention(
+        query_BNTD[:, :, text:],
+        key_BKTD[:, :, first:],
+        value_BKTD[:, :, first:],
+        attn_mask=forks.allowed(window)[:, first:],
+        scale=scaling,
+        enable_gqa=True,
+    )
+    return torch.cat([out, branches], dim=2)
 
 
 def windowed_attention(query_BNTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, window: int, scaling: float) -> Tensor:
@@ -75,6 +107,17 @@ def local_layers(layers: int, window: int) -> Iterator[None]:
         yield
     finally:
         _window.clear()
+
+
+@contextmanager
+def forked(forks: Forks | None) -> Iterator[None]:
+    """Read rows as `forks` says meanwhile; None changes nothing."""
+    if forks is not None:
+        _forks.append(forks)
+    try:
+        yield
+    finally:
+        _forks.clear()
 
 
 AttentionInterface.register(NAME, _attention)

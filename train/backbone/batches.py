@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from locret.data.embedded_tokenizer import BOS, COLORS, NAMES, VARIABLES
 from locret.data.filler import FillerOptions, generator
-from locret.data.tasks.mixture import mixture
+from locret.data.tasks.mixture import mixture, quiz
 from locret.train.backbone.drills import drill
+from locret.train.backbone.forks import Forks, fork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,11 @@ class Stage:
     """Highest position id reached by random gaps, in half of the batches; 0 makes no gaps."""
     local_share: float = 0.0
     """Share of batches in which the first layers see a short window only."""
+    shortest: int = 0
+    """Shortest text with facts, in tokens; as many texts are then between it and twice it as between half of `tokens`
+    and `tokens`. 0 draws all lengths from half of `tokens` on alike."""
+    forks: int = 0
+    """Questions asked about one text at once, each as if it alone followed the text; 0 asks as the shares above say."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "tokens", "batch_tokens"):
@@ -52,11 +58,13 @@ class Stage:
                 raise ValueError(f"stages: {name}={getattr(self, name)} trains nothing; give 1 or more")
         if self.tasks and self.tokens < 256:
             raise ValueError(f"stages: tokens={self.tokens} is too short to hide facts in; give 256 or more")
+        if self.shortest and not 256 <= self.shortest <= self.tokens:
+            raise ValueError(f"stages: shortest={self.shortest} is not between 256 and tokens={self.tokens}; change it")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's data."""
+    """What is read at once; a step has one or more."""
 
     stage: int
     kinds: tuple[str, ...]
@@ -67,11 +75,20 @@ class Batch:
     mask_BT: Tensor
     """The tokens to be predicted."""
     positions_1T: Tensor
+    forks: Forks | None = None
+    """How its only row forks, if it does; `kinds` then says what each branch is."""
 
     def to(self, device: str) -> Batch:
         """Return the batch with its tensors on `device`."""
         tensors = (tensor.to(device) for tensor in (self.ids_BT, self.mask_BT, self.positions_1T))
-        return Batch(self.stage, self.kinds, self.local, *tensors)
+        return Batch(self.stage, self.kinds, self.local, *tensors, self.forks and self.forks.to(device))
+
+    def marked_rows(self) -> Tensor:
+        """Return for each token that bears loss which of `kinds` it belongs to."""
+        mask_BT = self.mask_BT[:, 1:]
+        if self.forks is None:
+            return mask_BT.nonzero()[:, 0]
+        return self.forks.branches_F[mask_BT[0, self.forks.text - 1 :]]
 
 
 def fact_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
@@ -110,15 +127,11 @@ def fact_batch(
     Returns:
         Their ids (B, T), right-padded; the mask (B, T) of answer tokens; and what each row is (`Batch.kinds`).
     """
-    length = rng.randint(max(stage.tokens // 2, 256), stage.tokens)
+    length = _length(rng, stage)
     rows = max(stage.batch_tokens // length, 1)
     pairs, kinds = [], []
     for row in range(rows):
-        filler = FillerOptions(
-            number_share=rng.uniform(0, stage.distractors),
-            keylike_share=rng.uniform(0, stage.distractors),
-            noise_share=rng.choice((0.0, 0.0, 0.5, 1.0)),
-        )
+        filler = _filler(rng, stage)
         form = rng.random()
         single = form < stage.single_share
         focused = single or form < stage.single_share + stage.focus_share
@@ -139,6 +152,49 @@ def fact_batch(
         reply = tokenizer(sample.reply, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         pairs.append((prompt + reply, [False] * len(prompt) + [True] * len(reply)))
     return *_padded(pairs, tokenizer.pad_token_id), tuple(kinds)
+
+
+def forked_batches(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, index: int, stage: Stage, seed: str
+) -> Iterator[Batch]:
+    """Yield texts with hidden facts, one after the other, each with up to `stage.forks` questions that fork off."""
+    length = _length(rng, stage)
+    for row in range(max(stage.batch_tokens // length, 1)):
+        single = rng.random() < stage.single_share
+        text = quiz(
+            tokenizer,
+            [rng.choice(stage.tasks)] if single else stage.tasks,
+            length,
+            questions=stage.forks,
+            seed=f"{seed}/{row}",
+            density=0.01 if single else stage.density * rng.uniform(0.1, 1.0),
+            filler=_filler(rng, stage),
+        )
+        asked = [[question] for _, question in text.questions]
+        kinds = [name for name, _ in text.questions]
+        if len(asked) > 2:  # the last branch asks several at once, as the rows that heads learn from do
+            some = rng.sample(text.questions, rng.randint(2, min(6, len(asked))))
+            asked, kinds = [*asked[:-1], [question for _, question in some]], [*kinds[:-1], "facts"]
+        ids_1T, mask_1T, forks = fork(tokenizer, text.document, asked)
+        longest = int(forks.places_F.max()) + 1
+        gaps = stage.span - longest if stage.span and rng.random() < 0.5 else 0
+        positions_1T = forks.positions(gapped_positions(rng, forks.text, gaps))
+        yield Batch(index, tuple(kinds), rng.random() < stage.local_share, ids_1T, mask_1T, positions_1T, forks)
+
+
+def _length(rng: random.Random, stage: Stage) -> int:
+    """Return the length of the next texts, in tokens of the chat prompt."""
+    if not stage.shortest:
+        return rng.randint(max(stage.tokens // 2, 256), stage.tokens)
+    return round(stage.shortest * (stage.tokens / stage.shortest) ** rng.random())
+
+
+def _filler(rng: random.Random, stage: Stage) -> FillerOptions:
+    return FillerOptions(
+        number_share=rng.uniform(0, stage.distractors),
+        keylike_share=rng.uniform(0, stage.distractors),
+        noise_share=rng.choice((0.0, 0.0, 0.5, 1.0)),
+    )
 
 
 def drill_batch(
@@ -173,8 +229,10 @@ def gapped_positions(rng: random.Random, tokens: int, span: int) -> Tensor:
     return positions_T[None]
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: int, start: int = 0) -> Iterator[Batch]:
-    """Yield the batch of every step from step `start` (counted from 0) on; each depends on seed and step alone."""
+def steps(
+    tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: int, start: int = 0
+) -> Iterator[list[Batch]]:
+    """Yield the batches of every step from step `start` (counted from 0) on; they depend on seed and step alone."""
     alphabet_A = fact_tokens(tokenizer)
     plan = [index for index, stage in enumerate(stages) for _ in range(stage.steps)]
     for step, index in enumerate(plan[start:], start=start):
@@ -188,8 +246,11 @@ def batches(tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: i
             ids_BT, mask_BT = dense_batch(rng, alphabet_A, max(stage.batch_tokens // length, 1), length)
             ids_BT[:, 0] = tokenizer.convert_tokens_to_ids(BOS)
             kinds = ("dense",) * len(ids_BT)
+        elif stage.forks:
+            yield list(forked_batches(rng, tokenizer, index, stage, f"{seed}/{step}"))
+            continue
         else:
             ids_BT, mask_BT, kinds = fact_batch(rng, tokenizer, stage, f"{seed}/{step}")
         gapped = stage.span and rng.random() < 0.5
         positions_1T = gapped_positions(rng, ids_BT.shape[1], stage.span if gapped else 0)
-        yield Batch(index, kinds, rng.random() < stage.local_share, ids_BT, mask_BT, positions_1T)
+        yield [Batch(index, kinds, rng.random() < stage.local_share, ids_BT, mask_BT, positions_1T)]

@@ -1,5 +1,5 @@
 """The training loop of the embedded backbone, with checkpoints to look at and to go on from."""
-# B batch, T tokens of a sequence, E width, V vocabulary, M tokens that bear loss
+# B batch, T tokens of a sequence, E width, V vocabulary, M tokens that bear loss, R rows or branches
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from locret.data.embedded_tokenizer import build_tokenizer
 from locret.train import checkpointing
 from locret.train.backbone import attention
-from locret.train.backbone.batches import Batch, batches
+from locret.train.backbone.batches import Batch, steps
 from locret.train.backbone.model import build_model
 from locret.train.backbone.options import BackboneTraining
 
@@ -32,16 +32,20 @@ _NOT_OF_THE_RUN = (
 
 
 def masked_loss(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean cross-entropy of the marked tokens, and per row (B,) how many tokens are marked, and right."""
+    """Return the mean cross-entropy of the marked tokens, and per row or branch (R,) how many are marked, and right."""
     # Gaps in the positions would be taken for boundaries of packed texts, but our attention takes no mask.
-    hidden_BTE = model.model(input_ids=batch.ids_BT, position_ids=batch.positions_1T, use_cache=False).last_hidden_state
+    with attention.forked(batch.forks):
+        hidden_BTE = model.model(
+            input_ids=batch.ids_BT, position_ids=batch.positions_1T, use_cache=False
+        ).last_hidden_state
     mask_BT = batch.mask_BT[:, 1:]
     targets_M = batch.ids_BT[:, 1:][mask_BT]
     logits_MV = model.lm_head(hidden_BTE[:, :-1][mask_BT]).float()
     loss = torch.nn.functional.cross_entropy(logits_MV, targets_M)
-    right_M = (logits_MV.detach().argmax(-1) == targets_M).float()
-    right_B = torch.zeros(len(mask_BT), device=right_M.device).index_add_(0, mask_BT.nonzero()[:, 0], right_M)
-    return loss, mask_BT.sum(1).cpu(), right_B.cpu()
+    rows_M, right_M = batch.marked_rows(), (logits_MV.detach().argmax(-1) == targets_M).float()
+    none_R = torch.zeros(len(batch.kinds), device=right_M.device)
+    marked_R = none_R.index_add(0, rows_M, torch.ones_like(right_M))
+    return loss, marked_R.cpu(), none_R.index_add(0, rows_M, right_M).cpu()
 
 
 def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast, list[dict[str, Any]]]:
@@ -65,15 +69,14 @@ def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokeni
     earlier = log[-1]["seconds"] if log else 0.0
     tally = Tally()
     started = time.monotonic()
-    stream = batches(tokenizer, options.stages, options.seed, start=done)
+    stream = steps(tokenizer, options.stages, options.seed, start=done)
     bar = tqdm(stream, total=total, initial=done, unit="step", file=sys.stderr)
     with _tensorboard(options.tensorboard) as write_scalar:
-        for step, batch in enumerate(bar, start=done + 1):
+        for step, parts in enumerate(bar, start=done + 1):
             rate = options.lr * learning_rate_factor(step, total, options.warmup_steps, options.decay_share)
-            loss, tokens_B, right_B = _update(model, optimizer, batch.to(options.device), rate, options)
-            tally.add(loss, batch.kinds, tokens_B, right_B)
+            _update(model, optimizer, parts, rate, options, tally)
             if step % LOG_EVERY == 0 or step == total:
-                record = {"step": step, "stage": batch.stage, "lr": rate} | tally.means()
+                record = {"step": step, "stage": parts[0].stage, "lr": rate} | tally.means()
                 bar.set_postfix(record)
                 for name, value in record.items():
                     write_scalar(name, value, step)
@@ -85,21 +88,32 @@ def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokeni
 
 
 def _update(
-    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch, rate: float, options: BackboneTraining
-) -> tuple[float, Tensor, Tensor]:
-    """Make one step; return its loss and what `masked_loss` counts."""
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    parts: list[Batch],
+    rate: float,
+    options: BackboneTraining,
+    tally: Tally,
+) -> None:
+    """Make one step on the mean loss of all marked tokens of its batches, and count what was right."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-    with (
-        attention.local_layers(options.local_layers if batch.local else 0, options.window),
-        torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast),
-    ):
-        loss, tokens_B, right_B = masked_loss(model, batch)
     optimizer.zero_grad()
-    loss.backward()
+    total = sum(int(batch.mask_BT[:, 1:].sum()) for batch in parts)
+    mean = 0.0
+    for batch in parts:
+        with (
+            attention.local_layers(options.local_layers if batch.local else 0, options.window),
+            torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast),
+        ):
+            loss, tokens_R, right_R = masked_loss(model, batch.to(options.device))
+        loss = loss * (tokens_R.sum().item() / total)
+        loss.backward()
+        mean += loss.item()
+        tally.add(batch.kinds, tokens_R, right_R)
+    tally.add_loss(mean)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return loss.item(), tokens_B, right_B
 
 
 class Tally:
@@ -109,10 +123,13 @@ class Tally:
         self._losses: list[float] = []
         self._counts: dict[str, list[float]] = {}
 
-    def add(self, loss: float, kinds: tuple[str, ...], tokens_B: Tensor, right_B: Tensor) -> None:
-        """Take in one step: its loss, and per row its kind, its marked tokens (B,) and those predicted (B,)."""
+    def add_loss(self, loss: float) -> None:
+        """Take in the loss of one step."""
         self._losses.append(loss)
-        for kind, tokens, right in zip(kinds, tokens_B.tolist(), right_B.tolist(), strict=True):
+
+    def add(self, kinds: tuple[str, ...], tokens_R: Tensor, right_R: Tensor) -> None:
+        """Take in one batch: what each row or branch is, its marked tokens (R,) and those predicted (R,)."""
+        for kind, tokens, right in zip(kinds, tokens_R.tolist(), right_R.tolist(), strict=True):
             counts = self._counts.setdefault(kind, [0.0, 0.0, 0.0, 0.0])
             for index, value in enumerate((tokens, right, 1, right == tokens)):
                 counts[index] += value
