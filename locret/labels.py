@@ -12,17 +12,19 @@ Deviates: `kind="log_attention"` subtracts each query's log-sum-exp over all it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from locret.adapters import find_decoder
 from locret.heads import RetainingHeads
 from locret.instrument import Chunk, Projections, instrumented
 
 LABEL_KINDS = ("logit", "log_attention")
-_BLOCK_ELEMENTS = 2**24
-"""Most logits in memory at once: 64 MiB. More than a row's worth only saves launches."""
+_BLOCK_ELEMENTS = 2**22
+"""Most logits in memory at once: 16 MiB. Products of fewer are too thin, more do not stay in the cache of a CPU."""
 
 
 class LayerObserver:
@@ -118,6 +120,7 @@ def prompt_scores(model: nn.Module, heads: RetainingHeads, prompt_ids: Tensor) -
     return torch.stack(rows)
 
 
+@record_function("locret: labels")
 def layer_labels(
     chunk: Chunk,
     prompt: int,
@@ -127,8 +130,11 @@ def layer_labels(
     labelled: int | None = None,
     earlier_answers: Sequence[tuple[int, int]] = (),
     block_elements: int = _BLOCK_ELEMENTS,
+    fused: bool | None = None,
 ) -> Tensor:
     """Return one layer's labels, (K, T) float32, as a running maximum over blocks of answer queries.
+
+    A block is never larger than the layer's queries, so that what labels need stays small beside what the layer needs.
 
     Args:
         chunk: The layer's tensors of prompt and answer, batch 1.
@@ -138,22 +144,58 @@ def layer_labels(
         labelled: T, the first prompt tokens to label; all if None.
         earlier_answers: See `answer_labels`.
         block_elements: Most logits in memory at once, if one answer token has no more.
+        fused: Whether the Triton kernels of `locret.label_kernel` do it, without any logits in memory; by default,
+            where tensors are on CUDA and the kernels run.
     """
-    tokens, kv_heads = chunk.query.shape[2], chunk.key.shape[1]
     labelled = prompt if labelled is None else min(labelled, prompt)
-    looked_at = labelled if kind == "logit" else tokens
-    rows = max(1, block_elements // (chunk.query.shape[1] * looked_at))
+    fused = _kernels_work(chunk.key) if fused is None else fused
+    labels_KT = chunk.key.new_full((chunk.key.shape[1], labelled), -torch.inf, dtype=torch.float32)
     # Float32 even under autocast: labels rounded to bfloat16 tie, and the log-sum-exp is a difference of large numbers.
     with torch.autocast(chunk.query.device.type, enabled=False):
-        keys_KDS = chunk.key[0].float().mT
-        labels_KT = keys_KDS.new_full((kv_heads, labelled), -torch.inf)
-        for first, end in (*earlier_answers, (prompt, tokens)):
+        keys_KDS = None if fused else chunk.key[0].float().mT
+        for first, end in (*earlier_answers, (prompt, chunk.query.shape[2])):
             seen_KT = labels_KT[:, :first]  # a view: an answer labels only what stands before it
-            for start in range(max(0, first - include_last_prompt_token), end, rows):
-                queries_NRD = chunk.query[0, :, start : min(start + rows, end)].float()
-                block_KT = _block_labels(queries_NRD, keys_KDS, chunk, seen_KT.shape[1], start, kind)
-                torch.maximum(seen_KT, block_KT, out=seen_KT)
+            start = max(0, first - include_last_prompt_token)
+            if keys_KDS is None:
+                _raise_by_kernel(chunk, seen_KT, start, end, kind)
+            else:
+                _raise_by_blocks(chunk, keys_KDS, seen_KT, start, end, kind, block_elements)
     return labels_KT
+
+
+def _kernels_work(key: Tensor) -> bool:
+    if not key.is_cuda or find_spec("triton") is None:
+        return False
+    from locret.label_kernel import works
+
+    return works(key.device, key.dtype, key.shape[-1])
+
+
+def _raise_by_kernel(chunk: Chunk, labels_KT: Tensor, start: int, end: int, kind: str) -> None:
+    from locret.label_kernel import raise_labels
+
+    raise_labels(
+        chunk.query[0],
+        chunk.key[0],
+        labels_KT,
+        start=start,
+        end=end,
+        scaling=chunk.scaling,
+        softcap=chunk.softcap,
+        relative=kind == "log_attention",
+    )
+
+
+def _raise_by_blocks(
+    chunk: Chunk, keys_KDS: Tensor, labels_KT: Tensor, start: int, end: int, kind: str, block_elements: int
+) -> None:
+    """Raise labels, in place, to the largest that queries `start` to `end` - 1 give, a block of queries at a time."""
+    looked_at = labels_KT.shape[1] if kind == "logit" else end
+    rows = max(1, min(block_elements, chunk.query.numel()) // max(1, chunk.query.shape[1] * looked_at))
+    for first in range(start, end, rows):
+        queries_NRD = chunk.query[0, :, first : min(first + rows, end)].float()
+        block_KT = _block_labels(queries_NRD, keys_KDS, chunk, labels_KT.shape[1], first, kind)
+        torch.maximum(labels_KT, block_KT, out=labels_KT)
 
 
 def _block_labels(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Chunk, labelled: int, start: int, kind: str) -> Tensor:
@@ -163,13 +205,14 @@ def _block_labels(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Chunk, labelled:
     grouped_KGRD = queries_NRD.unflatten(0, (kv_heads, -1))
     logits_KQS: Tensor = (grouped_KGRD.flatten(1, 2) * chunk.scaling) @ keys_KDS[:, :, :end]
     if chunk.softcap is not None:
-        logits_KQS = chunk.softcap * torch.tanh(logits_KQS / chunk.softcap)
+        logits_KQS.div_(chunk.softcap).tanh_().mul_(chunk.softcap)
     if kind == "logit":
         return logits_KQS.amax(dim=1)
     # Only the block's own tokens can be in the future of some of its queries.
     future_RR = torch.ones(rows, rows, dtype=torch.bool, device=logits_KQS.device).triu(1)
     logits_KQS[:, :, start:].masked_fill_(future_RR.repeat(grouped_KGRD.shape[1], 1), -torch.inf)
-    return (logits_KQS[:, :, :labelled] - logits_KQS.logsumexp(dim=-1, keepdim=True)).amax(dim=1)
+    totals_KQ1 = logits_KQS.logsumexp(dim=-1, keepdim=True)
+    return logits_KQS[:, :, :labelled].sub_(totals_KQ1).amax(dim=1)
 
 
 def check_kind(kind: str) -> None:
