@@ -25,6 +25,7 @@ from locret.heads import RetainingHeads
 from locret.policy import RetentionPolicy
 from locret.train import checkpointing
 from locret.train.eviction_step import train_step_under_eviction
+from locret.train.optimizer import head_optimizer
 from locret.train.options import LossOptions, OptimizerOptions
 from locret.train.run_log import RunLog, Window, peak_memory
 from locret.train.step import StepResult, train_step
@@ -60,13 +61,6 @@ class Signals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
-
-
-def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
-    """Return the share of the learning rate at a step counted from 0: linear up to 1, then linear down to 0."""
-    if step < warmup_steps:
-        return step / warmup_steps
-    return max(0.0, (steps - step) / max(1, steps - warmup_steps))
 
 
 class Trainer:
@@ -115,12 +109,8 @@ class Trainer:
         self.step = self.rows = self.tokens = 0
         self.learning_rate = 0.0
         self.last_record: dict[str, Any] = {}
-        o = optimizer_options
-        adamw = torch.optim.AdamW(heads.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            adamw, lambda step: learning_rate_factor(step, o.warmup_steps, o.steps)
-        )
-        self.optimizer = accelerator.prepare(adamw)
+        optimizer, self.scheduler = head_optimizer(heads, optimizer_options)
+        self.optimizer = accelerator.prepare(optimizer)
         self.window = Window(accelerator.device)
 
     def resume(self, path: Path, state: Mapping[str, Any]) -> None:

@@ -25,7 +25,6 @@ from locret.data.training import TrainingStream, load_rows
 from locret.labels import answer_labels, prompt_scores
 from locret.train import checkpointing
 from locret.train.loss import retention_loss
-from locret.train.trainer import learning_rate_factor
 
 
 @pytest.fixture(scope="module")
@@ -252,12 +251,6 @@ def test_gradients_are_clipped_as_asked(
         assert norm == pytest.approx(limit, rel=1e-3)
     else:
         assert largest > 1e-4
-
-
-@pytest.mark.parametrize("step", [0, 1, 1999, 2000, 2500, 2999, 3000])
-def test_the_default_schedule_is_the_papers(step: int) -> None:
-    expected = step / 2000 if step < 2000 else (3000 - step) / 1000
-    assert learning_rate_factor(step, 2000, 3000) == pytest.approx(expected)
 
 
 def test_logs_hold_losses_overlaps_speed_and_memory(straight: Path) -> None:
