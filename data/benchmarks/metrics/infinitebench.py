@@ -43,8 +43,6 @@ _LOCRET: dict[str, Metric] = _METRICS | {
     "kv_retrieval": lambda prediction, targets: value_among_words(prediction, targets[0], LOCRET_MARKS),
     "code_debug": lambda prediction, targets: code_choice(prediction, targets[0], targets[1], line_end=True),
 }
-LIBRARIES = {"longbook_sum_eng": ("rouge_score",)}
-"""Optional libraries that a task's metric needs."""
 
 
 def score(task: str, prediction: str, targets: Sequence[str], variant: Variant = "official") -> float:

@@ -32,8 +32,6 @@ ROUGE_TASKS = (
     "patent_summ",
     "tv_show_summ",
 )
-LIBRARIES = dict.fromkeys(ROUGE_TASKS, ("rouge_score",))
-"""Optional libraries that a task's metric needs."""
 
 _FILLERS = ("will be", "of the code", "is", "would be", "the value of", "the result of", "printed")
 

@@ -56,12 +56,6 @@ _METRICS: dict[str, Metric] = {
     "passage_retrieval_zh": _best(_paragraph("段落")),
     **dict.fromkeys(("lcc", "repobench-p"), _best(edit_similarity)),
 }
-LIBRARIES = {
-    "multifieldqa_zh": ("jieba",),
-    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), ("rouge",)),
-    **dict.fromkeys(("dureader", "vcsum"), ("rouge", "jieba")),
-}
-"""Optional libraries that a task's metric needs."""
 FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
 """Tasks of which only the answer's first line counts, after empty lines at its start."""
 
