@@ -4,45 +4,31 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from locret.adapters import describe, find_decoder, unwrap
-from locret.budget import cache_bytes
+from locret.cache_contents import CacheContents, CacheMemory
 from locret.heads import RetainingHeads
 from locret.instrument import Chunk, Projections
-from locret.layers import RetentionLayer, Workspace
-from locret.limits import Limits, check_pair
+from locret.layers import RetentionLayer
+from locret.limits import check_pair
 from locret.policy import RetentionPolicy
-from locret.ragged import RaggedLayer
 from locret.rotary import Rotary, rotate
 from locret.scorers import RetainingHeadScorer, Scorer, TokenPass, TokenScorer, get
 from locret.sliding import SlidingLayer
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-@dataclass(frozen=True)
-class CacheMemory:
-    """Bytes of a cache. `planned` follows from the policy alone; `actual` and `peak` are counted from the tensors."""
-
-    planned: int
-    actual: int
-    peak: int
-    units: int
-    """Units held per KV head, on average, in the fullest layer."""
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the numbers as plain data."""
-        return asdict(self)
+__all__ = ["CacheMemory", "RetentionCache"]
 
 
-class RetentionCache(Cache):
+class RetentionCache(CacheContents):
     """A transformers cache that never holds more than `budget` units per KV head between chunks.
 
     Args:
@@ -57,7 +43,7 @@ class RetentionCache(Cache):
     def __init__(
         self, model: nn.Module, scorer: RetainingHeads | Scorer | str, policy: RetentionPolicy | None = None
     ) -> None:
-        self.backbone = describe(model)
+        backbone = describe(model)
         if isinstance(scorer, str):
             scorer = get(scorer)
         if isinstance(scorer, RetainingHeads):
@@ -65,53 +51,20 @@ class RetentionCache(Cache):
                 policy = RetentionPolicy(**scorer.config.policy)
             scorer = RetainingHeadScorer(heads=scorer)
         scorer.prepare(model)
-        if not self.backbone.layers:
+        if not backbone.layers:
             warnings.warn("no layer of this backbone has full attention: budget and scorer are ignored", stacklevel=2)
-        self.model, self.scorer, self.policy = model, scorer, policy or RetentionPolicy()
-        check_pair(self.scorer, self.policy)
-        self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
-        self.limits = Limits(self.policy, self.scorer, len(self.backbone.layers))
-        """What stays, now and in each step to come."""
-        self._place = {layer_idx: place for place, layer_idx in enumerate(self.backbone.layers)}
-        super().__init__(layers=[self._new_layer(index) for index in range(self.backbone.num_layers)])
-        self.seen = 0
-        """Tokens read or generated so far, padding included."""
-        self.last_tokens: Tensor | None = None
-        """(B, 1) the prompt's last token, while it is the newest unit."""
-        self.held_back = False
-        """Whether `last_tokens` is still to be fed."""
-        self._again = False
-        """Whether it has been fed before."""
+        policy = policy or RetentionPolicy()
+        check_pair(scorer, policy)
+        super().__init__(model, backbone, scorer, policy, Rotary(find_decoder(model)))
+        self._place = {layer_idx: place for place, layer_idx in enumerate(backbone.layers)}
         self._ids: Tensor | None = None
-        self._context: Tensor | None = None
-        """(B, 1 or 2, E) hidden states of the newest tokens, for a scorer that rates tokens."""
-        self.pad: Tensor | None = None
-        """(B,) left padding of each row, where rows differ."""
-        self._shift: Tensor | None = None
-        self._next_position = 0
         self._phase = "decode"
         self._last = False
         self._answer_tokens = 0
         self._projections: dict[int, Projections] = {}
         self._unit_positions: Tensor | None = None
-        self._peak = 0
-        self._largest = [0] * len(self.backbone.layers)
         self._chunk_start = 0
         self._rotation_checked: set[int] = set()
-
-    def _new_layer(self, index: int) -> RetentionLayer | SlidingLayer:
-        if index in self.backbone.layers:
-            common = (self._rotary, self._workspace, self.policy.positions == "compact")
-            if self.policy.head_budgets == "adaptive":
-                return RaggedLayer(*common, self.policy.head_floor, self.scorer.relative)
-            return RetentionLayer(*common)
-        assert self.backbone.window is not None
-        return SlidingLayer(self.backbone.window)
-
-    @property
-    def governed(self) -> list[RetentionLayer]:
-        """The layers whose units compete for the budget."""
-        return [layer for layer in self.layers if isinstance(layer, RetentionLayer)]
 
     # -- phases: prefill and generate move the cache through them ---------------------------------------------------
 
@@ -185,9 +138,6 @@ class RetentionCache(Cache):
         for layer, capacity in zip(self.governed, slots, strict=True):
             layer.reserve(max(capacity, layer.fill))
         self._note_largest()
-
-    def _note_largest(self) -> None:
-        self._largest = list(map(max, self._largest, [layer.capacity for layer in self.governed]))
 
     # -- what `instrumented` asks and tells --------------------------------------------------------------------------
 
@@ -315,125 +265,12 @@ class RetentionCache(Cache):
             )
         self._rotation_checked = self._rotation_checked | {layer_idx}
 
-    # -- looking inside ---------------------------------------------------------------------------------------------
-
-    def kept_positions(self, layer: int) -> Tensor:
-        """Return the original text positions of the units held in one layer.
-
-        Args:
-            layer: Index of a full-attention layer of the backbone.
-
-        Returns:
-            (batch, kv_heads, units) int64, ascending; -1 in front where a row or head holds fewer units than others.
-
-        Raises:
-            ValueError: If that layer slides over a window and holds no scored units.
-        """
-        return self._held(layer, "positions").long()
-
-    def kept_scores(self, layer: int) -> Tensor:
-        """Return the (batch, kv_heads, units) float32 scores of the units held in one layer."""
-        return self._held(layer, "scores").clone()
-
-    def _held(self, index: int, name: str) -> Tensor:
-        layer = self.layers[index]
-        if not isinstance(layer, RetentionLayer):
-            raise ValueError(f"layer {index} slides over a window; layers with scored units: {self.backbone.layers}")
-        if not layer.is_initialized:
-            return torch.empty(1, self.backbone.num_kv_heads, 0)
-        return layer.held(name)
-
-    def memory(self) -> CacheMemory:
-        """Return planned and counted bytes of all buffers, the shared workspace included."""
-        units = max((layer.fill for layer in self.governed), default=0)
-        return CacheMemory(self._plan(), self._bytes(), max(self._peak, self._bytes()), units)
-
-    def _bytes(self) -> int:
-        held: int = sum(layer.nbytes for layer in self.layers)
-        return self._workspace.nbytes + held
-
-    def _plan(self) -> int:
-        governed = self.governed
-        rows = governed[0].keys.shape[0] if governed and governed[0].is_initialized else 1
-        self._note_largest()
-        slots = self._largest
-        if not any(slots) and not self.policy.needs_length:
-            slots = list(self.limits.plan(None).peak)
-        return cache_bytes(self.backbone, slots, next(self.model.parameters()).element_size(), rows)
-
-    @property
-    def next_position(self) -> int:
-        """Rotary position of the coming token: how far positions reach."""
-        return self._next_position
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens read so far, padding included: what `generate` need not feed again."""
-        return self.seen
-
-    # -- whole caches -----------------------------------------------------------------------------------------------
-
-    def take_back(self) -> None:
-        """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing."""
-        if self.held_back:
-            return
-        self.held_back = self._again = True
-        if self._context is not None:
-            self._context = self._context[:, :-1] if self._context.shape[1] > 1 else None
-        for layer in self.layers:
-            layer.take_back()
-        self.seen -= 1
-        self._next_position -= 1
-
-    def copy(self) -> RetentionCache:
+    def copy(self) -> Self:
         """Return an independent copy: a document read once answers many questions, each on its own copy."""
-        twin = copy.copy(self)
-        twin._workspace, twin._projections = Workspace(), {}
-        twin.limits, twin._largest = copy.copy(self.limits), list(self._largest)
-        twin.layers = []
-        for layer in self.layers:
-            clone = copy.copy(layer)
-            for name, value in vars(layer).items():
-                if isinstance(value, Tensor):
-                    setattr(clone, name, value.clone())
-            if isinstance(clone, RetentionLayer):
-                clone.workspace = twin._workspace
-            twin.layers.append(clone)
+        twin = super().copy()
+        twin._projections = {}
         return twin
 
     def fresh(self) -> RetentionCache:
         """Return an empty cache for the same model, scorer and policy."""
         return RetentionCache(self.model, self.scorer, self.policy)
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch; `rows` is (new batch,) int64."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.select_rows(rows)
-        for name in ("pad", "_shift", "last_tokens", "_context"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams of a beam search."""
-        self.select_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row, as `generate` does with its inputs for beams and several answers."""
-        rows = next((layer.keys.shape[0] for layer in self.layers if layer.is_initialized), 0)
-        self.select_rows(torch.arange(rows).repeat_interleave(repeats))
-
-    def crop(self, *_: Any, **__: Any) -> None:
-        """Refuse: an evicted unit cannot come back, so speculative tokens cannot be taken back."""
-        raise ValueError(
-            "a RetentionCache cannot be cropped, so assisted and prompt-lookup decoding do not work with it; "
-            "leave out assistant_model and prompt_lookup_num_tokens"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RetentionCache:
-        """Copy the units but not the backbone."""
-        return self.copy()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows."""
-        self.select_rows(indices)
