@@ -6,10 +6,12 @@ What a kernel allocates for itself is counted too. Memory that was there before 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "locret-marked"
+_PHASE = "locret-phase "
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Peaks:
     marked: int
     """Of what was allocated inside `marked()`, wherever it was freed."""
     everything: int
+    phases: dict[str, int] = field(default_factory=dict)
+    """Of everything, during each `phase()`; what the run allocated before it and still holds counts too."""
 
 
 def marked() -> AbstractContextManager[object]:
@@ -33,10 +38,21 @@ def marked() -> AbstractContextManager[object]:
     return record_function(_MARK)
 
 
+def phase(name: str) -> AbstractContextManager[object]:
+    """Return a context whose peak is reported on its own; each name is used once."""
+    return record_function(_PHASE + name)
+
+
 def peak_bytes(side: Callable[[], object]) -> Peaks:
     """Run something once and return the most bytes that its allocations held at a time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    record = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _silent():
+        record.start()
+    try:
         side()
+    finally:
+        with _silent():
+            record.stop()
     # Only the exported trace tells which memory an event is about.
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -44,17 +60,34 @@ def peak_bytes(side: Callable[[], object]) -> Peaks:
         return _peaks(json.loads(path.read_text())["traceEvents"])
 
 
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep from standard error what the profiler's library says there whenever it starts and stops."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _peaks(events: Iterable[dict[str, Any]]) -> Peaks:
-    spans, changes = [], []
+    spans, changes, phases = [], [], {}
     for event in events:
-        if event["name"] == _MARK and event["ph"] == "X":
-            spans.append((event["ts"], event["ts"] + event["dur"]))
-        elif event["name"] == "[memory]":
+        if event["name"] == "[memory]":
             changes.append((event["ts"], event["args"]["Addr"], event["args"]["Bytes"]))
+        elif event["ph"] == "X" and event["name"] == _MARK:
+            spans.append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "X" and event["name"].startswith(_PHASE):
+            phases[event["name"].removeprefix(_PHASE)] = (event["ts"], event["ts"] + event["dur"])
     spans.sort()
     starts = [start for start, _ in spans]
     alive: dict[int, tuple[int, bool]] = {}
     total = inside = most_total = most_inside = 0
+    moments, totals = [], [0]
     for moment, address, size in sorted(changes, key=lambda change: change[0]):
         if size > 0:
             span = bisect_right(starts, moment) - 1
@@ -67,4 +100,11 @@ def _peaks(events: Iterable[dict[str, Any]]) -> Peaks:
         total += size
         inside += size if mark else 0
         most_total, most_inside = max(most_total, total), max(most_inside, inside)
-    return Peaks(most_inside, most_total)
+        moments.append(moment)
+        totals.append(total)
+    # totals[i] is alive from change i - 1 on, so a phase begins with what its first index finds.
+    peaks = {
+        name: max(totals[bisect_right(moments, start) : bisect_right(moments, end) + 1])
+        for name, (start, end) in phases.items()
+    }
+    return Peaks(most_inside, most_total, peaks)

@@ -6,6 +6,8 @@ between the two is the price of retention. The floor's answers mean nothing; its
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,18 +64,64 @@ class _StaticLayer(CacheLayerMixin):
 
 
 @torch.no_grad()
-def read_static(model: PreTrainedModel, ids: Tensor, budget: int, chunk_size: int, local_len: int) -> None:
-    """Read (1, N) ids in chunks; after each chunk the cache is cut back to `budget` slots, for free."""
+def read_static(
+    model: PreTrainedModel, ids: Tensor, budget: int, chunk_size: int, local_len: int, new_tokens: int = 0
+) -> tuple[Cache, Tensor]:
+    """Read (1, N) ids in chunks; after each chunk the cache is cut back to `budget` slots, for free.
+
+    Returns:
+        The cache, with room for `new_tokens` more, and (1, vocabulary) logits of the last token.
+    """
+    slots = budget + max(chunk_size, local_len + new_tokens)
+    layers = [_StaticLayer(slots) for _ in range(model.config.num_hidden_layers)]
+    cache, decoder, end = Cache(layers=layers), model.get_decoder(), max(0, ids.shape[1] - local_len)
+    with _plain_attention(model):
+        for start in range(0, end, chunk_size):
+            tokens = ids[:, start : min(start + chunk_size, end)]
+            decoder(input_ids=tokens, position_ids=_positions(cache, tokens), past_key_values=cache, use_cache=True)
+            for layer in layers:
+                layer.fill = min(layer.fill, budget)
+        tokens = ids[:, end:]
+        output = model(
+            input_ids=tokens,
+            position_ids=_positions(cache, tokens),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    return cache, output.logits[:, -1]
+
+
+@torch.no_grad()
+def write_static(model: PreTrainedModel, cache: Cache, token: Tensor, new_tokens: int) -> Tensor:
+    """Go on from (1, 1) a token, with transformers' `generate` over what the cache holds.
+
+    Returns:
+        (1, new) ids.
+    """
+    # What the slots hold counts as read, whatever it is: positions go on from there.
+    ids = torch.cat([token.new_zeros(1, cache.get_seq_length()), token], dim=1)
+    with _plain_attention(model):
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+        )
+    return out[:, ids.shape[1] :]
+
+
+def _positions(cache: Cache, tokens: Tensor) -> Tensor:
+    held = cache.get_seq_length()
+    return torch.arange(held, held + tokens.shape[1], device=tokens.device)[None]
+
+
+@contextmanager
+def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
     implementation = model.config._attn_implementation
     model.set_attn_implementation(NAME)
-    layers = [_StaticLayer(budget + max(chunk_size, local_len)) for _ in range(model.config.num_hidden_layers)]
-    cache, decoder, end = Cache(layers=layers), model.get_decoder(), ids.shape[1] - local_len
-    for start in [*range(0, end, chunk_size), end]:
-        tokens = ids[:, start : min(start + chunk_size, end) if start < end else ids.shape[1]]
-        held = layers[0].fill
-        positions = torch.arange(held, held + tokens.shape[1])[None]
-        decoder(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
-        for layer in layers:
-            layer.fill = min(layer.fill, budget)
-    model.lm_head(torch.zeros(1, model.config.hidden_size))
-    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(implementation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,7 @@ class BenchOutput:
 
         Raises:
             ValueError: If BASE is a folder, or its folder does not exist.
+            OSError: If its folder cannot be written.
         """
         if self.output is None:
             return {}
@@ -151,6 +153,8 @@ class BenchOutput:
             raise ValueError(f"--output {self.output} is a folder; name the files in it, such as {base / 'record'}")
         if not base.parent.is_dir():
             raise ValueError(f"--output {self.output}: there is no folder {base.parent}; make it first")
+        if not os.access(base.parent, os.W_OK):
+            raise OSError(f"--output {self.output}: {base.parent} cannot be written; choose another folder")
         # Not with_suffix: a dot in BASE, as in llama-3.1-8b, is part of the name.
         return {kind: base.with_name(f"{base.name}.{kind}") for kind in ("json", "md", "png")}
 

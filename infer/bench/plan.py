@@ -114,9 +114,10 @@ class BenchPlan:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per method and length: planned bytes and counted work."""
-        return [self._row(method, length) for length in self.lengths for method in self.methods]
+        return [self.row(method, length) for length in self.lengths for method in self.methods]
 
-    def _row(self, method: BenchMethod, length: int) -> dict[str, Any]:
+    def row(self, method: BenchMethod, length: int) -> dict[str, Any]:
+        """Return what is known of one method and length."""
         planned, work = self.planned_bytes(method, length), self.cost(method, length)
         return {
             "method": method.name,

@@ -10,11 +10,10 @@ from locret import RetentionPolicy
 from locret.infer import loading
 from locret.infer.bench import methods
 from locret.infer.bench.options import BenchOptions
+from locret.infer.bench.peers import PEERS, find_pythons
 from locret.infer.bench.plan import BenchPlan
 from locret.infer.bench.shapes import PRESETS, SHAPES, Preset
 from locret.infer.options import ModelOptions, ScorerOptions
-
-PEERS = ("kvpress", "transformers")
 
 
 def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
@@ -101,7 +100,7 @@ def _peers(options: BenchOptions) -> tuple[str, ...]:
     for name in found:
         if name not in PEERS:
             raise ValueError(f"--vs {name} is unknown; choose from {', '.join(PEERS)}")
-    options.peer_pythons()
+    find_pythons(found, options.peer_pythons())
     return tuple(found)
 
 

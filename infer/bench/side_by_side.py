@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -25,17 +25,32 @@ from locret import __version__
 from locret.cli import print_json
 from locret.infer.bench.shapes import SHAPES, random_model
 
+K = TypeVar("K")
+T = TypeVar("T")
+
 
 def interleave(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Run every side `repeats` times, in turns, after one round that warms up; return the seconds of each run."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for repeat in tqdm(range(repeats + 1), desc="measuring", disable=None):
-        for name, side in sides.items():
+
+    def timed(side: Callable[[], object]) -> Callable[[], float]:
+        def run_once() -> float:
             start = time.perf_counter()
             side()
-            if repeat:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+            return time.perf_counter() - start
+
+        return run_once
+
+    seconds = in_turns({name: timed(side) for name, side in sides.items()}, repeats + 1)
+    return {name: runs[1:] for name, runs in seconds.items()}
+
+
+def in_turns(sides: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
+    """Run every side once per round, one after the other; return what each came to, round by round."""
+    found: dict[K, list[T]] = {name: [] for name in sides}
+    for _ in tqdm(range(rounds), desc="measuring", disable=None):
+        for name, side in sides.items():
+            found[name].append(side())
+    return found
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], top: str, bottom: str) -> dict[str, float]:
@@ -44,9 +59,9 @@ def ratio(seconds: Mapping[str, Sequence[float]], top: str, bottom: str) -> dict
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return p20, p50 and p80."""
+    """Return p20, p50 and p80, to six digits."""
     points = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
-    return {name: round(float(value), 4) for name, value in zip(("p20", "p50", "p80"), points, strict=True)}
+    return {name: float(f"{value:.6g}") for name, value in zip(("p20", "p50", "p80"), points.tolist(), strict=True)}
 
 
 def backbone(folder: str | None, shape: str = "cpu-512") -> PreTrainedModel:
@@ -97,7 +112,8 @@ def origin(record: Mapping[str, Any], module: str) -> list[str]:
     flags = " ".join(f"--{k.replace('_', '-')} {v}" for k, v in options.items() if v is not None and k != "output")
     shape = ", ".join(f"{name} {value}" for name, value in place["shape"].items())
     return [
-        f"Backbone: {shape}. {options['repeats']} interleaved repeats, {options['threads']} CPU threads, float32.",
+        f"Backbone: {shape}. {options['repeats']} interleaved repeats, {options['threads']} CPU threads, "
+        f"{options.get('dtype', 'float32')}.",
         "",
         f"`python -m {module} {flags}`",
         "",

@@ -1,0 +1,188 @@
+"""A record says what was measured, and "unknown" where nothing was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from locret.infer import pictures
+from locret.infer.bench import machine, roofline
+from locret.infer.bench.command import command
+from locret.infer.bench.machine import MachineRates
+from locret.infer.bench.measure import Measurements, Seconds
+from locret.infer.bench.options import BenchOptions
+from locret.infer.bench.peaks import PeakBytes, RunPeaks
+from locret.infer.bench.record import make_record
+from locret.infer.bench.report import page
+from locret.infer.bench.resolve import make_plan
+
+NUMBERS = {"budget": 32, "chunk_size": 24, "stabilizers": 8, "local_len": 7, "new_tokens": 4, "threads": 1}
+FLAGS = [part for name, value in NUMBERS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def record_of(found: Measurements | None, methods: str = "full,floor,locret", lengths: str = "100") -> dict[str, Any]:
+    given = {"shape": "tiny", "lengths": lengths, "methods": methods, "device": "cpu", **NUMBERS}
+    return make_record(make_plan(BenchOptions(**given), set(given)), found)
+
+
+def measurements() -> Measurements:
+    peaks = RunPeaks(PeakBytes(10, 20, 30), PeakBytes(10, 20, 5), 80)
+    return Measurements(
+        rates=[MachineRates(4e9, 2e9), MachineRates(8e9, 4e9)],
+        seconds={
+            ("full", 100): [Seconds(6.0, 4.0), Seconds(12.0, 8.0)],
+            ("floor", 100): [Seconds(2.0, 1.0), Seconds(4.0, 2.0)],
+            ("locret", 100): [Seconds(3.0, 2.0), Seconds(6.0, 4.0)],
+        },
+        peaks={(name, 100): peaks for name in ("full", "floor", "locret")},
+    )
+
+
+@pytest.fixture
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 32)
+    monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**20)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    full, floor, locret = record_of(measurements())["results"]
+    assert locret["ratios"]["prefill"]["full/this"] == {"p20": 2.0, "p50": 2.0, "p80": 2.0}
+    assert locret["ratios"]["prefill"]["this/floor"]["p50"] == 1.5
+    assert locret["ratios"]["decode"] == {
+        "full/this": {"p20": 2.0, "p50": 2.0, "p80": 2.0},
+        "this/floor": {"p20": 2.0, "p50": 2.0, "p80": 2.0},
+    }
+    assert set(full["ratios"]["prefill"]) == {"this/floor"}
+    assert set(floor["ratios"]["prefill"]) == {"full/this"}
+
+
+def test_rates_are_work_over_seconds_and_shares_of_the_machine() -> None:
+    locret = record_of(measurements())["results"][2]
+    prefill, decode = locret["prefill"], locret["decode"]
+    assert prefill["seconds"]["p50"] == 4.5
+    assert prefill["tokens_per_second"]["p80"] == pytest.approx(100 / 6 + 0.8 * (100 / 3 - 100 / 6), rel=1e-5)
+    assert decode["seconds_per_token"]["p50"] == 0.75
+    rates = [locret["flops"]["prefill"] / seconds for seconds in (3.0, 6.0)]
+    assert prefill["flops_per_second"]["p50"] == pytest.approx(sum(rates) / 2, rel=1e-5)
+    shares = [rates[0] / 4e9, rates[1] / 8e9]
+    assert prefill["share_of_matmul"]["p50"] == pytest.approx(sum(shares) / 2, rel=1e-5)
+    copies = [locret["bytes"]["decode"] / 2.0 / 2e9, locret["bytes"]["decode"] / 4.0 / 4e9]
+    assert decode["share_of_copy"]["p50"] == pytest.approx(sum(copies) / 2, rel=1e-5)
+
+
+def test_growth_compares_neighbouring_lengths_round_by_round() -> None:
+    found = Measurements(
+        rates=[MachineRates(1.0, 1.0)] * 2,
+        seconds={("full", 50): [Seconds(1, 1), Seconds(2, 1)], ("full", 100): [Seconds(4, 1), Seconds(8, 1)]},
+    )
+    (row,) = record_of(found, "full", "50,100")["growth"]
+    assert (row["from"], row["to"], row["tokens"], row["seconds"]["p50"]) == (50, 100, 2.0, 4.0)
+
+
+def test_a_page_shows_ratios_rates_and_bytes_as_planned_and_measured() -> None:
+    text = page(record_of(measurements()), "locret-bench --shape tiny")
+    speed = next(line for line in text.splitlines() if line.startswith("| locret | 100 | 3.6"))
+    assert [cell.strip() for cell in speed.split("|")][5:7] == ["2.00", "1.50"]
+    memory = [line for line in text.splitlines() if line.startswith("| locret")][-1]
+    assert len(memory.split("|")) == 2 + 10
+    assert "unknown" not in text
+    assert "`locret-bench --shape tiny`" in text
+
+
+def test_what_ran_out_of_memory_is_named_and_has_no_numbers() -> None:
+    found = measurements()
+    del found.seconds["full", 100], found.peaks["full", 100]
+    record = record_of(found)
+    full, _, locret = record["results"]
+    assert full["error"] == "out of memory"
+    assert full["prefill"] is full["decode"] is full["peak_bytes"] is None
+    assert "full/this" not in locret["ratios"]["prefill"]
+    text = page(record, "locret-bench")
+    assert "* full, 100 tokens: out of memory." in text
+    assert next(line for line in text.splitlines() if line.startswith("| full | 100")).count("unknown") == 7
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_without_a_gpu_its_rows_are_unknown_and_never_a_number(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    base = tmp_path / "llama-3.1-8b"
+    assert command(["--shape", "llama-3.1-8b", "--output", str(base), "--methods", "full,locret"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "locret-bench: warning: there is no CUDA device here: all that would be measured is unknown\n"
+    record = json.loads((tmp_path / "llama-3.1-8b.json").read_text())
+    assert record["machine"]["device"] is record["machine"]["matmul_flops_per_second"] is None
+    for row in record["results"]:
+        assert row["error"] == "no CUDA device here"
+        assert row["prefill"] is row["decode"] is row["peak_bytes"] is None
+        assert row["planned_bytes"]["weights"] > 16e9
+    assert (tmp_path / "llama-3.1-8b.md").read_text() == out
+    tables = [line for line in out.splitlines() if line.startswith(("| full", "| locret"))]
+    assert sum(line.count("unknown") for line in tables) == 2 * (7 + 6 + 6)
+    assert not (tmp_path / "llama-3.1-8b.png").exists()
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_the_command_measures_and_writes_a_whole_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    flags = ["--shape", "tiny", "--lengths", "60,120", "--repeats", "2", *FLAGS]
+    assert command([*flags, "--output", str(tmp_path / "record"), "--json", "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert err == ""
+    assert record == json.loads((tmp_path / "record.json").read_text())
+    assert record["command"] == " ".join(["locret-bench", *flags, "--json", "--quiet"])
+    assert {"locret", "torch", "transformers", "python"} <= set(record["versions"])
+    assert record["config"]["policy"]["budget"] == 32
+    assert [(row["method"], row["length"]) for row in record["results"]] == [
+        (name, length) for length in (60, 120) for name in ("full", "floor", "locret")
+    ]
+    for row in record["results"]:
+        assert row["error"] is None
+        assert row["prefill"]["tokens_per_second"]["p50"] > 0
+        peak = row["peak_bytes"]["prefill"]
+        assert peak["total"] == peak["weights"] + peak["cache"] + peak["workspace"]
+    assert len(record["growth"]) == 3
+    assert (tmp_path / "record.md").read_text().startswith("# How fast tiny reads and writes\n")
+    assert (tmp_path / "record.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "record.md", "record.png"]
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_without_matplotlib_all_but_the_picture_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)
+    flags = ["--shape", "tiny", "--lengths", "60", "--methods", "full", "--repeats", "1", *FLAGS]
+    assert command([*flags, "--output", str(tmp_path / "record")]) == 0
+    err = capsys.readouterr().err
+    assert (
+        "record.png needs matplotlib; install it with `pip install 'locret[eval]'`; everything else is written" in err
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "record.md"]
+
+
+def test_a_point_of_the_roofline_is_work_per_byte_and_per_second() -> None:
+    record = record_of(measurements())
+    found = roofline.points(record)
+    assert [(point["method"], point["part"]) for point in found][:2] == [("full", "prefill"), ("full", "decode")]
+    row = record["results"][0]
+    assert found[0]["intensity"] == row["flops"]["prefill"] / row["bytes"]["prefill"]
+    assert found[0]["flops_per_second"] == row["prefill"]["flops_per_second"]["p50"]
+    assert found[0]["intensity"] > found[1]["intensity"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_machine")
+def test_peers_stand_in_the_same_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = ["--shape", "tiny", "--lengths", "200", "--methods", "locret", "--repeats", "1", *FLAGS]
+    assert command([*flags, "--vs", "transformers", "--output", str(tmp_path / "record"), "--quiet"]) == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    sides = {row["side"] for row in record["peers"]["rows"]}
+    assert sides == {"locret", "transformers"}
+    assert all(row["error"] is None for row in record["peers"]["rows"])
+    assert "| transformers |" in capsys.readouterr().out
