@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from locret.infer.bench.peers.backbone_files import PROMPT, write_files
@@ -86,9 +87,18 @@ def _load_all(sides: Mapping[str, SideProcess], backbone: str, prompt: str, plan
             logits[side] = torch.tensor(process.ask("logits", tokens=tokens)["logits"])
         except SideFailed as error:
             raise ValueError(f"--vs {side} cannot load the backbone: {error}") from None
+    check_same(logits, plan.dtype_name, tokens)
+
+
+def check_same(logits: Mapping[str, Tensor], dtype: str, tokens: int) -> None:
+    """Refuse sides whose logits, of the last of a prompt's first tokens, are not ours.
+
+    Raises:
+        ValueError: Naming the side, and how far it is.
+    """
     for side, theirs in logits.items():
         apart = float((theirs - logits[OURS]).abs().max() / logits[OURS].std())
-        if not apart <= _TOLERANCE.get(plan.dtype_name, _COARSE):
+        if not apart <= _TOLERANCE.get(dtype, _COARSE):
             raise ValueError(
                 f"--vs {side} computes another model from the same files: its logits after {tokens} tokens are "
                 f"{apart:.3g} standard deviations from ours; use a transformers that reads this configuration"

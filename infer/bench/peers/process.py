@@ -13,6 +13,8 @@ from typing import IO, Any
 from locret.infer.bench import allocations
 
 _WORKER = Path(__file__).with_name("worker.py")
+METERS = Path(allocations.__file__).resolve().parent
+"""Where the files are that count bytes."""
 _OURS_ONLY = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
@@ -61,7 +63,7 @@ class SideProcess:
 
     def _start(self) -> None:
         self._errors = TemporaryFile()  # noqa: SIM115 - it lives as long as the process
-        command = [self.python, str(_WORKER), self.side, str(Path(allocations.__file__).resolve())]
+        command = [self.python, str(_WORKER), self.side, str(METERS)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

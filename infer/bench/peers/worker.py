@@ -1,10 +1,10 @@
 """One side of a comparison in a process of its own: reads one JSON request per line, answers with one line each.
 
-    python worker.py SIDE COUNTER
+    python worker.py SIDE METERS
 
-SIDE names a file side_SIDE.py beside this one; COUNTER is the file that counts allocated bytes on the CPU. This program
-imports nothing but torch, transformers, safetensors and that side, so that it runs in a peer's environment, and it is
-the same for all sides: what is timed and counted is timed and counted by the same lines.
+SIDE names a file side_SIDE.py beside this one; METERS is the folder with allocations.py and resident.py, which count
+bytes on the CPU. This program imports nothing but torch, transformers, safetensors, these and that side, so that it
+runs in a peer's environment, and it is the same for all sides: all are timed and counted by the same lines.
 
 Requests, by "do": hello; load (backbone, prompt and numbers); logits (of the prompt's first tokens); time and memory
 (of one method over the prompt's first tokens).
@@ -12,8 +12,6 @@ Requests, by "do": hello; load (backbone, prompt and numbers); logits (of the pr
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import importlib.util
 import json
 import os
@@ -46,8 +44,9 @@ class Clock:
 class Worker:
     """What lives between requests: the side, its backbone, the prompt."""
 
-    def __init__(self, side: str, counter: str) -> None:
-        self.side, self.counter = _file(HERE / f"side_{side}.py"), _file(Path(counter))
+    def __init__(self, side: str, meters: str) -> None:
+        self.side = _file(HERE / f"side_{side}.py")
+        self.allocations, self.resident = (_file(Path(meters, name)) for name in ("allocations.py", "resident.py"))
 
     def hello(self, **_: Any) -> dict[str, Any]:
         """Return the versions of what runs here."""
@@ -99,11 +98,9 @@ class Worker:
             peaks = self.cuda.max_memory_allocated(), self.cuda.max_memory_reserved()
             self.rest()
             return {"allocated": peaks[0] - before[0], "process": peaks[1] - before[1]}
-        resident = _reset_peak()
-        self._run(method, tokens)
-        process = None if resident is None else _status("VmHWM") - resident
+        process = self.resident.resident_growth(lambda: self._run(method, tokens))
         self.rest()
-        allocated = self.counter.peak_bytes(lambda: self._run(method, tokens)).everything
+        allocated = self.allocations.peak_bytes(lambda: self._run(method, tokens)).everything
         self.rest()
         return {"allocated": allocated, "process": process}
 
@@ -121,26 +118,9 @@ class Worker:
 
     def rest(self) -> None:
         """Give freed memory back to the system, for the next run here and for the other sides."""
-        gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+        self.resident.give_back()
         if self.cuda:
             self.cuda.empty_cache()
-        elif trim:
-            trim(0)
-
-
-def _reset_peak() -> int | None:
-    """Forget the process's peak; return the bytes it holds now, or None where the system keeps no such record."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    return _status("VmRSS")
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) * 1024
 
 
 def _file(path: Path) -> ModuleType:
