@@ -24,6 +24,7 @@ MODULES = {
     "locret-train": "locret.train.command",
     "locret-infer": "locret.infer.command",
     "locret-eval": "locret.infer.evaluation.command",
+    "locret-bench": "locret.infer.bench.command",
     "locret-push": "locret.push",
 }
 

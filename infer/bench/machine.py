@@ -10,8 +10,8 @@ import torch
 
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the square matrices: large enough that more changes nothing."""
-COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
-"""More than any cache of a processor holds."""
+COPY_BYTES = {"cpu": 2**28, "cuda": 2**28}
+"""More than the caches of a processor hold."""
 _RUNS = {"cpu": 1, "cuda": 10}
 """Calls per measurement: on a GPU a single one is as short as the wait for it."""
 
@@ -28,15 +28,22 @@ class MachineRates:
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> MachineRates:
     """Measure both rates once; what is allocated for it is freed again."""
-    size, count = MATMUL_SIZE[device.type], COPY_BYTES[device.type] // dtype.itemsize
+    return MachineRates(_matmul_rate(device, dtype), _copy_rate(device, dtype))
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    size = MATMUL_SIZE[device.type]
     generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    left, right = (torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
     product = torch.empty_like(left)
-    matmul = _seconds(device, lambda: torch.mm(left, right, out=product))
-    # Zeros that were never written need no memory: the source must be real.
+    return 2 * size**3 / _seconds(device, lambda: torch.mm(left, right, out=product))
+
+
+def _copy_rate(device: torch.device, dtype: torch.dtype) -> float:
+    count = COPY_BYTES[device.type] // dtype.itemsize
+    # Zeros that were never written need no memory: both sides must be real.
     source, target = torch.ones(count, dtype=dtype, device=device), torch.ones(count, dtype=dtype, device=device)
-    copy = _seconds(device, lambda: target.copy_(source))
-    return MachineRates(2 * size**3 / matmul, 2 * source.nbytes / copy)
+    return 2 * source.nbytes / _seconds(device, lambda: target.copy_(source))
 
 
 def now(device: torch.device) -> float:

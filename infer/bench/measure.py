@@ -98,7 +98,7 @@ class _Guard:
 def _side(guard: _Guard, setup: Setup, method: BenchMethod, length: int) -> Callable[[], Seconds | None]:
     def run_once() -> Seconds | None:
         found = guard.run((method.name, length), partial(_time, setup, method, length))
-        _free()
+        gc.collect()
         return found
 
     return run_once
@@ -107,7 +107,7 @@ def _side(guard: _Guard, setup: Setup, method: BenchMethod, length: int) -> Call
 def _after(before: Callable[[], object], side: Callable[[], T]) -> Callable[[], T]:
     def both() -> T:
         before()
-        _free()
+        gc.collect()
         return side()
 
     return both
@@ -136,6 +136,7 @@ def _warm_peaks(setup: Setup, method: BenchMethod, length: int) -> RunPeaks:
 
 
 def _free() -> None:
+    """Give memory back to the device; not between timed runs, which would pay for taking it again."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -137,7 +137,7 @@ class BenchOutput:
     dry_run: bool = False
     """Print what would be measured, with planned bytes, and measure nothing."""
     quiet: bool = False
-    """Print no progress and no warnings."""
+    """Print no warnings, and no table beside the JSON of --dry-run."""
 
     def paths(self) -> dict[str, Path]:
         """Return the files of a record by kind, after making sure that they can be written; none without --output.

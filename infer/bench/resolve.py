@@ -8,7 +8,7 @@ import torch
 
 from locret import RetentionPolicy
 from locret.infer import loading
-from locret.infer.bench import methods
+from locret.infer.bench import methods, resident
 from locret.infer.bench.options import BenchOptions
 from locret.infer.bench.peers import PEERS, find_pythons
 from locret.infer.bench.plan import BenchPlan
@@ -120,3 +120,15 @@ def _check(plan: BenchPlan) -> None:
     for method in plan.methods:
         for length in plan.lengths:
             method.reading(plan.sizes, plan.policy, length)
+            _check_memory(plan, method, length)
+
+
+def _check_memory(plan: BenchPlan, method: methods.BenchMethod, length: int) -> None:
+    # A GPU says that it is out of memory; a system that is kills the process.
+    has = None if plan.device is None or plan.device.type != "cpu" else resident.installed_bytes()
+    planned = plan.planned_bytes(method, length)
+    if has is not None and (needed := planned.weights + planned.cache) > has:
+        raise ValueError(
+            f"--methods {method.name} at {length:,} tokens needs {needed / 2**30:,.1f} GiB of weights and cache, but "
+            f"this machine has {has / 2**30:,.1f}; leave it out, or take a smaller --shape or --lengths"
+        )

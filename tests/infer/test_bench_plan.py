@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from locret import RetentionCache, RetentionPolicy, prefill, scorers
-from locret.infer.bench import methods
+from locret.infer.bench import methods, resident
 from locret.infer.bench.command import command
 from locret.infer.bench.cost import sizes_of
 from locret.infer.bench.options import OPTION_CLASSES, BenchOptions
@@ -160,9 +160,31 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(changes: dict[str, A
     assert "\n" not in str(raised.value)
 
 
+def test_what_this_machine_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident, "installed_bytes", lambda: 64 * 2**20)
+    plan_of(methods="full", lengths="1K")
+    with pytest.raises(ValueError, match="--methods full at 32,768 tokens needs 0.1 GiB of weights and cache, but"):
+        plan_of(methods="locret,full", lengths="32K")
+
+
 def test_heads_of_another_backbone_are_refused(heads: Path) -> None:
     with pytest.raises(ValueError, match="--heads .*heads: "):
         plan_of(heads=str(heads))
+
+
+def test_a_folder_without_permission_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # a test may run as root, whom nothing stops
+    with pytest.raises(OSError, match=f"--output {tmp_path}/record: {tmp_path} cannot be written; choose another"):
+        command(["--output", f"{tmp_path}/record"])
+
+
+def test_help_says_what_every_option_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        command(["--help"])
+    out = capsys.readouterr().out
+    assert leaving.value.code == 0
+    assert "Prompt tokens, such as 8192,16384 or 8K,16K" in " ".join(out.split())
+    assert out.count("--") >= 20
 
 
 def test_a_bad_output_is_refused_before_anything_is_planned(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""What `locret-bench` measures on a GPU comes from the device's own allocator, within the cap it was given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from locret.infer.bench.command import command
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none is here"),
+]
+FLAGS = ["--shape", "cpu-512", "--device", "cuda", "--dtype", "bfloat16", "--repeats", "2", "--quiet"]
+
+
+def measured(folder: Path, *flags: str) -> dict[tuple[str, int], Any]:
+    assert command([*FLAGS, *flags, "--output", str(folder / "record")]) == 0
+    record = json.loads((folder / "record.json").read_text())
+    assert record["machine"]["matmul_flops_per_second"]["p50"] > 1e12
+    return {(row["method"], row["length"]): row for row in record["results"]}
+
+
+def test_peaks_of_the_device_hold_what_is_planned_and_stay_flat(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "--lengths", "8K,32K", "--methods", "full,floor,locret")
+    for row in rows.values():
+        peak, planned = row["peak_bytes"]["prefill"], row["planned_bytes"]
+        assert row["error"] is None
+        assert peak["workspace"] > 0
+        assert peak["cache"] <= planned["cache"]
+        assert row["peak_bytes"]["process"] >= peak["total"]
+    short, long = (rows["locret", length]["peak_bytes"]["prefill"]["total"] for length in (8192, 32768))
+    assert long <= 1.01 * short
+    small, large = (rows["full", length]["peak_bytes"]["prefill"]["cache"] for length in (8192, 32768))
+    assert large == 4 * small
+
+
+def test_what_does_not_fit_the_cap_is_out_of_memory_and_the_rest_is_measured(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "--lengths", "256K", "--methods", "full,locret", "--memory-cap", "1GiB")
+    assert rows["full", 262144]["error"] == "out of memory"
+    assert rows["full", 262144]["prefill"] is None
+    assert rows["locret", 262144]["error"] is None
+    assert rows["locret", 262144]["peak_bytes"]["process"] <= 2**30
