@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,7 +106,10 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def light_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The worker, alone in a folder with a side that prints while it is imported and needs no package."""
     shutil.copy(PEERS / "worker.py", tmp_path)
-    (tmp_path / "side_light.py").write_text("PACKAGES = ()\nprint('loud')\n")
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "side_light.py").write_text(
+        "import importlib.util\nPACKAGES = ()\nprint('loud', importlib.util.find_spec('beside'))\n"
+    )
     monkeypatch.setattr(process, "_WORKER", tmp_path / "worker.py")
     return tmp_path / "worker.py"
 
@@ -223,6 +228,16 @@ def test_a_side_that_rotates_otherwise_is_refused(dtype: str) -> None:
         comparison.check_same({"locret": right, "kvpress": logits()}, dtype, 300)
 
 
+def test_random_weights_that_do_not_fit_the_disk_are_not_begun(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = replace(plan_for(backbone, "transformers", "200"), model=None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"the peers' backbone takes [\d,]+ bytes, but .* has 1,000 left; set TMPDIR"):
+        backbone_files.write_files(tmp_path, plan)
+    assert not (tmp_path / "backbone").exists()
+
+
 # -- environments ---------------------------------------------------------------------------------------------------
 
 
@@ -270,7 +285,8 @@ def test_a_side_may_print_and_still_answers_line_by_line(light_worker: Path) -> 
     assert first == third
     assert first["torch"] == torch.__version__
     assert second["error"].startswith("AttributeError")
-    assert "loud" in out.stderr
+    # A file beside the worker hides no library of its name.
+    assert "loud None" in out.stderr
 
 
 def test_a_side_that_dies_says_so_and_is_started_again(light_worker: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,12 @@ def write_files(folder: Path, plan: BenchPlan) -> str:
     save_file({"prompt": ids_BL}, folder / PROMPT)
     if plan.model is not None:
         return plan.model if Path(plan.model).is_dir() else str(snapshot_download(plan.model))
+    free, needed = shutil.disk_usage(folder).free, plan.sizes.weight_bytes
+    if free < needed:
+        raise OSError(
+            f"the peers' backbone takes {needed:,} bytes, but {folder.parent} has {free:,} left; "
+            "set TMPDIR to a folder with more room"
+        )
     backbone = folder / "backbone"
     random_model(plan.config, plan.seed, plan.dtype, plan.device or "cpu").save_pretrained(backbone)
     if plan.device is not None and plan.device.type == "cuda":

@@ -42,8 +42,8 @@ def compare(plan: BenchPlan, pythons: Mapping[str, str] | None = None) -> dict[s
 
     Returns:
         Plain data. Rows hold p20, p50 and p80 of seconds (to the first token, of a later token, end to end), peak bytes
-        above what each process held before, weights included, and the ratio of each to our retaining heads', round by
-        round; or the error that they ended with.
+        beyond the weights and all else that a process held before, and the ratio of each to our retaining heads', round
+        by round; or the error that they ended with.
 
     Raises:
         ValueError: For a peer without an environment, one that cannot load the backbone, or one that computes other

@@ -48,7 +48,11 @@ class SideProcess:
         if self._process is None:
             self._start()
             if self._loaded is not None and do != "load":
-                self._exchange({"do": "load", **self._loaded})
+                try:
+                    self._exchange({"do": "load", **self._loaded})
+                except SideFailed:
+                    self.stop()  # without a backbone it can answer nothing
+                    raise
         return self._exchange({"do": do, **request})
 
     def stop(self) -> None:

@@ -31,10 +31,10 @@ def lines(record: Mapping[str, Any]) -> list[str]:
     ]
     return [
         f"Greedy answers of {job['new_tokens']} tokens. What forgets keeps {job['budget']:,} units, the last "
-        f"{job['local_len']} prompt tokens and what it generates. Ratios are to {OURS} {BASELINE}, in the median of "
-        f"{len(rows[0]['rounds'])} rounds; above 1, the row is slower, or larger. Bytes are peaks above what each "
-        "process held before it read, weights included: what torch allocated, and what the process took from the "
-        "system.",
+        f"{job['local_len']} prompt tokens and what it generates. Ratios are to our retaining heads, {OURS} "
+        f"{BASELINE}, in the median of {len(rows[0]['rounds'])} rounds; above 1, the row is slower, or larger. Bytes "
+        "are peaks beyond the weights and all else that a process held before it read: what torch allocated, and what "
+        "the process took from the system.",
         "",
         *table,
         "",
@@ -64,7 +64,7 @@ def _row_line(row: Mapping[str, Any]) -> str:
 
 
 def _mib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**20:,.0f}"
+    return "unknown" if size is None else f"{size / 2**20:,.1f}"
 
 
 def _version_lines(versions: Mapping[str, Mapping[str, str]]) -> list[str]:
