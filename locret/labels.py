@@ -16,7 +16,6 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from locret.adapters import find_decoder
 from locret.heads import RetainingHeads
@@ -120,7 +119,6 @@ def prompt_scores(model: nn.Module, heads: RetainingHeads, prompt_ids: Tensor) -
     return torch.stack(rows)
 
 
-@record_function("locret: labels")
 def layer_labels(
     chunk: Chunk,
     prompt: int,
@@ -213,6 +211,17 @@ def _block_labels(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Chunk, labelled:
     logits_KQS[:, :, start:].masked_fill_(future_RR.repeat(grouped_KGRD.shape[1], 1), -torch.inf)
     totals_KQ1 = logits_KQS.logsumexp(dim=-1, keepdim=True)
     return logits_KQS[:, :, :labelled].sub_(totals_KQ1).amax(dim=1)
+
+
+def logit_bytes(heads: int, head_dim: int, tokens: int) -> int:
+    """Return the most bytes that the blocks of `layer_labels` take: the logits, and two temporaries of their sums.
+
+    Args:
+        heads: N.
+        head_dim: D.
+        tokens: S.
+    """
+    return 3 * 4 * min(_BLOCK_ELEMENTS, heads * head_dim * tokens)
 
 
 def check_kind(kind: str) -> None:

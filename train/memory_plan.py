@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from locret.adapters import describe
+from locret.adapters import Backbone, describe
 from locret.heads import RetainingHeads
-
-_LABEL_BLOCK_BYTES = 64 * 2**20
+from locret.labels import logit_bytes
 
 
 def backbone_parameters(config: Any) -> int:
@@ -52,31 +51,41 @@ def memory_plan(
     Returns:
         `backbone`, `heads`, `gradients`, `optimizer` and, where they are kept, `features` (exact), `one_layer` (an
         estimate of the largest tensors that live at once while one layer is read and trained: hidden states, MLP,
-        queries, keys and values before and after rotation, the head's own), and their `total`.
+        queries, keys and values before and after rotation, labels, the head's own), and their `total`.
 
     Raises:
         ValueError: For a backbone that retaining heads cannot work on.
     """
     backbone, text = describe(config), config.get_text_config()
-    size, head_size = dtype.itemsize, 2 if autocast else 4
     with torch.device("meta"):
         heads = RetainingHeads.for_model(config, hidden_dim)
     weights = sum(parameter.numel() for parameter in heads.parameters())
-    width, feature = text.hidden_size, backbone.feature_dim
-    reading = tokens * size * (3 * width + max(3 * getattr(text, "intermediate_size", 4 * width), 2 * feature))
-    training = trained_tokens * (feature * (size + head_size) + 3 * hidden_dim * head_size)
-    training += tokens * backbone.num_kv_heads * backbone.head_dim * 4  # keys in float32, for the labels
-    training += trained_tokens * backbone.num_kv_heads * 4 * 4  # scores and labels, and their differences
+    sizes = dtype.itemsize, 2 if autocast else 4
     plan = {
-        "backbone": parameters * size,
+        "backbone": parameters * dtype.itemsize,
         "heads": weights * 4,
         "gradients": weights * 4,
         "optimizer": weights * 8,
-        "one_layer": max(reading, tokens * size * (2 * width + 2 * feature) + training + _LABEL_BLOCK_BYTES),
+        "one_layer": _one_layer(backbone, text, hidden_dim, *sizes, tokens, trained_tokens),
     }
     if kept_features:
-        plan["features"] = len(backbone.layers) * trained_tokens * feature * size
+        plan["features"] = len(backbone.layers) * trained_tokens * backbone.feature_dim * dtype.itemsize
     return {**plan, "total": sum(plan.values())}
+
+
+def _one_layer(
+    backbone: Backbone, text: Any, hidden_dim: int, size: int, head_size: int, tokens: int, trained: int
+) -> int:
+    width, feature, dim = text.hidden_size, backbone.feature_dim, backbone.head_dim
+    queries, keys = backbone.num_heads * dim, backbone.num_kv_heads * dim
+    always = 3 * width + 2 * dim  # embeddings, residual and normed states; cosines and sines
+    reading = width + max(3 * getattr(text, "intermediate_size", 4 * width), 2 * feature)
+    attended = feature + (queries + keys) + queries  # projections, rotated queries and keys, what attention returned
+    labelling = logit_bytes(backbone.num_heads, dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
+    # Features, once more where the head computes in another dtype; its hidden states; scores, labels and differences.
+    per_token = feature * (size + (head_size if head_size != size else 0)) + 3 * hidden_dim * head_size
+    training = trained * (per_token + 16 * backbone.num_kv_heads) + 4 * hidden_dim * feature  # and a new gradient
+    return max(tokens * size * (always + reading), tokens * size * (always + attended) + max(labelling, training))
 
 
 def checkpoint_bytes(plan: dict[str, int], kept: int) -> int:

@@ -46,22 +46,23 @@ def phase(name: str) -> AbstractContextManager[object]:
 def peak_bytes(side: Callable[[], object]) -> Peaks:
     """Run something once and return the most bytes that its allocations held at a time."""
     record = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _silent():
+    with silent():
         record.start()
     try:
         side()
     finally:
-        with _silent():
+        with silent():
             record.stop()
     # Only the exported trace tells which memory an event is about.
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         record.export_chrome_trace(str(path))
-        return _peaks(json.loads(path.read_text())["traceEvents"])
+        events = json.loads(path.read_text(), object_hook=_wanted)["traceEvents"]
+        return _peaks(event for event in events if event is not None)
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Keep from standard error what the profiler's library says there whenever it starts and stops."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -72,6 +73,14 @@ def _silent() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+
+
+def _wanted(part: dict[str, Any]) -> dict[str, Any] | None:
+    """Drop, while a trace is read, the events that say nothing about memory: a long run has millions."""
+    name = part.get("name")
+    if "ph" not in part or name in ("[memory]", _MARK) or (isinstance(name, str) and name.startswith(_PHASE)):
+        return part
+    return None
 
 
 def _peaks(events: Iterable[dict[str, Any]]) -> Peaks:

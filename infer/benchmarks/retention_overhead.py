@@ -5,7 +5,7 @@
 prefill/floor      reading with retention over the same chunks against a static cache of the same length, without scores
                    and eviction
 prefill 2N/N       reading twice as many tokens over reading N
-training/forward   one training step over one plain forward of the decoder on the same tokens
+training/forward   one training step, AdamW included, over one plain forward of the decoder on the same tokens
 
 Ratios are what holds on a machine whose speed drifts; the seconds are recorded beside them and mean little.
 """
@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
 from locret.cli import parse_options, run
 from locret.infer.bench.floor import read_static
 from locret.infer.bench.shapes import CPU_512_HIDDEN_DIM
 from locret.infer.bench.side_by_side import backbone, interleave, origin, quantiles, ratio, table, where, write
+from locret.infer.bench.training_setup import TrainingSetup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +70,9 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, model.config.vocab_size, (1, 2 * options.tokens), generator=generator)
 
+    end = options.train_tokens + options.answer_tokens
+    row = TrainingSetup(model, heads, ids[:, : options.train_tokens], ids[:, options.train_tokens : end], "logit")
+
     def read(tokens: int) -> None:
         prefill(model, ids[:, :tokens], RetentionCache(model, heads, policy))
 
@@ -80,7 +82,8 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
             model, ids[:, : options.tokens], options.budget, options.chunk_size, options.local_len
         ),
         "prefill_2n": lambda: read(2 * options.tokens),
-        **_training_sides(model, heads, ids, options),
+        "training": row.step,
+        "forward": row.forward,
     }
     seconds = interleave(sides, options.repeats)
     pairs = {
@@ -93,28 +96,6 @@ def measure(options: BenchmarkOptions) -> dict[str, Any]:
         "seconds": {name: quantiles(values) for name, values in seconds.items()},
         "where": where(options, model),
     }
-
-
-def _training_sides(
-    model: PreTrainedModel, heads: RetainingHeads, ids: Tensor, options: BenchmarkOptions
-) -> dict[str, Callable[[], object]]:
-    # The trainer is not imported at the top: inference does not depend on training, only this comparison does.
-    from importlib import import_module
-
-    step: Callable[..., object] = import_module("locret.train.step").train_step
-    prompt = ids[:, : options.train_tokens]
-    answer = ids[:, options.train_tokens : options.train_tokens + options.answer_tokens]
-    both, decoder = torch.cat([prompt, answer], dim=1), model.get_decoder()
-
-    def training() -> None:
-        step(model, heads, prompt, answer)
-        heads.zero_grad()
-
-    @torch.no_grad()
-    def forward() -> None:
-        decoder(input_ids=both, use_cache=False)
-
-    return {"training": training, "forward": forward}
 
 
 def to_markdown(record: dict[str, Any]) -> str:

@@ -144,6 +144,38 @@ def test_peak_memory_does_not_grow_with_the_number_of_layers() -> None:
     assert peak_bytes(9, naive_step) > 2 * peak_bytes(2, naive_step)  # so the count does see what grows
 
 
+class Waits(TorchDispatchMode):
+    """Notes the operations after which the host must wait for a GPU: those whose result it has to know."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(func.__name__.split(".")[0].lstrip("_").startswith(name.lstrip("_")) for name in self.NAMES):
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("objective", ["regression", "ranking"])
+@pytest.mark.parametrize("kind", ["logit", "log_attention"])
+def test_a_step_waits_for_the_device_no_more_often_than_a_plain_forward(kind: str, objective: str) -> None:
+    model, prompt_ids, answer_ids = backbone(), token_ids(37), token_ids(8, seed=1)
+    heads = RetainingHeads.for_model(model, hidden_dim=12, seed=3)
+    with Waits() as plain, torch.no_grad():
+        model.get_decoder()(input_ids=torch.cat([prompt_ids, answer_ids], dim=1), use_cache=False)
+    with Waits() as waits:
+        result = train_step(
+            model, heads, prompt_ids, answer_ids, kind=kind, objective=objective, earlier_answers=[(5, 9)]
+        )
+    assert waits.found == plain.found  # transformers looks for several texts in a row, once
+    with Waits() as told:
+        float(result.total)
+    assert len(told.found) == 1
+
+
 def test_shares_given_to_backward_add_up_to_the_total() -> None:
     model, shares = backbone(), []
     heads = RetainingHeads.for_model(model, hidden_dim=12, seed=3)

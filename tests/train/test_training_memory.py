@@ -1,0 +1,121 @@
+"""A step's memory, counted byte by byte: at most three layers' activations above the weights, and what the plan says.
+
+One layer's activations are what one decoder layer of the plain backbone holds at its peak, its input included, while it
+reads the same tokens without gradients (`locret.infer.bench.training_setup`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
+
+from locret import RetainingHeads
+from locret.infer.bench.allocations import peak_bytes
+from locret.infer.bench.shapes import random_model
+from locret.infer.bench.training_setup import TrainingSetup, layer_activations
+from locret.instrument import Chunk, Projections
+from locret.labels import layer_labels, logit_bytes
+from locret.train.memory_plan import memory_plan
+
+TOKENS = 512
+SHAPES = {
+    "cpu-512": ({}, 64),
+    "wide heads": ({}, 256),
+    "thin MLP": ({"intermediate_size": 256}, 128),
+    "no groups": ({"num_key_value_heads": 8}, 64),
+}
+
+
+def row(name: str, kind: str, answer: int, layers: int = 3, dtype: torch.dtype = torch.float32) -> TrainingSetup:
+    changes, hidden_dim = SHAPES[name]
+    numbers: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": layers,
+        **changes,
+    }
+    model = random_model(LlamaConfig(**numbers), dtype=dtype)
+    heads = RetainingHeads.for_model(model, hidden_dim, seed=0)
+    ids = torch.randint(3, 256, (1, TOKENS + answer), generator=torch.Generator().manual_seed(0))
+    return TrainingSetup(model, heads, ids[:, :TOKENS], ids[:, TOKENS:], kind)
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("logit", 16), ("logit", 400), ("log_attention", 400)])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_first_step_holds_at_most_three_layers_activations(name: str, kind: str, answer: int) -> None:
+    """All that a step allocates counts: gradients and the optimizer's state too, of as many layers as there are."""
+    step = row(name, kind, answer)
+    layer = layer_activations(step.model, step.both_1S)
+    peak = peak_bytes(step.step).everything
+    assert layer < peak <= 3 * layer
+
+
+def test_a_layers_activations_are_those_of_its_widest_moment() -> None:
+    one = row("cpu-512", "logit", 16)
+    tokens = TOKENS + 16
+    # In the MLP: the residual, the normed states, the gate, its activation and the projection up, for each token.
+    widest = tokens * 4 * (2 * 512 + 3 * 1536)
+    assert layer_activations(one.model, one.both_1S) == pytest.approx(widest, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["logit", "log_attention"])
+def test_layers_add_nothing_but_gradients(kind: str) -> None:
+    peaks = []
+    for layers in (2, 6):
+        step = row("cpu-512", kind, 64, layers)
+        step.row()  # gradients are there from now on
+        peaks.append(peak_bytes(step.row).everything)
+    assert peaks[1] - peaks[0] < 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_plan_is_what_a_row_takes(name: str, dtype: torch.dtype) -> None:
+    step = row(name, "log_attention", 200, layers=2, dtype=dtype)
+    step.row()
+    taken = peak_bytes(step.row).everything
+    tokens = {"tokens": TOKENS + 200, "trained_tokens": TOKENS}
+    hidden_dim = step.heads.config.hidden_dim
+    plan = memory_plan(
+        step.model.config, 0, hidden_dim=hidden_dim, dtype=dtype, autocast=dtype != torch.float32, **tokens
+    )
+    assert 0.75 * plan["one_layer"] <= taken <= 1.01 * plan["one_layer"]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the elements of the largest tensor that anything returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["logit", "log_attention"])
+def test_no_matrix_of_answer_by_prompt_exists(kind: str) -> None:
+    prompt, answer, heads, dim = 3000, 1500, 4, 8
+    query = torch.randn(1, heads, prompt + answer, dim)
+    key = torch.randn(1, 2, prompt + answer, dim)
+    chunk = Chunk(0, query, key, key, 1.0, None, Projections(None))  # type: ignore[arg-type]
+    with LargestTensor() as seen:
+        layer_labels(chunk, prompt, kind, False)
+    assert seen.elements <= query.numel() < prompt * answer / 20
+    # The three of them that the plan counts are what is alive at once, beside what is as small as the keys.
+    with torch.no_grad():
+        peak = peak_bytes(lambda: layer_labels(chunk, prompt, kind, False)).everything
+    assert peak <= logit_bytes(heads, dim, prompt + answer) + key.nbytes
