@@ -71,3 +71,20 @@ def test_kept_units_and_logits_agree_with_the_cpu(model: torch.nn.Module) -> Non
     same = (results[0][1] == results[1][1]).float().mean()
     assert same > 0.99
     torch.testing.assert_close(results[0][0], results[1][0], atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_the_host_never_waits_for_the_device_after_the_first_chunk(model: torch.nn.Module, positions: str) -> None:
+    model = model.to("cuda", torch.bfloat16)
+    heads = RetainingHeads.for_model(model, hidden_dim=64, seed=0)
+    policy = RetentionPolicy(budget=256, chunk_size=128, stabilizers=64, local_len=32, positions=positions)
+    ids = prompt(1000).to("cuda")
+    try:
+        prefill(
+            model,
+            ids,
+            RetentionCache(model, heads, policy),
+            on_chunk=lambda _cache: torch.cuda.set_sync_debug_mode("error"),
+        )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
