@@ -48,7 +48,7 @@ def draw(record: Mapping[str, Any], path: str | Path) -> None:
     left, right = min([*intensities, top / slope]) / 2, max([*intensities, top / slope]) * 2
     axes.plot([left, top / slope, right], [left * slope, top, top], color=INK, linewidth=1.5)
     axes.text(right, top * 1.05, f"matrix product {top / 1e9:,.4g} GFLOP/s", ha="right", va="bottom", color=INK)
-    axes.text(left, left * slope * 1.3, f" copy {slope / 1e9:,.4g} GB/s", ha="left", va="bottom", color=INK)
+    axes.text(left * 2, left * slope * 1.8, f"copy {slope / 1e9:,.4g} GB/s", ha="left", va="top", color=INK)
     methods = list(dict.fromkeys(point["method"] for point in found))
     lengths = list(dict.fromkeys(point["length"] for point in found))
     for place, method in enumerate(methods):
