@@ -12,20 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from locret.adapters import describe, find_decoder, unwrap
-from locret.cache_contents import CacheContents, CacheMemory
+from locret.cache_contents import CacheContents
 from locret.heads import RetainingHeads
 from locret.instrument import Chunk, Projections
 from locret.layers import RetentionLayer
 from locret.limits import check_pair
 from locret.policy import RetentionPolicy
-from locret.rotary import Rotary, rotate
+from locret.rotary import Rotary, RotationCheck
 from locret.scorers import RetainingHeadScorer, Scorer, TokenPass, TokenScorer, get
 from locret.sliding import SlidingLayer
+from locret.unscored import Unscored
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["CacheMemory", "RetentionCache"]
 
 
 class RetentionCache(CacheContents):
@@ -64,7 +63,8 @@ class RetentionCache(CacheContents):
         self._projections: dict[int, Projections] = {}
         self._unit_positions: Tensor | None = None
         self._chunk_start = 0
-        self._rotation_checked: set[int] = set()
+        self._rotation_check = RotationCheck(backbone.model_type)
+        self._unscored = Unscored(self.governed)
 
     # -- phases: prefill and generate move the cache through them ---------------------------------------------------
 
@@ -74,6 +74,7 @@ class RetentionCache(CacheContents):
             raise ValueError("rows of different length are read one at a time; use locret.prefill")
         if self._phase != "decode":
             raise ValueError("an earlier read of this cache was interrupted; start again with cache.fresh()")
+        self.rate_waiting()
         schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.governed])
         self.limits.begin(schedule)
         for place, layer in enumerate(self.governed):
@@ -181,22 +182,28 @@ class RetentionCache(CacheContents):
         raw_keys = None
         if self._phase == "read" and layer.compact:
             raw_keys = self._projections[layer_idx].key()
-            self._check_rotation(layer_idx, raw_keys, key_states)
+            self._rotation_check.compare(layer_idx, self._rotary, self._next_position, raw_keys, key_states)
         elif self._phase == "decode":
             new, place = key_states.shape[-2], self._place[layer_idx]
             most = self.limits.most_answering(place)
             if most is not None and layer.fill + new > most:
+                self.rate_waiting()
                 layer.evict(*self.limits.answering(place, new))
         return layer.append(key_states, value_states, raw_keys, self._unit_positions, self._next_position)
 
     def attended(self, chunk: Chunk) -> None:
         """Score a layer's units and, when it is time, evict down to the budget at once."""
+        place = self._place[chunk.layer_idx]
+        if self._phase == "decode" and chunk.new_tokens == 1 and self.scorer.by_features:
+            due = self._unscored.add(place, chunk.projections.feature_parts())
+            if due is not None:
+                self._rate(place, due)
+            return
         layer = self.layers[chunk.layer_idx]
         assert self._unit_positions is not None
         chunk.positions = self._unit_positions.to(chunk.key.device)
         chunk.next_position = self._next_position + chunk.new_tokens
         chunk.row_start, chunk.last, chunk.generating = layer.row_start, self._last, self._phase == "decode"
-        place = self._place[chunk.layer_idx]
         chunk.budget, chunk.protected = self._limits_now(place)
         evicts_now = chunk.budget is not None
         most = None if self._phase == "read" else self.limits.most_answering(place)
@@ -211,6 +218,16 @@ class RetentionCache(CacheContents):
         if evicts_now and not self.scorer.needs_hidden:
             assert chunk.budget is not None
             layer.evict(chunk.budget, chunk.protected)
+
+    @torch.no_grad()
+    def rate_waiting(self) -> None:
+        """Give the newest units the scores they have been waiting for."""
+        for place, features_BWF in self._unscored.take():
+            self._rate(place, features_BWF)
+
+    def _rate(self, place: int, features_BWF: Tensor) -> None:
+        scores = self.scorer.score_features(self.backbone.layers[place], features_BWF)
+        self.governed[place].set_scores(scores)
 
     def _limits_now(self, place: int) -> tuple[int | None, int]:
         """Return the units that stay after this forward pass, and how many of the newest are protected."""
@@ -242,6 +259,7 @@ class RetentionCache(CacheContents):
     def finished(self, hidden: Tensor) -> None:
         """Count the tokens of a forward pass."""
         length = hidden.shape[1]
+        self._rotation_check.report()
         if self.scorer.needs_hidden:
             self._rate_tokens(hidden)
         self.seen += length
@@ -251,24 +269,26 @@ class RetentionCache(CacheContents):
             self.last_tokens = None
         self._peak = max(self._peak, self._bytes())
 
-    def _check_rotation(self, layer_idx: int, raw_keys: Tensor, key_states: Tensor) -> None:
-        """Compare our rotation with the backbone's once, so that another kind of rotary embedding is never mistaken."""
-        # Position 0 is never rotated, so it tells nothing.
-        if layer_idx in self._rotation_checked or self._next_position + raw_keys.shape[-2] == 1:
-            return
-        cos, sin = self._rotary.table(self._next_position, raw_keys.shape[-2], key_states)
-        ours, theirs = rotate(raw_keys, cos, sin).float(), key_states.float()
-        if (ours - theirs).abs().max() > 0.02 * theirs.abs().max():
-            raise ValueError(
-                f"the rotary embedding of {self.backbone.model_type} is not the half-split kind (Llama, Phi-3, Qwen), "
-                'so cached keys cannot be re-rotated; use positions="original"'
-            )
-        self._rotation_checked = self._rotation_checked | {layer_idx}
+    def kept_scores(self, layer: int) -> Tensor:
+        """Return the (batch, kv_heads, units) float32 scores of the units held in one layer."""
+        self.rate_waiting()
+        return super().kept_scores(layer)
+
+    def take_back(self) -> None:
+        """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing."""
+        self.rate_waiting()
+        super().take_back()
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch; `rows` is (new batch,) int64."""
+        self.rate_waiting()
+        super().select_rows(rows)
 
     def copy(self) -> Self:
         """Return an independent copy: a document read once answers many questions, each on its own copy."""
+        self.rate_waiting()
         twin = super().copy()
-        twin._projections = {}
+        twin._projections, twin._unscored = {}, Unscored(twin.governed)
         return twin
 
     def fresh(self) -> RetentionCache:

@@ -76,7 +76,7 @@ def generate(
     # that only the new token is given.
     width = tokens.shape[1] if full else tokens.shape[1] + 1
     mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=base.device)
-    with instrumented(model, cache), _cache_kept(base, model):
+    with instrumented(model, cache), _cache_kept(base, model), _all_rated(cache):
         ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
     if not full:
         if isinstance(ids, Tensor):
@@ -120,3 +120,12 @@ def _cache_kept(base: Any, model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del base.prepare_inputs_for_generation
+
+
+@contextmanager
+def _all_rated(cache: RetentionCache) -> Iterator[None]:
+    """Leave no unit without its score, however generation ends."""
+    try:
+        yield
+    finally:
+        cache.rate_waiting()

@@ -77,9 +77,12 @@ class Projections:
 
     def features(self) -> Tensor:
         """Return (B, L, F)."""
-        if FUSED in self.parts:
-            return self.parts[FUSED]
-        return torch.cat([self.parts[name] for name in ("q", "k", "v")], dim=-1)
+        parts = self.feature_parts()
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def feature_parts(self) -> list[Tensor]:
+        """Return what the features are made of, to be put side by side."""
+        return [self.parts[FUSED]] if FUSED in self.parts else [self.parts[name] for name in ("q", "k", "v")]
 
     def query(self) -> Tensor:
         """Return the un-rotated queries, (B, N, L, D)."""

@@ -65,6 +65,39 @@ def unrotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(keys.float(), cos / magnitude_squared, -sin / magnitude_squared).to(keys.dtype)
 
 
+class RotationCheck:
+    """Compares our rotation with the backbone's once per layer, so that another kind of embedding is never mistaken."""
+
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
+        self._checked: set[int] = set()
+        self._wrong: list[Tensor] = []
+
+    def compare(self, layer_idx: int, rotary: Rotary, start: int, raw_keys: Tensor, key_states: Tensor) -> None:
+        """Compare (B, K, L, D) keys, before and after the backbone rotated them to `start` and on; wait for nothing."""
+        length = raw_keys.shape[-2]
+        if layer_idx in self._checked or start + length == 1:  # position 0 is never rotated, so it tells nothing
+            return
+        cos, sin = rotary.table(start, length, key_states)
+        ours, theirs = rotate(raw_keys, cos, sin).float(), key_states.float()
+        self._wrong.append((ours - theirs).abs().max() > 0.02 * theirs.abs().max())
+        self._checked.add(layer_idx)
+
+    def report(self) -> None:
+        """Raise what `compare` has found, with one look at the device for all layers.
+
+        Raises:
+            ValueError: If the backbone rotates keys in another way.
+        """
+        wrong, self._wrong = self._wrong, []
+        if wrong and torch.stack([found.to(wrong[0].device) for found in wrong]).any():
+            self._checked.clear()
+            raise ValueError(
+                f"the rotary embedding of {self.model_type} is not the half-split kind (Llama, Phi-3, Qwen), "
+                'so cached keys cannot be re-rotated; use positions="original"'
+            )
+
+
 def uses_long_factors(decoder: Any) -> bool:
     """Return whether any layer's rotary embedding is LongRoPE."""
     rope_type = decoder.rotary_emb.rope_type

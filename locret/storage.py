@@ -37,6 +37,7 @@ def save_cache(cache: RetentionCache, path: str | Path) -> None:
     """
     if not cache.seen:
         raise ValueError(f"{path}: the cache has read nothing yet; call locret.prefill before saving it")
+    cache.rate_waiting()
     tensors: dict[str, Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):

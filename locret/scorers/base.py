@@ -30,6 +30,8 @@ class Scorer(ABC):
     by_head: ClassVar[bool] = False
     """Whether a scorer that is not causal can rate one KV head after another, so that heads may hold different numbers
     of units: it then gets chunks with one row and one KV head."""
+    by_features: ClassVar[bool] = False
+    """Whether a score depends on the token's features alone, so that `score_features` can rate it later."""
     needs_hidden: ClassVar[bool] = False
     """Whether units are rated by `score_tokens` after the whole forward pass, instead of layer by layer."""
 
@@ -58,6 +60,14 @@ class Scorer(ABC):
             (B, K, L) float32 scores of the new units, which the cache keeps as they are; or (B, K, S) scores of all
             units, which replace those stored. What is returned for an empty slot (`Chunk.row_start`) does not matter.
         """
+
+    def score_features(self, layer_idx: int, features_BLF: Tensor) -> Tensor:
+        """Rate units of one layer by (B, L, F) features alone (`Chunk.features`), where `by_features` says so.
+
+        Returns:
+            (B, K, L) float32.
+        """
+        raise NotImplementedError(f"scorer {self.name} needs more than features")
 
 
 @dataclass(frozen=True, kw_only=True)

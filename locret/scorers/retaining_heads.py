@@ -24,6 +24,7 @@ class RetainingHeadScorer(Scorer):
     """Rank units with trained retaining heads."""
 
     name: ClassVar[str] = "retaining_heads"
+    by_features: ClassVar[bool] = True
 
     heads: RetainingHeads | str
     """Trained heads, or the folder or Hub id to load them from."""
@@ -46,6 +47,10 @@ class RetainingHeadScorer(Scorer):
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
+        return self.score_features(chunk.layer_idx, chunk.features())
+
+    def score_features(self, layer_idx: int, features_BLF: Tensor) -> Tensor:
+        """Return scores (B, K, L)."""
         assert isinstance(self.heads, RetainingHeads)
-        scores_BLK: Tensor = self.heads[chunk.layer_idx](chunk.features())
+        scores_BLK: Tensor = self.heads[layer_idx](features_BLF)
         return scores_BLK.transpose(1, 2)

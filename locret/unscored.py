@@ -1,0 +1,66 @@
+"""Generated tokens that wait for their scores: a retaining head that rates several at once reads its weights once.
+
+A score is needed only when something is evicted, saved or looked at, so a step of generation need not wait for it. The
+features wait in the workspace, which is idle while an answer is written, and never take more than it has.
+"""
+
+# B batch, W waiting tokens, F features of a token
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from locret.layers import RetentionLayer
+
+MOST = 16
+"""Tokens that wait at most. With 16 of them the heads' weights are a hundredth of what a step reads and less."""
+
+
+class Unscored:
+    """Features of the newest units of each layer, in order, as far as they have no scores yet."""
+
+    def __init__(self, layers: Sequence[RetentionLayer]) -> None:
+        self.layers = layers
+        self._most = 0
+        self._rooms: dict[int, Tensor] = {}
+        self._counts: dict[int, int] = {}
+
+    def add(self, place: int, parts: list[Tensor]) -> Tensor | None:
+        """Let the newest unit of a layer wait.
+
+        Args:
+            place: The layer's place in `layers`.
+            parts: (B, 1, ...) tensors that make up the token's features side by side.
+
+        Returns:
+            (B, W, F) features that must be rated now, because no more can wait; None if more can.
+        """
+        if place not in self._rooms:
+            self._rooms[place] = self._room(place, parts)
+        room = self._rooms[place]
+        if not self._most:
+            return torch.cat(parts, dim=-1)
+        count = self._counts.get(place, 0) + 1
+        torch.cat(parts, dim=-1, out=room[:, count - 1 : count])
+        self._counts[place] = count % self._most
+        return room if count == self._most else None
+
+    def _room(self, place: int, parts: list[Tensor]) -> Tensor:
+        layers, width = len(self.layers), sum(part.shape[-1] for part in parts)
+        if not self._rooms:
+            # As many as fit into the workspace that the plan grants, which is as large as the largest layer's keys.
+            numbers = max(layer.keys[0].numel() for layer in self.layers)
+            self._most = min(MOST, numbers // (layers * width))
+        shape = (layers, parts[0].shape[0], self._most, width)
+        return self.layers[place].workspace.take(shape, 0, parts[0])[place]
+
+    def take(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the place and the (B, W, F) features of each layer with waiting tokens, which then wait no longer."""
+        rooms, counts = self._rooms, self._counts
+        self._rooms, self._counts = {}, {}
+        for place, count in counts.items():
+            if count:
+                yield place, rooms[place][:, :count]

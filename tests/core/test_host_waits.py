@@ -1,0 +1,92 @@
+"""Reading and answering never wait for the device: scores, selection and compaction stay where the units are."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompt
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
+
+READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__iter__", "__contains__"}
+SIZED_BY_VALUES = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "is_nonzero",
+    "repeat_interleave",
+}
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        masked = any(index is not None and index.dtype == torch.bool for index in indices)
+        if masked or name.lstrip("_") in SIZED_BY_VALUES:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class HostReads(TorchFunctionMode):
+    """Collects what would make a host wait for its device: values read, and shapes that follow from values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self._operators = _Operators(self.seen)
+
+    def __enter__(self) -> HostReads:
+        self._operators.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._operators.__exit__(kind, error, trace)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("read", [lambda t: t.item(), lambda t: t.tolist(), bool, lambda t: t.view(1)[t.view(1) > 0]])
+def test_the_watch_sees_a_host_that_waits(read: Any) -> None:
+    with HostReads() as watch:
+        read(torch.tensor(1.0))
+    assert watch.seen
+
+
+@pytest.mark.parametrize("positions", ["compact", "original"])
+@pytest.mark.parametrize("scorer", ["retaining_heads", "snapkv", "h2o", "key_difference", "streaming"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "phi3-longrope"])
+def test_chunks_after_the_first_wait_for_nothing(family: str, scorer: str, positions: str) -> None:
+    model = build(family)
+    chosen = RetainingHeads.for_model(model, hidden_dim=16, seed=3) if scorer == "retaining_heads" else scorer
+    policy = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6, positions=positions)
+    cache, waits = RetentionCache(model, chosen, policy), []
+    with HostReads() as watch:
+
+        def chunk_done(_cache: RetentionCache) -> None:
+            waits.append(list(watch.seen))
+            watch.seen.clear()
+
+        prefill(model, prompt(77), cache, on_chunk=chunk_done)
+    assert len(waits) == 8
+    assert not any(waits[1:])
+    assert not watch.seen
