@@ -127,12 +127,10 @@ def layer_labels(
     *,
     labelled: int | None = None,
     earlier_answers: Sequence[tuple[int, int]] = (),
-    block_elements: int = _BLOCK_ELEMENTS,
+    block_elements: int | None = None,
     fused: bool | None = None,
 ) -> Tensor:
     """Return one layer's labels, (K, T) float32, as a running maximum over blocks of answer queries.
-
-    A block is never larger than the layer's queries, so that what labels need stays small beside what the layer needs.
 
     Args:
         chunk: The layer's tensors of prompt and answer, batch 1.
@@ -141,7 +139,8 @@ def layer_labels(
         include_last_prompt_token: Whether queries start one token before the answer.
         labelled: T, the first prompt tokens to label; all if None.
         earlier_answers: See `answer_labels`.
-        block_elements: Most logits in memory at once, if one answer token has no more.
+        block_elements: Most logits in memory at once, if one answer token has no more; by default 2^22, and no more
+            than the layer's queries, so that what labels need stays small beside what the layer needs.
         fused: Whether the Triton kernels of `locret.label_kernel` do it, without any logits in memory; by default,
             where tensors are on CUDA and the kernels run.
     """
@@ -185,11 +184,12 @@ def _raise_by_kernel(chunk: Chunk, labels_KT: Tensor, start: int, end: int, kind
 
 
 def _raise_by_blocks(
-    chunk: Chunk, keys_KDS: Tensor, labels_KT: Tensor, start: int, end: int, kind: str, block_elements: int
+    chunk: Chunk, keys_KDS: Tensor, labels_KT: Tensor, start: int, end: int, kind: str, block_elements: int | None
 ) -> None:
     """Raise labels, in place, to the largest that queries `start` to `end` - 1 give, a block of queries at a time."""
     looked_at = labels_KT.shape[1] if kind == "logit" else end
-    rows = max(1, min(block_elements, chunk.query.numel()) // max(1, chunk.query.shape[1] * looked_at))
+    most = min(_BLOCK_ELEMENTS, chunk.query.numel()) if block_elements is None else block_elements
+    rows = max(1, most // max(1, chunk.query.shape[1] * looked_at))
     for first in range(start, end, rows):
         queries_NRD = chunk.query[0, :, first : min(first + rows, end)].float()
         block_KT = _block_labels(queries_NRD, keys_KDS, chunk, labels_KT.shape[1], first, kind)
