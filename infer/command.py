@@ -84,17 +84,17 @@ def _execute(options: Options) -> None:
     loading.check_matches(options.scorer, scorer, config)
     dtype = loading.resolve_dtype(options.model.dtype, config, device)
     tokenizer, ids, tokens = _prompt(options, pieces, counted)
-    policy = sizing.final_policy(
-        options.policy,
-        options.chosen,
-        recommended,
+    run_of = sizing.Run(
         config=config,
         scorer=scorer,
         dtype=dtype,
+        device=device,
         prompt_tokens=tokens,
         new_tokens=options.generation.max_new_tokens,
         num_beams=options.generation.num_beams,
+        trust_remote_code=options.model.trust_remote_code,
     )
+    policy, chunk_choice = sizing.final_policy(options.policy, options.chosen, recommended, run_of)
     if policy.when == "prompt_end":
         warnings.warn(
             f"--when prompt_end keeps every unit until the prompt has been read, so memory grows with it (here "
@@ -108,6 +108,7 @@ def _execute(options: Options) -> None:
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "versions": _versions(),
+        **({"chunk_choice": chunk_choice.to_dict()} if chunk_choice else {}),
     }
     if dry_run:
         _print_plan(options, config, dtype, scorer, policy, tokens, setup)

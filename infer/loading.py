@@ -15,6 +15,7 @@ from torch import nn
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, hub, scorers
 from locret.adapters import describe
+from locret.infer.cpu_speed import bfloat16_is_faster
 from locret.infer.options import ModelOptions, ScorerOptions
 from locret.scorers import Scorer
 
@@ -45,14 +46,15 @@ def _has_mps() -> bool:
 def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     """Return the dtype that `--dtype` means for a backbone on a device.
 
-    On the CPU `auto` is float32: the half precisions are slow or missing in most CPUs, and all CPUs then agree.
+    `auto` is the backbone's own. On the CPU it is float32 all the same, unless the backbone is in bfloat16 and the CPU
+    multiplies that faster: elsewhere half precisions are slow or missing.
     """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
-    if device.type == "cpu":
-        return torch.float32
     own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if device.type == "cpu":
+        return own if own == torch.bfloat16 and bfloat16_is_faster() else torch.float32
     return own if isinstance(own, torch.dtype) else torch.float32
 
 

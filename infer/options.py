@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from locret.data.chat import TEMPLATES
 from locret.policy import RetentionPolicy
@@ -28,7 +28,8 @@ class ModelOptions:
     device: str = "auto"
     """cpu, cuda, cuda:N or mps; auto takes the first CUDA device, else mps, else cpu."""
     dtype: str = "auto"
-    """bfloat16, float16 or float32; auto takes the backbone's own on an accelerator and float32 on the CPU."""
+    """bfloat16, float16 or float32; auto takes the backbone's own on an accelerator; on the CPU it takes float32, or
+    bfloat16 if that is the backbone's own and this CPU multiplies it faster, which is measured."""
     attn: str = "auto"
     """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the flash-attn package (half
     precision on CUDA); math: PyTorch's plain kernel, slow, to compare with."""
@@ -71,6 +72,8 @@ class ScorerOptions:
 class PolicyOptions(RetentionPolicy):
     """How many units stay. What is not given here is what the heads recommend, else the default."""
 
+    chunk_size: int | Literal["auto"] = RetentionPolicy.chunk_size  # type: ignore[assignment]
+    """Prompt tokens per forward pass (the paper's B); auto: as many as help and fit into the memory that is free."""
     kv_memory: str | None = None
     """Instead of --budget: bytes that the whole cache may take, such as 2GiB; the largest budget that fits is used."""
     budget_share: float | None = None

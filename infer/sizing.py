@@ -1,8 +1,9 @@
-"""How much a run may hold: a budget in units, in bytes or as a share of the prompt, and the plan it leads to."""
+"""How much a run may hold: a budget in units, in bytes or as a share of the prompt, chunks to fit, and their plan."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,12 +11,16 @@ import torch
 from locret import RetainingHeads, RetentionPolicy
 from locret.adapters import describe
 from locret.budget import largest_budget, parse_bytes, units_of_share
+from locret.infer import chunk_size
+from locret.infer.chunk_size import ChunkChoice
 from locret.infer.loading import resolve_policy
 from locret.infer.options import PolicyOptions
 from locret.limits import Limits, planned_bytes
+from locret.schedule import Schedule
 from locret.scorers import RetainingHeadScorer, Scorer
 
 _ANY = 2**62
+AUTO = "auto"
 
 
 def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any]) -> RetentionPolicy:
@@ -32,6 +37,13 @@ def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dic
         _memory(flags)
     if flags.budget_share is not None:
         _share(flags, 1)
+    if flags.chunk_size == AUTO:
+        if flags.kv_memory is not None:
+            raise ValueError(
+                f"--kv-memory {flags.kv_memory} holds the budget and the chunk, so --chunk-size {AUTO} leaves open "
+                "what either gets; give --chunk-size as a number, or --budget instead of --kv-memory"
+            )
+        flags = replace(flags, chunk_size=chunk_size.LARGEST)
     policy = resolve_policy(flags, chosen, recommended, _ANY if _open(flags) else None)
     if flags.kv_memory is not None and policy.when == "prompt_end":
         raise ValueError(
@@ -46,56 +58,106 @@ def must_count(flags: PolicyOptions, draft: RetentionPolicy) -> bool:
     return flags.budget_share is not None or draft.needs_length or draft.when == "prompt_end"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a policy is to be found for."""
+
+    config: Any
+    """The backbone's."""
+    scorer: RetainingHeads | Scorer
+    dtype: torch.dtype
+    """Of weights, keys and values."""
+    device: torch.device
+    prompt_tokens: int | None
+    """Length of the prompt; None if unknown."""
+    new_tokens: int
+    """Longest answer."""
+    num_beams: int = 1
+    """Beams, each of which holds the cache once more."""
+    trust_remote_code: bool = False
+
+    @property
+    def _rates(self) -> Scorer:
+        return RetainingHeadScorer(heads=self.scorer) if isinstance(self.scorer, RetainingHeads) else self.scorer
+
+    def cache_bytes(self, policy: RetentionPolicy) -> int:
+        """Return the planned bytes of the cache and its copies."""
+        sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
+        one = planned_bytes(describe(self.config), self._rates, policy, *sizes)
+        return one * (1 if self.num_beams == 1 else 1 + self.num_beams)
+
+    def schedule(self, policy: RetentionPolicy) -> Schedule:
+        """Return the planned steps."""
+        return Limits(policy, self._rates, len(describe(self.config).layers)).plan(self.prompt_tokens)
+
+    def choose_chunk(self, policy_of: Callable[[int], RetentionPolicy]) -> ChunkChoice:
+        """Return the chunk size that suits the free memory.
+
+        Raises:
+            ValueError: If none does.
+        """
+        draft = policy_of(chunk_size.LARGEST)
+        least = self._rates.lookback if draft.when == "prompt_end" else 1
+        weights = chunk_size.weight_bytes(self.config, self.dtype, trust_remote_code=self.trust_remote_code)
+
+        def needed(policy: RetentionPolicy) -> int:
+            tokens = max([policy.chunk_size, *(step.tokens for step in self.schedule(policy).steps)])
+            working = chunk_size.working_bytes(self.config, self.scorer, self.dtype, tokens)
+            return weights + self.cache_bytes(policy) + working
+
+        return chunk_size.choose(
+            policy_of,
+            needed,
+            device=str(self.device),
+            free=chunk_size.free_bytes(self.device),
+            least=max(least, draft.min_chunk if draft.decremental else 1),
+        )
+
+
 def final_policy(
-    flags: PolicyOptions,
-    chosen: Collection[str],
-    recommended: dict[str, Any],
-    *,
-    config: Any,
-    scorer: RetainingHeads | Scorer,
-    dtype: torch.dtype,
-    prompt_tokens: int | None,
-    new_tokens: int,
-    num_beams: int,
-) -> RetentionPolicy:
-    """Return the policy with its budget in units.
+    flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: Run
+) -> tuple[RetentionPolicy, ChunkChoice | None]:
+    """Return the policy with its budget in units; and its chunk size with the reason, where that was left open.
 
     Args:
         flags: The options.
         chosen: Names that the user set.
         recommended: The heads' policy; may be empty.
-        config: The backbone's.
-        scorer: What rates units.
-        dtype: Of keys and values.
-        prompt_tokens: Length of the prompt; None if unknown.
-        new_tokens: Longest answer.
-        num_beams: Beams, each of which holds the cache once more.
+        run: What the policy is for.
 
     Raises:
-        ValueError: If `--kv-memory` is too small for any budget.
+        ValueError: If `--kv-memory` is too small for any budget, or nothing is free for the smallest chunk.
     """
+    if flags.budget_share is None and flags.kv_memory is not None:
+        return _within_memory(flags, chosen, recommended, run), None
+    budget = None
     if flags.budget_share is not None:
-        assert prompt_tokens is not None
-        return resolve_policy(flags, chosen, recommended, _share(flags, prompt_tokens))
-    if flags.kv_memory is None:
-        return resolve_policy(flags, chosen, recommended)
-    backbone, size = describe(config), torch.empty((), dtype=dtype).element_size()
-    if isinstance(scorer, RetainingHeads):
-        scorer = RetainingHeadScorer(heads=scorer)
+        assert run.prompt_tokens is not None
+        budget = _share(flags, run.prompt_tokens)
+    if flags.chunk_size != AUTO:
+        return resolve_policy(flags, chosen, recommended, budget), None
 
+    def policy_of(size: int) -> RetentionPolicy:
+        return resolve_policy(replace(flags, chunk_size=size), chosen, recommended, budget)
+
+    choice = run.choose_chunk(policy_of)
+    return policy_of(choice.chunk_size), choice
+
+
+def _within_memory(
+    flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: Run
+) -> RetentionPolicy:
     def planned(budget: int) -> int:
-        policy = resolve_policy(flags, chosen, recommended, budget)
-        one = planned_bytes(backbone, scorer, policy, size, prompt_tokens, new_tokens)
-        return one * (1 if num_beams == 1 else 1 + num_beams)
+        return run.cache_bytes(resolve_policy(flags, chosen, recommended, budget))
 
     memory = _memory(flags)
     least = flags.stabilizers + 1 if "stabilizers" in chosen else 1
-    budget = largest_budget(planned, memory, least, memory if prompt_tokens is None else prompt_tokens)
+    budget = largest_budget(planned, memory, least, memory if run.prompt_tokens is None else run.prompt_tokens)
     if budget is None:
         policy = resolve_policy(flags, chosen, recommended, least)
         raise ValueError(
             f"--kv-memory {flags.kv_memory} is too small: with --chunk-size {policy.chunk_size} and --max-new-tokens "
-            f"{new_tokens} even a budget of {least} takes {planned(least):,} bytes; give more, or lower those"
+            f"{run.new_tokens} even a budget of {least} takes {planned(least):,} bytes; give more, or lower those"
         )
     return resolve_policy(flags, chosen, recommended, budget)
 

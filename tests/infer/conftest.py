@@ -13,6 +13,7 @@ from infer_cases import write_text
 from locret import RetainingHeads
 from locret.cli import run
 from locret.data.embedded_tokenizer import build_tokenizer
+from locret.infer import loading
 
 POLICY = {"budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8, "positions": "compact"}
 
@@ -21,6 +22,12 @@ class Outcome(NamedTuple):
     code: int
     out: str
     err: str
+
+
+@pytest.fixture(autouse=True)
+def _slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every machine choose float32 for the backbone in bfloat16, so that answers can be compared."""
+    monkeypatch.setattr(loading, "bfloat16_is_faster", lambda: False)
 
 
 @pytest.fixture(scope="session")
