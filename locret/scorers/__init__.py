@@ -62,8 +62,8 @@ _SCORERS: tuple[type[Scorer], ...] = (
     TOVAScorer,
 )
 
-FALLBACK = "snapkv"
-"""The training-free scorer that commands use for a backbone without heads (docs/evaluation.md)."""
+FALLBACK = "expected_attention"
+"""The training-free scorer that commands use for a backbone without heads: best in the README's table."""
 
 
 def names() -> list[str]:
