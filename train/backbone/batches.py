@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -80,8 +80,13 @@ class Batch:
 
     def to(self, device: str) -> Batch:
         """Return the batch with its tensors on `device`."""
-        tensors = (tensor.to(device) for tensor in (self.ids_BT, self.mask_BT, self.positions_1T))
-        return Batch(self.stage, self.kinds, self.local, *tensors, self.forks and self.forks.to(device))
+        return replace(
+            self,
+            ids_BT=self.ids_BT.to(device),
+            mask_BT=self.mask_BT.to(device),
+            positions_1T=self.positions_1T.to(device),
+            forks=self.forks and self.forks.to(device),
+        )
 
     def marked_rows(self) -> Tensor:
         """Return for each token that bears loss which of `kinds` it belongs to."""
