@@ -31,7 +31,7 @@ def start(processes: int, *arguments: object) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Return exit code, output and errors."""
     try:
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=500)
     finally:
         process.kill()
     return process.returncode, out, err

@@ -140,9 +140,9 @@ def test_a_full_disk_stops_with_one_sentence_and_the_run_goes_on_later(
 
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
-    monkeypatch.setattr(records.SampleLog, "append", full)
-    code, _, err = evaluate("--methods", "random", "--figures", "none", "--output", out)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(records.SampleLog, "append", full)
+        code, _, err = evaluate("--methods", "random", "--figures", "none", "--output", out)
     assert code == 1
     assert "cannot be written (No space left on device); free some space, then --resume" in err
     assert evaluate("--methods", "random", "--figures", "none", "--output", out, "--resume")[0] == 0
