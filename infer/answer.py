@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from locret import RetentionCache, generate, prefill
 from locret.adapters import unwrap
+from locret.compiled_step import check_can_compile
 from locret.data.chat import render_prompt
 from locret.data.text_stream import token_stream
 from locret.infer.options import GenerationOptions, PromptOptions
@@ -177,8 +178,10 @@ def answer(
         The answer and its measurements.
 
     Raises:
-        ValueError: For an empty prompt.
+        ValueError: For an empty prompt, or where the answer cannot be compiled as asked.
     """
+    if options.compile:
+        check_can_compile(cache, options.max_new_tokens, options.num_beams)
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -253,6 +256,7 @@ def _generation(options: GenerationOptions, model: nn.Module, tokenizer: Any) ->
         "repetition_penalty": options.repetition_penalty,
         "stop_strings": options.stop or None,
         "pad_token_id": pad,
+        "compile": options.compile,
     }
 
 

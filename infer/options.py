@@ -123,6 +123,9 @@ class GenerationOptions:
     """Texts that end the answer, as --stop+=TEXT for each; the answer includes them."""
     seed: int = 0
     """Seed of sampling."""
+    compile: bool = False
+    """Write each token by one compiled program (torch.compile, a CUDA graph on CUDA); the first answer waits for the
+    compiler. With retaining heads on a backbone of full attention."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_beams"):
@@ -136,6 +139,8 @@ class GenerationOptions:
             raise ValueError(f"--top-k {self.top_k} is negative; give 0 (all tokens) or more")
         if self.repetition_penalty <= 0:
             raise ValueError(f"--repetition-penalty {self.repetition_penalty} must be above 0; 1 does nothing")
+        if self.compile and self.num_beams > 1:
+            raise ValueError(f"--compile writes one answer, but --num-beams {self.num_beams} are searched; drop one")
         if any(not text for text in self.stop):
             raise ValueError("--stop has an empty text, which every answer contains; drop it")
         if not self.temperature and (self.top_p < 1 or self.top_k):

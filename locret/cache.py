@@ -64,7 +64,8 @@ class RetentionCache(CacheContents):
         self._unit_positions: Tensor | None = None
         self._chunk_start = 0
         self._rotation_check = RotationCheck(backbone.model_type)
-        self._unscored = Unscored(self.governed)
+        self.unscored = Unscored(self.governed)
+        """Generated units without scores."""
 
     # -- phases: prefill and generate move the cache through them ---------------------------------------------------
 
@@ -195,7 +196,7 @@ class RetentionCache(CacheContents):
         """Score a layer's units and, when it is time, evict down to the budget at once."""
         place = self._place[chunk.layer_idx]
         if self._phase == "decode" and chunk.new_tokens == 1 and self.scorer.by_features:
-            due = self._unscored.add(place, chunk.projections.feature_parts())
+            due = self.unscored.add(place, chunk.projections.feature_parts())
             if due is not None:
                 self._rate(place, due)
             return
@@ -222,7 +223,7 @@ class RetentionCache(CacheContents):
     @torch.no_grad()
     def rate_waiting(self) -> None:
         """Give the newest units the scores they have been waiting for."""
-        for place, features_BWF in self._unscored.take():
+        for place, features_BWF in self.unscored.take():
             self._rate(place, features_BWF)
 
     def _rate(self, place: int, features_BWF: Tensor) -> None:
@@ -288,7 +289,7 @@ class RetentionCache(CacheContents):
         """Return an independent copy: a document read once answers many questions, each on its own copy."""
         self.rate_waiting()
         twin = super().copy()
-        twin._projections, twin._unscored = {}, Unscored(twin.governed)
+        twin._projections, twin.unscored = {}, Unscored(twin.governed)
         return twin
 
     def fresh(self) -> RetentionCache:

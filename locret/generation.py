@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
@@ -14,6 +14,7 @@ from transformers import GenerationMixin
 from locret.adapters import find_decoder, unwrap
 from locret.cache import RetentionCache
 from locret.chunked_prefill import read_prompt
+from locret.compiled_step import check_can_compile, compiled_steps
 from locret.instrument import instrumented
 from locret.rotary import uses_long_factors
 
@@ -27,6 +28,7 @@ def generate(
     cache: RetentionCache,
     attention_mask: Tensor | None = None,
     progress: bool = False,
+    compile: bool | str | Callable[..., Any] = False,
     **options: Any,
 ) -> Tensor:
     """Continue a prompt with `model.generate`, reading first what the cache has not seen yet.
@@ -38,6 +40,8 @@ def generate(
         cache: Holds prompt and answer afterwards (with beams or several answers per prompt: only the prompt).
         attention_mask: (B, N), 0 for padding on the left.
         progress: Show a progress bar while the prompt is read.
+        compile: Run each step as one program, by `torch.compile` (or a backend of it that is given). The first answer
+            waits for the compiler; for retaining heads on a backbone of full attention, one answer per prompt.
         **options: Whatever `model.generate` takes: max_new_tokens, do_sample, num_beams, streamer, stop_strings, ...
 
     Returns:
@@ -45,7 +49,8 @@ def generate(
         return_dict_in_generate=True the output object of transformers, whose `sequences` are these.
 
     Raises:
-        ValueError: If the cache has read more than `input_ids`, or there is nothing to go on from.
+        ValueError: If the cache has read more than `input_ids`, there is nothing to go on from, or the step cannot be
+            compiled.
     """
     base = unwrap(model)
     config = options.get("generation_config") or base.generation_config
@@ -53,6 +58,8 @@ def generate(
     copies = max(
         options.get(name) or getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences")
     )
+    if compile:
+        check_can_compile(cache, new_tokens, copies)
     if isinstance(input_ids, Tensor):
         input_ids = (input_ids[None] if input_ids.ndim == 1 else input_ids).to(base.device)
         _read_rest(model, input_ids, cache, attention_mask, new_tokens, progress, hold_last=copies == 1)
@@ -76,7 +83,11 @@ def generate(
     # that only the new token is given.
     width = tokens.shape[1] if full else tokens.shape[1] + 1
     mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=base.device)
-    with instrumented(model, cache), _cache_kept(base, model), _all_rated(cache):
+    steps = instrumented(model, cache)
+    if compile:
+        check_can_compile(cache, new_tokens, copies)  # once more: what has been read may differ by row or layer
+        steps = compiled_steps(model, cache, new_tokens, "inductor" if compile is True else compile)
+    with steps, _cache_kept(base, model), _all_rated(cache):
         ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
     if not full:
         if isinstance(ids, Tensor):

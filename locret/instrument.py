@@ -174,8 +174,8 @@ def instrumented(model: nn.Module, observer: Observer) -> Iterator[None]:
             _ACTIVE[module] = layer
             stack.callback(_ACTIVE.pop, module, None)
             if layer.governed:
-                for hook in _watch(module, layer.projections):
-                    stack.callback(hook.remove)
+                for source, hook in recorders(module, layer.projections):
+                    stack.callback(source.register_forward_hook(hook).remove)
         observer.connect({i: _ACTIVE[m].projections for i, m in enumerate(modules) if i in backbone.layers})
         before = decoder.register_forward_pre_hook(_steer(observer), with_kwargs=True)
         after = decoder.register_forward_hook(_finish(observer), with_kwargs=True)
@@ -187,8 +187,8 @@ def instrumented(model: nn.Module, observer: Observer) -> Iterator[None]:
         yield
 
 
-def _watch(module: nn.Module, projections: Projections) -> list[Any]:
-    """Record the outputs of the projections, or of the norms behind them."""
+def recorders(module: nn.Module, projections: Projections) -> list[tuple[nn.Module, Any]]:
+    """Return which modules of an attention module to hook, and with what, to record its projections (or the norms)."""
     backbone = projections.backbone
 
     def record(name: str, heads: int) -> Any:
@@ -198,12 +198,12 @@ def _watch(module: nn.Module, projections: Projections) -> list[Any]:
         return hook
 
     if hasattr(module, FUSED):
-        return [getattr(module, FUSED).register_forward_hook(record(FUSED, 0))]
-    handles = []
+        return [(getattr(module, FUSED), record(FUSED, 0))]
+    found = []
     for name, heads in (("q", backbone.num_heads), ("k", backbone.num_kv_heads), ("v", backbone.num_kv_heads)):
         source = next(n for n in (f"{name}_norm", f"{name}_proj") if getattr(module, n, None) is not None)
-        handles.append(getattr(module, source).register_forward_hook(record(name, heads)))
-    return handles
+        found.append((getattr(module, source), record(name, heads)))
+    return found
 
 
 def _token_major(output: Tensor, source: Tensor, heads: int) -> Tensor:

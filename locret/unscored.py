@@ -24,9 +24,19 @@ class Unscored:
 
     def __init__(self, layers: Sequence[RetentionLayer]) -> None:
         self.layers = layers
-        self._most = 0
-        self._rooms: dict[int, Tensor] = {}
+        self._rooms: list[Tensor] = []
         self._counts: dict[int, int] = {}
+
+    def rooms(self, width: int, dtype: torch.dtype, least: int = 0) -> list[Tensor]:
+        """Return where features of each layer may wait, (B, W, F), in the workspace; W is at least `least`."""
+        # As many as fit into the workspace that the plan grants, which is as large as the largest layer's keys.
+        numbers = max(layer.keys[0].numel() for layer in self.layers)
+        most = max(least, min(MOST, numbers // (len(self.layers) * width)))
+        shape = (len(self.layers), self.layers[0].keys.shape[0], most, width)
+        return [
+            layer.workspace.take(shape, 0, layer.keys.new_empty(0, dtype=dtype))[place]
+            for place, layer in enumerate(self.layers)
+        ]
 
     def add(self, place: int, parts: list[Tensor]) -> Tensor | None:
         """Let the newest unit of a layer wait.
@@ -38,29 +48,25 @@ class Unscored:
         Returns:
             (B, W, F) features that must be rated now, because no more can wait; None if more can.
         """
-        if place not in self._rooms:
-            self._rooms[place] = self._room(place, parts)
+        if not self._rooms:
+            self._rooms = self.rooms(sum(part.shape[-1] for part in parts), parts[0].dtype)
         room = self._rooms[place]
-        if not self._most:
+        most = room.shape[1]
+        if not most:
             return torch.cat(parts, dim=-1)
         count = self._counts.get(place, 0) + 1
         torch.cat(parts, dim=-1, out=room[:, count - 1 : count])
-        self._counts[place] = count % self._most
-        return room if count == self._most else None
+        self._counts[place] = count % most
+        return room if count == most else None
 
-    def _room(self, place: int, parts: list[Tensor]) -> Tensor:
-        layers, width = len(self.layers), sum(part.shape[-1] for part in parts)
-        if not self._rooms:
-            # As many as fit into the workspace that the plan grants, which is as large as the largest layer's keys.
-            numbers = max(layer.keys[0].numel() for layer in self.layers)
-            self._most = min(MOST, numbers // (layers * width))
-        shape = (layers, parts[0].shape[0], self._most, width)
-        return self.layers[place].workspace.take(shape, 0, parts[0])[place]
+    def hold(self, rooms: list[Tensor], count: int) -> None:
+        """Take note that the newest `count` units of every layer wait in rooms that somebody else has filled."""
+        self._rooms, self._counts = rooms, dict.fromkeys(range(len(rooms)), count)
 
     def take(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the place and the (B, W, F) features of each layer with waiting tokens, which then wait no longer."""
         rooms, counts = self._rooms, self._counts
-        self._rooms, self._counts = {}, {}
+        self._rooms, self._counts = [], {}
         for place, count in counts.items():
             if count:
                 yield place, rooms[place][:, :count]

@@ -88,3 +88,17 @@ def test_the_host_never_waits_for_the_device_after_the_first_chunk(model: torch.
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_cuda_graph_writes_the_tokens_of_steps_run_as_written(model: torch.nn.Module) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = model.to("cuda")
+    model.generation_config.eos_token_id = None
+    heads = RetainingHeads.for_model(model, hidden_dim=64, seed=0)
+    plain = RetentionCache(model, heads, POLICY)
+    prefill(model, prompt(1000), plain, new_tokens=40)
+    compiled = plain.copy()
+    options = {"max_new_tokens": 40, "do_sample": False}
+    expected = generate(model, cache=plain, **options)
+    assert torch.equal(generate(model, cache=compiled, compile=True, **options), expected)
+    torch.testing.assert_close(compiled.kept_scores(0), plain.kept_scores(0), atol=1e-3, rtol=1e-3)
