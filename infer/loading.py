@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -15,7 +15,6 @@ from torch import nn
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, hub, scorers
 from locret.adapters import describe
-from locret.infer.cpu_speed import bfloat16_is_faster
 from locret.infer.options import ModelOptions, ScorerOptions
 from locret.scorers import Scorer
 
@@ -47,15 +46,22 @@ def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     """Return the dtype that `--dtype` means for a backbone on a device.
 
     `auto` is the backbone's own. On the CPU it is float32 all the same, unless the backbone is in bfloat16 and the CPU
-    multiplies that faster: elsewhere half precisions are slow or missing.
+    has instructions that multiply it: elsewhere half precisions are slow or missing.
     """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
     own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     if device.type == "cpu":
-        return own if own == torch.bfloat16 and bfloat16_is_faster() else torch.float32
+        return own if own == torch.bfloat16 and _cpu_multiplies_bfloat16() else torch.float32
     return own if isinstance(own, torch.dtype) else torch.float32
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """Return whether the CPU has products in bfloat16; asked of it, not timed, so that every run here decides alike."""
+    # Older PyTorch does not say.
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def load_config(options: ModelOptions) -> Any:

@@ -29,7 +29,7 @@ class ModelOptions:
     """cpu, cuda, cuda:N or mps; auto takes the first CUDA device, else mps, else cpu."""
     dtype: str = "auto"
     """bfloat16, float16 or float32; auto takes the backbone's own on an accelerator; on the CPU it takes float32, or
-    bfloat16 if that is the backbone's own and this CPU multiplies it faster, which is measured."""
+    bfloat16 if that is the backbone's own and this CPU has instructions for it."""
     attn: str = "auto"
     """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the flash-attn package (half
     precision on CUDA); math: PyTorch's plain kernel, slow, to compare with."""

@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
 @pytest.fixture(autouse=True)
 def _slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every machine choose float32 for the backbone in bfloat16, so that answers can be compared."""
-    monkeypatch.setattr(loading, "bfloat16_is_faster", lambda: False)
+    monkeypatch.setattr(loading, "_cpu_multiplies_bfloat16", lambda: False)
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
-from locret.infer import chunk_size, cpu_speed, loading
+from locret.infer import chunk_size, loading
 from locret.infer.bench.allocations import peak_bytes
+from locret.infer.loading import _cpu_multiplies_bfloat16
 
 Infer = Callable[..., Any]
 
@@ -137,18 +138,30 @@ def test_a_chunk_is_chosen_for_plans_that_depend_on_the_prompt(
 def test_auto_dtype_on_the_cpu_is_bfloat16_where_that_is_the_backbones_and_fast(
     monkeypatch: pytest.MonkeyPatch, own: str, fast: bool, expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(loading, "bfloat16_is_faster", lambda: fast)
+    monkeypatch.setattr(loading, "_cpu_multiplies_bfloat16", lambda: fast)
     config = LlamaConfig(dtype=own)
     assert loading.resolve_dtype("auto", config, torch.device("cpu")) == expected
     assert loading.resolve_dtype("auto", config, torch.device("cuda")) == getattr(torch, own)
     assert loading.resolve_dtype("float16", config, torch.device("cpu")) == torch.float16
 
 
-@pytest.mark.parametrize(("seconds", "faster"), [(0.7, True), (0.8, False)])
-def test_bfloat16_must_be_clearly_faster(monkeypatch: pytest.MonkeyPatch, seconds: float, faster: bool) -> None:
-    monkeypatch.setattr(cpu_speed, "_seconds", lambda dtype: seconds if dtype == torch.bfloat16 else 1.0)
-    assert cpu_speed.bfloat16_is_faster.__wrapped__() == faster
+@pytest.mark.parametrize(
+    ("capabilities", "native"),
+    [
+        ({"avx512_bf16": True}, True),
+        ({"amx_bf16": True, "avx512_bf16": False}, True),
+        ({"neon": True, "bf16": True}, True),
+        ({"avx2": True, "avx512_bf16": False}, False),
+        ({}, False),
+    ],
+)
+def test_the_cpu_says_whether_it_multiplies_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], native: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert _cpu_multiplies_bfloat16() == native
 
 
-def test_the_cpus_speed_is_measured() -> None:
-    assert 0 < cpu_speed._seconds(torch.float32, repeats=1) < 60
+def test_a_pytorch_that_does_not_say_leaves_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert not _cpu_multiplies_bfloat16()
