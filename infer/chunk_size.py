@@ -119,6 +119,14 @@ def weight_bytes(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = F
     return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
 
 
+def head_bytes(scorer: RetainingHeads | Scorer, dtype: torch.dtype) -> int:
+    """Return the bytes of retaining heads, with the copies of their weights that a shorter dtype works with."""
+    if not isinstance(scorer, RetainingHeads):
+        return 0
+    copies = 0 if dtype == torch.float32 else dtype.itemsize
+    return sum(parameter.numel() * (4 + copies) for parameter in scorer.parameters())
+
+
 def working_bytes(config: Any, scorer: RetainingHeads | Scorer, dtype: torch.dtype, tokens: int) -> int:
     """Return the bytes, at most, that a chunk works with in the layer that needs most, cache and workspace aside.
 

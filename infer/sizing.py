@@ -90,27 +90,30 @@ class Run:
         """Return the planned steps."""
         return Limits(policy, self._rates, len(describe(self.config).layers)).plan(self.prompt_tokens)
 
+    def bytes_beside_weights(self, policy: RetentionPolicy) -> int:
+        """Return the planned bytes of the cache, of heads, and of what a chunk works with."""
+        tokens = max([policy.chunk_size, *(step.tokens for step in self.schedule(policy).steps)])
+        working = chunk_size.working_bytes(self.config, self.scorer, self.dtype, tokens)
+        return chunk_size.head_bytes(self.scorer, self.dtype) + self.cache_bytes(policy) + working
+
+    def least_chunk(self, policy: RetentionPolicy) -> int:
+        """Return the smallest chunk that the scorer and the policy can work with."""
+        least = self._rates.lookback if policy.when == "prompt_end" else 1
+        return max(least, policy.min_chunk if policy.decremental else 1)
+
     def choose_chunk(self, policy_of: Callable[[int], RetentionPolicy]) -> ChunkChoice:
         """Return the chunk size that suits the free memory.
 
         Raises:
             ValueError: If none does.
         """
-        draft = policy_of(chunk_size.LARGEST)
-        least = self._rates.lookback if draft.when == "prompt_end" else 1
         weights = chunk_size.weight_bytes(self.config, self.dtype, trust_remote_code=self.trust_remote_code)
-
-        def needed(policy: RetentionPolicy) -> int:
-            tokens = max([policy.chunk_size, *(step.tokens for step in self.schedule(policy).steps)])
-            working = chunk_size.working_bytes(self.config, self.scorer, self.dtype, tokens)
-            return weights + self.cache_bytes(policy) + working
-
         return chunk_size.choose(
             policy_of,
-            needed,
+            lambda policy: weights + self.bytes_beside_weights(policy),
             device=str(self.device),
             free=chunk_size.free_bytes(self.device),
-            least=max(least, draft.min_chunk if draft.decremental else 1),
+            least=self.least_chunk(policy_of(chunk_size.LARGEST)),
         )
 
 

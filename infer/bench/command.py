@@ -97,11 +97,12 @@ def _write(record: Mapping[str, Any], page: str, paths: Mapping[str, Path]) -> N
 def _print_plan(plan: BenchPlan, output: BenchOutput) -> None:
     """Print what would be measured: JSON for programs, a table for people."""
     from locret.infer.bench.plan import plan_lines
+    from locret.infer.bench.report import numbers
 
-    rows = plan.rows()
-    print_json({"config": plan.resolved(), "plan": rows})
+    rows, config = plan.rows(), plan.resolved()
+    print_json({"config": config, "plan": rows})
     if not output.quiet:
-        sys.stderr.write("\n".join(plan_lines(rows)) + "\n")
+        sys.stderr.write("\n".join([numbers(config), "", *plan_lines(rows)]) + "\n")
 
 
 def _line(arguments: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from locret.budget import parse_bytes
 from locret.infer.options import DTYPES
@@ -34,8 +35,8 @@ class BenchOptions:
     """Prompt tokens, such as 8192,16384 or 8K,16K (K is 1024); the shape's if not given."""
     budget: int | None = None
     """Cache units kept per KV head; the shape's if not given, as all that follow."""
-    chunk_size: int | None = None
-    """Prompt tokens per forward pass, for every method."""
+    chunk_size: int | Literal["auto"] | None = None
+    """Prompt tokens per forward pass, for every method; auto: what locret-infer takes here for the bounded methods."""
     stabilizers: int | None = None
     """Newest units kept after every chunk but the last."""
     local_len: int | None = None

@@ -11,6 +11,7 @@ import torch
 
 from locret.infer.bench.cost import Cost, Pass, Sizes, cost, sizes_of
 from locret.infer.bench.methods import BenchMethod
+from locret.infer.chunk_size import ChunkChoice
 from locret.policy import RetentionPolicy
 
 
@@ -38,6 +39,8 @@ class BenchPlan:
     lengths: tuple[int, ...]
     """Prompt tokens, N."""
     policy: RetentionPolicy
+    chunk_choice: ChunkChoice | None
+    """Why its chunk size, where that was left to the machine."""
     hidden_dim: int
     """d_R of fresh heads."""
     heads: str | None
@@ -100,6 +103,7 @@ class BenchPlan:
             "methods": [method.name for method in self.methods],
             "lengths": list(self.lengths),
             "policy": self.policy.to_dict(),
+            "chunk_choice": None if self.chunk_choice is None else self.chunk_choice.to_dict(),
             "hidden_dim": self.hidden_dim,
             "heads": self.heads,
             "new_tokens": self.new_tokens,

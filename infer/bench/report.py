@@ -26,6 +26,17 @@ def page(record: Mapping[str, Any], command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def numbers(config: Row) -> str:
+    """Return the numbers of a resolved config in one sentence."""
+    policy = config["policy"]
+    chosen = "" if config["chunk_choice"] is None else " (auto)"
+    return (
+        f"Budget {policy['budget']:,}, chunks of {policy['chunk_size']:,}{chosen}, {policy['stabilizers']:,} "
+        f"stabilizers, {policy['local_len']:,} local tokens; {config['new_tokens']} new tokens; {config['repeats']} "
+        "rounds."
+    )
+
+
 def tables(record: Mapping[str, Any]) -> list[str]:
     """Return the lines of all tables, each with a line that says how to read it."""
     rows = record["results"]
@@ -143,14 +154,10 @@ def _machine_lines(machine: Row) -> list[str]:
 
 def _setting(record: Mapping[str, Any]) -> list[str]:
     config, machine = record["config"], record["machine"]
-    policy, place = config["policy"], machine["name"] or "no CUDA device, so nothing was measured"
+    place = machine["name"] or "no CUDA device, so nothing was measured"
     threads = f", {config['threads']} CPU threads" if machine["device"] == "cpu" else ""
     cap = f", {config['memory_cap']:,} bytes of device memory" if config["memory_cap"] else ""
-    return [
-        f"{place}{threads}{cap}, {config['dtype']}. Budget {policy['budget']:,}, chunks of {policy['chunk_size']:,}, "
-        f"{policy['stabilizers']:,} stabilizers, {policy['local_len']:,} local tokens; {config['new_tokens']} new "
-        f"tokens; {config['repeats']} rounds.",
-    ]
+    return [f"{place}{threads}{cap}, {config['dtype']}. {numbers(config)}"]
 
 
 def _origin(record: Mapping[str, Any], command: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,14 @@ import torch
 from locret import RetentionPolicy
 from locret.infer import loading
 from locret.infer.bench import methods, resident
+from locret.infer.bench.chunk_for_all import with_chosen_chunk
 from locret.infer.bench.options import BenchOptions
 from locret.infer.bench.peers import PEERS, find_pythons
 from locret.infer.bench.plan import BenchPlan
 from locret.infer.bench.shapes import PRESETS, SHAPES, Preset
+from locret.infer.chunk_size import LARGEST
 from locret.infer.options import ModelOptions, ScorerOptions
+from locret.infer.sizing import AUTO
 
 
 def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
@@ -31,7 +35,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
     preset, config = _backbone(options)
     device = _device(options, preset)
-    policy = _policy(options, preset)
+    policy_of = partial(_policy, options, preset)
     peers = _peers(options)
     plan = BenchPlan(
         shape=None if options.model is not None else options.shape,
@@ -39,7 +43,8 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         config=config,
         methods=tuple(methods.get(name) for name in options.method_names()),
         lengths=options.prompt_lengths() or preset.lengths,
-        policy=policy,
+        policy=policy_of(_chunk_size(options, preset)),
+        chunk_choice=None,
         hidden_dim=options.hidden_dim or preset.hidden_dim,
         heads=options.heads,
         new_tokens=options.new_tokens,
@@ -51,6 +56,8 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         memory_cap=options.cap_bytes(),
         peers=peers,
     )
+    if options.chunk_size == AUTO:
+        plan = with_chosen_chunk(plan, policy_of)
     _check(plan)
     return plan
 
@@ -81,7 +88,13 @@ def _device(options: BenchOptions, preset: Preset) -> torch.device | None:
     return loading.resolve_device(options.device)
 
 
-def _policy(options: BenchOptions, preset: Preset) -> RetentionPolicy:
+def _chunk_size(options: BenchOptions, preset: Preset) -> int:
+    if options.chunk_size is None:
+        return preset.chunk_size
+    return LARGEST if isinstance(options.chunk_size, str) else options.chunk_size
+
+
+def _policy(options: BenchOptions, preset: Preset, chunk_size: int) -> RetentionPolicy:
     def value(name: str) -> int:
         given = getattr(options, name)
         return getattr(preset, name) if given is None else given
@@ -90,9 +103,7 @@ def _policy(options: BenchOptions, preset: Preset) -> RetentionPolicy:
     stabilizers = value("stabilizers")
     if options.stabilizers is None:  # a smaller budget than the shape's takes its share with it
         stabilizers = min(stabilizers, budget // 4)
-    return RetentionPolicy(
-        budget=budget, chunk_size=value("chunk_size"), stabilizers=stabilizers, local_len=value("local_len")
-    )
+    return RetentionPolicy(budget=budget, chunk_size=chunk_size, stabilizers=stabilizers, local_len=value("local_len"))
 
 
 def _peers(options: BenchOptions) -> tuple[str, ...]:
