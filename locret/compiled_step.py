@@ -9,7 +9,7 @@ empty ones masked. Nothing is evicted meanwhile. Features wait in the workspace 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from locret.adapters import attention_modules, describe, find_decoder, unwrap
+from locret.adapters import Backbone, attention_modules, describe, find_decoder, unwrap
 from locret.cache import RetentionCache
 from locret.instrument import Projections, recorders
+from locret.policy import RetentionPolicy
 from locret.rotary import long_factors
+from locret.scorers import Scorer
 
 NAME = "locret-step"
 _HOOK = -1
@@ -115,28 +117,35 @@ AttentionInterface.register(NAME, attend_slots)
 AttentionMaskInterface.register(NAME, lambda *_, **__: None)
 
 
+def obstacle(
+    backbone: Backbone, scorer: Scorer | type[Scorer], policy: RetentionPolicy, held: Collection[int]
+) -> str | None:
+    """Return why no step over layers that hold so many units each can be compiled; None if one can."""
+    if len(backbone.layers) < backbone.num_layers:
+        return f"layers of {backbone.model_type} slide over a window"
+    if not scorer.by_features:
+        return f"scorer {scorer.name} looks at every step's attention; retaining heads do not"
+    if policy.head_budgets != "uniform" or len(set(held)) > 1:
+        return "layers or heads hold different numbers of units"
+    if policy.decode_budget is not None:
+        return f"decode_budget={policy.decode_budget} evicts while an answer is written"
+    return None
+
+
 def check_can_compile(cache: RetentionCache, new_tokens: int, copies: int) -> None:
     """Refuse what a compiled step cannot do.
 
     Raises:
         ValueError: Saying why, and what to change.
     """
-    reason = None
-    if len(cache.backbone.layers) < cache.backbone.num_layers:
-        reason = f"layers of {cache.backbone.model_type} slide over a window"
-    elif not cache.scorer.by_features:
-        reason = f"scorer {cache.scorer.name} looks at every step's attention; retaining heads do not"
-    elif cache.policy.head_budgets != "uniform" or len({layer.fill for layer in cache.governed}) > 1:
-        reason = "layers or heads hold different numbers of units"
-    elif cache.policy.decode_budget is not None:
-        reason = f"decode_budget={cache.policy.decode_budget} evicts while an answer is written"
-    elif not new_tokens:
+    reason = obstacle(cache.backbone, cache.scorer, cache.policy, [layer.fill for layer in cache.governed])
+    if reason is None and not new_tokens:
         reason = "room must be made for the whole answer, but max_new_tokens is not given"
-    elif copies > 1:
+    elif reason is None and copies > 1:
         reason = f"{copies} beams or answers change places between steps"
-    elif cache.pad is not None:
+    elif reason is None and cache.pad is not None:
         reason = "rows of the batch differ in length"
-    if reason:
+    if reason is not None:
         raise ValueError(f"generation cannot be compiled here: {reason}; leave out compile")
 
 
