@@ -43,6 +43,9 @@ class BenchOptions:
     """Last tokens, never evicted."""
     new_tokens: int = 32
     """Tokens generated after every prompt."""
+    compile: bool = False
+    """Write the answers of locret by one compiled program per token, made before anything is timed; full and floor run
+    as written, and so does every side of --vs."""
     repeats: int = 10
     """Rounds in which everything is measured once."""
     threads: int | None = None
@@ -59,12 +62,17 @@ class BenchOptions:
     """Peers to run beside, each in an environment and process of its own: kvpress, transformers."""
     peer_python: Names | None = None
     """Python of a peer's environment, as kvpress=/path/to/python."""
+    peer_timeout: float = 3600.0
+    """Seconds after which a side of --vs that has not finished a run (or has not loaded, or counted a run's bytes) is
+    ended; its row says so, and the others go on."""
 
     def __post_init__(self) -> None:
         for name, least in (("new_tokens", 1), ("repeats", 1), ("threads", 1), ("hidden_dim", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give {least} or more")
+        if not 0 < self.peer_timeout < 1e9:
+            raise ValueError(f"--peer-timeout {self.peer_timeout:g} is no time to wait; give seconds above 0")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         if self.memory_cap is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from locret.infer.bench.cost import Cost, Pass, Sizes, cost, sizes_of
-from locret.infer.bench.methods import BenchMethod
+from locret.infer.bench.methods import BenchMethod, Bounded
 from locret.infer.chunk_size import ChunkChoice
 from locret.policy import RetentionPolicy
 
@@ -47,6 +47,8 @@ class BenchPlan:
     """Trained heads, a folder or a Hub id."""
     new_tokens: int
     """Tokens generated after every prompt."""
+    compile: bool
+    """Whether bounded methods write by a compiled step."""
     repeats: int
     threads: int
     dtype: torch.dtype
@@ -57,6 +59,8 @@ class BenchPlan:
     memory_cap: int | None
     """Bytes of device memory that the process may take."""
     peers: tuple[str, ...]
+    peer_timeout: float
+    """Seconds that one request to a side of a comparison may take."""
 
     @property
     def budget(self) -> int:
@@ -107,6 +111,7 @@ class BenchPlan:
             "hidden_dim": self.hidden_dim,
             "heads": self.heads,
             "new_tokens": self.new_tokens,
+            "compile": self.compile,
             "repeats": self.repeats,
             "threads": self.threads,
             "dtype": self.dtype_name,
@@ -114,6 +119,7 @@ class BenchPlan:
             "seed": self.seed,
             "memory_cap": self.memory_cap,
             "vs": list(self.peers),
+            "peer_timeout": self.peer_timeout,
         }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -126,6 +132,7 @@ class BenchPlan:
         return {
             "method": method.name,
             "length": length,
+            "compiled": self.compile and isinstance(method, Bounded),
             "planned_bytes": {"weights": planned.weights, "cache": planned.cache},
             "flops": {part: work[part].flops for part in work},
             "bytes": {part: work[part].bytes for part in work},

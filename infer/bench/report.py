@@ -8,6 +8,10 @@ from typing import Any
 from locret.infer.bench.peers import lines as peer_lines
 
 UNKNOWN = "unknown"
+COMPILED = (
+    "Compiled rows write by one program per token, which was made before the rounds; `full` and `floor` run as "
+    "written, so the decode ratios of compiled rows hold what compiling gains as well as what forgetting does."
+)
 _MIB = 2**20
 Row = Mapping[str, Any]
 
@@ -46,6 +50,7 @@ def tables(record: Mapping[str, Any]) -> list[str]:
         "",
         *_table(_SPEED, [_speed(row) for row in rows]),
         "",
+        *([COMPILED, ""] if record["config"]["compile"] else []),
         "Work done per second, counted from the shape, and its share of what the machine did at best in the same run.",
         "",
         *_machine_lines(record["machine"]),
@@ -97,7 +102,8 @@ _GROWTH = ("method", "tokens", "x tokens", "x seconds p20", "p50", "p80")
 
 
 def _speed(row: Row) -> list[str]:
-    cells = [row["method"], f"{row['length']:,}", _three(row["prefill"], "seconds", ".3g")]
+    name = row["method"] + (", compiled" if row["compiled"] else "")
+    cells = [name, f"{row['length']:,}", _three(row["prefill"], "seconds", ".3g")]
     for part in ("prefill", "decode"):
         ratios = row["ratios"][part]
         cells.append(_three(row[part], "tokens_per_second", ",.4g"))

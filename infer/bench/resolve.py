@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
 import torch
 
-from locret import RetentionPolicy
+from locret import RetentionPolicy, scorers
+from locret.compiled_step import obstacle
 from locret.infer import loading
 from locret.infer.bench import methods, resident
 from locret.infer.bench.chunk_for_all import with_chosen_chunk
@@ -37,6 +39,8 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     device = _device(options, preset)
     policy_of = partial(_policy, options, preset)
     peers = _peers(options)
+    if "peer_timeout" in chosen and not peers:
+        raise ValueError(f"--peer-timeout {options.peer_timeout:g} is for peers, but none is run; add --vs, or drop it")
     plan = BenchPlan(
         shape=None if options.model is not None else options.shape,
         model=options.model,
@@ -48,6 +52,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         hidden_dim=options.hidden_dim or preset.hidden_dim,
         heads=options.heads,
         new_tokens=options.new_tokens,
+        compile=options.compile,
         repeats=options.repeats,
         threads=options.threads or torch.get_num_threads(),
         dtype=loading.resolve_dtype(options.dtype, config, device or torch.device("cuda")),
@@ -55,6 +60,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         seed=options.seed,
         memory_cap=options.cap_bytes(),
         peers=peers,
+        peer_timeout=options.peer_timeout,
     )
     if options.chunk_size == AUTO:
         plan = with_chosen_chunk(plan, policy_of)
@@ -128,10 +134,31 @@ def _check(plan: BenchPlan) -> None:
             raise ValueError(f"--heads {plan.heads}: no method of --methods uses them; add locret, or drop them")
         scorer = ScorerOptions(heads=plan.heads)
         loading.check_matches(scorer, loading.load_scorer(scorer)[0], plan.config)
+    if plan.compile:
+        _check_compiled(plan)
     for method in plan.methods:
         for length in plan.lengths:
             method.reading(plan.sizes, plan.policy, length)
             _check_memory(plan, method, length)
+
+
+def _check_compiled(plan: BenchPlan) -> None:
+    bounded = [method for method in plan.methods if isinstance(method, methods.Bounded)]
+    if not bounded:
+        raise ValueError(
+            "--compile changes how locret writes, which --methods leaves out; add locret, or drop --compile"
+        )
+    for method in bounded:
+        kind, policy = scorers.find(method.scorer), method.policy(plan.policy)
+        for length in plan.lengths:
+            held = method.units_after(plan.sizes, plan.policy, length)
+            reason = obstacle(plan.sizes.backbone, kind, policy, held)
+            if reason is not None:
+                raise ValueError(
+                    f"--methods {method.name} cannot be compiled here: {reason}; leave it out, or drop --compile"
+                )
+    if plan.peers:
+        warnings.warn("--compile does not reach --vs: every side there runs as written", stacklevel=2)
 
 
 def _check_memory(plan: BenchPlan, method: methods.BenchMethod, length: int) -> None:

@@ -8,7 +8,7 @@ alike; ratios are taken within a round.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,7 +53,8 @@ def compare(plan: BenchPlan, pythons: Mapping[str, str] | None = None) -> dict[s
     programs = {OURS: sys.executable, **find_pythons(plan.peers, pythons or {})}
     with ExitStack() as stack, TemporaryDirectory(prefix="locret-bench-") as folder:
         sides = {
-            side: stack.enter_context(SideProcess(side, python, plan.threads)) for side, python in programs.items()
+            side: stack.enter_context(SideProcess(side, python, plan.threads, plan.peer_timeout))
+            for side, python in programs.items()
         }
         # Environments are looked at before weights are written.
         versions = {side: _first_answer(process) for side, process in sides.items()}
@@ -81,12 +82,15 @@ def _first_answer(process: SideProcess) -> dict[str, Any]:
 def _load_all(sides: Mapping[str, SideProcess], backbone: str, prompt: str, plan: BenchPlan) -> None:
     """Let every side load the same files, and refuse to compare what computes something else."""
     tokens, logits = min(_GATE_TOKENS, *plan.lengths), {}
-    for side, process in sides.items():
-        try:
-            process.ask("load", backbone=backbone, prompt=prompt, job=job(plan))
-            logits[side] = torch.tensor(process.ask("logits", tokens=tokens)["logits"])
-        except SideFailed as error:
-            raise ValueError(f"--vs {side} cannot load the backbone: {error}") from None
+    with tqdm(total=len(sides), desc="loading", disable=None) as bar:
+        for side, process in sides.items():
+            bar.set_postfix_str(side)
+            try:
+                process.ask("load", backbone=backbone, prompt=prompt, job=job(plan))
+                logits[side] = torch.tensor(process.ask("logits", tokens=tokens)["logits"])
+            except SideFailed as error:
+                raise ValueError(f"--vs {side} cannot load the backbone: {error}") from None
+            bar.update()
     check_same(logits, plan.dtype_name, tokens)
 
 
@@ -108,25 +112,32 @@ def check_same(logits: Mapping[str, Tensor], dtype: str, tokens: int) -> None:
 def _count_bytes(sides: Mapping[str, SideProcess], tasks: Iterable[Row], plan: BenchPlan) -> None:
     # Long enough to evict once, so that all that is set up only once is there.
     enough = plan.policy.budget + plan.policy.chunk_size + plan.policy.local_len
-    for row in tqdm([*tasks], desc="counting bytes", disable=None):
+    for row in _shown(tasks, 1, "counting bytes"):
         peaks = _ask(sides[row["side"]], row, "memory", warm_up=min(row["tokens"], enough))
         row["peak_bytes"] = peaks or row["peak_bytes"]
 
 
 def _time(sides: Mapping[str, SideProcess], tasks: Iterable[Row], plan: BenchPlan) -> None:
-    tasks, fed = [*tasks], plan.new_tokens - 1
-    for _ in tqdm(range(plan.repeats), desc="measuring", disable=None):
-        for row in tasks:
-            answer = _ask(sides[row["side"]], row, "time")
-            if answer is None:
-                continue
-            row["held"] = answer["held"]
-            if row["held"] != row["expected"]:
-                row["error"] = f"holds {row['held']} units, not the {row['expected']} that all must hold"
-            first, total = answer["first_token"], answer["seconds"]
-            row["rounds"].append(
-                {"first_token": first, "later": (total - first) / fed if fed else None, "total": total}
-            )
+    fed = plan.new_tokens - 1
+    for row in _shown(tasks, plan.repeats, "measuring"):
+        answer = _ask(sides[row["side"]], row, "time")
+        if answer is None:
+            continue
+        row["held"] = answer["held"]
+        if row["held"] != row["expected"]:
+            row["error"] = f"holds {row['held']} units, not the {row['expected']} that all must hold"
+        first, total = answer["first_token"], answer["seconds"]
+        row["rounds"].append({"first_token": first, "later": (total - first) / fed if fed else None, "total": total})
+
+
+def _shown(tasks: Iterable[Row], rounds: int, what: str) -> Iterator[Row]:
+    """Yield every row once per round, while a progress bar says which side is running."""
+    every = [*tasks] * rounds
+    with tqdm(total=len(every), desc=what, disable=None) as bar:
+        for row in every:
+            bar.set_postfix_str(f"{row['side']} {row['method']}, {row['tokens']:,} tokens")
+            yield row
+            bar.update()
 
 
 def _ask(process: SideProcess, row: Row, do: str, **more: Any) -> dict[str, Any] | None:

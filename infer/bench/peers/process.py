@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -25,8 +29,8 @@ class SideFailed(Exception):
 class SideProcess:
     """One side in a process of its own, idle but for the requests it gets."""
 
-    def __init__(self, side: str, python: str, threads: int) -> None:
-        self.side, self.python, self.threads = side, python, threads
+    def __init__(self, side: str, python: str, threads: int, timeout: float | None = None) -> None:
+        self.side, self.python, self.threads, self.timeout = side, python, threads, timeout
         self._process: subprocess.Popen[str] | None = None
         self._errors: IO[bytes] | None = None
         self._loaded: dict[str, Any] | None = None
@@ -41,7 +45,8 @@ class SideProcess:
         """Return the answer to one request; a process that ended before is started, and loaded, again.
 
         Raises:
-            SideFailed: If the side reports an error, or its process ends.
+            SideFailed: If the side reports an error, its process ends, or it has not answered after `timeout` seconds;
+                it and all that it started have ended then.
         """
         if do == "load":
             self._loaded = request
@@ -58,7 +63,7 @@ class SideProcess:
     def stop(self) -> None:
         """End the process, if there is one."""
         if self._process is not None:
-            self._process.kill()
+            self._kill()
             self._process.communicate()
             self._process = None
         if self._errors is not None:
@@ -75,6 +80,7 @@ class SideProcess:
             stderr=self._errors,
             text=True,
             env=self._environment(),
+            start_new_session=True,  # a group of its own, so that what it starts ends with it
         )
 
     def _environment(self) -> dict[str, str]:
@@ -88,18 +94,33 @@ class SideProcess:
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except OSError:
-            line = ""
-        if not line:
-            raise SideFailed(self._obituary())
+        with _after(self.timeout, self._kill) as late:
+            try:
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
+                line = self._process.stdout.readline()
+            except OSError:
+                line = ""
+            reason = None if line else self._obituary()
+        if late.is_set():
+            self.stop()
+            raise SideFailed(f"timed out after {self.timeout:g} s (see --peer-timeout)")
+        if reason is not None:
+            raise SideFailed(reason)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise SideFailed(answer["error"])
         return answer
+
+    def _kill(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):  # all of the group has ended
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
 
     def _obituary(self) -> str:
         assert self._process is not None
@@ -111,3 +132,25 @@ class SideProcess:
         if code == -9:
             return "the process was killed, as a system does that runs out of memory"
         return f"the process ended with code {code}{': ' + said[-1] if said else ''}"
+
+
+@contextmanager
+def _after(seconds: float | None, call: Callable[[], None]) -> Iterator[threading.Event]:
+    """Call something if the block takes longer than that; the event says whether it was called."""
+    late = threading.Event()
+
+    def expire() -> None:
+        late.set()
+        call()
+
+    if seconds is None:
+        yield late
+        return
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+        timer.join()  # no call comes once the block is left

@@ -30,11 +30,11 @@ def lines(record: Mapping[str, Any]) -> list[str]:
         f"* {row['side']} {row['method']}, {row['tokens']:,} tokens: {row['error']}" for row in rows if row["error"]
     ]
     return [
-        f"Greedy answers of {job['new_tokens']} tokens. What forgets keeps {job['budget']:,} units, the last "
-        f"{job['local_len']} prompt tokens and what it generates. Ratios are to our retaining heads, {OURS} "
-        f"{BASELINE}, in the median of {len(rows[0]['rounds'])} rounds; above 1, the row is slower, or larger. Bytes "
-        "are peaks beyond the weights and all else that a process held before it read: what torch allocated, and what "
-        "the process took from the system.",
+        f"Greedy answers of {job['new_tokens']} tokens; nothing is compiled. What forgets keeps {job['budget']:,} "
+        f"units, the last {job['local_len']} prompt tokens and what it generates. Ratios are to our retaining heads, "
+        f"{OURS} {BASELINE}, in the median of {len(rows[0]['rounds'])} rounds; above 1, the row is slower, or larger. "
+        "Bytes are peaks beyond the weights and all else that a process held before it read: what torch allocated, and "
+        "what the process took from the system.",
         "",
         *table,
         "",
