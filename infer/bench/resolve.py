@@ -107,7 +107,7 @@ def _policy(options: BenchOptions, preset: Preset, chunk_size: int) -> Retention
 
     budget = value("budget")
     stabilizers = value("stabilizers")
-    if options.stabilizers is None:  # a smaller budget than the shape's takes its share with it
+    if options.stabilizers is None and budget < preset.budget:  # a smaller budget takes its share with it
         stabilizers = min(stabilizers, budget // 4)
     return RetentionPolicy(budget=budget, chunk_size=chunk_size, stabilizers=stabilizers, local_len=value("local_len"))
 

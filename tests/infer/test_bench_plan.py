@@ -20,6 +20,8 @@ from locret.infer.bench.shapes import CPU_512, PRESETS, SHAPES, random_model
 
 SMALL = {"shape": "tiny", "lengths": "300", "budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8}
 
+PAPER: dict[str, Any] = {"budget": None, "chunk_size": None, "stabilizers": None, "local_len": None}
+
 
 def plan_of(**changes: Any) -> Any:
     given = {**SMALL, **changes}
@@ -72,6 +74,12 @@ def test_shapes_are_those_of_the_published_backbones() -> None:
     assert billions == {"llama-3.1-8b": 8.03, "phi-3-mini-128k": 3.82, "qwen3-8b": 8.19}
     assert set(PRESETS) == set(SHAPES)
     llama = plan_of(shape="llama-3.1-8b", methods="full", lengths="128K")
+    # The paper's numbers stand where the budget is the paper's, however many of it they protect.
+    assert plan_of(shape="phi-3-mini-128k", methods="full", lengths="1K", **PAPER).policy.stabilizers == 2500
+    assert (
+        plan_of(shape="phi-3-mini-128k", methods="full", lengths="1K", **{**PAPER, "budget": 4000}).policy.stabilizers
+        == 1000
+    )
     # 32 layers of 8 heads of 128 in two bytes, keys and values.
     assert llama.planned_bytes(llama.methods[0], 131072).cache == 32 * 8 * 128 * 2 * 2 * (131072 + 32)
 
