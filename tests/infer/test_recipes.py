@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,10 @@ def option_classes(job: str, name: str) -> tuple[type, ...]:
         from locret.infer.evaluation.options import OPTION_CLASSES as EVAL
 
         return EVAL
+    if job == "bench":
+        from locret.infer.bench.options import OPTION_CLASSES as BENCH
+
+        return BENCH
     if job == "infer":
         from locret.infer.command import OPTION_CLASSES
 
@@ -69,3 +75,24 @@ def test_evaluation_recipes_name_tasks_methods_and_policies_that_exist(path: Pat
     assert evaluation.chosen_tasks()
     assert evaluation.token_lengths()
     assert budgets.policies(chosen, {})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "bench").glob("*.yaml")), ids=lambda path: path.stem)
+def test_benchmark_recipes_plan_what_they_say(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from locret.infer.bench.command import command
+
+    content = yaml.safe_load(path.read_text())
+    pythons = ["--peer-python", f"{content['vs']}={sys.executable}"] if "vs" in content else []
+    assert command(["--config", str(path), *pythons, "--dry-run", "--quiet"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    config = record["config"]
+    assert config["shape"] == content["shape"]
+    assert config["policy"]["budget"] == content["budget"]
+    assert config["dtype"] == content["dtype"]
+    assert (config["chunk_choice"] is not None) == (content["chunk_size"] == "auto")
+    header = path.read_text().partition("shape:")[0]
+    assert all(f"{tokens // 1024}K" in header for tokens in config["lengths"])
+    cap = config["memory_cap"]
+    for row in record["plan"] if cap else []:
+        # What a run may take beside what is planned, so that it fits.
+        assert sum(row["planned_bytes"].values()) + 1.5 * 2**30 <= cap
