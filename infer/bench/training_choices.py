@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from locret.cli import parse_options, run
-from locret.environment import versions
-from locret.infer.bench.record import device_name
-from locret.infer.bench.side_by_side import interleave, quantiles, ratio, table, write
+from locret.infer.bench.choices import choices_page, measure_choices
+from locret.infer.bench.side_by_side import write
 from locret.instrument import Chunk, Projections
 from locret.labels import LABEL_KINDS, layer_labels
 from locret.retaining_head import RetainingHead
@@ -66,19 +65,8 @@ class ChoiceOptions:
 
 def measure(options: ChoiceOptions) -> dict[str, Any]:
     """Return the ratios of what was tried to what is used, seconds, and where they were taken."""
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    sides = {**_labels(options), **_optimizers(options), **_features(options)}
-    seconds = interleave(sides, options.repeats)
-    used = {name: name.partition(",")[0] for name in sides}
-    tried = {f"{name} / {_USED[base]}": (name, base) for name, base in used.items() if name != base}
-    return {
-        "ratios": {name: ratio(seconds, *pair) for name, pair in tried.items()},
-        "seconds": {name: quantiles(values) for name, values in seconds.items()},
-        "options": asdict(options),
-        "versions": versions(),
-        "device": device_name(torch.device("cpu")),
-    }
+    return measure_choices({**_labels(options), **_optimizers(options), **_features(options)}, _USED, options)
 
 
 _USED = {
@@ -152,21 +140,13 @@ def _head(options: ChoiceOptions) -> RetainingHead:
     )
 
 
-def to_markdown(record: dict[str, Any]) -> str:
-    """Return the record as a page for people."""
-    options, lines = record["options"], table(record["ratios"])
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items() if name != "output")
-    made = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    end = [f"`python -m locret.infer.bench.training_choices {flags}`", "", f"{made}, {record['device']}.", ""]
-    return "\n".join(["# What choices inside a training step are worth", "", *lines, "", *end])
-
-
 def command(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write the record if asked to."""
     description = "Measure what the choices inside a training step are worth."
     (options,), _ = parse_options("training_choices", description, [ChoiceOptions], argv)
     record = measure(options)
-    write(record, to_markdown(record), options.output)
+    page = choices_page(record, "What choices inside a training step are worth", "locret.infer.bench.training_choices")
+    write(record, page, options.output)
     return 0
 
 
