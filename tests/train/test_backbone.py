@@ -281,6 +281,25 @@ def test_training_can_continue_from_a_folder(recipe, tmp_path):
     assert all(torch.equal(first[name], more[name]) for name in first)
 
 
+def test_layers_on_top_of_a_trained_backbone_change_nothing_until_they_learn(recipe, tmp_path, capsys):
+    kept, quick = tmp_path / "kept", ["--config", recipe, "--eval_samples", "0"]
+    command([*quick, "--output", str(tmp_path / "first"), "--checkpoints", str(kept)])
+    more = [*quick, "--init", str(kept / "checkpoint-3"), "--num_layers", "3"]
+    with pytest.raises(ValueError, match="num_layers=3 but init=.* has 2; name the layers to add, 2, in silent_layers"):
+        command([*more, "--output", str(tmp_path / "refused")])
+    assert not (tmp_path / "refused").exists()
+    silent = [*more, "--silent_layers", "[2]"]
+    assert command([*silent, "--output", str(tmp_path / "same"), "--lr", "0"]) == 0
+    assert command([*silent, "--output", str(tmp_path / "learnt")]) == 0
+    ids = torch.randint(10, 700, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        first, same, learnt = (
+            AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("first", "same", "learnt")
+        )
+    torch.testing.assert_close(first, same)
+    assert (first - learnt).abs().max() > 1e-3
+
+
 def test_gaps_reach_the_span_and_keep_the_order():
     positions = [gapped_positions(random.Random(seed), 50, 4096)[0] for seed in range(30)]
     for positions_T in positions:

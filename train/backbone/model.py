@@ -36,6 +36,20 @@ def build_model(options: BackboneTraining, tokenizer: PreTrainedTokenizerFast) -
         torch.nn.init.zeros_(model.model.layers[layer].self_attn.o_proj.weight)
         torch.nn.init.zeros_(model.model.layers[layer].mlp.down_proj.weight)
     if options.init:
-        model.load_state_dict(LlamaForCausalLM.from_pretrained(options.init).state_dict())
+        _take_over(model, LlamaForCausalLM.from_pretrained(options.init), options)
     model.set_attn_implementation(attention.NAME)
     return model
+
+
+def _take_over(model: LlamaForCausalLM, trained: LlamaForCausalLM, options: BackboneTraining) -> None:
+    """Copy trained weights; layers on top of the trained ones must be silent, so that both compute the same."""
+    layers = trained.config.num_hidden_layers
+    added = set(range(layers, options.num_layers))
+    if not added <= set(options.silent_layers):
+        raise ValueError(
+            f"num_layers={options.num_layers} but init={options.init} has {layers}; name the layers to add, "
+            f"{', '.join(map(str, sorted(added)))}, in silent_layers, or leave num_layers at {layers}"
+        )
+    grown = model.state_dict()
+    grown.update(trained.state_dict())
+    model.load_state_dict(grown)

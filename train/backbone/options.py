@@ -48,8 +48,9 @@ class BackboneTraining:
     warmup_steps: int = 50
     """Steps of linear warm-up."""
     init: str = ""
-    """Folder of a trained backbone to continue from, instead of fresh weights; its shape must be the options'. Of a
-    checkpoint the optimizer's state is taken over too."""
+    """Folder of a trained backbone to continue from, instead of fresh weights; its shape must be the options',
+    except that layers may come on top, all of them in `silent_layers`. Of a checkpoint the optimizer's state is taken
+    over too, unless layers came on top."""
     seed: int = 0
     """Seed of weights and data."""
     device: str = "cpu"

@@ -165,13 +165,19 @@ def _resumed(
     path = checkpointing.find(options.resume, Path(options.checkpoints)) if options.resume else None
     if path is None:
         if options.init and (Path(options.init) / checkpointing.STATE).is_file():
-            optimizer.load_state_dict(checkpointing.read(Path(options.init))["optimizer"])
+            state = checkpointing.read(Path(options.init))["optimizer"]
+            if _tensors(state) == _tensors(optimizer.state_dict()):  # not of a backbone that has grown since
+                optimizer.load_state_dict(state)
         return 0, []
     state = checkpointing.read(path)
     checkpointing.check_same(state["options"], _of_the_run(options), path)
     model.load_state_dict(LlamaForCausalLM.from_pretrained(path).state_dict())
     optimizer.load_state_dict(state["optimizer"])
     return state["step"], state["log"]
+
+
+def _tensors(state: dict[str, Any]) -> int:
+    return sum(len(group["params"]) for group in state["param_groups"])
 
 
 def _of_the_run(options: BackboneTraining) -> dict[str, Any]:
