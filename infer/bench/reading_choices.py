@@ -93,8 +93,8 @@ def _attention(options: ChoiceOptions) -> _Sides:
     return {
         "chunk": lambda: attend(query, key, value, scaling=scaling, memo=memo),
         "chunk, one mask": one_mask,
-        "token": lambda: attend(query[:, :, -1:], key, value, scaling=scaling, memo=memo),
-        "token, per query head": per_head,
+        "token": _often(lambda: attend(query[:, :, -1:], key, value, scaling=scaling, memo=memo)),
+        "token, per query head": _often(per_head),
     }
 
 
@@ -118,7 +118,7 @@ def _scores(options: ChoiceOptions) -> _Sides:
     return {"scores": one_after_the_other, "scores, stacked": at_once}
 
 
-def _evictions(options: ChoiceOptions) -> _Sides:
+def _evictions(options: ChoiceOptions, times: int = 16) -> _Sides:
     units, budget = options.budget + options.chunk, options.budget
     layer = RetentionLayer(rotary=None, workspace=Workspace(), compact=False)  # type: ignore[arg-type]  # nothing is rotated
     layer.reserve(units)
@@ -171,9 +171,9 @@ def _evictions(options: ChoiceOptions) -> _Sides:
         return layer
 
     return {
-        "evict": rows,
-        "evict, number by number": number_by_number,
-        "evict, into the evicted slots": into_the_holes,
+        "evict": _often(rows, times),
+        "evict, number by number": _often(number_by_number, times),
+        "evict, into the evicted slots": _often(into_the_holes, times),
     }
 
 
@@ -190,7 +190,18 @@ def _ratings(options: ChoiceOptions) -> _Sides:
     def one_by_one() -> Tensor:
         return torch.cat([head(features[:, token : token + 1]) for token in range(MOST)], dim=1)
 
-    return {"ratings": at_once, "ratings, one at a time": one_by_one}
+    return {"ratings": _often(at_once), "ratings, one at a time": _often(one_by_one)}
+
+
+def _often(side: Callable[[], Any], times: int = 16) -> Callable[[], Any]:
+    """Return a side that does the same several times: so short a one would find what the one before it has read."""
+
+    def repeated() -> Any:
+        for _ in range(times - 1):
+            side()
+        return side()
+
+    return repeated
 
 
 def _head(options: ChoiceOptions) -> RetainingHead:

@@ -48,7 +48,7 @@ def test_every_way_to_evict_keeps_the_same_units(chunk: int) -> None:
     ways = {}
     for name in ("evict", "evict, number by number", "evict, into the evicted slots"):
         torch.manual_seed(3)
-        layer = reading_choices.sides(options)[name]()
+        layer = reading_choices._evictions(options, times=1)[name]()
         assert layer.fill == TINY.budget
         ways[name] = kept(layer)
     assert ways["evict"] == ways["evict, number by number"] == ways["evict, into the evicted slots"]
