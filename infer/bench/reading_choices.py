@@ -14,7 +14,7 @@ Random tensors of the given shape stand in for a layer's; nothing else runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +24,9 @@ from torch import Tensor
 from locret.attention import MaskMemo, attend
 from locret.cli import parse_options, run
 from locret.eviction import select_kept
-from locret.infer.bench.choices import choices_page, measure_choices
+from locret.infer.bench.choices import LayerOptions, choices_page, measure_choices
 from locret.infer.bench.side_by_side import write
 from locret.layers import UNIT_TENSORS, RetentionLayer, Workspace
-from locret.retaining_head import RetainingHead
 from locret.unscored import MOST
 
 _Sides = dict[str, Callable[[], Any]]
@@ -41,36 +40,17 @@ _USED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoiceOptions:
+class ChoiceOptions(LayerOptions):
     """The layer, what it holds, and how often."""
 
     hidden: int = 512
     """Width of the backbone."""
-    heads: int = 8
-    """Query heads."""
-    kv_heads: int = 2
-    """KV heads."""
-    head_dim: int = 64
-    """Dimensions of a head."""
-    hidden_dim: int = 64
-    """Width between a retaining head's two layers, d_R."""
     budget: int = 1024
     """Units per KV head that stay."""
     chunk: int = 512
     """Tokens of a chunk."""
     repeats: int = 20
     """Rounds in which everything is measured once."""
-    threads: int = 1
-    """CPU threads."""
-    output: str | None = None
-    """Write the record to this path, once as .json and once as .md."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}; groups must be equal")
 
 
 def sides(options: ChoiceOptions) -> _Sides:
@@ -102,7 +82,7 @@ def _scores(options: ChoiceOptions) -> _Sides:
     widths = [count * options.head_dim for count in (options.heads, options.kv_heads, options.kv_heads)]
     hidden = torch.randn(1, options.chunk, options.hidden)
     projections = [torch.randn(width, options.hidden) * options.hidden**-0.5 for width in widths]
-    head = _head(options)
+    head = options.fresh_head()
     stacked = torch.cat([*projections, head.fc1.weight.detach() @ torch.cat(projections)])
 
     @torch.no_grad()
@@ -178,7 +158,7 @@ def _evictions(options: ChoiceOptions, times: int = 16) -> _Sides:
 
 
 def _ratings(options: ChoiceOptions) -> _Sides:
-    head = _head(options)
+    head = options.fresh_head()
     features = torch.randn(1, MOST, head.fc1.in_features)
 
     @torch.no_grad()
@@ -202,11 +182,6 @@ def _often(side: Callable[[], Any], times: int = 16) -> Callable[[], Any]:
         return side()
 
     return repeated
-
-
-def _head(options: ChoiceOptions) -> RetainingHead:
-    width = (options.heads + 2 * options.kv_heads) * options.head_dim
-    return RetainingHead(width, options.hidden_dim, options.kv_heads)
 
 
 def command(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from locret.cli import parse_options, run
-from locret.infer.bench.choices import choices_page, measure_choices
+from locret.infer.bench.choices import LayerOptions, choices_page, measure_choices
 from locret.infer.bench.side_by_side import write
 from locret.instrument import Chunk, Projections
 from locret.labels import LABEL_KINDS, layer_labels
@@ -31,36 +31,15 @@ _BLOCKS = (18, 20, 22, 24)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoiceOptions:
+class ChoiceOptions(LayerOptions):
     """The layer, the row, and how often."""
 
-    heads: int = 8
-    """Query heads."""
-    kv_heads: int = 2
-    """KV heads."""
-    head_dim: int = 64
-    """Dimensions of a head."""
     layers: int = 8
     """Layers whose heads the optimizer steps."""
-    hidden_dim: int = 64
-    """Width between a head's two layers, d_R."""
     tokens: int = 2048
     """Prompt tokens of the row."""
     answer_tokens: int = 64
     """Answer tokens of the row."""
-    repeats: int = 10
-    """Rounds in which everything is measured once."""
-    threads: int = 1
-    """CPU threads."""
-    output: str | None = None
-    """Write the record to this path, once as .json and once as .md."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}; groups must be equal")
 
 
 def measure(options: ChoiceOptions) -> dict[str, Any]:
@@ -94,7 +73,7 @@ def _labels(options: ChoiceOptions) -> dict[str, Callable[[], object]]:
 
 
 def _optimizers(options: ChoiceOptions) -> dict[str, Callable[[], object]]:
-    fresh = torch.nn.ModuleList([_head(options) for _ in range(options.layers)])
+    fresh = torch.nn.ModuleList([options.fresh_head() for _ in range(options.layers)])
     sides: dict[str, Callable[[], object]] = {}
     ways: dict[str, dict[str, bool | None]] = {
         "optimizer": {"fused": True},
@@ -112,7 +91,7 @@ def _optimizers(options: ChoiceOptions) -> dict[str, Callable[[], object]]:
 def _features(options: ChoiceOptions) -> dict[str, Callable[[], object]]:
     widths = [count * options.head_dim for count in (options.heads, options.kv_heads, options.kv_heads)]
     parts = [torch.randn(options.tokens, width) for width in widths]
-    head = _head(options)
+    head = options.fresh_head()
 
     def together() -> list[Tensor]:
         head(torch.cat(parts, dim=-1)).square().mean().backward()
@@ -132,12 +111,6 @@ def _taken(head: RetainingHead) -> list[Tensor]:
     gradients = [weight.grad for weight in head.parameters() if weight.grad is not None]
     head.zero_grad()
     return gradients
-
-
-def _head(options: ChoiceOptions) -> RetainingHead:
-    return RetainingHead(
-        (options.heads + 2 * options.kv_heads) * options.head_dim, options.hidden_dim, options.kv_heads
-    )
 
 
 def command(argv: Sequence[str] | None = None) -> int:

@@ -62,6 +62,8 @@ def test_a_record_has_a_ratio_for_all_that_was_tried(tmp_path: Path) -> None:
     ratios = json.loads((tmp_path / "record.json").read_text())["ratios"]
     assert len(ratios) == 6
     assert {"scores, stacked / one after the other", "ratings, one at a time / all at once"} < set(ratios)
-    assert "locret.infer.bench.reading_choices --hidden 24" in (tmp_path / "record.md").read_text()
+    page = (tmp_path / "record.md").read_text()
+    assert "`python -m locret.infer.bench.reading_choices --heads 4 " in page
+    assert all(f"{name} {value}" in page for name, value in (("--hidden", 24), ("--budget", 29), ("--chunk", 13)))
     with pytest.raises(ValueError, match="--heads 8 is no multiple of --kv-heads 3; groups must be equal"):
         reading_choices.command(["--kv-heads=3"])
