@@ -27,6 +27,7 @@ class MultiKey(Task):
     source: ClassVar[str] = "RULER niah_multikey_1 (arXiv 2404.06654)"
     metric: ClassVar[str] = "string match, all"
     introduction: ClassVar[str] = INTRODUCTION
+    version: ClassVar[int] = 2
     max_new_tokens: ClassVar[int] = 24
 
     keys: int = 8
@@ -41,7 +42,7 @@ class MultiKey(Task):
             Question(
                 text=f"What is the special magic number for {key} mentioned in the provided text?",
                 targets=(number,),
-                reply=f"The special magic number for {key} mentioned in the provided text is: {number}.",
+                reply=f"The special magic number for {key} is: {number}.",
             )
             for key, number in pairs
         )

@@ -23,8 +23,6 @@ def keys(text: str) -> set[str]:
 def test_the_reply_restates_what_the_text_says() -> None:
     for seed in range(10):
         row = mixture(TOKENIZER, ALL, 1024, seed=seed)
-        for key, number in re.findall(r"number for (\w+) mentioned in the provided text is: (\d+)\.", row.reply):
-            assert f"numbers for {key} is: {number}." in row.text
         for key, number in re.findall(r"for (\w+) is: (\d+)[,.]", row.reply):
             assert f"numbers for {key} is: {number}." in row.text
         for number in re.findall(r"The (?:pass key|sequence of digits) is (\d+)\.", row.reply):

@@ -43,7 +43,7 @@ def test_every_needle_is_asked_for_and_answered() -> None:
     for row in question_rows(TOKENIZER, 3, [1024], names=["multikey"]):
         needles = re.findall(r"One of the special magic numbers for (\w+) is: (\d+)", row["instruction"])
         assert len(needles) > 5
-        answers = re.findall(r"special magic number for (\w+) mentioned in the provided text is: (\d+)", row["output"])
+        answers = re.findall(r"special magic number for (\w+) is: (\d+)", row["output"])
         assert sorted(needles) == sorted(answers)
     (one,) = question_rows(TOKENIZER, 1, [1024], names=["multikey"], questions=1)
     assert len(re.findall(r"special magic number for", one["output"])) == 1
