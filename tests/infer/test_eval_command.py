@@ -242,7 +242,7 @@ def test_task_options_are_json_on_the_command_line(evaluate: Any, tmp_path: Path
     arguments = ("--methods", "random", "--tasks", "multikey", "--lengths", 300, "--budget", 64, "--task-options")
     code, out, err = evaluate(*arguments, '{"multikey": {"keys": 3, "digits": 4}}', "--dry-run")
     assert code == 0, err
-    assert json.loads(out)["config"]["tasks"] == {"multikey": {"version": 1, "keys": 3, "digits": 4}}
+    assert json.loads(out)["config"]["tasks"] == {"multikey": {"version": 2, "keys": 3, "digits": 4}}
     for options, message in (
         ('{"multikey": {"kees": 3}}', 'task multikey: it has no option "kees"; did you mean keys?'),
         ('{"multikey": {"keys": "many"}}', "task multikey: keys='many' must be a whole number, 1 or more"),
