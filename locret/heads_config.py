@@ -57,7 +57,7 @@ class HeadsConfig:
     policy: dict[str, Any] | None = None
     """Recommended retention policy, as keyword arguments of `RetentionPolicy`."""
     training: dict[str, Any] | None = None
-    """Summary of the training run: `dataset`, `dataset_revision` and any other facts."""
+    """Summary of the training run: `dataset`, `dataset_revision`, other facts; `earlier`: the run before it."""
     evaluation: dict[str, Any] | None = None
     """Measured results by name."""
     license: str = "apache-2.0"

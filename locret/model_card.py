@@ -109,7 +109,7 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
             "base_revision": f', revision="{config.base_model_revision}"' if config.base_model_revision else "",
             "policy_arguments": _arguments(config.policy or {}),
             "dimensions": _table(_dimensions(config)),
-            "training": _table(config.training) if config.training else "Not trained: the weights are random.",
+            "training": _training(config.training) if config.training else "Not trained: the weights are random.",
             "label": _label(config.label),
             "policy": _table(config.policy)
             if config.policy
@@ -154,6 +154,13 @@ def _dimensions(config: HeadsConfig) -> dict[str, Any]:
         "Activation": config.hidden_act,
         "Weights": f"{weights:,} in float32",
     }
+
+
+def _training(notes: Mapping[str, Any]) -> str:
+    """Return a table for the last run and one for each run before it, from the latest to the first."""
+    earlier = notes.get("earlier")
+    table = _table({name: value for name, value in notes.items() if name != "earlier"})
+    return f"{table}\n\n### Before that\n\n{_training(earlier)}" if earlier else table
 
 
 def _label(label: Mapping[str, Any] | None) -> str:

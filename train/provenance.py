@@ -24,9 +24,20 @@ def label_notes(loss: LossOptions) -> dict[str, Any]:
 
 
 def training_notes(
-    backbone: BackboneOptions, data: DataOptions, loss: LossOptions, optimizer: OptimizerOptions, **facts: Any
+    backbone: BackboneOptions,
+    data: DataOptions,
+    loss: LossOptions,
+    optimizer: OptimizerOptions,
+    earlier: dict[str, Any] | None = None,
+    **facts: Any,
 ) -> dict[str, Any]:
-    """Return a summary of the run: `facts` are what options do not say, such as rows read and final losses."""
+    """Return a summary of the run.
+
+    Args:
+        backbone, data, loss, optimizer: The run's options.
+        earlier: The summary that the heads of `init_from` came with, if they did.
+        facts: What options do not say, such as rows read and final losses.
+    """
     from locret.data.sources import ALIASES
 
     published = {name.lower(): entry for name, entry in ALIASES.items()}.get(data.dataset.lower())
@@ -50,6 +61,8 @@ def training_notes(
         "alpha": loss.alpha,
         "seed": o.seed,
         **facts,
+        **({"went_on_from": _public(backbone.init_from)} if backbone.init_from else {}),
+        **({"earlier": earlier} if backbone.init_from and earlier else {}),
     }
 
 

@@ -264,7 +264,9 @@ class TrainingRun:
         facts = {"dataset_rows": self.stream.size, "rows": summary["rows"], "tokens": summary["tokens"], **final}
         if summary["dropped_rows"]:
             facts["dropped_rows"] = summary["dropped_rows"]
-        notes = training_notes(self.backbone, self.data, self.loss, self.optimizer, precision=precision, **facts)
+        # The heads still carry what they came with.
+        facts |= {"precision": precision, "earlier": heads.config.training}
+        notes = training_notes(self.backbone, self.data, self.loss, self.optimizer, **facts)
         policy = self.run.policy.to_dict() if "policy" in self.chosen else None
         if self.backbone.base_model is not None:
             heads.annotate(base_model=self.backbone.base_model, base_model_revision=self.backbone.revision)

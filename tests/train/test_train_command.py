@@ -203,6 +203,13 @@ def test_init_from_goes_on_with_trained_heads(
     assert command([*arguments, "--warmup-steps=0", "--lr=1.0e-9", f"--output={tmp_path / 'second'}"]) == 0
     first, second = (RetainingHeads.from_pretrained(tmp_path / name).state_dict() for name in ("first", "second"))
     assert all(torch.allclose(first[name], second[name], atol=1e-7) for name in first)
+    before, after = (RetainingHeads.from_pretrained(tmp_path / name).config.training for name in ("first", "second"))
+    assert before is not None
+    assert after is not None
+    assert "went_on_from" not in before
+    assert (after["steps"], after["went_on_from"], after["earlier"]) == (1, "first", before)
+    card = (tmp_path / "second" / "README.md").read_text()
+    assert card.index("| steps | 1 |") < card.index("### Before that") < card.index(f"| steps | {before['steps']} |")
     code, message = refused(capsys, [*arguments, "--hidden-dim=9", f"--output={tmp_path / 'third'}"])
     assert code == 2
     assert "--hidden-dim 9 differs from 8 of the heads in --init-from" in message
