@@ -37,13 +37,13 @@ class DemoOptions:
     """What is compared, and on which texts."""
     heads: str | None = None
     """Heads to use instead of training some."""
-    rows: int = 900
+    rows: int = 500
     """Generated texts to train on."""
-    steps: int = 900
+    steps: int = 500
     """Training steps; fewer than the recipe's, to show results in minutes."""
     row_tokens: int = 1024
     """Length of each text."""
-    samples: int = 10
+    samples: int = 5
     """Texts to read per task."""
     required: float = 0.5
     """Share of the full cache's score that trained heads must keep; also more than untrained ones do."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,15 @@ lengths: 512
 model: ignored
 """
 
+SHIPPED = """
+methods: [full, locret, untrained]
+tasks: [passkey]
+lengths: [512, 1024]
+budget: [64, 128]
+model: ignored
+"""
+TINY = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny"
+
 
 @pytest.mark.slow
 def test_demo_trains_heads_and_fails_where_the_backbone_finds_nothing(
@@ -46,6 +57,23 @@ def test_demo_trains_heads_and_fails_where_the_backbone_finds_nothing(
     assert all(f"| {method} |" in table for method in ("full", "locret", "untrained"))
     assert (output / "evaluation" / "retention_steps_locret.png").read_bytes().startswith(b"\x89PNG")
     assert "pass key" in (output / "text.txt").read_text()
+
+
+@pytest.mark.slow
+def test_demo_ends_with_the_table_and_the_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the pictures need locret[eval]")
+    (tmp_path / "eval.yaml").write_text(SHIPPED)
+    command = [sys.executable, "-m", "locret.infer.demo", "--model", str(TINY), "--heads", f"{TINY}-heads"]
+    command += ["--evaluation", str(tmp_path / "eval.yaml"), "--samples", "2", "--output", str(tmp_path / "demo")]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert "$ locret-train" not in outcome.stdout
+    folder = tmp_path / "demo" / "evaluation"
+    assert (folder / "results.md").read_text().strip() in outcome.stdout
+    pictures = {path.name for path in folder.glob("*.png")}
+    expected = {"accuracy_by_budget.png", "consistency.png", "heat_map_locret_64.png", "retention_steps_locret.png"}
+    assert expected <= pictures
+    assert all(f"picture: {folder / name}" in outcome.stdout for name in pictures)
 
 
 def test_demo_away_from_the_repository_says_where_to_run(demo: Callable[..., Any], tmp_path: Path) -> None:
