@@ -15,7 +15,7 @@ class MultiValue(Task):
     """Find all numbers of one key."""
 
     name: ClassVar[str] = "multivalue"
-    source: ClassVar[str] = "RULER niah_multivalue (arXiv 2404.06654), with other keys added"
+    source: ClassVar[str] = "RULER niah_multivalue (arXiv 2404.06654), other keys added, first digits consecutive"
     metric: ClassVar[str] = "string match, all"
     introduction: ClassVar[str] = INTRODUCTION
     version: ClassVar[int] = 4
