@@ -134,3 +134,9 @@ def test_records_can_say_what_was_measured(name: str) -> None:
     assert task.source
     assert task.metric
     assert all(isinstance(value, int) for value in task.options().values())
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if all(target.isdigit() for target in sample(name).targets)])
+def test_keeping_every_digit_takes_more_than_twice_a_budget_of_256(name: str) -> None:
+    tokens = TOKENIZER.convert_ids_to_tokens(TOKENIZER(sample(name, 8192).content)["input_ids"])
+    assert sum(re.search(r"\d", token) is not None for token in tokens) > 2 * 256
