@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from locret.data.benchmarks.base import BadRow, Item, PublishedTask
+from locret.nearest import nearest
 
 __all__ = ["BadRow", "Item", "PublishedTask", "families", "get", "names"]
 
@@ -52,8 +53,7 @@ def get(name: str, **options: Any) -> PublishedTask:
         if task.name == name:
             _check_options(task, options)
             return replace(task, **options)
-    known = names()
-    near = get_close_matches(name, known, n=3) or [other for other in known if name in other][:3] or families()
+    near = nearest(name, names()) or families()
     raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')
 
 

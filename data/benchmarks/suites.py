@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from locret.data import benchmarks
 from locret.data.benchmarks import published_rows
 from locret.data.benchmarks.published_rows import RULER_LENGTHS, PublishedRow
+from locret.nearest import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,5 +211,5 @@ def get(name: str) -> Suite:
     for suite in _SUITES:
         if suite.name == name and name in known:
             return suite
-    near = get_close_matches(name, known, n=3) or known
+    near = nearest(name, known) or known
     raise ValueError(f'--suite "{name}" is unknown; did you mean {" or ".join(near)}?')

@@ -13,6 +13,7 @@ from locret.data.tasks.number import Number
 from locret.data.tasks.passkey import PassKey
 from locret.data.tasks.two_stage import TwoStage
 from locret.data.tasks.variable_tracking import VariableTracking
+from locret.nearest import nearest
 
 __all__ = ["Draw", "Planted", "Question", "Sample", "Task", "get", "names"]
 
@@ -39,5 +40,5 @@ def get(name: str, **options: Any) -> Task:
                     close = get_close_matches(str(option), known, n=1) or known
                     raise ValueError(f'task {name}: it has no option "{option}"; did you mean {" or ".join(close)}?')
             return task(**options)
-    near = get_close_matches(name, names(), n=3) or names()
+    near = nearest(name, names()) or names()
     raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from locret import RetainingHeads, scorers
 from locret.infer.bench.cost import Pass, Sizes
 from locret.infer.evaluation.methods import MODIFIERS
 from locret.limits import Limits, planned_bytes
+from locret.nearest import nearest
 from locret.policy import RetentionPolicy
 from locret.schedule import Schedule
 from locret.scorers import Scorer
@@ -168,7 +168,7 @@ def get(name: str) -> BenchMethod:
     """
     base, *modifiers = name.split("+")
     if base not in names():
-        near = get_close_matches(base, names(), n=3) or names()
+        near = nearest(base, names()) or names()
         raise ValueError(f"--methods {name} is unknown; did you mean {' or '.join(near)}?")
     if base in ("full", "floor"):
         if modifiers:
@@ -177,7 +177,7 @@ def get(name: str) -> BenchMethod:
     changes: dict[str, Any] = {}
     for modifier in modifiers:
         if modifier not in MODIFIERS:
-            near = get_close_matches(modifier, MODIFIERS, n=3) or list(MODIFIERS)
+            near = nearest(modifier, MODIFIERS) or list(MODIFIERS)
             raise ValueError(f"--methods {name}: +{modifier} is unknown; did you mean +{' or +'.join(near)}?")
         changes.update(MODIFIERS[modifier])
     return Bounded(name, "retaining_heads" if base == "locret" else base, changes)

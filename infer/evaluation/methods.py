@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +18,7 @@ from locret import RetainingHeads, scorers
 from locret.data.benchmarks import Item
 from locret.data.tasks import Sample
 from locret.labels import answer_labels
+from locret.nearest import nearest
 from locret.policy import RetentionPolicy
 from locret.scorers import Scorer
 
@@ -147,7 +147,7 @@ def get(name: str) -> Method:
         if method.make is None:
             raise ValueError(f'method "{name}": the plain cache evicts nothing, so +{modifier} means nothing; drop it')
         if modifier not in MODIFIERS:
-            near = get_close_matches(modifier, MODIFIERS, n=3) or list(MODIFIERS)
+            near = nearest(modifier, MODIFIERS) or list(MODIFIERS)
             raise ValueError(f'method "{name}": +{modifier} is unknown; did you mean +{" or +".join(near)}?')
         method = replace(method, name=name, changes={**method.changes, **MODIFIERS[modifier]})
     return method
@@ -162,5 +162,5 @@ def _named(name: str) -> Method:
         about = (kind.__doc__ or "").splitlines()[0].rstrip(".")
         about = about[:1].lower() + about[1:]
         return Method(name, about, lambda prompt: scorers.get(name), positions=kind.positions)
-    near = get_close_matches(name, names(), n=3) or names()
+    near = nearest(name, names()) or names()
     raise ValueError(f'method "{name}" is unknown; did you mean {" or ".join(near)}?')

@@ -13,6 +13,7 @@ from locret.data.tasks import Task
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.methods import Method
 from locret.infer.options import ModelOptions
+from locret.nearest import nearest
 from locret.policy import RetentionPolicy
 
 Numbers = int | str | list[int]
@@ -115,7 +116,7 @@ class EvalOptions(PublishedOptions):
         """
         suite = self.chosen_suite()
         names = words(self.tasks, "--tasks") if suite is None else suite.tasks
-        return [(benchmarks if "/" in name else tasks).get(name, **self.task_options.get(name, {})) for name in names]
+        return [_task(name, self.task_options.get(name, {})) for name in names]
 
     def chosen_methods(self) -> list[Method]:
         """Return the methods.
@@ -230,6 +231,14 @@ class ReportOptions:
 
 
 OPTION_CLASSES = (ModelOptions, EvalOptions, BudgetOptions, ReportOptions)
+
+
+def _task(name: str, options: dict[str, Any]) -> Task | PublishedTask:
+    known = tasks.names()
+    if "/" not in name and name not in known:
+        near = nearest(name, [*known, *benchmarks.names()]) or known
+        raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')
+    return (benchmarks if "/" in name else tasks).get(name, **options)
 
 
 def numbers(value: Numbers, flag: str) -> list[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
+from locret.nearest import nearest
 from locret.scorers.base import Scorer, TokenPass, TokenScorer
 from locret.scorers.expected_attention import ExpectedAttentionScorer
 from locret.scorers.h2o import H2OScorer
@@ -92,5 +92,5 @@ def find(name: str) -> type[Scorer]:
     for scorer in _SCORERS:
         if scorer.name == name:
             return scorer
-    near = get_close_matches(name, names(), n=3) or names()
+    near = nearest(name, names()) or names()
     raise ValueError(f'scorer "{name}" is unknown; did you mean {" or ".join(near)}?')

@@ -1,0 +1,30 @@
+"""Which of the known names is meant by one that is unknown: what messages suggest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return the name that differs from `name` in upper case only; else the three that are spelt most like it.
+
+    A name without a slash is also compared with what follows the slash in names that have one: "qasper" means
+    "longbench/qasper". If nothing is spelt alike, names that contain it will do.
+
+    Args:
+        name: What somebody wrote.
+        known: The names there are; the first ones are preferred among equals.
+
+    Returns:
+        At most three, the best one first; empty if nothing is near.
+    """
+    wanted, forms = name.lower(), dict[str, list[str]]()
+    for one in known:
+        whole = one.lower()
+        if whole == wanted:
+            return [one]
+        for form in dict.fromkeys((whole, whole if "/" in name else whole.rpartition("/")[2])):
+            forms.setdefault(form, []).append(one)
+    close = get_close_matches(wanted, forms, n=3) or [form for form in forms if wanted in form]
+    return list(dict.fromkeys(one for form in close for one in forms[form]))[:3]
