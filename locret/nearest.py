@@ -26,5 +26,6 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
             return [one]
         for form in dict.fromkeys((whole, whole if "/" in name else whole.rpartition("/")[2])):
             forms.setdefault(form, []).append(one)
-    close = get_close_matches(wanted, forms, n=3) or [form for form in forms if wanted in form]
+    alike = [wanted] if wanted in forms else get_close_matches(wanted, forms, n=3)
+    close = alike or [form for form in forms if wanted in form]
     return list(dict.fromkeys(one for form in close for one in forms[form]))[:3]
