@@ -1,4 +1,7 @@
-"""The shipped heads keep what the shipped backbone needs, within a budget where other methods lose it."""
+"""The shipped heads keep what the shipped backbone needs, within a budget where other methods lose it.
+
+With room for the whole prompt the answers are those of transformers alone.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from locret import RetentionCache, RetentionPolicy, generate, scorers
+from locret.data import tasks
+from locret.infer.evaluation import runner
 from locret.infer.evaluation.command import command
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
@@ -27,3 +35,18 @@ def test_shipped_heads_answer_what_the_full_cache_answers_and_other_methods_do_n
     assert right["full"] >= SAMPLES - 1
     assert right["locret"] >= SAMPLES - 1
     assert max(right["untrained"], right["random"], right["streaming"]) <= 1
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_with_room_for_the_prompt_the_shipped_backbone_answers_as_plain_transformers(name: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "tiny", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "tiny")
+    task = tasks.get(name)
+    ids_1N = runner.prompt_ids(tokenizer, task.sample(tokenizer, 2048, seed=0))
+    settings = {"max_new_tokens": task.max_new_tokens, "do_sample": False}
+    plain = model.generate(ids_1N, attention_mask=torch.ones_like(ids_1N), **settings)
+    policy = RetentionPolicy(budget=ids_1N.shape[1], chunk_size=512, stabilizers=64, local_len=32)
+    # Good heads could hide that something was evicted.
+    ours = generate(model, ids_1N, cache=RetentionCache(model, scorers.get("random"), policy), **settings)
+    assert plain.shape[1] > ids_1N.shape[1] + 3
+    assert torch.equal(ours, plain)
