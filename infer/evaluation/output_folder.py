@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
+from locret.environment import versions
 from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts, write_atomically
 
 CONFIGURATION = "configuration.json"
+VERSIONS = "versions"
+"""What stands beside the settings in that file, and is no setting: the versions each process that wrote here ran on."""
 
 
 def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
@@ -55,7 +59,7 @@ def _different(state: Path, settings: dict[str, Any]) -> list[str]:
 
 
 def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> SampleLog:
-    """Return the records of a folder that `check_output` has passed, making it if need be.
+    """Return the records of a folder that `check_output` has passed, making it if need be; its versions go on record.
 
     Raises:
         ValueError: If its records are broken.
@@ -65,6 +69,7 @@ def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> Sa
     log = SampleLog(folder)
     if (folder / CONFIGURATION).is_file() and not overwrite:
         log.load()
+        _add_versions(folder, log)
         return log
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,8 +79,45 @@ def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> Sa
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise OSError(f"--output {output} cannot be written ({error.strerror}); choose another folder") from error
-    write_atomically(folder / CONFIGURATION, json.dumps(settings, indent=1) + "\n")
+    write_atomically(folder / CONFIGURATION, json.dumps({**settings, VERSIONS: [versions()]}, indent=1) + "\n")
     return log
+
+
+def versions_of(folder: Path) -> list[dict[str, str]]:
+    """Return the versions that the processes of a folder ran on, the newest last; equal ones in a row are one.
+
+    Empty for a folder of an older toolkit, which did not record them.
+    """
+    return list(json.loads((folder / CONFIGURATION).read_text(encoding="utf-8")).get(VERSIONS, []))
+
+
+def _add_versions(folder: Path, log: SampleLog) -> None:
+    """Put this process's versions on record, and say what has changed since the answers that are there."""
+    here, before = versions(), versions_of(folder)
+    if not before and log.records:
+        before = [_versions_of_results(folder)]
+    if before and before[-1] == here:
+        return
+    if before:
+        last = before[-1]
+        names = [name for name in {**last, **here} if last.get(name) != here.get(name)]
+        changed = ", ".join(f"{name} {last.get(name, 'unknown')} is now {here.get(name, 'unknown')}" for name in names)
+        warnings.warn(
+            f"--resume mixes answers of different versions ({changed}); results.json names all of them, --overwrite "
+            "starts again",
+            stacklevel=2,
+        )
+    state = folder / CONFIGURATION
+    stored = json.loads(state.read_text(encoding="utf-8"))
+    write_atomically(state, json.dumps({**stored, VERSIONS: [*before, here]}, indent=1) + "\n")
+
+
+def _versions_of_results(folder: Path) -> dict[str, str]:
+    """Return the versions that the results of an older toolkit name."""
+    try:
+        return dict(json.loads((folder / RESULTS).read_text(encoding="utf-8"))["versions"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {"commit": "unknown"}
 
 
 def _pictures(folder: Path) -> list[str]:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from locret.environment import versions
-from locret.infer.evaluation import budget_table, games, suite_table, summary
+from locret.infer.evaluation import budget_table, games, output_folder, suite_table, summary
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key, write_atomically
@@ -29,12 +28,13 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
     """
     places, runs, published = job.places, job.runs, job.published
     records = ordered(log, places, runs)
-    found = versions()
+    *earlier, found = output_folder.versions_of(output)
     results: dict[str, Any] = {
         "config": settings,
         "configuration_sha256": fingerprint(settings),
         "versions": found,
         "commit": found.get("commit"),
+        **({"resumed_from": earlier} if earlier else {}),
         "seed": settings["seed"],
         "complete": len(records) == len(places) * len(runs),
         "cells": summary.cells(records, published.sets()),
