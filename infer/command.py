@@ -22,6 +22,7 @@ from locret.infer.options import (
     PromptOptions,
     ScorerOptions,
 )
+from locret.infer.recency_warning import warn_of_recency
 from locret.infer.warning_lines import warnings_as_lines
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
@@ -101,6 +102,8 @@ def _execute(options: Options) -> None:
             f"{tokens:,} tokens); --when chunk bounds it",
             stacklevel=2,
         )
+    if options.scorer.heads is None:
+        warn_of_recency(scorer.name, scorer.recent, [policy])
     setup: dict[str, Any] = {
         "model": options.model.model,
         "scorer": options.scorer.heads or scorer.name,

@@ -18,6 +18,7 @@ from locret.infer.evaluation.processes import Processes
 from locret.infer.evaluation.published import PublishedPlan
 from locret.infer.evaluation.runner import AnyPlace, Run
 from locret.infer.options import ModelOptions, ScorerOptions
+from locret.infer.recency_warning import warn_of_recency
 from locret.policy import RetentionPolicy
 
 
@@ -137,6 +138,8 @@ def prepare(
     if not report.dry_run:
         output_folder.check_output(report.output, job.settings(), resume=report.resume, overwrite=report.overwrite)
     _warn_about_positions(positions, runs, [place.tokens for place in places])
+    for method in methods:
+        warn_of_recency(method.name, method.recent, [r.policy for r in runs if r.method is method and r.policy])
     return job
 
 

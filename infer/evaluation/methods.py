@@ -74,6 +74,8 @@ class Method:
     """What the method changes in every policy."""
     positions: str | None = None
     """Position mode of the method's paper, taken unless the user chose one."""
+    recent: Callable[[int], int] = lambda budget: 0
+    """Newest units out of a budget that the method keeps whatever their scores."""
 
     def policy(self, policy: RetentionPolicy, chosen: Collection[str] = ()) -> RetentionPolicy:
         """Return the policy with the method's own changes; `chosen` are the names of the numbers that the user set.
@@ -161,6 +163,7 @@ def _named(name: str) -> Method:
         kind = scorers.find(name)
         about = (kind.__doc__ or "").splitlines()[0].rstrip(".")
         about = about[:1].lower() + about[1:]
-        return Method(name, about, lambda prompt: scorers.get(name), positions=kind.positions)
+        own = kind()
+        return Method(name, about, lambda prompt: scorers.get(name), positions=kind.positions, recent=own.recent)
     near = nearest(name, names()) or names()
     raise ValueError(f'method "{name}" is unknown; did you mean {" or ".join(near)}?')
