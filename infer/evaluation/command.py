@@ -198,6 +198,8 @@ def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], dr
     output = Path(job.report.output)
     results = report.write_results(output, log, settings, job)
     if draw:
+        if not job.report.quiet:
+            sys.stderr.write("locret-eval: all answers are known; drawing pictures, which can take minutes\n")
         report.write_figures(output, log, results, setup, job.places, job.runs)
     if job.report.json:
         print_json(results)
