@@ -194,6 +194,7 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
 def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], draw: bool) -> None:
     """Write results and pictures, and print them."""
     from locret.infer.evaluation import report
+    from locret.infer.evaluation.left_out import left_out
 
     output = Path(job.report.output)
     results = report.write_results(output, log, settings, job)
@@ -201,6 +202,9 @@ def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], dr
         if not job.report.quiet:
             sys.stderr.write("locret-eval: all answers are known; drawing pictures, which can take minutes\n")
         report.write_figures(output, log, results, setup, job.places, job.runs)
+        if not job.report.quiet:
+            for line in left_out(results["figures"], job.places, job.runs):
+                sys.stderr.write(f"locret-eval: {line}\n")
     if job.report.json:
         print_json(results)
         return

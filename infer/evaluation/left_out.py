@@ -1,0 +1,43 @@
+"""Which kinds of pictures an evaluation has not got, and what each would have needed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from locret.infer.evaluation.insight import MOST_TOKENS
+from locret.infer.evaluation.runner import AnyPlace, Place, Run
+
+_NO_BUDGET = "a method with a budget, such as --methods random"
+_NO_TEXTS = "a task whose texts are generated here, such as --tasks passkey"
+_ONE_CHUNK = "a prompt longer than --chunk-size and --local-len together; lower --chunk-size or raise --lengths"
+
+
+def left_out(drawn: Collection[str], places: Sequence[AnyPlace], runs: Sequence[Run]) -> list[str]:
+    """Return a sentence for each reason why pictures are missing, with the way out.
+
+    Args:
+        drawn: Names of the pictures there are.
+        places: The samples of the evaluation.
+        runs: Its methods and policies.
+    """
+    bounded = list(dict.fromkeys(run.method.name for run in runs if run.policy is not None))
+    generated = any(isinstance(place, Place) for place in places)
+    needed = None if bounded and generated else _NO_TEXTS if bounded else _NO_BUDGET
+    reasons: dict[str, list[str]] = {}
+
+    def missing(names: Sequence[str], reason: str) -> None:
+        reasons.setdefault(reason, []).extend(names)
+
+    if not any(name.startswith("accuracy_by_") for name in drawn):
+        missing(["accuracy_by_budget.png"], "several budgets, such as --budget 64,128" if bounded else _NO_BUDGET)
+    if not any(name.startswith("heat_map_") for name in drawn):
+        missing(["heat_map_*.png"], "a task with a single needle, such as --tasks passkey")
+    steps = [f"retention_steps_{name}.png" for name in bounded if f"retention_steps_{name}.png" not in drawn]
+    if steps or not bounded:
+        missing(["retention_steps_*.png"] if len(steps) == len(bounded) else steps, needed or _ONE_CHUNK)
+    if "consistency.png" not in drawn:
+        missing(["consistency.png"], needed or f"a length of at most {MOST_TOKENS:,} tokens")
+    return [
+        f"no {', '.join(names)}: {'it needs' if len(names) == 1 else 'they need'} {reason}"
+        for reason, names in reasons.items()
+    ]
