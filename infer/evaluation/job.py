@@ -53,6 +53,7 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """Return everything that results depend on, resolved."""
         model, evaluation = self.model, self.evaluation
+        longest = {} if evaluation.max_new_tokens is None else {"max_new_tokens": evaluation.max_new_tokens}
         return {
             "model": model.model,
             "revision": model.revision,
@@ -63,7 +64,7 @@ class Job:
             "heads": evaluation.heads,
             "methods": [method.name for method in evaluation.chosen_methods()],
             "tasks": {
-                **{task.name: {"version": task.version, **task.options()} for task in self.tasks},
+                **{task.name: {"version": task.version, **task.options(), **longest} for task in self.tasks},
                 **self.published.facts,
             },
             "lengths": evaluation.token_lengths(),
@@ -76,7 +77,7 @@ class Job:
 
     def plan(self) -> dict[str, Any]:
         """Return what would be done: runs, tokens, and the bytes of each policy's cache."""
-        new_tokens = max(place.task.max_new_tokens for place in self.places)
+        new_tokens = max(place.new_tokens for place in self.places)
         planned = []
         for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
             scorer, _ = loading.load_scorer(self.scorer)
@@ -131,7 +132,8 @@ def prepare(
     theirs = [task for task in tasks if not isinstance(task, Task)]
     found = published.plan(theirs, evaluation, positions, partial(loading.load_tokenizer, model))
     samples, lengths = evaluation.samples or SAMPLES, evaluation.token_lengths()
-    places: list[AnyPlace] = [*runner.plan_places(own, lengths, samples, evaluation.seed), *found.places]
+    made = runner.plan_places(own, lengths, samples, evaluation.seed, evaluation.max_new_tokens)
+    places: list[AnyPlace] = [*made, *found.places]
     job = Job(
         model, scorer, evaluation, report, processes, own, found, places, runs, policies, heads, config, device, dtype
     )

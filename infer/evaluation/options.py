@@ -14,7 +14,7 @@ from locret.infer.evaluation import methods
 from locret.infer.evaluation.methods import Method
 from locret.infer.options import ModelOptions
 from locret.nearest import nearest
-from locret.policy import RetentionPolicy
+from locret.policy import RetentionPolicy, stabilizers_within
 
 Numbers = int | str | list[int]
 Names = str | list[str]
@@ -41,7 +41,8 @@ class PublishedOptions:
     max_prompt: int | None = None
     """Most tokens of a published task's prompt; none: its protocol's, or the backbone's positions if they are fewer."""
     max_new_tokens: int | None = None
-    """Longest answer to a published task; its protocol's where that is shorter."""
+    """Longest answer: instead of a generated task's own limit, which fits the embedded backbone's tokenizer; for a
+    published task only where its protocol's is longer."""
     template: str = "chat"
     """How published tasks that are chat turns become text: chat, original or none. Completion tasks get no template."""
 
@@ -185,7 +186,7 @@ class BudgetOptions:
         for budget in budgets:
             kept = numbers(values["stabilizers"], "--stabilizers")
             if "stabilizers" not in chosen:
-                kept = [min(kept[0], budget // 4)]
+                kept = [stabilizers_within(budget, kept[0])]
             for stabilizers in kept:
                 if stabilizers >= budget > 0:
                     raise ValueError(

@@ -80,6 +80,11 @@ class ItemPlace:
     template: str
 
     @property
+    def new_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return self.task.max_new_tokens
+
+    @property
     def axes(self) -> dict[str, Any]:
         """What tells the item from others, as it stands in a record."""
         return {

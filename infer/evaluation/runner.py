@@ -56,6 +56,13 @@ class Place:
     index: int
     samples: int
     seed: int
+    max_new_tokens: int | None = None
+    """Longest answer, instead of the task's own."""
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return self.max_new_tokens or self.task.max_new_tokens
 
     @property
     def depth(self) -> float:
@@ -95,10 +102,15 @@ def plan_runs(
     return runs
 
 
-def plan_places(tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int) -> list[Place]:
-    """Return all samples, task by task and length by length."""
+def plan_places(
+    tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int, max_new_tokens: int | None = None
+) -> list[Place]:
+    """Return all samples, task by task and length by length; `max_new_tokens` replaces the tasks' own."""
     return [
-        Place(task, tokens, index, samples, seed) for task in tasks for tokens in lengths for index in range(samples)
+        Place(task, tokens, index, samples, seed, max_new_tokens)
+        for task in tasks
+        for tokens in lengths
+        for index in range(samples)
     ]
 
 
@@ -147,8 +159,8 @@ def _answered(prompt: Prompt, run: Run, place: AnyPlace) -> dict[str, Any]:
     if isinstance(task, GameTask):
         return games.played(prompt, run.method, run.policy, task)
     if isinstance(task, Task):
-        return answer(prompt, run, task.max_new_tokens)
-    measured = answer(prompt, run, task.max_new_tokens, task.stop, task.min_new_tokens)
+        return answer(prompt, run, place.new_tokens)
+    measured = answer(prompt, run, place.new_tokens, task.stop, task.min_new_tokens)
     return {**measured, "prediction": cut_at(measured["prediction"], task.stop)}
 
 
