@@ -16,6 +16,7 @@ from torch import nn
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, hub, scorers
 from locret.adapters import describe
 from locret.infer.options import ModelOptions, ScorerOptions
+from locret.policy import stabilizers_within
 from locret.scorers import Scorer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -205,7 +206,7 @@ def resolve_policy(
         settings["budget"] = budget
         if "stabilizers" not in own:
             wanted = recommended.get("stabilizers", RetentionPolicy.stabilizers)
-            settings["stabilizers"] = min(wanted, budget // 4)
+            settings["stabilizers"] = stabilizers_within(budget, wanted)
     return RetentionPolicy(**settings)
 
 

@@ -20,6 +20,7 @@ from locret.infer.bench.shapes import PRESETS, SHAPES, Preset
 from locret.infer.chunk_size import LARGEST
 from locret.infer.options import ModelOptions, ScorerOptions
 from locret.infer.sizing import AUTO
+from locret.policy import stabilizers_within
 
 
 def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
@@ -108,7 +109,7 @@ def _policy(options: BenchOptions, preset: Preset, chunk_size: int) -> Retention
     budget = value("budget")
     stabilizers = value("stabilizers")
     if options.stabilizers is None and budget < preset.budget:  # a smaller budget takes its share with it
-        stabilizers = min(stabilizers, budget // 4)
+        stabilizers = stabilizers_within(budget, stabilizers)
     return RetentionPolicy(budget=budget, chunk_size=chunk_size, stabilizers=stabilizers, local_len=value("local_len"))
 
 
