@@ -5,8 +5,9 @@
     python -m locret.infer.evaluation.harness tasks FOLDER
         writes the tasks for `lm_eval --include_path FOLDER`, with any of their models
 
-The tasks take --metadata '{"lengths": [2048, 8192], "samples": 100, "seed": 0, "task_options": {"keys": 12}}' and size
-their prompts with the tokenizer of --model_args (`tokenizer` or `pretrained`); give --apply_chat_template.
+The tasks take --metadata '{"lengths": [2048, 8192], "samples": 100, "seed": 0}', also options by task, as `locret-eval`
+has them ("task_options": {"multikey": {"keys": 12}}). They size their prompts with the tokenizer of --model_args
+(`tokenizer` or `pretrained`); give --apply_chat_template.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from locret import RetentionCache, RetentionPolicy, generate, prefill
 from locret.adapters import unwrap
 from locret.infer import loading
-from locret.infer.options import ModelOptions, ScorerOptions
+from locret.infer.options import ModelOptions, PolicyOptions, ScorerOptions
 from locret.instrument import instrumented
 
 _MODEL_KEYS = {field.name for field in fields(ModelOptions)} - {"model", "device"}
@@ -38,7 +38,8 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         max_batch_size: Not used.
         max_gen_toks: Longest answer where a task does not say.
         **settings: `heads` or `scorer` (one of them), and options of `locret-infer`: budget, chunk_size, stabilizers,
-            local_len, positions, dtype, revision, adapter, ... What is missing is what the heads recommend.
+            local_len, positions, dtype, revision, adapter, ... What is missing is what the heads recommend, as in
+            `locret-eval`: stabilizers are then at most a quarter of the budget.
 
     Raises:
         ValueError: For an unknown setting, or one that `locret-infer` would refuse.
@@ -66,7 +67,8 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         self.scorer, recommended = loading.load_scorer(scorer)
         loading.check_matches(scorer, self.scorer, config)
         own = {k: v for k, v in settings.items() if k in _POLICY_KEYS}
-        self.policy = RetentionPolicy(**{**recommended, **own})
+        budget = own.get("budget", recommended.get("budget", RetentionPolicy.budget))
+        self.policy = loading.resolve_policy(PolicyOptions(**own), own.keys(), recommended, budget)
         dtype = loading.resolve_dtype(model.dtype, config, self._device)
         self.model = loading.load_model(model, config, self._device, dtype)
         self.max_gen_toks, self._name = int(max_gen_toks), pretrained

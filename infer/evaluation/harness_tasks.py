@@ -23,8 +23,8 @@ class HarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no type
 
     Args:
         config: As read from the file that `harness.write_task_files` wrote. Its `metadata` says which task it is, and
-            holds what the user gave: `lengths` in tokens, `samples` per length, `seed`, `task_options`, and the name of
-            the tokenizer as `tokenizer` or `pretrained`.
+            holds what the user gave: `lengths` in tokens, `samples` per length, `seed`, `task_options` by task, and the
+            name of the tokenizer as `tokenizer` or `pretrained`.
 
     Raises:
         ValueError: For a metadata value that cannot be used, or a tokenizer that cannot express the task.
@@ -32,7 +32,8 @@ class HarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no type
 
     def __init__(self, config: dict[str, Any]) -> None:
         metadata = dict(config["metadata"])
-        self.own = tasks.get(metadata["locret_task"], **(metadata.get("task_options") or {}))
+        name = metadata["locret_task"]
+        self.own = tasks.get(name, **_task_options(metadata).get(name, {}))
         self.lengths = _lengths(metadata.get("lengths", metadata.get("max_seq_lengths", list(LENGTHS))))
         self.samples, self.seed = _count(metadata, "samples", SAMPLES), metadata.get("seed", SEED)
         self.tokenizer_name = _tokenizer_name(metadata)
@@ -85,6 +86,19 @@ def _content(doc: dict[str, Any]) -> str:
 
 def _reply(doc: dict[str, Any]) -> str:
     return str(doc["reply"])
+
+
+def _task_options(metadata: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the options by task; a run may hold tasks of which the options do not speak, but not the reverse."""
+    given = metadata.get("task_options") or {}
+    if not isinstance(given, dict) or not all(isinstance(options, dict) for options in given.values()):
+        raise ValueError(
+            f"--metadata: task_options={given!r} does not say whose options they are; name the task, such as "
+            '{"multikey": {"keys": 12}}'
+        )
+    for name in given:
+        tasks.get(name, **given[name])  # refuses unknown names and options
+    return given
 
 
 def _lengths(given: Any) -> tuple[int, ...]:

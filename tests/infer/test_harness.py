@@ -13,6 +13,8 @@ import yaml
 
 from locret.data import tasks
 from locret.infer.evaluation import harness
+from locret.infer.evaluation.command import command as eval_command
+from locret.infer.evaluation.options import BudgetOptions
 
 POLICY = {"budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8}
 AMPLE = {"budget": 1000, "chunk_size": 64, "stabilizers": 0, "local_len": 8}
@@ -115,11 +117,24 @@ def test_gold_answers_score_one_and_wrong_ones_zero_on_every_task(backbone: Path
 @NEEDED
 def test_task_options_reach_the_task(backbone: Path, tmp_path: Path) -> None:
     loaded = load(
-        tmp_path, "locret_multikey", pretrained=str(backbone), lengths=256, samples=1, task_options={"keys": 2}
+        tmp_path,
+        "locret_multikey",
+        pretrained=str(backbone),
+        lengths=256,
+        samples=1,
+        task_options={"multikey": {"keys": 2}},
     )
     (doc,) = loaded["locret_multikey"].test_docs()
     assert doc["text"].count("special magic numbers for") >= 2
     assert len(doc["depths"]) == 2
+
+
+@NEEDED
+def test_task_options_reach_their_own_task_among_all(backbone: Path, tmp_path: Path) -> None:
+    options = {"multikey": {"keys": 2}, "multivalue": {"values": 2, "others": 1}}
+    loaded = load(tmp_path, "locret", pretrained=str(backbone), lengths=512, samples=1, task_options=options)
+    found = {name: task.own.options() for name, task in loaded.items()}
+    assert found == {f"locret_{name}": tasks.get(name, **options.get(name, {})).options() for name in tasks.names()}
 
 
 @NEEDED
@@ -128,6 +143,12 @@ def test_task_options_reach_the_task(backbone: Path, tmp_path: Path) -> None:
     [
         ({"lengths": ["long"]}, "lengths=.*long.* is no list of lengths"),
         ({"samples": 0}, "samples=0 is no count; give 1 or more"),
+        (
+            {"task_options": {"keys": 12}},
+            "--metadata: task_options={'keys': 12} does not say whose options they are; name",
+        ),
+        ({"task_options": {"multykey": {"keys": 12}}}, 'task "multykey" is unknown; did you mean multikey'),
+        ({"task_options": {"multikey": {"kees": 12}}}, 'task multikey: it has no option "kees"; did you mean keys'),
         ({"pretrained": None}, "nothing says which tokenizer measures the prompts"),
     ],
 )
@@ -198,7 +219,44 @@ def test_cache_is_bounded_whatever_is_asked(backbone: Path, heads: Path, length:
 @NEEDED
 def test_heads_recommend_what_the_user_does_not_set(backbone: Path, heads: Path) -> None:
     lm = locret_lm(backbone, heads=str(heads), budget=48)
-    assert (lm.policy.budget, lm.policy.chunk_size, lm.policy.stabilizers) == (48, 32, 16)
+    assert (lm.policy.budget, lm.policy.chunk_size, lm.policy.stabilizers) == (48, 32, 12)
+
+
+@NEEDED
+@pytest.mark.parametrize("own", [{}, {"budget": 16}, {"budget": 256}, {"budget": 40, "stabilizers": 30}])
+def test_settings_become_the_policy_of_locret_eval(backbone: Path, heads: Path, own: dict[str, int]) -> None:
+    lm = locret_lm(backbone, heads=str(heads), **own)
+    assert [lm.policy] == BudgetOptions(**own).policies(own, lm.scorer.config.policy)
+
+
+@NEEDED
+def test_answers_and_scores_are_those_of_locret_eval(backbone: Path, heads: Path, tmp_path: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    flags = ["--model", backbone, "--heads", heads, "--methods", "locret", "--tasks", "number", "--budget", 32]
+    texts = ["--lengths", 400, "--samples", 3, "--seed", 5, "--figures", "none", "--device", "cpu"]
+    assert eval_command([str(flag) for flag in [*flags, *texts, "--quiet", "--output", tmp_path / "own"]]) == 0
+    records = [json.loads(line) for line in (tmp_path / "own" / "samples.jsonl").read_text().splitlines()]
+
+    harness.register()
+    harness.write_task_files(tmp_path / "tasks")
+    plan = {"pretrained": str(backbone), "lengths": [400], "samples": 3, "seed": 5}
+    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False, metadata=plan)
+    found = simple_evaluate(
+        model="locret",
+        model_args=f"pretrained={backbone},heads={heads},budget=32",
+        device="cpu",
+        tasks=["locret_number"],
+        task_manager=manager,
+        apply_chat_template=True,
+        bootstrap_iters=0,
+    )
+    answers = {tuple(sample["doc"]["targets"]): sample["resps"] for sample in found["samples"]["locret_number"]}
+    assert answers == {tuple(record["targets"]): [[record["prediction"]]] for record in records}
+    assert len({record["prediction"] for record in records}) > 1
+    score = sum(record["score"] for record in records) / 3
+    assert found["results"]["locret_number"]["score@400,none"] == pytest.approx(score)
 
 
 @NEEDED
