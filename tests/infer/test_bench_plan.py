@@ -171,7 +171,7 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(changes: dict[str, A
 def test_what_this_machine_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "installed_bytes", lambda: 64 * 2**20)
     plan_of(methods="full", lengths="1K")
-    with pytest.raises(ValueError, match="--methods full at 32,768 tokens needs 0.1 GiB of weights and cache, but"):
+    with pytest.raises(ValueError, match="--methods full at 32,768 tokens needs 0.2 GiB of weights and cache, but"):
         plan_of(methods="locret,full", lengths="32K")
 
 

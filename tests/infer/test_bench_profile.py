@@ -16,6 +16,7 @@ from locret.infer.bench import profile as bench
 from locret.infer.bench.shapes import TINY, random_model
 from locret.infer.bench.stages import ELSEWHERE, MARK, by_stage, marked_stages
 
+LAYERS = TINY.num_hidden_layers
 SMALL = ["--shape", "tiny", "--threads", "1", "--device", "cpu", "--answer-tokens", "4"]
 BUDGET = ["--budget", "24", "--chunk-size", "16", "--stabilizers", "4", "--local-len", "8"]
 
@@ -40,8 +41,8 @@ def test_a_profile_of_prefill_knows_its_stages_and_adds_up(tmp_path: Path) -> No
     assert sum(row["share"] for row in record["stages"]) == pytest.approx(1, abs=0.01)
     calls = {row["name"]: row["calls"] for row in record["operations"]}
     # 4 chunks, the last of which has 8 tokens and is followed by 8 local ones; q, k, v, o, gate, up, down, fc1, fc2 of
-    # 4 layers, and the language-model head.
-    assert calls["aten::mm"] == 5 * 4 * 9 + 1
+    # Five chunks, and the language-model head.
+    assert calls["aten::mm"] == 5 * LAYERS * 9 + 1
     assert record["where"]["options"]["stabilizers"] == 4
     page = (tmp_path / "profile.md").read_text()
     assert "| MLP |" in page
@@ -51,7 +52,7 @@ def test_a_profile_of_prefill_knows_its_stages_and_adds_up(tmp_path: Path) -> No
 def test_a_profile_of_decoding_leaves_out_the_prompt(tmp_path: Path) -> None:
     record = profiled(tmp_path, "--what", "decode", "--method", "full", "--top", "100")
     calls = {row["name"]: row["calls"] for row in record["operations"]}
-    assert calls["aten::mm"] == 4 * (4 * 7 + 1)
+    assert calls["aten::mm"] == 4 * (LAYERS * 7 + 1)
     assert "eviction" not in stage_names(record)
 
 
@@ -65,7 +66,7 @@ def test_a_profile_of_training_has_labels_heads_and_one_optimizer_step(tmp_path:
     assert "eviction" not in stage_names(record)
     calls = {row["name"]: row["calls"] for row in record["operations"]}
     assert calls["aten::_fused_adamw_"] == 1
-    assert calls["aten::topk"] == 2 * 4  # of scores and of labels, layer by layer: what the log shows
+    assert calls["aten::topk"] == 2 * LAYERS  # of scores and of labels, layer by layer: what the log shows
     assert any(
         event.get("name") == MARK + "labels"
         for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
