@@ -18,8 +18,10 @@ from locret.infer.bench.plan import BenchPlan
 from locret.infer.bench.resident import resident_growth
 from locret.infer.bench.resolve import make_plan
 from locret.infer.bench.runs import FloorRun, layer_bytes, make_setup, new_run, storage_bytes
+from locret.infer.bench.shapes import TINY
 
 MIB = 2**20
+LAYERS = TINY.num_hidden_layers
 
 
 def plan_of(methods: str, **changes: Any) -> BenchPlan:
@@ -66,7 +68,7 @@ def test_peak_bytes_are_weights_cache_and_workspace(name: str) -> None:
     peaks, planned = measure_peaks(setup, method, 150), plan.planned_bytes(method, 150)
     assert peaks.prefill.weights == planned.weights
     last = 3 if name == "full" else 0  # the last new tokens' units come later
-    unit = 4 * 2 * 4 * 32 * 4
+    unit = LAYERS * 2 * 4 * 32 * 4
     assert peaks.prefill.cache == planned.cache - last * unit
     assert peaks.decode.cache == planned.cache
     # A chunk's states and the gate, up and product of an MLP at the least; no more than forty of its widest tensors.
@@ -104,7 +106,7 @@ def test_bytes_of_a_full_cache_grow_with_the_prompt_and_those_of_a_bounded_one_d
             run = new_run(setup, method, length)
             run.read()
             counted[method.name, length] = run.cache_bytes()
-    assert counted["full", 200] == 2 * counted["full", 100] == 200 * 4 * 2 * 4 * 32 * 4
+    assert counted["full", 200] == 2 * counted["full", 100] == 200 * LAYERS * 2 * 4 * 32 * 4
     assert counted["locret", 200] == counted["locret", 100]
 
 
@@ -199,4 +201,4 @@ def test_a_static_cache_counts_its_buffers_and_not_what_is_filled() -> None:
     run = new_run(make_setup(plan), plan.methods[0], 40)
     run.read()
     assert isinstance(run, FloorRun)
-    assert layer_bytes(run.cache) == 4 * (32 + 24) * 2 * 4 * 32 * 4
+    assert layer_bytes(run.cache) == LAYERS * (32 + 24) * 2 * 4 * 32 * 4
