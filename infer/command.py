@@ -70,6 +70,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 def _execute(options: Options) -> None:
     """Do what the options say."""
     from locret.infer import loading, sizing
+    from locret.scorers import Scorer
 
     if options.output.picture:
         _check_picture(options.output.picture)
@@ -102,7 +103,7 @@ def _execute(options: Options) -> None:
             f"{tokens:,} tokens); --when chunk bounds it",
             stacklevel=2,
         )
-    if options.scorer.heads is None:
+    if isinstance(scorer, Scorer):
         warn_of_recency(scorer.name, scorer.recent, [policy])
     setup: dict[str, Any] = {
         "model": options.model.model,
