@@ -1,0 +1,30 @@
+"""What a trained backbone answers exactly, from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from locret.train.backbone.measure import command
+
+TINY = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny"
+
+
+def test_the_command_prints_shares_by_task_and_length(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", str(TINY), "--tasks", "[passkey,multikey]", "--tokens", "[300]", "--samples", "2"]
+    assert command(asked) == 0
+    assert json.loads(capsys.readouterr().out) == {"passkey": {"300": 1.0}, "multikey": {"300": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tasks", "[passky]"], '"passky".*did you mean passkey'),
+        (["--samples", "0"], "--samples 0 is too small; give 1 or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        command(["--model", str(TINY), *flags])
