@@ -210,7 +210,7 @@ def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], dr
         return
     print(report.tables(results), end="")
     for name in results["figures"]:
-        print(f"picture: {output / name}")
+        print(f"{'picture' if name.endswith('.png') else 'numbers'}: {output / name}")
 
 
 def _can_draw() -> bool:
