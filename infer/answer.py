@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.generation.streamers import BaseStreamer
 
 from locret import RetentionCache, generate, prefill
-from locret.adapters import unwrap
-from locret.compiled_step import check_can_compile
-from locret.data.chat import render_prompt
-from locret.data.text_stream import token_stream
+from locret.backbone.adapters import unwrap
+from locret.cache.compiled_step import check_can_compile
+from locret.data.text.text_stream import token_stream
+from locret.data.training.chat import render_prompt
 from locret.infer.options import GenerationOptions, PromptOptions
 from locret.infer.position_warning import PositionWarning
 

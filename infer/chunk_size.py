@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from locret import RetainingHeads, RetentionPolicy
-from locret.adapters import describe
+from locret.backbone.adapters import describe
 from locret.scorers import Scorer
 
 LARGEST, SMALLEST = 8192, 64

@@ -20,7 +20,7 @@ from typing import Any
 
 from locret.cli import parse_options, run
 from locret.data import tasks
-from locret.data.question_rows import question_rows, write_rows
+from locret.data.training.question_rows import question_rows, write_rows
 
 
 @dataclass(frozen=True, kw_only=True)

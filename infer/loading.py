@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, hub, scorers
-from locret.adapters import describe
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, scorers
+from locret.backbone.adapters import describe
+from locret.heads import hub
 from locret.infer.options import ModelOptions, ScorerOptions
-from locret.policy import stabilizers_within
+from locret.policy.policy import stabilizers_within
 from locret.scorers import Scorer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from locret.data.chat import TEMPLATES
-from locret.policy import RetentionPolicy
+from locret.data.training.chat import TEMPLATES
+from locret.policy.policy import RetentionPolicy
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ATTENTION = ("auto", "sdpa", "flash_attention_2", "math")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 
 from locret import RetentionCache
-from locret.adapters import Backbone
-from locret.policy import RetentionPolicy
+from locret.backbone.adapters import Backbone
+from locret.policy.policy import RetentionPolicy
 
 
 class PositionWarning:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 
-from locret.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 
 
 def warn_of_recency(name: str, recent: Callable[[int], int], policies: Iterable[RetentionPolicy]) -> None:

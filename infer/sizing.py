@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from locret import RetainingHeads, RetentionPolicy
-from locret.adapters import describe
-from locret.budget import largest_budget, parse_bytes, units_of_share
+from locret.backbone.adapters import describe
+from locret.cache.limits import Limits, planned_bytes
 from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.loading import resolve_policy
 from locret.infer.options import PolicyOptions
-from locret.limits import Limits, planned_bytes
-from locret.schedule import Schedule
+from locret.policy.budget import largest_budget, parse_bytes, units_of_share
+from locret.policy.schedule import Schedule
 from locret.scorers import RetainingHeadScorer, Scorer
 
 _ANY = 2**62
@@ -166,7 +166,7 @@ def _within_memory(
 
 
 def steps(config: Any, scorer: RetainingHeads | Scorer, policy: RetentionPolicy, tokens: int | None) -> list[Any]:
-    """Return the planned steps of a prompt as plain data (see `locret.schedule.Schedule.table`)."""
+    """Return the planned steps of a prompt as plain data (see `locret.policy.schedule.Schedule.table`)."""
     if isinstance(scorer, RetainingHeads):
         scorer = RetainingHeadScorer(heads=scorer)
     return Limits(policy, scorer, len(describe(config).layers)).plan(tokens).table()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret._version import __version__
 
 if TYPE_CHECKING:
     from locret import scorers
-    from locret.cache import RetentionCache
+    from locret.cache.cache import RetentionCache
+    from locret.cache.cache_file import load_cache, save_cache
     from locret.chunked_prefill import prefill
     from locret.generation import generate
-    from locret.heads import RetainingHead, RetainingHeads
-    from locret.policy import RetentionPolicy
-    from locret.storage import load_cache, save_cache
+    from locret.heads.heads import RetainingHead, RetainingHeads
+    from locret.policy.policy import RetentionPolicy
 
 __all__ = [
     "RetainingHead",
@@ -29,16 +30,21 @@ __all__ = [
     "scorers",
 ]
 
+# The wheel holds train, infer and data inside this folder; in a checkout they lie beside it, and are found there.
+_CHECKOUT = Path(__file__).resolve().parents[1]
+if not (_CHECKOUT / "locret" / "train").is_dir() and (_CHECKOUT / "setup.cfg").is_file():
+    __path__.append(str(_CHECKOUT))
+
 # Loaded when first asked for, so that `--help` and a refused option do not wait for torch and transformers.
 _HOME = {
-    "RetainingHead": "locret.heads",
-    "RetainingHeads": "locret.heads",
-    "RetentionCache": "locret.cache",
-    "RetentionPolicy": "locret.policy",
+    "RetainingHead": "locret.heads.heads",
+    "RetainingHeads": "locret.heads.heads",
+    "RetentionCache": "locret.cache.cache",
+    "RetentionPolicy": "locret.policy.policy",
     "generate": "locret.generation",
-    "load_cache": "locret.storage",
+    "load_cache": "locret.cache.cache_file",
     "prefill": "locret.chunked_prefill",
-    "save_cache": "locret.storage",
+    "save_cache": "locret.cache.cache_file",
 }
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from locret.adapters import find_decoder, unwrap
-from locret.cache import RetentionCache
-from locret.instrument import instrumented
-from locret.rows import join_rows, split_rows
-from locret.schedule import lookahead
+from locret.backbone.adapters import find_decoder, unwrap
+from locret.backbone.instrument import instrumented
+from locret.cache.cache import RetentionCache
+from locret.cache.rows import join_rows, split_rows
+from locret.policy.schedule import lookahead
 
 
 @torch.inference_mode(False)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from locret.adapters import find_decoder, unwrap
-from locret.cache import RetentionCache
+from locret.backbone.adapters import find_decoder, unwrap
+from locret.backbone.instrument import instrumented
+from locret.backbone.rotary import uses_long_factors
+from locret.cache.cache import RetentionCache
+from locret.cache.compiled_step import check_can_compile, compiled_steps
 from locret.chunked_prefill import read_prompt
-from locret.compiled_step import check_can_compile, compiled_steps
-from locret.instrument import instrumented
-from locret.rotary import uses_long_factors
 
 
 @torch.inference_mode(False)

@@ -24,8 +24,8 @@ MODULES = {
     "locret-train": "locret.train.command",
     "locret-infer": "locret.infer.command",
     "locret-eval": "locret.infer.evaluation.command",
-    "locret-bench": "locret.infer.bench.command",
-    "locret-push": "locret.push",
+    "locret-bench": "locret.infer.speed.command",
+    "locret-push": "locret.heads.push",
 }
 
 

@@ -3,7 +3,7 @@
 Only what needs no more than torch, transformers, huggingface_hub and safetensors is imported here.
 """
 
-from locret.labels import answer_labels, prompt_scores
+from locret.labels.labels import answer_labels, prompt_scores
 from locret.train.loss import retention_loss, top_overlap
 from locret.train.step import StepResult, train_step
 

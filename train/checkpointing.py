@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from locret import checkpoint
-from locret.heads import RetainingHeads
+from locret.heads import checkpoint
+from locret.heads.heads import RetainingHeads
 
 STATE = "state.pt"
 _NAME = re.compile(r"checkpoint-(\d+)")

@@ -65,7 +65,7 @@ def _report(training: TrainingRun, summary: dict[str, Any]) -> None:
     if summary["stopped"]:
         sys.stderr.write(f"stopped at step {summary['step']}; go on with --resume\n")
     elif training.run.push_to_hub is not None:
-        from locret.push import PushOptions, push
+        from locret.heads.push import PushOptions, push
 
         options = PushOptions(heads=str(training.folder), repo=training.run.push_to_hub, private=training.run.private)
         summary["pushed"] = push(options)["url"]

@@ -39,7 +39,7 @@ class CompareOptions:
     common: dict[str, Any] = field(default_factory=dict)
     """Options of `locret-train` that all variants share."""
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Options of `python -m locret.data.question_rows` by name of the rows."""
+    """Options of `python -m locret.data.training.question_rows` by name of the rows."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     """Options of `locret-eval`: tasks, lengths, budget, samples, ..."""
     references: list[str] = field(default_factory=lambda: ["full", "oracle", "untrained"])
@@ -183,7 +183,7 @@ def check(options: CompareOptions) -> None:
     Raises:
         ValueError: For what the user must change.
     """
-    from locret.data.question_rows import QuestionRowsOptions
+    from locret.data.training.question_rows import QuestionRowsOptions
     from locret.train.training_run import TrainingRun
 
     for name, given in options.rows.items():
@@ -233,7 +233,7 @@ def _train(options: CompareOptions, name: str) -> None:
 
 
 def _make_rows(options: CompareOptions, name: str, given: Mapping[str, Any]) -> None:
-    from locret.data import question_rows
+    from locret.data.training import question_rows
 
     file = Path(options.output) / "rows" / f"{name}.jsonl"
     _remember(file.with_suffix(".yaml"), given, f'the rows "{name}"')

@@ -19,12 +19,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from locret.cache import RetentionCache
+from locret.backbone.instrument import Chunk
+from locret.cache.cache import RetentionCache
 from locret.chunked_prefill import prefill
-from locret.heads import RetainingHeads
-from locret.instrument import Chunk
-from locret.labels import answer_labels, token_row
-from locret.policy import RetentionPolicy
+from locret.heads.heads import RetainingHeads
+from locret.labels.labels import answer_labels, token_row
+from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 from locret.train.loss import ALPHA
 from locret.train.step import MAX_PROMPT_TOKENS, LossArguments, StepResult, learn_layer, step_result

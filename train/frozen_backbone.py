@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from locret.adapters import describe
+from locret.backbone.adapters import describe
 
 
 def load_config(model: str, revision: str | None) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from locret.adapters import Backbone, describe
-from locret.heads import RetainingHeads
-from locret.labels import logit_bytes
+from locret.backbone.adapters import Backbone, describe
+from locret.heads.heads import RetainingHeads
+from locret.labels.labels import logit_bytes
 
 
 def backbone_parameters(config: Any) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from locret.data.benchmarks.base import MAX_ROW_BYTES
-from locret.data.row_order import SHUFFLE_BUFFER
-from locret.policy import RetentionPolicy
+from locret.data.tasks.published.base import MAX_ROW_BYTES
+from locret.data.training.row_order import SHUFFLE_BUFFER
+from locret.policy.policy import RetentionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def training_notes(
         earlier: The summary that the heads of `init_from` came with, if they did.
         facts: What options do not say, such as rows read and final losses.
     """
-    from locret.data.sources import ALIASES
+    from locret.data.training.sources import ALIASES
 
     published = {name.lower(): entry for name, entry in ALIASES.items()}.get(data.dataset.lower())
     pinned = published.revision if published and not data.data_dir else None

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from locret.heads import RetainingHeads
-from locret.instrument import Chunk
-from locret.labels import check_kind, layer_labels, observe, token_row
+from locret.backbone.instrument import Chunk
+from locret.heads.heads import RetainingHeads
+from locret.labels.labels import check_kind, layer_labels, observe, token_row
 from locret.train.loss import ALPHA, retention_loss, top_overlap
 
 MAX_PROMPT_TOKENS = 10240

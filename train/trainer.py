@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from locret import checkpoint
-from locret.heads import RetainingHeads
-from locret.policy import RetentionPolicy
+from locret.heads import checkpoint
+from locret.heads.heads import RetainingHeads
+from locret.policy.policy import RetentionPolicy
 from locret.train import checkpointing
 from locret.train.eviction_step import train_step_under_eviction
 from locret.train.optimizer import head_optimizer
@@ -33,7 +33,7 @@ from locret.train.step import StepResult, train_step
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from locret.data.training import TrainingStream
+    from locret.data.training.stream import TrainingStream
 
 
 class Signals:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from locret.adapters import describe
+from locret.backbone.adapters import describe
 from locret.cli import parse_options
-from locret.fingerprint import weight_fingerprint
-from locret.heads import RetainingHeads
-from locret.hub import no_token
-from locret.policy import RetentionPolicy
+from locret.heads.fingerprint import weight_fingerprint
+from locret.heads.heads import RetainingHeads
+from locret.heads.hub import no_token
+from locret.policy.policy import RetentionPolicy
 from locret.train import checkpointing, run_folder
 from locret.train.frozen_backbone import load_backbone, load_config, load_tokenizer, resolve_dtype
 from locret.train.memory_plan import backbone_parameters, checkpoint_bytes, memory_plan
@@ -90,7 +90,7 @@ class TrainingRun:
     def _check_push(self, repo: str) -> None:
         from huggingface_hub import get_token
 
-        from locret.push import PushOptions
+        from locret.heads.push import PushOptions
 
         PushOptions(heads=self.run.output, repo=repo, private=self.run.private)
         if get_token() is None:
@@ -118,7 +118,7 @@ class TrainingRun:
 
     def open_rows(self, process: PartialState) -> None:
         """Open this process's training rows, which checks schema, template and first row, and settle the precision."""
-        from locret.data.training import TrainingStream, load_rows
+        from locret.data.training.stream import TrainingStream, load_rows
 
         data = self.data
         rows = load_rows(

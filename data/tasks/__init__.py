@@ -6,13 +6,13 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from locret.data.tasks.base import Draw, Planted, Question, Sample, Task
-from locret.data.tasks.multikey import MultiKey
-from locret.data.tasks.multivalue import MultiValue
-from locret.data.tasks.number import Number
-from locret.data.tasks.passkey import PassKey
-from locret.data.tasks.two_stage import TwoStage
-from locret.data.tasks.variable_tracking import VariableTracking
+from locret.data.tasks.generated.base import Draw, Planted, Question, Sample, Task
+from locret.data.tasks.generated.multikey import MultiKey
+from locret.data.tasks.generated.multivalue import MultiValue
+from locret.data.tasks.generated.number import Number
+from locret.data.tasks.generated.passkey import PassKey
+from locret.data.tasks.generated.two_stage import TwoStage
+from locret.data.tasks.generated.variable_tracking import VariableTracking
 from locret.nearest import nearest
 
 __all__ = ["Draw", "Planted", "Question", "Sample", "Task", "get", "names"]

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
-from locret.instrument import Chunk
-from locret.labels import observe
+from locret.backbone.instrument import Chunk
+from locret.labels.labels import observe
 from locret.scorers import RetainingHeadScorer, Scorer
 
 CURVES = ("itself", "everywhere", "oracle", "eviction")

@@ -9,12 +9,12 @@ from typing import Any
 from transformers import DynamicCache
 
 from locret import RetentionCache
-from locret.adapters import unwrap
-from locret.data.benchmarks import rock_paper_scissors as game
-from locret.data.benchmarks.game_session import ModelPlayer
-from locret.data.benchmarks.sirllm import GameTask
+from locret.backbone.adapters import unwrap
+from locret.data.tasks.published import rock_paper_scissors as game
+from locret.data.tasks.published.game_session import ModelPlayer
+from locret.data.tasks.published.sirllm import GameTask
 from locret.infer.evaluation.methods import Method, Prompt
-from locret.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 
 
 def played(prompt: Prompt, method: Method, policy: RetentionPolicy | None, task: GameTask) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from locret import RetentionCache, RetentionPolicy, generate, prefill
-from locret.adapters import unwrap
+from locret.backbone.adapters import unwrap
+from locret.backbone.instrument import instrumented
 from locret.infer import loading
 from locret.infer.options import ModelOptions, PolicyOptions, ScorerOptions
-from locret.instrument import instrumented
 
 _MODEL_KEYS = {field.name for field in fields(ModelOptions)} - {"model", "device"}
 _SCORER_KEYS = {field.name for field in fields(ScorerOptions)}

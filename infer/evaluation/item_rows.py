@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from locret.data.benchmarks import Item
-from locret.data.benchmarks.generated import GeneratedTask
-from locret.data.benchmarks.loading import TaskRows
+from locret.data.tasks.published import Item
+from locret.data.tasks.published.generated import GeneratedTask
+from locret.data.tasks.published.loading import TaskRows
 
 _LONG = 100_000
 """Tokens from which rows are filled to about their length only: where the search begins then matters."""

@@ -19,7 +19,7 @@ from locret.infer.evaluation.published import PublishedPlan
 from locret.infer.evaluation.runner import AnyPlace, Run
 from locret.infer.options import ModelOptions, ScorerOptions
 from locret.infer.recency_warning import warn_of_recency
-from locret.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 
 
 @dataclass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from locret.data import benchmarks, tasks
-from locret.data.benchmarks import suites
+from locret.data import tasks
+from locret.data.tasks import published as benchmarks
+from locret.data.tasks.published import suites
 from locret.infer.evaluation import methods
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetainingHeads, scorers
-from locret.data.benchmarks import Item
 from locret.data.tasks import Sample
-from locret.labels import answer_labels
+from locret.data.tasks.published import Item
+from locret.labels.labels import answer_labels
 from locret.nearest import nearest
-from locret.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
 

@@ -6,15 +6,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from locret.data import benchmarks, tasks
-from locret.data.benchmarks import PublishedTask, suites
-from locret.data.chat import TEMPLATES
+from locret.data import tasks
 from locret.data.tasks import Task
+from locret.data.tasks import published as benchmarks
+from locret.data.tasks.published import PublishedTask, suites
+from locret.data.training.chat import TEMPLATES
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.methods import Method
 from locret.infer.options import ModelOptions
 from locret.nearest import nearest
-from locret.policy import RetentionPolicy, stabilizers_within
+from locret.policy.policy import RetentionPolicy, stabilizers_within
 
 Numbers = int | str | list[int]
 Names = str | list[str]

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from locret.data.benchmarks import Item, PublishedTask
-from locret.data.benchmarks.generated import GeneratedTask
-from locret.data.benchmarks.loading import TaskRows, open_task, places
-from locret.data.benchmarks.prompts import BuiltPrompt, build_prompt
-from locret.data.benchmarks.sirllm import GameTask
+from locret.data.tasks.published import Item, PublishedTask
+from locret.data.tasks.published.generated import GeneratedTask
+from locret.data.tasks.published.loading import TaskRows, open_task, places
+from locret.data.tasks.published.prompts import BuiltPrompt, build_prompt
+from locret.data.tasks.published.sirllm import GameTask
 from locret.infer.evaluation.item_rows import FileRows, GeneratedRows, source_of
 from locret.infer.evaluation.options import SAMPLES, EvalOptions
 from locret.infer.evaluation.summary import PublishedSet

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
-from locret.data.chat import render
-from locret.data.rows import Message
 from locret.data.tasks import Sample
+from locret.data.training.chat import render
+from locret.data.training.rows import Message
 from locret.infer.evaluation.figures import new_figure
 from locret.infer.evaluation.runner import prompt_ids
 from locret.infer.pictures import INK, NEEDLE, column_edges, save

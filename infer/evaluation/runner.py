@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetentionCache, generate, prefill
-from locret.adapters import unwrap
-from locret.data.benchmarks.sirllm import GameTask
+from locret.backbone.adapters import unwrap
 from locret.data.tasks import Sample, Task
+from locret.data.tasks.published.sirllm import GameTask
 from locret.infer.evaluation import games
 from locret.infer.evaluation.methods import Method, Prompt, Setup
 from locret.infer.evaluation.published import ItemPlace, cut_at
 from locret.infer.evaluation.records import key
-from locret.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 
 _ALWAYS = ("budget", "chunk_size", "stabilizers", "local_len")
 # What options and modifiers may change besides; recorded where it is not the default.

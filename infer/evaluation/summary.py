@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from locret.data.benchmarks import PublishedTask
+from locret.data.tasks.published import PublishedTask
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers")
 

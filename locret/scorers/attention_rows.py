@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from locret.instrument import Chunk
+from locret.backbone.instrument import Chunk
 
 _LEAST_ROWS = 16
 _LOGITS_CPU, _LOGITS_GPU = 2**16, 2**25

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from locret.instrument import Chunk
+from locret.backbone.instrument import Chunk
 
 
 class Scorer(ABC):

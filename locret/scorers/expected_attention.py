@@ -21,9 +21,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from locret.adapters import find_decoder
-from locret.instrument import Chunk
-from locret.rotary import Rotary, rotate
+from locret.backbone.adapters import find_decoder
+from locret.backbone.instrument import Chunk
+from locret.backbone.rotary import Rotary, rotate
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_at_least
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.instrument import Chunk
+from locret.backbone.instrument import Chunk
 from locret.scorers.base import Scorer
 
 _LEAST_NORM = 1e-8

@@ -1,7 +1,7 @@
 """The oracle: the labels that the true answer gives, as scores. No method can know them; trained heads chase them.
 
 Paper:     Locret, arXiv 2410.01805, Eq. 2 (labels); the evaluation compares with them as an upper bound.
-Formula:   s[position] = label[position], see `locret.labels.answer_labels`.
+Formula:   s[position] = label[position], see `locret.labels.labels.answer_labels`.
 Cost:      one pass of full attention over prompt and answer beforehand, so its memory grows with the prompt.
 """
 
@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from locret.adapters import describe
-from locret.instrument import Chunk
+from locret.backbone.adapters import describe
+from locret.backbone.instrument import Chunk
 from locret.scorers.base import Scorer
 
 

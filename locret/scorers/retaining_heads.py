@@ -13,9 +13,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from locret.adapters import attention_modules
-from locret.heads import RetainingHeads
-from locret.instrument import Chunk
+from locret.backbone.adapters import attention_modules
+from locret.backbone.instrument import Chunk
+from locret.heads.heads import RetainingHeads
 from locret.scorers.base import Scorer
 
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.instrument import Chunk
+from locret.backbone.instrument import Chunk
 from locret.scorers.attention_rows import last_logits
 from locret.scorers.base import Scorer
 

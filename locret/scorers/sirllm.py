@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from locret.adapters import unwrap
+from locret.backbone.adapters import unwrap
 from locret.scorers.base import TokenPass, TokenScorer
 from locret.scorers.option_checks import check_at_least, check_choice
 

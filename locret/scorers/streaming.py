@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.instrument import Chunk
+from locret.backbone.instrument import Chunk
 from locret.scorers.base import Scorer
 
 

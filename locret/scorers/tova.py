@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from locret.instrument import Chunk
+from locret.backbone.instrument import Chunk
 from locret.scorers.attention_rows import attention_sums
 from locret.scorers.base import Scorer
 

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from locret import label_kernel
+from locret.labels import kernel as label_kernel
 
 POINTERS = {"totals": "*fp32", "labels": "*fp32"}
 FLOATS = {"scaling": "fp32", "softcap": "fp32"}

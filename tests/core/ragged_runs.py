@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from locret import RetainingHeads, RetentionPolicy, scorers
-from locret.ragged import RaggedLayer
+from locret.cache.ragged import RaggedLayer
 
 BY_HEAD = [scorer.name for scorer in scorers._SCORERS if scorer.by_head]
 REFUSED = [scorer.name for scorer in scorers._SCORERS if not scorer.causal and not scorer.by_head]

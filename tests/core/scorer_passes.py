@@ -10,7 +10,7 @@ from families import prompt
 from torch import Tensor
 
 from locret import RetentionCache, RetentionPolicy, generate, reference, scorers
-from locret.instrument import Chunk
+from locret.backbone.instrument import Chunk
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
 

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
-from locret.adapters import attention_modules, describe
-from locret.instrument import Chunk, instrumented
+from locret.backbone.adapters import attention_modules, describe
+from locret.backbone.instrument import Chunk, instrumented
 
 
 @pytest.mark.parametrize(

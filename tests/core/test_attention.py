@@ -8,8 +8,9 @@ import types
 import pytest
 import torch
 
-from locret import attention, reference
-from locret.attention import MaskMemo, attend
+from locret import reference
+from locret.backbone import attention
+from locret.backbone.attention import MaskMemo, attend
 
 
 def tensors(new: int, slots: int, heads: int = 4, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ from scorer_passes import GREEDY, dense, policy, watch
 from torch import Tensor
 
 from locret import RetentionCache, generate, prefill, reference, scorers
-from locret.instrument import Chunk
+from locret.backbone.instrument import Chunk
 from locret.scorers import attention_rows
 
 Slow = Callable[[Chunk, Tensor], Tensor]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret import RetentionPolicy
-from locret.adapters import describe
-from locret.budget import cache_bytes, largest_budget, parse_bytes, units_of_share
-from locret.schedule import plan
+from locret.backbone.adapters import describe
+from locret.policy.budget import cache_bytes, largest_budget, parse_bytes, units_of_share
+from locret.policy.schedule import plan
 
 KINDS: dict[str, dict[str, Any]] = {
     "fixed": {},

@@ -10,8 +10,8 @@ import torch
 from families import build, prompt
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
-from locret.compiled_step import attend_slots
-from locret.instrument import instrumented
+from locret.backbone.instrument import instrumented
+from locret.cache.compiled_step import attend_slots
 
 POLICY: dict[str, Any] = {"budget": 200, "chunk_size": 32, "stabilizers": 8, "local_len": 8}
 TRACED = "eager"

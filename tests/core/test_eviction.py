@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret import reference
-from locret.eviction import select_kept
+from locret.policy.selectors import select_kept
 
 
 @pytest.mark.parametrize("length", [7, 8, 63])  # below, at, above the budget

@@ -11,8 +11,8 @@ from scorer_passes import policy, read_and_answer, watch
 from torch import Tensor
 
 from locret import RetentionCache, prefill, reference, scorers
-from locret.instrument import Chunk, Projections
-from locret.rotary import rotate
+from locret.backbone.instrument import Chunk, Projections
+from locret.backbone.rotary import rotate
 
 ROTARIES = ["llama", "llama-mha", "llama-yarn", "phi3", "phi3-partial", "phi3-longrope", "qwen3", "gemma3"]
 

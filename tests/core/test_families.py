@@ -9,8 +9,8 @@ import torch
 from families import FAMILIES, LLAMA3, LONGROPE, build, prompt
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, reference
-from locret.adapters import describe, find_decoder
-from locret.rotary import long_factors
+from locret.backbone.adapters import describe, find_decoder
+from locret.backbone.rotary import long_factors
 
 pytestmark = pytest.mark.filterwarnings("ignore:no layer of this backbone")
 

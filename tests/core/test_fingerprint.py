@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 
-from locret.fingerprint import weight_fingerprint
-from locret.heads import RetainingHeads
+from locret.heads.fingerprint import weight_fingerprint
+from locret.heads.heads import RetainingHeads
 
 
 def test_the_fingerprint_is_of_the_weights_whatever_their_type(tiny_llama, tmp_path):
@@ -60,7 +60,7 @@ def test_a_backbone_is_read_once_for_all_its_caches_and_another_one_anew(tiny_ll
     heads = RetainingHeads.for_model(tiny_llama, 8).annotate(base_weights=weight_fingerprint(tiny_llama))
     read = []
     monkeypatch.setattr(
-        "locret.heads.weight_fingerprint", lambda model: read.append(model) or weight_fingerprint(model)
+        "locret.heads.heads.weight_fingerprint", lambda model: read.append(model) or weight_fingerprint(model)
     )
     other = copy.deepcopy(tiny_llama)
     for model in (tiny_llama, tiny_llama, other, tiny_llama, other):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig
 
-from locret.heads import RetainingHead, RetainingHeads
+from locret.heads.heads import RetainingHead, RetainingHeads
 
 FEATURES = (4 + 2 * 2) * 8  # of the tiny Llama
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from locret import checkpoint
-from locret.heads import RetainingHeads
+from locret.heads import checkpoint
+from locret.heads.heads import RetainingHeads
 
 FEATURES = (4 + 2 * 2) * 8  # of the tiny Llama
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from locret import RetentionCache, RetentionPolicy, prefill, scorers
-from locret.eviction import select_kept, select_over_heads
-from locret.growth import pyramid_budgets
+from locret.policy.growth import pyramid_budgets
+from locret.policy.selectors import select_kept, select_over_heads
 
 RECORD = Path(__file__).parents[1] / "peers" / "kvpress"
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from locret import reference
-from locret.instrument import Chunk, Projections
-from locret.labels import layer_labels
+from locret.backbone.instrument import Chunk, Projections
+from locret.labels.labels import layer_labels
 
 if find_spec("triton") is None:
     pytest.skip(
@@ -28,7 +28,7 @@ BFLOAT16 = pytest.param(
     marks=pytest.mark.skipif(DEVICE == "cpu", reason="triton's interpreter multiplies bfloat16's bits as integers"),
 )
 
-from locret import label_kernel  # noqa: E402
+from locret.labels import kernel as label_kernel  # noqa: E402
 
 
 def chunk(heads: int, kv_heads: int, tokens: int, dim: int, **changes: Any) -> Chunk:

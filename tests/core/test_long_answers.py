@@ -10,7 +10,7 @@ from families import build, prompt
 from test_scorers import GREEDY, RATES_ANSWERS, make, policy_of
 
 from locret import RetentionCache, generate, prefill, scorers
-from locret.layers import RetentionLayer
+from locret.cache.layer import RetentionLayer
 
 PROMPT, ANSWER, BUDGET, INTERVAL = 97, 4096, 36, 7
 

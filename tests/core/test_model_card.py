@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from locret.heads import RetainingHeads
+from locret.heads.heads import RetainingHeads
 
 
 @pytest.fixture

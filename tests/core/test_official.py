@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig
 
-from locret.heads import RetainingHeads
+from locret.heads.heads import RetainingHeads
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from locret import (
     reference,
     save_cache,
 )
-from locret.budget import cache_bytes
-from locret.schedule import plan
+from locret.policy.budget import cache_bytes
+from locret.policy.schedule import plan
 from locret.scorers import TokenPass, TokenScorer
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6, "min_chunk": 4}

@@ -15,8 +15,8 @@ import torch
 from hub_server import READ_TOKEN, WRITE_TOKEN, HubServer
 from huggingface_hub import constants
 
-from locret.heads import RetainingHeads
-from locret.push import PushOptions, command, push
+from locret.heads.heads import RetainingHeads
+from locret.heads.push import PushOptions, command, push
 
 FILES = ["README.md", "config.json", "model.safetensors"]
 
@@ -58,7 +58,7 @@ def assert_same(one: RetainingHeads, other: RetainingHeads) -> None:
 
 
 def run_push(environment: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    command_line = [sys.executable, "-m", "locret.push", *map(str, arguments)]
+    command_line = [sys.executable, "-m", "locret.heads.push", *map(str, arguments)]
     return subprocess.run(command_line, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
 
 

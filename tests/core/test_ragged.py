@@ -11,8 +11,8 @@ from families import build, prompt
 from ragged_runs import BY_HEAD, GREEDY, Watch, both_positions, dense_logits, make, policy
 
 from locret import RetainingHeads, RetentionCache, generate, prefill, reference, scorers
-from locret.eviction import select_kept, select_over_heads
-from locret.schedule import plan
+from locret.policy.schedule import plan
+from locret.policy.selectors import select_kept, select_over_heads
 
 
 @pytest.fixture(scope="module")

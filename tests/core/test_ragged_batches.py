@@ -11,7 +11,7 @@ from families import build, prompt
 from ragged_runs import BY_HEAD, GREEDY, REFUSED, both_positions, make, padded, policy
 
 from locret import RetainingHeads, RetentionCache, generate, load_cache, prefill, save_cache
-from locret.ragged import RaggedLayer
+from locret.cache.ragged import RaggedLayer
 
 
 @pytest.fixture(scope="module")

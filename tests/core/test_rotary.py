@@ -7,8 +7,8 @@ import torch
 from families import build
 
 from locret import reference
-from locret.adapters import find_decoder
-from locret.rotary import Rotary, long_factors, rotate, unrotate
+from locret.backbone.adapters import find_decoder
+from locret.backbone.rotary import Rotary, long_factors, rotate, unrotate
 
 SCALED = ["llama", "llama-3.1-rope", "llama-yarn", "phi3-longrope", "phi3-partial", "gemma3"]
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret import RetentionPolicy, reference
-from locret.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
-from locret.schedule import decode_budgets, plan
+from locret.policy.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
+from locret.policy.schedule import decode_budgets, plan
 
 COUNT = st.integers(1, 400)
 

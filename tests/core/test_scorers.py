@@ -14,8 +14,8 @@ from families import build, prompt
 from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, scorers
-from locret.instrument import Chunk
-from locret.layers import RetentionLayer
+from locret.backbone.instrument import Chunk
+from locret.cache.layer import RetentionLayer
 
 NUMBERS = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6}
 POLICY = RetentionPolicy(**NUMBERS)

@@ -11,8 +11,8 @@ from scorer_passes import GREEDY, dense, policy, watch
 from torch import Tensor
 
 from locret import RetentionCache, RetentionPolicy, generate, prefill, reference, scorers
-from locret.eviction import select_kept
-from locret.instrument import Chunk
+from locret.backbone.instrument import Chunk
+from locret.policy.selectors import select_kept
 from locret.scorers.random import uniform_draw
 
 # -- NACL -------------------------------------------------------------------------------------------------------------

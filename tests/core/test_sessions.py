@@ -11,8 +11,8 @@ import torch
 from families import build, prompt
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
-from locret.adapters import find_decoder
-from locret.rotary import long_factors
+from locret.backbone.adapters import find_decoder
+from locret.backbone.rotary import long_factors
 
 ROOMY = RetentionPolicy(budget=200, chunk_size=10, stabilizers=5, local_len=6)
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}

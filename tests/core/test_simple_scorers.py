@@ -34,7 +34,7 @@ def test_random_draws_are_uniform_and_differ_by_head_layer_and_seed() -> None:
 
 
 def test_the_oracle_keeps_what_the_true_answer_looks_at() -> None:
-    from locret.labels import answer_labels
+    from locret.labels.labels import answer_labels
 
     model, ids = build("llama"), prompt(77)
     labels_LKN = answer_labels(model, ids, prompt(5, seed=3), "log_attention", True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from locret import RetentionCache, generate, prefill, reference, scorers
-from locret.instrument import Chunk
+from locret.backbone.instrument import Chunk
 from locret.scorers import sirllm
 
 # -- SirLLM -----------------------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from locret.data.benchmarks import infinitebench_generated, niah, two_stage
-from locret.data.benchmarks.generated import GeneratedTask
-from locret.data.benchmarks.infinitebench_generated import LINES, draw_answer, needle_line
-from locret.data.benchmarks.prompts import build_prompt
-from locret.data.benchmarks.records import read_records
-from locret.data.embedded_tokenizer import build_tokenizer
+from locret.data.tasks.published import infinitebench_generated, niah, two_stage
+from locret.data.tasks.published.generated import GeneratedTask
+from locret.data.tasks.published.infinitebench_generated import LINES, draw_answer, needle_line
+from locret.data.tasks.published.prompts import build_prompt
+from locret.data.tasks.published.records import read_records
+from locret.data.text.embedded_tokenizer import build_tokenizer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 TASKS = {task.name: task for task in (*infinitebench_generated.TASKS, *two_stage.TASKS, *niah.TASKS)}

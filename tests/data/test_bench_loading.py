@@ -11,8 +11,8 @@ import pytest
 from bench_cases import golden, write_lines
 from hub_server import Repo
 
-from locret.data import benchmarks
-from locret.data.benchmarks.loading import open_task, places
+from locret.data.tasks import published as benchmarks
+from locret.data.tasks.published.loading import open_task, places
 
 ROW = {"context": "a text", "input": "a question", "answers": ["an answer"]}
 

@@ -6,10 +6,10 @@ from importlib import import_module
 
 import pytest
 
-from locret.data.benchmarks import Item, get, names
-from locret.data.benchmarks.metrics import f1, infinitebench, leval, longbench, rouge, ruler
-from locret.data.benchmarks.metrics.code import edit_similarity, first_code_line
-from locret.data.benchmarks.metrics.libraries import library
+from locret.data.tasks.metrics import f1, infinitebench, leval, longbench, rouge, ruler
+from locret.data.tasks.metrics.code import edit_similarity, first_code_line
+from locret.data.tasks.metrics.libraries import library
+from locret.data.tasks.published import Item, get, names
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from bench_cases import golden
 
-from locret.data import benchmarks
-from locret.data.benchmarks.loading import open_task
+from locret.data.tasks import published as benchmarks
+from locret.data.tasks.published.loading import open_task
 
 # References of the kind that a task has; the rest are sentences.
 REFERENCES = {

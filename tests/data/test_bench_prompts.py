@@ -7,11 +7,11 @@ import hashlib
 import pytest
 from bench_cases import golden, word_tokenizer
 
-from locret.data import benchmarks
-from locret.data.benchmarks.base import Item
-from locret.data.benchmarks.loading import open_task
-from locret.data.benchmarks.prompts import build_prompt
-from locret.data.benchmarks.truncation import cut_middle, cut_words
+from locret.data.tasks import published as benchmarks
+from locret.data.tasks.published.base import Item
+from locret.data.tasks.published.loading import open_task
+from locret.data.tasks.published.prompts import build_prompt
+from locret.data.tasks.published.truncation import cut_middle, cut_words
 
 PLAIN = [(family, form) for family in ("infinitebench", "longbench") for form in golden(family)]
 REAL = golden("digests")

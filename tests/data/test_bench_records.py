@@ -8,10 +8,10 @@ import zipfile
 import pytest
 from bench_cases import write_lines
 
-from locret.data import benchmarks
-from locret.data.benchmarks.base import BadRow
-from locret.data.benchmarks.loading import open_task
-from locret.data.benchmarks.records import read_records
+from locret.data.tasks import published as benchmarks
+from locret.data.tasks.published.base import BadRow
+from locret.data.tasks.published.loading import open_task
+from locret.data.tasks.published.records import read_records
 
 ROWS = [{"context": f"text {index}", "n": index} for index in range(5)]
 GOOD = {"context": "a text", "input": "a question", "answers": ["an answer"]}

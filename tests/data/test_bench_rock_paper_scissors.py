@@ -13,11 +13,11 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from locret import RetentionCache, RetentionPolicy
-from locret.data.benchmarks import rock_paper_scissors as game
-from locret.data.benchmarks.base import BadRow
-from locret.data.benchmarks.game_session import ModelPlayer
-from locret.data.benchmarks.records import read_records
-from locret.data.embedded_tokenizer import build_tokenizer
+from locret.data.tasks.published import rock_paper_scissors as game
+from locret.data.tasks.published.base import BadRow
+from locret.data.tasks.published.game_session import ModelPlayer
+from locret.data.tasks.published.records import read_records
+from locret.data.text.embedded_tokenizer import build_tokenizer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "sirllm"
 ROCK, PAPER, SCISSORS = range(3)

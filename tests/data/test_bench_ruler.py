@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from locret.data.benchmarks.base import BadRow
-from locret.data.benchmarks.generated import largest
-from locret.data.benchmarks.prompts import build_prompt
-from locret.data.benchmarks.records import read_records
-from locret.data.benchmarks.ruler import TASKS, published_files
-from locret.data.benchmarks.ruler.counting import _zeta
-from locret.data.embedded_tokenizer import build_tokenizer
+from locret.data.tasks.published.base import BadRow
+from locret.data.tasks.published.generated import largest
+from locret.data.tasks.published.prompts import build_prompt
+from locret.data.tasks.published.records import read_records
+from locret.data.tasks.ruler import TASKS, published_files
+from locret.data.tasks.ruler.counting import _zeta
+from locret.data.text.embedded_tokenizer import build_tokenizer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 BY_NAME = {task.name.removeprefix("ruler/"): task for task in TASKS}
@@ -234,7 +234,7 @@ def test_essays_come_from_the_data_folder_and_are_repeated_where_they_are_too_sh
 def test_more_different_words_than_there_are_get_invented(tokenizer: Any) -> None:
     import random
 
-    from locret.data.benchmarks.ruler.vocabulary import vocabulary
+    from locret.data.tasks.ruler.vocabulary import vocabulary
 
     drawn = vocabulary("own").distinct(random.Random(0), 50_000)
     assert len(set(drawn)) == 50_000

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from locret.data.benchmarks.metrics import infinitebench, leval, longbench, rouge
+from locret.data.tasks.metrics import infinitebench, leval, longbench, rouge
 
 INFINITEBENCH = {
     "yi-6b-200k": (

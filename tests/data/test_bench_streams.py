@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from locret import RetentionCache, RetentionPolicy, prefill
-from locret.data.benchmarks.haystack_stream import LongPrompt, stream_needle, stream_number
-from locret.data.benchmarks.haystacks import filler_sentences
-from locret.data.benchmarks.infinitebench_generated import TASKS
-from locret.data.benchmarks.niah import NEEDLE
-from locret.data.embedded_tokenizer import build_tokenizer
+from locret.data.tasks.published.haystack_stream import LongPrompt, stream_needle, stream_number
+from locret.data.tasks.published.haystacks import filler_sentences
+from locret.data.tasks.published.infinitebench_generated import TASKS
+from locret.data.tasks.published.niah import NEEDLE
+from locret.data.text.embedded_tokenizer import build_tokenizer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 

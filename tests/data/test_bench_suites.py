@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from locret.data import benchmarks
-from locret.data.benchmarks import suites
-from locret.data.benchmarks.published_rows import RULER_LENGTHS, PublishedRow
+from locret.data.tasks import published as benchmarks
+from locret.data.tasks.published import suites
+from locret.data.tasks.published.published_rows import RULER_LENGTHS, PublishedRow
 
 ROWS = [(suites.get(name), row) for name in suites.names() for row in suites.get(name).published]
 # Section 4 of the paper: the printed averages contradict their own cells.
@@ -51,7 +51,7 @@ def test_averages_by_hand() -> None:
 
 
 def test_rulers_reference_averages_stand_at_their_lengths() -> None:
-    from locret.data.benchmarks import published_rows
+    from locret.data.tasks.published import published_rows
 
     assert list(RULER_LENGTHS.values()) == [4096 * 2**step for step in range(6)]
     assert [row.average for row in published_rows.ruler("128k")] == [77.0, 66.7]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from locret.data.embedded_tokenizer import build_tokenizer, vocabulary
+from locret.data.text.embedded_tokenizer import build_tokenizer, vocabulary
 
 TOKENIZER = build_tokenizer()
 ANY_TEXT = 'It is: 48213, (not 71432)! "zebra_7" a-b\n\nThe pass key is 00905.\n 1 22 333'

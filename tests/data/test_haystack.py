@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from locret.data.embedded_tokenizer import build_tokenizer
-from locret.data.filler import Filler, FillerOptions
-from locret.data.haystack import count_tokens, hide, prompt_length
+from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.data.text.filler import Filler, FillerOptions
+from locret.data.text.haystack import count_tokens, hide, prompt_length
 
 TOKENIZER = build_tokenizer()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret.data.json_rows import JsonRows, UnreadableRow, stream_entries
+from locret.data.training.json_rows import JsonRows, UnreadableRow, stream_entries
 
 # Values with all that could mislead a search for the end of a row.
 TEXT = st.text(st.sampled_from('a"\\{}[],:\n é\u4e2d'), max_size=12)

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from locret.data import tasks
-from locret.data.embedded_tokenizer import NAMES, VARIABLES, build_tokenizer
-from locret.data.haystack import prompt_length
-from locret.data.tasks.mixture import mixture
+from locret.data.tasks.generated.mixture import mixture
+from locret.data.text.embedded_tokenizer import NAMES, VARIABLES, build_tokenizer
+from locret.data.text.haystack import prompt_length
 
 TOKENIZER = build_tokenizer()
 ALL = tasks.names()

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from locret.data.embedded_tokenizer import build_tokenizer
-from locret.data.filler import FillerOptions
-from locret.data.haystack import count_tokens
-from locret.data.passkey_stream import stream_passkey
+from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.data.text.filler import FillerOptions
+from locret.data.text.haystack import count_tokens
+from locret.data.text.passkey_stream import stream_passkey
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])

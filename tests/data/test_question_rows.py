@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from locret.data import tasks
-from locret.data.embedded_tokenizer import NAMES, build_tokenizer
-from locret.data.haystack import prompt_length
-from locret.data.question_rows import QuestionRowsOptions, command, question_rows, write_rows
-from locret.data.sources import load_rows
+from locret.data.text.embedded_tokenizer import NAMES, build_tokenizer
+from locret.data.text.haystack import prompt_length
+from locret.data.training.question_rows import QuestionRowsOptions, command, question_rows, write_rows
+from locret.data.training.sources import load_rows
 
 TOKENIZER = build_tokenizer()
 

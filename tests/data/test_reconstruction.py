@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from locret.data.embedded_tokenizer import build_tokenizer
-from locret.data.reconstruction import REQUEST, reconstruction
-from locret.data.rows import Message, Row
-from locret.data.training import TrainingStream
+from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.data.training.reconstruction import REQUEST, reconstruction
+from locret.data.training.rows import Message, Row
+from locret.data.training.stream import TrainingStream
 
 TOKENIZER = build_tokenizer()
 

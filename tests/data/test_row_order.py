@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from locret.data.embedded_tokenizer import build_tokenizer
-from locret.data.row_order import Buffered, StreamedRows
-from locret.data.sources import load_rows
-from locret.data.training import TrainingStream
+from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.data.training.row_order import Buffered, StreamedRows
+from locret.data.training.sources import load_rows
+from locret.data.training.stream import TrainingStream
 
 TOKENIZER = build_tokenizer()
 ROWS = [{"prompt": "the house " * (index + 1), "answer": "Oslo"} for index in range(12)]

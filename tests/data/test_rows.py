@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from locret.data.rows import Message, Row, detect_schema, read_row
+from locret.data.training.rows import Message, Row, detect_schema, read_row
 
 QUESTION_AND_ANSWER = Row((Message("user", "Who?"),), "Me.")
 CHAT = [("system", "Be kind."), ("user", "Hi."), ("assistant", "Hello."), ("user", "Who?"), ("assistant", "Me.")]

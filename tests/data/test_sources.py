@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from locret.data.sources import ALIASES, load_rows
+from locret.data.training.sources import ALIASES, load_rows
 
 ROWS = [{"prompt": f"question {index}", "answer": f"answer {index}"} for index in range(7)]
 
@@ -185,7 +185,7 @@ def hub():
 
 def load_in_fresh_process(hub, home, call):
     """The Hub's address is read when huggingface_hub is imported, hence a process of its own."""
-    code = f"import json\nfrom locret.data.sources import load_rows\ntry:\n print(json.dumps(list({call})))\n"
+    code = f"import json\nfrom locret.data.training.sources import load_rows\ntry:\n print(json.dumps(list({call})))\n"
     code += "except (ValueError, OSError) as error: print(type(error).__name__, error)"
     environment = {
         k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_TOKEN")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from locret.data import tasks
-from locret.data.embedded_tokenizer import COLORS, VARIABLES, build_tokenizer
-from locret.data.tasks.metrics import all_contained, first_integer
+from locret.data.tasks.metrics.generated import all_contained, first_integer
+from locret.data.text.embedded_tokenizer import COLORS, VARIABLES, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 ALL = tasks.names()

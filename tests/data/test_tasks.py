@@ -13,12 +13,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from locret.data import tasks
-from locret.data.embedded_tokenizer import NAMES, VARIABLES, build_tokenizer
-from locret.data.filler import NOISE, Filler, FillerOptions, generator
-from locret.data.haystack import count_tokens, hide, prompt_length
-from locret.data.tasks.base import Draw
-from locret.data.tasks.metrics import all_contained, first_integer
-from locret.data.tasks.mixture import mixture
+from locret.data.tasks.generated.base import Draw
+from locret.data.tasks.generated.mixture import mixture
+from locret.data.tasks.metrics.generated import all_contained, first_integer
+from locret.data.text.embedded_tokenizer import NAMES, VARIABLES, build_tokenizer
+from locret.data.text.filler import NOISE, Filler, FillerOptions, generator
+from locret.data.text.haystack import count_tokens, hide, prompt_length
 
 TOKENIZER = build_tokenizer()
 KEYS = {*NAMES, *VARIABLES}
@@ -33,7 +33,7 @@ def test_the_same_seed_gives_the_same_sample_and_another_seed_another(name: str)
 
 def test_the_same_seed_gives_the_same_text_in_another_process() -> None:
     code = (
-        "from locret.data import tasks; from locret.data.embedded_tokenizer import build_tokenizer; import sys;"
+        "from locret.data import tasks; from locret.data.text.embedded_tokenizer import build_tokenizer; import sys;"
         "sys.stdout.write(tasks.get('multikey').sample(build_tokenizer(), 512, seed=3).content)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "77"}

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from locret.data.training import TrainingStream, load_rows
+from locret.data.training.stream import TrainingStream, load_rows
 
 DERIVED = Path(__file__).resolve().parents[3] / "shared" / "data" / "derived"
 ROWS = [{"prompt": f"w{index} " * (index + 1), "answer": f"w{index}"} for index in range(7)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from locret.infer.bench.command import command
+from locret.infer.speed.command import command
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from locret import RetainingHeads
-from locret.infer.bench.shapes import TINY, random_model
-from locret.instrument import Chunk
-from locret.labels import LABEL_KINDS, answer_labels, layer_labels, observe
+from locret.backbone.instrument import Chunk
+from locret.infer.speed.shapes import TINY, random_model
+from locret.labels.labels import LABEL_KINDS, answer_labels, layer_labels, observe
 from locret.train.step import train_step
 
 pytestmark = [

@@ -10,13 +10,13 @@ import torch
 
 from locret import RetainingHeads, RetentionPolicy
 from locret.infer import chunk_size
-from locret.infer.bench.command import command
-from locret.infer.bench.options import BenchOptions
-from locret.infer.bench.plan import BenchPlan
-from locret.infer.bench.report import numbers
-from locret.infer.bench.resolve import make_plan
-from locret.infer.bench.runs import make_setup, new_run
 from locret.infer.sizing import Run
+from locret.infer.speed.command import command
+from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.plan import BenchPlan
+from locret.infer.speed.report import numbers
+from locret.infer.speed.resolve import make_plan
+from locret.infer.speed.runs import make_setup, new_run
 
 NUMBERS = {"shape": "tiny", "budget": 1200, "stabilizers": 16, "local_len": 8, "new_tokens": 4, "dtype": "float32"}
 

@@ -12,16 +12,16 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from locret import generation
-from locret.infer.bench import machine, measure
-from locret.infer.bench.command import command
-from locret.infer.bench.measure import Measurements, Seconds
-from locret.infer.bench.options import BenchOptions
-from locret.infer.bench.peers import lines
-from locret.infer.bench.plan import BenchPlan
-from locret.infer.bench.record import make_record
-from locret.infer.bench.report import COMPILED, page
-from locret.infer.bench.resolve import make_plan
-from locret.infer.bench.runs import make_setup, new_run
+from locret.infer.speed import machine, measure
+from locret.infer.speed.command import command
+from locret.infer.speed.measure import Measurements, Seconds
+from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.peers import lines
+from locret.infer.speed.plan import BenchPlan
+from locret.infer.speed.record import make_record
+from locret.infer.speed.report import COMPILED, page
+from locret.infer.speed.resolve import make_plan
+from locret.infer.speed.runs import make_setup, new_run
 
 NUMBERS = {"budget": 32, "chunk_size": 24, "stabilizers": 8, "local_len": 7, "new_tokens": 4, "threads": 1}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import Gemma2Config, LlamaConfig, Phi3Config
 
-from locret.infer.bench.cost import Cost, Pass, cost, sizes_of
+from locret.infer.speed.cost import Cost, Pass, cost, sizes_of
 
 LLAMA = LlamaConfig(
     vocab_size=11,

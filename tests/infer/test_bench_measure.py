@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from locret.infer.bench import machine, measure
-from locret.infer.bench.allocations import peak_bytes, phase
-from locret.infer.bench.measure import Seconds
-from locret.infer.bench.options import BenchOptions
-from locret.infer.bench.peaks import measure_peaks
-from locret.infer.bench.plan import BenchPlan
-from locret.infer.bench.resident import resident_growth
-from locret.infer.bench.resolve import make_plan
-from locret.infer.bench.runs import FloorRun, layer_bytes, make_setup, new_run, storage_bytes
-from locret.infer.bench.shapes import TINY
+from locret.infer.speed import machine, measure
+from locret.infer.speed.allocations import peak_bytes, phase
+from locret.infer.speed.measure import Seconds
+from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.peaks import measure_peaks
+from locret.infer.speed.plan import BenchPlan
+from locret.infer.speed.resident import resident_growth
+from locret.infer.speed.resolve import make_plan
+from locret.infer.speed.runs import FloorRun, layer_bytes, make_setup, new_run, storage_bytes
+from locret.infer.speed.shapes import TINY
 
 MIB = 2**20
 LAYERS = TINY.num_hidden_layers

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from locret.infer.bench.options import BenchOptions
-from locret.infer.bench.peers import compare, comparison, lines, process
-from locret.infer.bench.peers.process import SideFailed, SideProcess
-from locret.infer.bench.peers.tasks import rows
-from locret.infer.bench.plan import BenchPlan
-from locret.infer.bench.resolve import make_plan
+from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.peers import compare, comparison, lines, process
+from locret.infer.speed.peers.process import SideFailed, SideProcess
+from locret.infer.speed.peers.tasks import rows
+from locret.infer.speed.plan import BenchPlan
+from locret.infer.speed.resolve import make_plan
 
 SECONDS = 3.0
 """Enough for a small process to start on a busy machine."""

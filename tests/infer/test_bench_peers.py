@@ -19,14 +19,14 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig, Phi3Config
 
-from locret.infer.bench import allocations, resident
-from locret.infer.bench.options import BenchOptions
-from locret.infer.bench.peers import backbone_files, compare, comparison, find_pythons, lines, process
-from locret.infer.bench.peers.process import METERS, SideFailed, SideProcess
-from locret.infer.bench.peers.tasks import job
-from locret.infer.bench.plan import BenchPlan
-from locret.infer.bench.resolve import make_plan
-from locret.infer.bench.shapes import random_model
+from locret.infer.speed import allocations, resident
+from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.peers import backbone_files, compare, comparison, find_pythons, lines, process
+from locret.infer.speed.peers.process import METERS, SideFailed, SideProcess
+from locret.infer.speed.peers.tasks import job
+from locret.infer.speed.plan import BenchPlan
+from locret.infer.speed.resolve import make_plan
+from locret.infer.speed.shapes import random_model
 
 PEERS = Path(backbone_files.__file__).parent
 FOREIGN = {"torch", "transformers", "safetensors", "kvpress"}

@@ -11,12 +11,12 @@ import torch
 import yaml
 
 from locret import RetentionCache, RetentionPolicy, prefill, scorers
-from locret.infer.bench import methods, resident
-from locret.infer.bench.command import command
-from locret.infer.bench.cost import sizes_of
-from locret.infer.bench.options import OPTION_CLASSES, BenchOptions
-from locret.infer.bench.resolve import make_plan
-from locret.infer.bench.shapes import CPU_512, PRESETS, SHAPES, random_model
+from locret.infer.speed import methods, resident
+from locret.infer.speed.command import command
+from locret.infer.speed.cost import sizes_of
+from locret.infer.speed.options import OPTION_CLASSES, BenchOptions
+from locret.infer.speed.resolve import make_plan
+from locret.infer.speed.shapes import CPU_512, PRESETS, SHAPES, random_model
 
 SMALL = {"shape": "tiny", "lengths": "300", "budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8}
 

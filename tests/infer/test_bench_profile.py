@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from locret import cache, instrument, layers
-from locret.infer.bench import profile as bench
-from locret.infer.bench.shapes import TINY, random_model
-from locret.infer.bench.stages import ELSEWHERE, MARK, by_stage, marked_stages
+from locret.backbone import instrument
+from locret.cache import cache
+from locret.cache import layer as layers
+from locret.infer.speed.lab import profile as bench
+from locret.infer.speed.lab.stages import ELSEWHERE, MARK, by_stage, marked_stages
+from locret.infer.speed.shapes import TINY, random_model
 
 LAYERS = TINY.num_hidden_layers
 SMALL = ["--shape", "tiny", "--threads", "1", "--device", "cpu", "--answer-tokens", "4"]
@@ -46,7 +48,7 @@ def test_a_profile_of_prefill_knows_its_stages_and_adds_up(tmp_path: Path) -> No
     assert record["where"]["options"]["stabilizers"] == 4
     page = (tmp_path / "profile.md").read_text()
     assert "| MLP |" in page
-    assert "`python -m locret.infer.bench.profile --what prefill --method locret --shape tiny" in page
+    assert "`python -m locret.infer.speed.lab.profile --what prefill --method locret --shape tiny" in page
 
 
 def test_a_profile_of_decoding_leaves_out_the_prompt(tmp_path: Path) -> None:

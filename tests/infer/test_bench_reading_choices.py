@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from locret.infer.bench import reading_choices
-from locret.layers import UNIT_TENSORS, RetentionLayer
+from locret.cache.layer import UNIT_TENSORS, RetentionLayer
+from locret.infer.speed.lab import reading_choices
 
 TINY = reading_choices.ChoiceOptions(
     hidden=24, heads=4, kv_heads=2, head_dim=6, hidden_dim=10, budget=29, chunk=13, repeats=2
@@ -63,7 +63,7 @@ def test_a_record_has_a_ratio_for_all_that_was_tried(tmp_path: Path) -> None:
     assert len(ratios) == 6
     assert {"scores, stacked / one after the other", "ratings, one at a time / all at once"} < set(ratios)
     page = (tmp_path / "record.md").read_text()
-    assert "`python -m locret.infer.bench.reading_choices --heads 4 " in page
+    assert "`python -m locret.infer.speed.lab.reading_choices --heads 4 " in page
     assert all(f"{name} {value}" in page for name, value in (("--hidden", 24), ("--budget", 29), ("--chunk", 13)))
     with pytest.raises(ValueError, match="--heads 8 is no multiple of --kv-heads 3; groups must be equal"):
         reading_choices.command(["--kv-heads=3"])

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from locret.infer import pictures
-from locret.infer.bench import machine, roofline
-from locret.infer.bench.command import command
-from locret.infer.bench.machine import MachineRates
-from locret.infer.bench.measure import Measurements, Seconds
-from locret.infer.bench.options import BenchOptions
-from locret.infer.bench.peaks import PeakBytes, RunPeaks
-from locret.infer.bench.record import make_record
-from locret.infer.bench.report import page
-from locret.infer.bench.resolve import make_plan
+from locret.infer.speed import machine, roofline
+from locret.infer.speed.command import command
+from locret.infer.speed.machine import MachineRates
+from locret.infer.speed.measure import Measurements, Seconds
+from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.peaks import PeakBytes, RunPeaks
+from locret.infer.speed.record import make_record
+from locret.infer.speed.report import page
+from locret.infer.speed.resolve import make_plan
 
 NUMBERS = {"budget": 32, "chunk_size": 24, "stabilizers": 8, "local_len": 7, "new_tokens": 4, "threads": 1}
 FLAGS = [part for name, value in NUMBERS.items() for part in (f"--{name.replace('_', '-')}", str(value))]

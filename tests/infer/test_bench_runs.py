@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from locret.infer.bench.options import BenchOptions
-from locret.infer.bench.plan import BenchPlan
-from locret.infer.bench.resolve import make_plan
-from locret.infer.bench.runs import BoundedRun, FloorRun, Setup, make_setup, new_run
+from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.plan import BenchPlan
+from locret.infer.speed.resolve import make_plan
+from locret.infer.speed.runs import BoundedRun, FloorRun, Setup, make_setup, new_run
 
 LENGTH, NEW = 150, 5
 

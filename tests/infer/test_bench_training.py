@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig
 
 from locret import RetainingHeads
-from locret.infer.bench import training_choices
-from locret.infer.bench import training_cost as bench
-from locret.infer.bench.shapes import random_model
-from locret.infer.bench.training_setup import TrainingSetup
+from locret.infer.speed.lab import training_choices
+from locret.infer.speed.lab import training_cost as bench
+from locret.infer.speed.lab.training_setup import TrainingSetup
+from locret.infer.speed.shapes import random_model
 
 SMALL = LlamaConfig(
     vocab_size=99,

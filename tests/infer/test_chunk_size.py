@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
 from locret.infer import chunk_size, loading
-from locret.infer.bench.allocations import peak_bytes
 from locret.infer.loading import _cpu_multiplies_bfloat16
+from locret.infer.speed.allocations import peak_bytes
 
 Infer = Callable[..., Any]
 

@@ -64,7 +64,7 @@ def test_attention_sums_do_not_depend_on_the_block(tiny_llama: Any, monkeypatch:
 
 
 def test_recorded_scores_of_an_unbounded_read_are_the_heads_own(tiny_llama: Any) -> None:
-    from locret.labels import prompt_scores
+    from locret.labels.labels import prompt_scores
 
     heads = RetainingHeads.for_model(tiny_llama, 8, seed=0)
     policy = RetentionPolicy(budget=40, chunk_size=8, stabilizers=0, local_len=4)

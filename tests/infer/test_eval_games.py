@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from locret.data import benchmarks
-from locret.data.benchmarks import rock_paper_scissors as game
+from locret.data.tasks import published as benchmarks
+from locret.data.tasks.published import rock_paper_scissors as game
 from locret.infer.evaluation import command
 
 MODEL = Path(__file__).parents[2] / "checkpoints"
@@ -108,7 +108,7 @@ def test_bad_options_of_a_game_are_refused() -> None:
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the published turns in ../shared/data/sirllm")
 @pytest.mark.parametrize("move", game.MOVES)
 def test_published_turns_read_as_one_game(move: str) -> None:
-    from locret.data.benchmarks.loading import open_task
+    from locret.data.tasks.published.loading import open_task
 
     (item,) = open_task(benchmarks.get(f"sirllm/{move}"), data_dir=SHARED).items()
     moves = benchmarks.get(f"sirllm/{move}").moves(item)  # type: ignore[attr-defined]

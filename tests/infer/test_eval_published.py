@@ -15,8 +15,8 @@ from published_cases import infinitebench, leval, longbench, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret.cli import run
-from locret.data import benchmarks
-from locret.data.benchmarks import Item
+from locret.data.tasks import published as benchmarks
+from locret.data.tasks.published import Item
 from locret.infer.evaluation import methods, published, runner
 from locret.infer.evaluation.command import command
 

@@ -15,7 +15,7 @@ from locret.data import tasks
 from locret.infer.evaluation import methods, runner
 from locret.infer.evaluation.methods import Prompt, Setup
 from locret.infer.evaluation.records import key
-from locret.labels import answer_labels
+from locret.labels.labels import answer_labels
 
 POLICY = RetentionPolicy(budget=64, chunk_size=32, stabilizers=16, local_len=8)
 # 2 layers of 2 KV heads: key and value of 8 float32 numbers each, a float32 score and an int32 position.

@@ -17,7 +17,7 @@ from eval_runs import cells, finish, records, start
 from published_cases import infinitebench
 
 from locret.cli import run
-from locret.data.benchmarks import suites
+from locret.data.tasks.published import suites
 from locret.infer.evaluation import runner
 from locret.infer.evaluation.command import command
 from locret.infer.evaluation.records import PART

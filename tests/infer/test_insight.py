@@ -15,7 +15,7 @@ from locret.data.tasks import Sample
 from locret.infer.evaluation import insight, methods
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.runner import Place, plan_runs
-from locret.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 
 POLICIES = [RetentionPolicy(budget=n, chunk_size=32, stabilizers=8, local_len=8) for n in (48, 32)]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from locret.data import tasks
-from locret.data.benchmarks import get
+from locret.data.tasks.published import get
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.item_rows import GeneratedRows
 from locret.infer.evaluation.left_out import left_out
 from locret.infer.evaluation.published import ItemPlace
 from locret.infer.evaluation.runner import AnyPlace, plan_places, plan_runs
-from locret.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 
 POLICY = RetentionPolicy(budget=64, chunk_size=512, stabilizers=16, local_len=8)
 HEAT, CONSISTENCY = "heat_map_random_64.png", "consistency.png"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from locret.infer.benchmarks import long_prompts, rock_paper_scissors
+from locret.infer.speed.lab import long_prompts, rock_paper_scissors
 
 ROOT = Path(__file__).parents[2]
 MODEL = ["--model", str(ROOT / "checkpoints" / "tiny"), "--heads", str(ROOT / "checkpoints" / "tiny-heads")]

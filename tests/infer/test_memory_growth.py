@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from locret.infer.bench.allocations import marked, peak_bytes
-from locret.infer.benchmarks import memory_growth as benchmark
-from locret.infer.benchmarks.memory_growth import GrowthOptions, planned
-from locret.instrument import NAME, locret_attention
+from locret.backbone.instrument import NAME, locret_attention
+from locret.infer.speed.allocations import marked, peak_bytes
+from locret.infer.speed.lab import memory_growth as benchmark
+from locret.infer.speed.lab.memory_growth import GrowthOptions, planned
 from locret.scorers import get
 
 MIB = 2**20

@@ -26,7 +26,7 @@ def option_classes(job: str, name: str) -> tuple[type, ...]:
 
         return EVAL
     if job == "bench":
-        from locret.infer.bench.options import OPTION_CLASSES as BENCH
+        from locret.infer.speed.options import OPTION_CLASSES as BENCH
 
         return BENCH
     if job == "infer":
@@ -38,7 +38,7 @@ def option_classes(job: str, name: str) -> tuple[type, ...]:
 
         return TRAIN
     assert job == "backbone", f"recipes/{job} belongs to no command that this test knows"
-    from locret.train.backbone.options import BackboneTraining
+    from checkpoints.build.options import BackboneTraining
 
     return (BackboneTraining,)
 
@@ -79,7 +79,7 @@ def test_evaluation_recipes_name_tasks_methods_and_policies_that_exist(path: Pat
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "bench").glob("*.yaml")), ids=lambda path: path.stem)
 def test_benchmark_recipes_plan_what_they_say(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from locret.infer.bench.command import command
+    from locret.infer.speed.command import command
 
     content = yaml.safe_load(path.read_text())
     pythons = ["--peer-python", f"{content['vs']}={sys.executable}"] if "vs" in content else []

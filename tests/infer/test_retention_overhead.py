@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from locret.infer.bench.floor import read_static
-from locret.infer.bench.shapes import random_model
-from locret.infer.benchmarks import retention_overhead as benchmark
+from locret.infer.speed.floor import read_static
+from locret.infer.speed.lab import retention_overhead as benchmark
+from locret.infer.speed.shapes import random_model
 
 CONFIG = LlamaConfig(
     vocab_size=99,

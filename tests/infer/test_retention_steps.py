@@ -10,7 +10,7 @@ import torch
 
 from locret import RetentionCache, RetentionPolicy
 from locret.data import tasks
-from locret.data.embedded_tokenizer import build_tokenizer
+from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.infer.evaluation.retention_steps import (
     RetentionSteps,
     answer_spans,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from locret import scorers
-from locret.infer.bench.side_by_side import interleave, ratio
-from locret.infer.benchmarks import scorer_cost
+from locret.infer.speed.lab import scorer_cost
+from locret.infer.speed.side_by_side import interleave, ratio
 
 
 @pytest.mark.slow

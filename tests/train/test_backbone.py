@@ -11,19 +11,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from checkpoints.build import attention as backbone_attention
+from checkpoints.build import command as backbone
+from checkpoints.build import training
+from checkpoints.build.batches import Batch, Stage, dense_batch, fact_tokens, gapped_positions, steps
+from checkpoints.build.command import command
+from checkpoints.build.measure import answer
+from checkpoints.build.model import build_model
+from checkpoints.build.options import BackboneTraining
+from checkpoints.build.training import masked_loss, train
 from locret.cli import run
 from locret.data import tasks
-from locret.data.embedded_tokenizer import build_tokenizer
+from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.train import checkpointing
-from locret.train.backbone import attention as backbone_attention
-from locret.train.backbone import command as backbone
-from locret.train.backbone import training
-from locret.train.backbone.batches import Batch, Stage, dense_batch, fact_tokens, gapped_positions, steps
-from locret.train.backbone.command import command
-from locret.train.backbone.measure import answer
-from locret.train.backbone.model import build_model
-from locret.train.backbone.options import BackboneTraining
-from locret.train.backbone.training import masked_loss, train
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "checkpoints" / "tiny"

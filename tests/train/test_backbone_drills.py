@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from locret.data.embedded_tokenizer import build_tokenizer
-from locret.train.backbone import drills
-from locret.train.backbone.batches import Stage, steps
+from checkpoints.build import drills
+from checkpoints.build.batches import Stage, steps
+from locret.data.text.embedded_tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from locret.data.embedded_tokenizer import build_tokenizer
-from locret.data.haystack import prompt_length
-from locret.data.tasks.mixture import quiz
-from locret.train.backbone import attention
-from locret.train.backbone.batches import Batch, Stage, steps
-from locret.train.backbone.forks import fork
-from locret.train.backbone.model import build_model
-from locret.train.backbone.options import BackboneTraining
-from locret.train.backbone.training import masked_loss, train
+from checkpoints.build import attention
+from checkpoints.build.batches import Batch, Stage, steps
+from checkpoints.build.forks import fork
+from checkpoints.build.model import build_model
+from checkpoints.build.options import BackboneTraining
+from checkpoints.build.training import masked_loss, train
+from locret.data.tasks.generated.mixture import quiz
+from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.data.text.haystack import prompt_length
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 TASKS = ["passkey", "multikey", "two_stage"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from locret.train.backbone.measure import command
+from checkpoints.build.measure import command
 
 TINY = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from training_cases import backbone, refused, token_ids, train, train_arguments
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
-from locret.labels import answer_labels
+from locret.labels.labels import answer_labels
 from locret.train.eviction_step import train_step_under_eviction
 from locret.train.loss import retention_loss
 from locret.train.step import train_step

@@ -8,9 +8,9 @@ from torch import Tensor
 from training_cases import CASES, backbone, golden, token_ids
 
 from locret import RetainingHeads, reference
-from locret.adapters import describe
-from locret.instrument import Chunk
-from locret.labels import answer_labels, layer_labels, observe, prompt_scores
+from locret.backbone.adapters import describe
+from locret.backbone.instrument import Chunk
+from locret.labels.labels import answer_labels, layer_labels, observe, prompt_scores
 
 
 def chunks_of(model: torch.nn.Module, ids: Tensor) -> list[Chunk]:

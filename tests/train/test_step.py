@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from training_cases import CASES, backbone, golden, token_ids
 
 from locret import RetainingHeads, reference
-from locret.labels import answer_labels, prompt_scores
+from locret.labels.labels import answer_labels, prompt_scores
 from locret.train.loss import retention_loss, top_overlap
 from locret.train.step import train_step
 
@@ -48,7 +48,7 @@ def naive_step(
     **label: Any,
 ) -> list[float]:
     """Labels in one pass, features of all layers in another, then one loss over everything."""
-    from locret.labels import observe
+    from locret.labels.labels import observe
 
     labels = answer_labels(model, prompt_ids, answer_ids, **label)[..., :cut]
     features: dict[int, Tensor] = {}

@@ -14,8 +14,8 @@ import yaml
 from training_cases import refused, token_ids, train, train_arguments, write_backbone, write_rows
 
 from locret import RetainingHeads
-from locret.fingerprint import weight_fingerprint
-from locret.labels import answer_labels
+from locret.heads.fingerprint import weight_fingerprint
+from locret.labels.labels import answer_labels
 from locret.train.command import command
 from locret.train.frozen_backbone import load_backbone, resolve_dtype
 
@@ -101,7 +101,7 @@ def test_labels_from_reconstruction_need_no_answers(
     paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run is the one on rows that ask for the text and answer with it, written by hand."""
-    from locret.data.reconstruction import REQUEST
+    from locret.data.training.reconstruction import REQUEST
 
     texts = [row["instruction"] for row in json.loads(paths[1].read_text())]
     (tmp_path / "texts.json").write_text(json.dumps([{"text": text} for text in texts]))
@@ -278,7 +278,7 @@ def test_labels_loss_and_step_need_no_more_than_torch_and_transformers() -> None
         "import sys\n"
         "for name in ('datasets', 'jsonargparse', 'accelerate', 'peft', 'tensorboard'):\n"
         "    sys.modules[name] = None\n"
-        "import locret.labels, locret.train.loss, locret.train.step, locret.train\n"
+        "import locret.labels.labels, locret.train.loss, locret.train.step, locret.train\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

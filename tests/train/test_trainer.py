@@ -21,8 +21,8 @@ from training_cases import train, train_arguments, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 
 from locret import RetainingHeads, reference
-from locret.data.training import TrainingStream, load_rows
-from locret.labels import answer_labels, prompt_scores
+from locret.data.training.stream import TrainingStream, load_rows
+from locret.labels.labels import answer_labels, prompt_scores
 from locret.train import checkpointing
 from locret.train.loss import retention_loss
 
@@ -81,7 +81,7 @@ def test_training_on_two_rows_has_the_losses_of_the_oracle(paths: tuple[Path, Pa
 
 
 def prompt_scores_with_gradient(model: Any, heads: RetainingHeads, prompt_ids: torch.Tensor) -> torch.Tensor:
-    from locret.labels import observe
+    from locret.labels.labels import observe
 
     features: dict[int, torch.Tensor] = {}
     observe(model, prompt_ids, lambda chunk: features.update({chunk.layer_idx: chunk.features()[0]}))

@@ -1,7 +1,7 @@
 """A step's memory, counted byte by byte: at most three layers' activations above the weights, and what the plan says.
 
 One layer's activations are what one decoder layer of the plain backbone holds at its peak, its input included, while it
-reads the same tokens without gradients (`locret.infer.bench.training_setup`).
+reads the same tokens without gradients (`locret.infer.speed.lab.training_setup`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from locret import RetainingHeads
-from locret.infer.bench.allocations import peak_bytes
-from locret.infer.bench.shapes import random_model
-from locret.infer.bench.training_setup import TrainingSetup, layer_activations
-from locret.instrument import Chunk, Projections
-from locret.labels import layer_labels, logit_bytes
+from locret.backbone.instrument import Chunk, Projections
+from locret.infer.speed.allocations import peak_bytes
+from locret.infer.speed.lab.training_setup import TrainingSetup, layer_activations
+from locret.infer.speed.shapes import random_model
+from locret.labels.labels import layer_labels, logit_bytes
 from locret.train.memory_plan import memory_plan
 
 TOKENS = 512

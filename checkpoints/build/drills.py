@@ -1,0 +1,83 @@
+"""Drills for what questions about texts teach too slowly: chains of variables, several numbers of one key, sums.
+
+A drill is a row of bare statements, and after it as many answers as there are statements to ask about. Loss is on the
+answers' values alone, so that most tokens that bear loss need the very step that is drilled.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+from transformers import PreTrainedTokenizerFast
+
+from locret.data.text.embedded_tokenizer import NAMES, VARIABLES
+from locret.data.tasks.generated.base import Draw, Planted
+from locret.data.tasks.generated.multivalue import MultiValue
+from locret.data.tasks.generated.variable_tracking import VariableTracking
+
+Pieces = list[tuple[str, bool]]
+"""Pieces of an answer, and whether their tokens bear loss."""
+
+
+def drill(rng: random.Random, tokenizer: PreTrainedTokenizerFast, tokens: int) -> tuple[list[int], list[bool], str]:
+    """Return the ids of one drill of about `tokens` tokens, which of them are to be predicted, and the drill's name."""
+    make = rng.choices((chains, values, sums), (1, 6, 1))[0]
+    one = len(_encode(tokenizer, *make(random.Random(0), 1))[0])
+    two = len(_encode(tokenizer, *make(random.Random(0), 2))[0])
+    most = {chains: len(VARIABLES) // 3, values: len(NAMES)}.get(make, tokens)
+    count = 1 + max(tokens - one, 0) // (two - one)
+    ids, mask = _encode(tokenizer, *make(rng, min(count, most)))
+    return ids, mask, make.__name__
+
+
+def chains(rng: random.Random, count: int) -> tuple[str, Pieces]:
+    """Return `count` chains of assignments in an order that defines before it uses, and their variables."""
+    task, draw = VariableTracking(chains=count), Draw(rng, "train", all_keys=True)
+    planted = task.plant(draw)
+    depths = task.place([rng.random() for _ in planted.statements])
+    statements = [text for _, text in sorted(zip(depths, planted.statements, strict=True))]
+    return " ".join(statements), _after_colons(rng, planted)
+
+
+def values(rng: random.Random, keys: int) -> tuple[str, Pieces]:
+    """Return the needles of `keys` keys with four numbers each, in any order, and the numbers in ascending order."""
+    draw = Draw(rng, "train", all_keys=True)
+    # Of the numbers of two digits, ten begin with the same one.
+    task = MultiValue(others=0, digits=rng.choice((2, 2, 3, 7) if keys <= 10 else (3, 7)))
+    plants = [task.plant(draw) for _ in range(keys)]
+    statements = [statement for plant in plants for statement in plant.statements]
+    rng.shuffle(statements)
+    questions = tuple(question for plant in plants for question in plant.questions)
+    return " ".join(statements), _after_colons(rng, Planted(statements=(), questions=questions))
+
+
+def sums(rng: random.Random, equations: int) -> tuple[str, Pieces]:
+    """Return `equations` sums of at most 15 with their results; there is no text to read."""
+    pieces: Pieces = []
+    for _ in range(equations):
+        total = rng.randrange(16)
+        first = rng.randint(0, total)
+        pieces += [(f"{first} + {total - first} =", False), (f"{total}.", True)]
+    return "", pieces
+
+
+def _after_colons(rng: random.Random, planted: Planted) -> Pieces:
+    """Return all replies in any order, with loss on what follows a colon and a space, up to its comma or full stop."""
+    pieces: Pieces = []
+    for question in rng.sample(planted.questions, len(planted.questions)):
+        for part in re.findall(r"[^,.]+[,.]", question.reply):
+            known, _, found = part.rpartition(": ")
+            pieces += [(f"{known.strip()}:", False), (found, True)]
+    return pieces
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, text: str, pieces: Pieces) -> tuple[list[int], list[bool]]:
+    messages = [{"role": "user", "content": text}]
+    ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    mask = [False] * len(ids)
+    for piece, bears_loss in pieces:
+        new = tokenizer(piece, add_special_tokens=False)["input_ids"]
+        ids += new
+        mask += [bears_loss] * len(new)
+    return ids, mask

@@ -1,0 +1,104 @@
+"""The options of training the embedded backbone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from locret.data import tasks
+from checkpoints.build.batches import Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneTraining:
+    """Shape, curriculum and optimizer of the embedded backbone."""
+
+    stages: list[Stage] = field(default_factory=list)
+    """The curriculum, in order."""
+    hidden_size: int = 128
+    """Width of the model."""
+    intermediate_size: int = 256
+    """Width of the gated MLP."""
+    num_layers: int = 2
+    """Decoder layers."""
+    num_heads: int = 4
+    """Query heads per layer."""
+    num_kv_heads: int = 2
+    """Key/value heads per layer."""
+    head_dim: int = 32
+    """Width of a head."""
+    start: Literal["random", "distances"] = "random"
+    """Initial weights; "distances" makes the first layer look at the tokens just before each token."""
+    silent_layers: list[int] = field(default_factory=list)
+    """Layers that start by adding nothing to their input, so that the others find each other sooner."""
+    local_layers: int = 2
+    """First layers that see a short window only, in the batches a stage says."""
+    window: int = 32
+    """That window, in tokens."""
+    autocast: bool = True
+    """Multiply matrices in bfloat16; the weights stay float32."""
+    rope_theta: float = 1.0e6
+    """Base of the rotary embedding; large, so that half of the dimensions compare content at any distance."""
+    max_positions: int = 65536
+    """Longest context to record in the config, in tokens."""
+    lr: float = 2.0e-3
+    """Learning rate of AdamW after warm-up."""
+    decay_share: float = 0.33
+    """Share of the steps, at the end, over which the learning rate falls linearly to a tenth; 0 keeps it."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up."""
+    init: str = ""
+    """Folder of a trained backbone to continue from, instead of fresh weights; its shape must be the options',
+    except that layers may come on top, all of them in `silent_layers`. Of a checkpoint the optimizer's state is taken
+    over too, unless layers came on top."""
+    seed: int = 0
+    """Seed of weights and data."""
+    device: str = "cpu"
+    """Where to train, such as "cpu" or "cuda"."""
+    threads: int = 1
+    """CPU threads. The same number gives the same weights on the same machine."""
+    checkpoints: str = ""
+    """Folder for checkpoints, each a backbone that can be loaded; none are written if empty."""
+    save_every: int = 200
+    """Steps between two checkpoints; the newest two are kept."""
+    resume: str = ""
+    """Checkpoint to go on from, or "auto" for the newest in `checkpoints`, if there is one."""
+    eval_tasks: list[str] = field(default_factory=tasks.names)
+    """Tasks measured after training."""
+    eval_samples: int = 20
+    """Fresh samples per task and length measured after training; 0 measures nothing."""
+    eval_tokens: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
+    """Lengths measured after training, in tokens of the chat prompt."""
+    output: str = "checkpoints/tiny"
+    """Folder to write."""
+    overwrite: bool = False
+    """Replace the output folder if it is not empty."""
+    dry_run: bool = False
+    """Print the resolved options and the model's size, and write nothing."""
+    tensorboard: str = ""
+    """Folder for TensorBoard logs; none are written if empty."""
+
+    def __post_init__(self) -> None:
+        # The parser hands over the items of a list as namespaces.
+        stages = [s if isinstance(s, Stage) else Stage(**vars(s)) for s in self.stages]
+        object.__setattr__(self, "stages", stages)
+        if not stages:
+            raise ValueError("stages is empty, so there is nothing to train; use --config recipes/backbone/tiny.yaml")
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "threads",
+            "save_every",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is too small; give 1 or more")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; change one of the two"
+            )
+        if self.resume and not self.checkpoints:
+            raise ValueError(f"resume={self.resume} needs checkpoints, the folder where they are; add --checkpoints")

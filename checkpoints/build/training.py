@@ -1,0 +1,202 @@
+"""The training loop of the embedded backbone, with checkpoints to look at and to go on from."""
+# B batch, T tokens of a sequence, E width, V vocabulary, M tokens that bear loss, R rows or branches
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.train import checkpointing
+from checkpoints.build import attention
+from checkpoints.build.batches import Batch, steps
+from checkpoints.build.model import build_model
+from checkpoints.build.options import BackboneTraining
+
+LOG_EVERY = 50
+_NOT_OF_THE_RUN = (
+    "output", "overwrite", "dry_run", "checkpoints", "save_every", "resume", "tensorboard", "device", "threads",
+    "eval_tasks", "eval_samples", "eval_tokens",
+)  # fmt: skip
+"""Options that may change when a run is resumed."""
+
+
+def masked_loss(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean cross-entropy of the marked tokens, and per row or branch (R,) how many are marked, and right."""
+    # Gaps in the positions would be taken for boundaries of packed texts, but our attention takes no mask.
+    with attention.forked(batch.forks):
+        hidden_BTE = model.model(
+            input_ids=batch.ids_BT, position_ids=batch.positions_1T, use_cache=False
+        ).last_hidden_state
+    mask_BT = batch.mask_BT[:, 1:]
+    targets_M = batch.ids_BT[:, 1:][mask_BT]
+    logits_MV = model.lm_head(hidden_BTE[:, :-1][mask_BT]).float()
+    loss = torch.nn.functional.cross_entropy(logits_MV, targets_M)
+    rows_M, right_M = batch.marked_rows(), (logits_MV.detach().argmax(-1) == targets_M).float()
+    none_R = torch.zeros(len(batch.kinds), device=right_M.device)
+    marked_R = none_R.index_add(0, rows_M, torch.ones_like(right_M))
+    return loss, marked_R.cpu(), none_R.index_add(0, rows_M, right_M).cpu()
+
+
+def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast, list[dict[str, Any]]]:
+    """Train a backbone through all stages, from fresh weights, from `init`, or from where a checkpoint was made.
+
+    Returns:
+        The model in float32, its tokenizer, and one record per 50 steps: step, stage, seconds, learning rate, mean loss
+        (nats per token), and for each kind of row (`Batch.kinds`) the share of its tokens predicted exactly and of its
+        rows predicted from the first token to the last.
+
+    Raises:
+        ValueError: If `resume` names no checkpoint, or one of a run with other options.
+        OSError: If a checkpoint cannot be written.
+    """
+    torch.set_num_threads(options.threads)
+    tokenizer = build_tokenizer(options.max_positions)
+    model = build_model(options, tokenizer).to(options.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    total = sum(stage.steps for stage in options.stages)
+    done, log = _resumed(options, model, optimizer)
+    earlier = log[-1]["seconds"] if log else 0.0
+    tally = Tally()
+    started = time.monotonic()
+    stream = steps(tokenizer, options.stages, options.seed, start=done)
+    bar = tqdm(stream, total=total, initial=done, unit="step", file=sys.stderr)
+    with _tensorboard(options.tensorboard) as write_scalar:
+        for step, parts in enumerate(bar, start=done + 1):
+            rate = options.lr * learning_rate_factor(step, total, options.warmup_steps, options.decay_share)
+            _update(model, optimizer, parts, rate, options, tally)
+            if step % LOG_EVERY == 0 or step == total:
+                record = {"step": step, "stage": parts[0].stage, "lr": rate} | tally.means()
+                bar.set_postfix(record)
+                for name, value in record.items():
+                    write_scalar(name, value, step)
+                log.append(record | {"seconds": round(earlier + time.monotonic() - started, 1)})
+                tally = Tally()
+            if options.checkpoints and (step % options.save_every == 0 or step == total):
+                _save(options, step, model, tokenizer, optimizer, log)
+    return model.cpu().eval(), tokenizer, log
+
+
+def _update(
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    parts: list[Batch],
+    rate: float,
+    options: BackboneTraining,
+    tally: Tally,
+) -> None:
+    """Make one step on the mean loss of all marked tokens of its batches, and count what was right."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.zero_grad()
+    total = sum(int(batch.mask_BT[:, 1:].sum()) for batch in parts)
+    mean = 0.0
+    for batch in parts:
+        with (
+            attention.local_layers(options.local_layers if batch.local else 0, options.window),
+            torch.autocast(model.device.type, torch.bfloat16, enabled=options.autocast),
+        ):
+            loss, tokens_R, right_R = masked_loss(model, batch.to(options.device))
+        loss = loss * (tokens_R.sum().item() / total)
+        loss.backward()
+        mean += loss.item()
+        tally.add(batch.kinds, tokens_R, right_R)
+    tally.add_loss(mean)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+class Tally:
+    """Means over the steps between two records."""
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+        self._counts: dict[str, list[float]] = {}
+
+    def add_loss(self, loss: float) -> None:
+        """Take in the loss of one step."""
+        self._losses.append(loss)
+
+    def add(self, kinds: tuple[str, ...], tokens_R: Tensor, right_R: Tensor) -> None:
+        """Take in one batch: what each row or branch is, its marked tokens (R,) and those predicted (R,)."""
+        for kind, tokens, right in zip(kinds, tokens_R.tolist(), right_R.tolist(), strict=True):
+            counts = self._counts.setdefault(kind, [0.0, 0.0, 0.0, 0.0])
+            for index, value in enumerate((tokens, right, 1, right == tokens)):
+                counts[index] += value
+
+    def means(self) -> dict[str, float]:
+        """Return `loss`, and per kind `<kind>_tokens` and `<kind>_rows`, the shares that are right."""
+        means = {"loss": round(sum(self._losses) / len(self._losses), 4)}
+        for kind, (tokens, right, rows, whole) in sorted(self._counts.items()):
+            means |= {f"{kind}_tokens": round(right / tokens, 4), f"{kind}_rows": round(whole / rows, 4)}
+        return means
+
+
+def _save(
+    options: BackboneTraining,
+    step: int,
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    optimizer: torch.optim.Optimizer,
+    log: list[dict[str, Any]],
+) -> None:
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    state = {"optimizer": optimizer.state_dict(), "log": log, "options": _of_the_run(options)}
+    checkpointing.save(Path(options.checkpoints), step, write, state, keep=2)
+
+
+def _resumed(
+    options: BackboneTraining, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer
+) -> tuple[int, list[dict[str, Any]]]:
+    """Load the checkpoint to go on from, if any; return the steps done and their log."""
+    path = checkpointing.find(options.resume, Path(options.checkpoints)) if options.resume else None
+    if path is None:
+        if options.init and (Path(options.init) / checkpointing.STATE).is_file():
+            state = checkpointing.read(Path(options.init))["optimizer"]
+            if _tensors(state) == _tensors(optimizer.state_dict()):  # not of a backbone that has grown since
+                optimizer.load_state_dict(state)
+        return 0, []
+    state = checkpointing.read(path)
+    checkpointing.check_same(state["options"], _of_the_run(options), path)
+    model.load_state_dict(LlamaForCausalLM.from_pretrained(path).state_dict())
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"], state["log"]
+
+
+def _tensors(state: dict[str, Any]) -> int:
+    return sum(len(group["params"]) for group in state["param_groups"])
+
+
+def _of_the_run(options: BackboneTraining) -> dict[str, Any]:
+    return {name: value for name, value in asdict(options).items() if name not in _NOT_OF_THE_RUN}
+
+
+@contextlib.contextmanager
+def _tensorboard(folder: str) -> Iterator[Callable[[str, float, int], object]]:
+    """Give a function that records one number of one step; it does nothing where no folder is asked for."""
+    if not folder:
+        yield lambda name, value, step: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(folder) as writer:
+        yield writer.add_scalar
+
+
+def learning_rate_factor(step: int, total: int, warmup: int, decay_share: float) -> float:
+    """Return the share of the peak rate at `step` (from 1): linear warm-up, flat, then a linear fall to a tenth."""
+    fall = (total - step) / (total * decay_share) if decay_share else 1.0
+    return min(1.0, step / max(warmup, 1)) * min(1.0, 0.1 + 0.9 * fall)

@@ -1,0 +1,223 @@
+"""What an evaluation task is: what it hides in a text, what it asks, and how an answer is scored.
+
+A generated task plants statements in filler and asks for one of them; everything else (length, depth, split, chat
+template) is the same for all tasks. The question always comes after the text.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from locret.data.text.embedded_tokenizer import NAMES, VARIABLES
+from locret.data.text.filler import Filler, FillerOptions, Split, generator
+from locret.data.text.haystack import hide
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One question about the statements planted in a text, and what is right."""
+
+    text: str
+    targets: tuple[str, ...]
+    """The bare values of the right answer, in order."""
+    reply: str
+    """The sentence a model should say; retaining heads and oracle labels take it for the true answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """Statements to hide in a text, in the order they must appear, and the questions that can be asked of them."""
+
+    statements: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A text, a question about it, and what is right."""
+
+    introduction: str
+    text: str
+    question: str
+    targets: tuple[str, ...]
+    reply: str
+    depths: tuple[float, ...]
+    """Where each planted statement is, from 0 (start of the text) to 1 (end)."""
+
+    @property
+    def document(self) -> str:
+        """The introduction and the text: all that comes before the question."""
+        return f"{self.introduction}\n{self.text}" if self.introduction else self.text
+
+    @property
+    def content(self) -> str:
+        """The user's turn: the document, then the question on its own line."""
+        return f"{self.document}\n{self.question}"
+
+
+class Draw:
+    """A seeded source of what statements are about; no name or number is drawn twice for one text.
+
+    Names and variables are halved between the splits, so heads are never trained on the keys they are evaluated with.
+    """
+
+    def __init__(self, rng: random.Random, split: Split, *, all_keys: bool = False):
+        self.rng = rng
+        half = slice(None) if all_keys else slice(0 if split == "train" else 1, None, 2)
+        self._names = rng.sample(NAMES[half], len(NAMES[half]))
+        self._variables = rng.sample(VARIABLES[half], len(VARIABLES[half]))
+        self._numbers: set[str] = set()
+
+    def name(self) -> str:
+        """Return a name that is used by no other statement of the text.
+
+        Raises:
+            ValueError: When there is none left.
+        """
+        return _next(self._names, "names")
+
+    def variable(self) -> str:
+        """Return a variable that is used by no other statement of the text.
+
+        Raises:
+            ValueError: When there is none left.
+        """
+        return _next(self._variables, "variables")
+
+    def number(self, digits: int, first: int | None = None) -> str:
+        """Return a number of `digits` digits, different from all drawn before; its first digit is `first`, or not 0.
+
+        Raises:
+            ValueError: When there is none left.
+        """
+        size = 10 ** (digits - 1)
+        low, high = (size, 10 * size) if first is None else (first * size, (first + 1) * size)
+        if sum(len(number) == digits and low <= int(number) < high for number in self._numbers) == high - low:
+            raise ValueError(f"one text cannot hold that many numbers of {digits} digits; ask for fewer")
+        while (number := str(self.rng.randrange(low, high))) in self._numbers:
+            pass
+        self._numbers.add(number)
+        return number
+
+
+def _next(left: list[str], what: str) -> str:
+    if not left:
+        raise ValueError(f"one text cannot hold that many keys: all {what} of this split are taken; ask for fewer")
+    return left.pop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A task of `locret-eval`. To add one: a file with a subclass beside these, one line in `locret.data.tasks`.
+
+    The subclass's dataclass fields are its options; they are recorded with every result.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    """Raise it when samples or scores change: results of different versions are never compared."""
+    source: ClassVar[str]
+    """Where the form comes from."""
+    metric: ClassVar[str]
+    """The metric in a few words."""
+    introduction: ClassVar[str] = ""
+    max_new_tokens: ClassVar[int]
+    may_be_zero: ClassVar[frozenset[str]] = frozenset()
+    """Options that may be 0; all others are 1 or more, and all are whole numbers."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.options().items():
+            least = 0 if name in self.may_be_zero else 1
+            if type(value) is not int or value < least:
+                raise ValueError(f"task {self.name}: {name}={value!r} must be a whole number, {least} or more")
+
+    @abstractmethod
+    def plant(self, draw: Draw) -> Planted:
+        """Return the statements of one text and the questions about them; the first one is asked in evaluation."""
+
+    @abstractmethod
+    def score(self, prediction: str, sample: Sample) -> float:
+        """Return the score of a generated answer, from 0 to 1."""
+
+    def sample(
+        self,
+        tokenizer: Any,
+        tokens: int,
+        *,
+        depth: float | None = None,
+        seed: int | str = 0,
+        split: Split = "eval",
+        filler: FillerOptions | None = None,
+    ) -> Sample:
+        """Return one sample whose whole chat prompt has at most `tokens` tokens, and as many as sentences allow.
+
+        Args:
+            tokenizer: Any tokenizer with a chat template.
+            tokens: Length of the chat prompt.
+            depth: Where the first statement is, from 0 (start of the text) to 1 (end); drawn if None. The others'
+                depths are drawn. Statements that must follow each other keep their order.
+            seed: Same seed, same sample.
+            split: "eval" or "train": their texts and keys never coincide.
+            filler: What the text around the statements looks like.
+
+        Raises:
+            ValueError: For a depth outside 0 to 1, or `tokens` too few for statements and question.
+        """
+        rng = generator(seed, split, self.name, tokens)
+        planted = self.plant(Draw(rng, split))
+        depths = [rng.random() for _ in planted.statements]
+        depths = self.place(depths if depth is None else [depth, *depths[1:]])
+        asked = planted.questions[0]
+        text = hide(
+            tokenizer,
+            planted.statements,
+            depths,
+            filler=Filler(rng, filler),
+            tokens=tokens,
+            around=lambda text: (
+                Sample(
+                    introduction=self.introduction,
+                    text=text,
+                    question=asked.text,
+                    targets=(),
+                    reply="",
+                    depths=(),
+                ).content
+            ),
+        )
+        return Sample(
+            introduction=self.introduction,
+            text=text,
+            question=asked.text,
+            targets=asked.targets,
+            reply=asked.reply,
+            depths=tuple(depths),
+        )
+
+    def place(self, depths: list[float]) -> list[float]:
+        """Return the depths of the statements; a task whose statements must follow each other sorts them."""
+        return depths
+
+    def options(self) -> dict[str, Any]:
+        """Return the options as a dictionary."""
+        return asdict(self)
+
+    def check(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer that cannot express the task's words and numbers.
+
+        Raises:
+            ValueError: Naming what does not survive encoding and decoding.
+        """
+        planted = self.plant(Draw(random.Random(0), "eval"))
+        asked = planted.questions[0]
+        for text in (*planted.statements, asked.text, asked.reply):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            decoded = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            if decoded.split() != text.split():
+                raise ValueError(
+                    f"task {self.name} cannot be expressed by this tokenizer: {text!r} comes back as {decoded!r}; "
+                    "leave the task out or use another backbone"
+                )

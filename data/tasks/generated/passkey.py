@@ -1,0 +1,37 @@
+"""R.PassKey of InfiniteBench: one pass key of five digits, stated twice in a line of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from locret.data.tasks.generated.base import Draw, Planted, Question, Sample, Task
+from locret.data.tasks.metrics.generated import first_integer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassKey(Task):
+    """Find the pass key."""
+
+    name: ClassVar[str] = "passkey"
+    source: ClassVar[str] = "InfiniteBench R.PassKey (arXiv 2402.13718)"
+    metric: ClassVar[str] = "first integer"
+    introduction: ClassVar[str] = (
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
+        "I will quiz you about the important information."
+    )
+    max_new_tokens: ClassVar[int] = 16
+
+    digits: int = 5
+    """Digits of the pass key."""
+
+    def plant(self, draw: Draw) -> Planted:
+        """Return the line with the pass key."""
+        key = draw.number(self.digits)
+        reply = f"The pass key is {key}."
+        question = Question(text="What is the pass key?", targets=(key,), reply=reply)
+        return Planted(statements=(f"{reply} Remember it. {key} is the pass key.",), questions=(question,))
+
+    def score(self, prediction: str, sample: Sample) -> float:
+        """Return 1 if the first integer of the prediction is the pass key."""
+        return first_integer(prediction, sample.targets[0])

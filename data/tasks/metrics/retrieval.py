@@ -1,0 +1,67 @@
+"""Retrieval: whether a generated text holds the value that was hidden.
+
+Source:    InfiniteBench, src/compute_scores.py; LongBench, metrics.py; the needle and two-stage tasks of IMDC and
+           OmniKV. `first_integer` and `all_contained` are those of the generated tasks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from locret.data.tasks.metrics.generated import all_contained, first_integer
+
+__all__ = [
+    "all_contained",
+    "any_contained",
+    "first_integer",
+    "name_among_words",
+    "share_of_numbers",
+    "split_words",
+    "value_among_words",
+]
+
+_MARKS = ("\n", ":", '"', "'", ".", ",", "?", "!", "{", "}")
+LOCRET_MARKS = ("</s>", "The", "To")
+"""Further texts that the Locret release takes for the end of a value, even inside a word."""
+
+
+def split_words(text: str, marks: Sequence[str] = _MARKS) -> list[str]:
+    """Return the pieces of a text between white space and the given marks."""
+    for mark in marks:
+        text = text.replace(mark, " ")
+    return text.split()
+
+
+def value_among_words(prediction: str, value: str, more_marks: Sequence[str] = ()) -> float:
+    """Return 1 if the value is one of the answer's words: InfiniteBench's R.KV.
+
+    Args:
+        prediction: The generated text.
+        value: The value to find; case counts.
+        more_marks: Texts that end a word beside white space and punctuation.
+    """
+    return float(value in split_words(prediction, (*_MARKS, *more_marks)))
+
+
+def name_among_words(prediction: str, name: str) -> float:
+    """Return 1 if the name is one of the answer's words in capitals: InfiniteBench's E.Dia.
+
+    The name is taken as it stands: one in small letters or of several words is never found.
+    """
+    return float(name in [word.upper() for word in split_words(prediction)])
+
+
+def any_contained(prediction: str, targets: Sequence[str]) -> float:
+    """Return 1 if any target occurs in the prediction, whatever the case (RULER's "part", needle, 2StageRetr)."""
+    low = prediction.lower()
+    return float(any(target.lower() in low for target in targets))
+
+
+def share_of_numbers(prediction: str, number: str) -> float:
+    """Return the share of the answer's integers that are the number: LongBench's counts and paragraph retrieval.
+
+    The digits are compared as text: "08" is not 8, and "-8" is 8. An answer without digits scores 0.
+    """
+    found = re.findall(r"\d+", prediction)
+    return found.count(number) / len(found) if found else 0.0

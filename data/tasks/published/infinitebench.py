@@ -1,0 +1,231 @@
+"""InfiniteBench in the form the Locret paper runs it: completion prompts, no chat template, 128K tokens.
+
+Paper:     arXiv 2402.13718; protocol of arXiv 2410.01805, Section 4.1.
+Source:    OpenBMB/InfiniteBench (MIT), data set xinrongzhang2022/InfiniteBench, prompts of its Yarn-Mistral set in the
+           wording of the Locret release, which says **MASK** for $$MASK$$.
+Fields:    id, context, input, answer (list; a bare text or number in older copies), options (four where one is asked).
+Deviates:  the Locret release's loop emits one token more than `max_new_tokens` says; set it to reproduce that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from locret.data.tasks.published.base import BadRow, Item, PublishedTask
+from locret.data.tasks.published.records import text_of, texts_of
+
+LETTERS = "ABCD"
+CONTEXT_LENGTH = 131072
+ANSWER_ROOM = 50
+"""The Locret release leaves this many tokens at most for the reference when it truncates."""
+
+_FIND = "There is an important info hidden inside a lot of irrelevant text. Find it"
+_OPTIONS = "A. {A}\nB. {B}\nC. {C}\nD. {D}"
+# Text before and after the context; the names in braces are fields of the row or made from them.
+_FORMS = {
+    "passkey": (
+        _FIND + " and memorize it. I will quiz you about the important information.\n\n",
+        "\n\n{input}\n\nThe pass key is",
+    ),
+    "number_string": (
+        _FIND + ". I will quiz you about the important information there.\n\n",
+        "\n\n{input}\n\nThe sequence of digits is",
+    ),
+    "kv_retrieval": (
+        "Extract the value corresponding to the specified key in the JSON object below.\n\n",
+        "\n\n{input}",
+    ),
+    "longbook_sum_eng": ("Summarize the book below.\n\n", "\n\nSummary:"),
+    "longbook_choice_eng": (
+        "Read the book and answer the question.\n\n",
+        "\n\nQuestion: {input}\n" + _OPTIONS + "\n\nThe letter of the correct answer is",
+    ),
+    "longbook_qa_eng": (
+        "Read the book and answer the question. Be very concise in your answer.\n\n",
+        "\n\nQuestion: {input}\nAnswer:",
+    ),
+    "longbook_qa_chn": ("阅读以下书籍然后回答问题。\n\n", "\n\n问题：{input}\n答案："),
+    "longdialogue_qa_eng": (
+        "Below is a dialogue script where one random occurrence of a character name is replaced with "
+        '"**MASK**", and you should try to guess who that character is.\n\n',
+        "\n\nThe name that has been replaced with **MASK** is likely",
+    ),
+    "code_debug": (
+        "Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it "
+        "crash.\n\n",
+        "\n\nOptions:\n" + _OPTIONS + "\n\nThe correct option is:",
+    ),
+    "code_run": (
+        "There is a function called {function} in the following Python code.\n\n",
+        "\n\nPlease compute the exact value of {call}. The value of {call} is",
+    ),
+    "math_find": ("What is {sought} in the following list?\n\n", "\n\n{input}"),
+    "math_calc": (
+        "Let us calculate the intermediate values of an expression.\n\nExpression: 1 + 3 + 4\nValues: [1, 4, 8]\n\n"
+        "Expression: 8 - 3 + 2 - 4\nValues: [8, 5, 7, 3]\n\nExpression: ",
+        "\nValues:",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfiniteBenchTask(PublishedTask):
+    """One file of InfiniteBench."""
+
+    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "answer_room", "replace_mask", "scorer")
+
+    form: str
+    """Which prompt of `_FORMS`: the file's name in the published set."""
+    has_options: bool = False
+    """Whether the row has four options and the answer is one of them."""
+    answer_room: bool = True
+    """Leave room for up to 50 tokens of the reference when truncating, as the Locret, SirLLM and 2-bit scripts do."""
+    replace_mask: bool = True
+    """Write **MASK** for $$MASK$$ everywhere, as all scripts but the 2-bit one do."""
+
+    scorer: Literal["official", "locret"] = "official"
+    """The benchmark's own scorer, or the Locret release's copy, which differs in C.Debug and R.KV."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scorer not in ("official", "locret"):
+            raise ValueError(f"task {self.name}: scorer={self.scorer!r} is unknown; use official or locret")
+
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
+        """Return the item of a row.
+
+        Raises:
+            BadRow: If a field is missing, empty or of the wrong type, or the answer is not among the options.
+        """
+        context = text_of(record, place, "context")
+        # Only the question of some tasks goes into the prompt, yet every published row has one.
+        question = text_of(record, place, "input", may_be_empty=self.form not in _ASKED)
+        targets = texts_of(record, place, "answer")
+        options = texts_of(record, place, "options") if self.has_options else ()
+        if self.has_options:
+            targets = _choice(place, targets, options)
+        for target in targets:
+            if not re.search(_NUMBERS.get(self.form, ""), target):
+                raise BadRow(place, "wrong answer", f"field 'answer' holds {target!r} where a number is needed")
+        values = {
+            "input": question,
+            **dict(zip(LETTERS, options, strict=False)),
+            **_derived(self.form, place, question),
+        }
+        head, tail = (part.format_map(values) for part in _FORMS[self.form])
+        head, context, tail = (self._masked(part) for part in (head, context, tail))
+        return [
+            Item(
+                id=str(index),
+                content=head + context + tail,
+                targets=targets,
+                reply=_reply(self.form, targets),
+                choices=options,
+                span=(len(head), len(head) + len(context)),
+                extra=(("row id", str(record["id"])),) if "id" in record else (),
+            )
+        ]
+
+    def _masked(self, text: str) -> str:
+        return text.replace("$$MASK$$", "**MASK**") if self.replace_mask else text
+
+    def allowed(self, item: Item, count: Callable[[str], int]) -> int | None:
+        """Return the tokens of the prompt: the limit, less the first reference's tokens (50 at most)."""
+        if self.limit is None or not self.answer_room:
+            return self.limit
+        return max(2, self.limit - min(ANSWER_ROOM, count(item.targets[0])))
+
+    def score(self, prediction: str, item: Item) -> float:
+        """Return the task's own metric."""
+        from locret.data.tasks.metrics import infinitebench
+
+        return infinitebench.score(self.form, prediction, item.targets, self.scorer)
+
+
+# What a reference must be, where the metric reads a number out of it.
+_NUMBERS = {"code_run": r"^-?\d+$", "math_calc": r"^-?\d+$", "math_find": r"^-?\d+(\.\d+)?$"}
+# Tasks whose `input` stands in the prompt.
+_ASKED = {name for name, parts in _FORMS.items() if "{input}" in parts[1]} | {"code_run"}
+
+
+def _choice(place: str, targets: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]:
+    """The right option's text and its letter."""
+    if len(options) != len(LETTERS):
+        raise BadRow(place, "wrong options", f"field 'options' has {len(options)} entries where 4 are needed")
+    if len(targets) == 2 and targets[1] in tuple(LETTERS):
+        return targets
+    if len(targets) != 1 or targets[0] not in options:
+        raise BadRow(place, "wrong answer", f"field 'answer' is {list(targets)!r}, which is not one of the options")
+    return targets[0], LETTERS[options.index(targets[0])]
+
+
+def _derived(form: str, place: str, question: str) -> dict[str, str]:
+    """Values that the official prompt takes out of the question."""
+    if form == "code_run":
+        call = re.search(r"func_[0-9]+\(-?[0-9]+\)", question)
+        if call is None:
+            raise BadRow(place, "no call", f"field 'input' names no call such as func_1(2): {question[:80]!r}")
+        return {"call": call[0], "function": call[0].split("(")[0]}
+    if form == "math_find":
+        sought = re.search(r"The (.+) of", question)
+        if sought is None:
+            raise BadRow(place, "no number", f"field 'input' does not say \"The ... of\": {question[:80]!r}")
+        return {"sought": f"the {sought[1].lower()}"}
+    return {}
+
+
+def _reply(form: str, targets: tuple[str, ...]) -> str:
+    if form == "longbook_choice_eng":
+        return targets[1]
+    if form == "code_debug":
+        return f"{targets[1]}. {targets[0]}"
+    if form == "math_calc":
+        return f"[{', '.join(targets)}]"
+    return targets[0]
+
+
+def _task(name: str, size: int | None, new: int, metric: str, **more: Any) -> InfiniteBenchTask:
+    form = more.pop("form", name)
+    return InfiniteBenchTask(
+        name=f"infinitebench/{name}",
+        source="InfiniteBench, arXiv 2402.13718; protocol of arXiv 2410.01805",
+        metric=metric,
+        max_new_tokens=new,
+        chat=False,
+        limit=more.pop("context_length", CONTEXT_LENGTH) - new,
+        truncation="middle",
+        file=f"data/{name}.jsonl",
+        hub_file=f"{name}.jsonl",
+        repo=more.pop("repo", "xinrongzhang2022/InfiniteBench"),
+        revision="90f0394333616266d9fe85824ceaf505093cbaa5",
+        size=size,
+        form=form,
+        **more,
+    )
+
+
+_SHORTER = {
+    f"passkey_{length}": _task(f"passkey_{length}", None, 6, "first integer", form="passkey", repo="")
+    for length in (8192, 16384, 32768, 65536)
+}
+
+TASKS: tuple[InfiniteBenchTask, ...] = (
+    _task("passkey", 590, 6, "first integer"),
+    _task("number_string", 590, 12, "first integer"),
+    _task("kv_retrieval", 500, 50, "value among the words"),
+    _task("longbook_sum_eng", 103, 1200, "ROUGE-Lsum"),
+    _task("longbook_qa_eng", 351, 40, "token F1"),
+    _task("longbook_choice_eng", 229, 40, "accuracy of the letter", has_options=True),
+    _task("longdialogue_qa_eng", 200, 40, "name among the words"),
+    # Books of two million tokens on average: lines of 5 MB and more are the published data.
+    _task("longbook_qa_chn", 175, 40, "character F1", max_row_bytes=64 << 20),
+    _task("code_debug", 394, 5, "accuracy of the option", has_options=True),
+    _task("code_run", 400, 5, "last word as integer"),
+    _task("math_find", 350, 3, "first number"),
+    _task("math_calc", 50, 30000, "share of leading values"),
+    # The authors' shorter PassKey files: in their repository's history only, not on the Hub.
+    *_SHORTER.values(),
+)

@@ -1,0 +1,148 @@
+"""InfiniteBench's retrieval tasks at any length: R.PassKey, R.Number and R.KV, generated as its own script does.
+
+Paper:     arXiv 2402.13718, Section 3.
+Source:    OpenBMB/InfiniteBench, data/construct_synthetic_dataset.py; the layout and spaces of the Hub files.
+Deviates:  needles stand evenly from the first line to the last over the rows, in as many places as there are rows
+           (published: 59 places, 10 rows each). Keys and values of R.KV are random uuids (published: those of
+           lost-in-the-middle).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from locret.data.tasks.published.base import Item, PublishedTask
+from locret.data.tasks.published.generated import GeneratedTask, counter, frame_tokens, largest, spread
+from locret.data.tasks.published.haystacks import NOISE_LINE
+from locret.data.tasks.published.infinitebench import TASKS as PUBLISHED
+
+LINES = {8192: 326, 16384: 652, 32768: 1305, 65536: 2610, 131072: 5220, 262144: 10440}
+"""Noise lines of the published lengths; the published PassKey and Number have 5220."""
+_LINES, _PAIRS = LINES[131072], 2500
+_KINDS = {
+    "passkey": ("The pass key is {0}. Remember it. {0} is the pass key.", "What is the pass key?"),
+    "number_string": (
+        "The sequence of digits is {0}. Remember it. {0} is the sequence of digits.",
+        "What is the sequence of digits?",
+    ),
+}
+
+
+def needle_line(form: str, answer: str) -> str:
+    """Return the line that hides the answer of "passkey" or "number_string"."""
+    return _KINDS[form][0].format(answer)
+
+
+def question(form: str) -> str:
+    """Return what "passkey" or "number_string" asks."""
+    return _KINDS[form][1]
+
+
+def draw_answer(form: str, rng: random.Random) -> str:
+    """Return a pass key of five digits, or a sequence of ten.
+
+    A sequence begins as five digits; then, five times, a copy of one of its digits is put beside it, so digits repeat
+    and the sequence has to be read exactly.
+    """
+    digits = [rng.choice("0123456789") for _ in range(5)]
+    for _ in range(5 if form == "number_string" else 0):
+        place = rng.randrange(len(digits))
+        digits.insert(place, digits[place])
+    return "".join(digits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedInfiniteBench(GeneratedTask):
+    """A retrieval task of InfiniteBench whose rows are generated; prompt and metric are the published task's."""
+
+    settable: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
+
+    of: PublishedTask
+    """The published task."""
+    form: str
+
+    def maker(
+        self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
+    ) -> Callable[[int], dict[str, Any]]:
+        """Return what makes row `index`; see `GeneratedTask.generate`. No source texts are needed."""
+        count = counter(tokenizer)
+        around = frame_tokens(self, tokenizer) + self.max_new_tokens
+        least, published = (2, _PAIRS) if self.form == "kv_retrieval" else (1, _LINES)
+        guess = published if tokens is None else max(least, tokens // 25)
+
+        def make(index: int) -> dict[str, Any]:
+            def at(size: int) -> dict[str, Any]:
+                rng = random.Random(f"{self.name}/{seed}/{tokens}/{index}")
+                return self._row(rng, index, size, spread(samples, index))
+
+            if tokens is None:
+                return at(published)
+            close = tokens // 2000 if tokens > 100_000 else 0
+            size = largest(
+                lambda size: count(self.of.read(index, "", at(size))[0].content) + around,
+                tokens,
+                least=least,
+                guess=guess,
+                what=f"a row of {self.name}",
+                close=close,
+            )
+            return at(size)
+
+        return make
+
+    def _row(self, rng: random.Random, index: int, size: int, depth: float) -> dict[str, Any]:
+        if self.form == "kv_retrieval":
+            context, asked, answer = _pairs(rng, size, depth)
+        else:
+            answer, asked = draw_answer(self.form, rng), question(self.form)
+            lines = [NOISE_LINE] * size
+            lines.insert(round(depth * size), needle_line(self.form, answer))
+            context = "".join(f"{line} " for line in lines)
+        return {"id": index, "context": context, "input": asked, "answer": [answer], "options": [], "depth": depth}
+
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
+        """Return the item of a row, published or generated.
+
+        Raises:
+            BadRow: As the published task.
+        """
+        return self.of.read(index, place, record)
+
+    def score(self, prediction: str, item: Item) -> float:
+        """Return the published task's score."""
+        return self.of.score(prediction, item)
+
+    def allowed(self, item: Item, count: Callable[[str], int]) -> int | None:
+        """Return None: a generated prompt has its length from the start and is never cut."""
+        return None
+
+
+def _pairs(rng: random.Random, size: int, depth: float) -> tuple[str, str, str]:
+    pairs = {_uuid(rng): _uuid(rng) for _ in range(size)}
+    asked = list(pairs)[round(depth * (size - 1))]
+    quest = f'\nKey: "{asked}"\nThe value associated with the specified key is: '
+    return f"JSON data:\n{json.dumps(pairs)}", quest, pairs[asked]
+
+
+def _uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def _generated(task: PublishedTask) -> GeneratedInfiniteBench:
+    form = task.name.partition("/")[2]
+    common = {field.name: getattr(task, field.name) for field in fields(PublishedTask)}
+    own = {"name": f"infinitebench_generated/{form}", "limit": None, "truncation": "none", "repo": "", "revision": ""}
+    return GeneratedInfiniteBench(of=task, form=form, **{**common, **own, "hub_file": "", "size": None})
+
+
+TASKS = tuple(
+    _generated(task)
+    for task in PUBLISHED
+    if task.name.partition("/")[2] in ("passkey", "number_string", "kv_retrieval")
+)

@@ -1,0 +1,233 @@
+"""L-Eval: long documents with several questions each, asked one at a time, answered in a given number of words.
+
+Paper:     arXiv 2307.11088; protocol of arXiv 2410.01805, Section 4.1, which runs six of the twenty tasks.
+Source:    OpenLMLab/LEval (GPL-3.0), data set L4NLP/LEval; prompts and turns of its Llama-2-chat script, which the
+           Locret release took over for Llama-3.1 and Phi-3.
+Fields:    input (document), instructions and outputs (lists of the same length), source, evaluation.
+Deviates:  prompt_style=fixed, the default, writes proper turns with the tokenizer's chat template;
+           prompt_style=official writes the malformed turns of the official runs (a user header before the system
+           header, two begin-of-text tokens, no assistant header after code). Both give away the reference's length in
+           words, as published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from locret.data.tasks.published.base import BadRow, Item, PublishedTask
+from locret.data.tasks.published.records import text_of, texts_of
+
+SCORED = ("exam", "f1", "rouge")
+"""Rows with another `evaluation` are for judges; the automatic scores leave them out."""
+MAX_NEW_TOKENS = 512
+LIMIT = 128_000 - MAX_NEW_TOKENS
+
+_GENERATION = (
+    "Now you are given a very long document. Please follow the instruction after this document. These instructions may "
+    "include summarizing a document, answering questions based on the document, or writing a required paragraph. "
+)
+_EXAM = (
+    "Now you are given a very long document. Please follow the instruction based on this document. For multi-choice "
+    "questions, there is only a sinlge correct option. Please only provide the letter corresponding to the answer "
+    "(like A or B) when answering. For other questions, please directly give the concise and accurate answer. "
+)
+_SYSTEMS = {
+    "gsm100": "Given several question answer pairs, you need to follow a similar format to answer the last question. "
+    "Make sure the response is end with The answer is _ . ",
+    "topic_retrieval_longchat": "Below is a record of our previous conversation on many different topics. You are the "
+    "ASSISTANT, and I am the USER. At the beginning of each topic, the USER will say 'I would like to discuss the "
+    "topic of <TOPIC>'. Memorize each <TOPIC>. At the end of the record, I will ask you to retrieve the "
+    "first/second/third topic names. Now the record start. ",
+    "coursera": "Now you are given a very long document. Please follow the instruction based on this document. For "
+    "multi-choice questions, there could be a sinlge correct option or multiple correct options. Please only provide "
+    "the letter corresponding to the answer (like A or AB) when answering. ",
+    "codeU": "Now you are given a code base consisting of a large amount of functions and the corresponding comments. "
+    "In the end, I will call some functions defined in the code base. Please carefully read these codes and comments "
+    "and answer the question.",
+    "sci_fi": "Now you are given a scientific fiction. I will ask you some questions and the answer should be "
+    '"True" or "False". Notice that you should answer the question based on the evidence in the document instead '
+    "of your background knowledge.",
+}
+_BARE = ("gsm100", "codeU", "topic_retrieval_longchat")
+"""Tasks whose prompt is the document, an empty line and the question."""
+_IN_THE_STORY = "based on the world described in the document."
+_IN_THE_WORLD = "based on the real-world knowledge and facts up until your last training"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How the official runs open and close turns for one model family."""
+
+    marker: str
+    """A token of the family's vocabulary, which tells it."""
+    user: str
+    system: str
+    end_system: str
+    assistant: str
+    """The end of the user turn and the assistant header."""
+
+
+_OFFICIAL_TURNS = (
+    Turns(
+        marker="<|start_header_id|>",
+        user="<|start_header_id|>user<|end_header_id|>\n\n",
+        system="<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n",
+        end_system="<|eot_id|>",
+        assistant="<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    Turns(
+        marker="<|assistant|>",
+        user="<|user|>\n",
+        system="<|system|>\n",
+        end_system="<|end|>\n",
+        assistant="<|end|>\n<|assistant|>\n",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LEvalTask(PublishedTask):
+    """One file of L-Eval."""
+
+    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "prompt_style")
+
+    task: str
+    """The file's name in the published set."""
+    exam: bool
+    """Whether it is one of the closed-ended tasks."""
+    prompt_style: Literal["fixed", "official"] = "fixed"
+    """Turns of the tokenizer's chat template, or those of the official runs (Llama-3 and Phi-3 tokenizers only)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt_style not in ("fixed", "official"):
+            raise ValueError(f"task {self.name}: prompt_style={self.prompt_style!r} is unknown; use fixed or official")
+
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
+        """Return an item for each question of a row; none for a row that only judges score.
+
+        Raises:
+            BadRow: If a field is missing, empty or of the wrong type, or there are not as many outputs as instructions.
+        """
+        if text_of(record, place, "evaluation") not in SCORED:
+            return []
+        document = text_of(record, place, "input")
+        questions, answers = (texts_of(record, place, field) for field in ("instructions", "outputs"))
+        if len(questions) != len(answers):
+            counts = f"{len(questions)} instructions and {len(answers)} outputs"
+            raise BadRow(place, "wrong count", f"the row has {counts} where it needs as many of both")
+        items = []
+        for number, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+            items += self._asked(f"{index}/{number}", place, document, question, answer)
+        return items
+
+    def _asked(self, name: str, place: str, document: str, question: str, answer: str) -> list[Item]:
+        head, tail, lead = self._frame(question, answer)
+        targets = (answer,)
+        second = []
+        if self.task == "sci_fi":
+            story, mark, world = answer.partition("[fact:")
+            if not mark:
+                raise BadRow(place, "wrong answer", f"field 'outputs' holds {answer!r} without its [fact: ...] part")
+            targets = (story.strip(),)
+            asked = question.replace(_IN_THE_STORY, _IN_THE_WORLD)
+            truth = world.strip().removesuffix("]").strip()
+            content = asked + "Please directly answer without any additional output or explanation. \nAnswer:"
+            second = [Item(id=f"{name}/fact", content=content, targets=(truth,), reply=truth, plain=True)]
+        first = Item(
+            id=name,
+            content=head + document + tail,
+            targets=targets,
+            reply=targets[0],
+            system=_SYSTEMS.get(self.task, _EXAM if self.exam else _GENERATION),
+            span=(len(head), len(head) + len(document)),
+            lead=lead,
+        )
+        return [first, *second]
+
+    def _frame(self, question: str, answer: str) -> tuple[str, str, str]:
+        """What stands before and after the document, and what opens the answer."""
+        if self.task in _BARE:
+            return "", f"\n\n{question}", ""
+        if self.exam:
+            asked = f" \nQuestion: {question}.  Please directly give the answer without any additional output or "
+            return "Document is as follows. ", asked + "explanation ", "\nAnswer:"
+        words = len(answer.split())
+        return "Document is as follows. ", f" Instruction: {question} \nAnswer this question with {words} words.", ""
+
+    def framed(self, item: Item, content: str, tokenizer: Any) -> str | None:
+        """Return the official runs' turns for prompt_style=official.
+
+        Raises:
+            ValueError: For a tokenizer whose turns no official run wrote.
+        """
+        if self.prompt_style == "fixed":
+            return None
+        vocabulary = tokenizer.get_vocab()
+        for turns in _OFFICIAL_TURNS:
+            if turns.marker in vocabulary:
+                closing = "" if self.task in ("gsm100", "codeU") else turns.assistant + item.lead
+                return turns.user + turns.system + item.system + turns.end_system + content + closing
+        raise ValueError(
+            f"task {self.name}: prompt_style=official is known for Llama-3 and Phi-3 tokenizers only; "
+            "use prompt_style=fixed for this one"
+        )
+
+    def score(self, prediction: str, item: Item) -> float:
+        """Return the task's own metric; for ROUGE tasks it is one item's geometric mean, see `summarise`."""
+        from locret.data.tasks.metrics import leval
+
+        return leval.score(self.task, prediction, item.targets[0])
+
+    def summarise(self, scores: Sequence[float], answers: Sequence[tuple[str, tuple[str, ...]]]) -> float:
+        """Return the task's score: for ROUGE the geometric mean of three means over the items, else the mean."""
+        from locret.data.tasks.metrics import leval
+
+        predictions, references = [text for text, _ in answers], [targets[0] for _, targets in answers]
+        return leval.task_score(self.task, predictions, references)
+
+
+def _task(name: str, size: int | None, metric: str, *, exam: bool = False) -> LEvalTask:
+    return LEvalTask(
+        name=f"leval/{name}",
+        source="L-Eval, arXiv 2307.11088; protocol of arXiv 2410.01805",
+        metric=metric,
+        max_new_tokens=MAX_NEW_TOKENS,
+        chat=True,
+        limit=LIMIT,
+        truncation="words",
+        cut_start=name == "codeU",
+        file=f"LEval-data/{'Closed' if exam else 'Open'}-ended-tasks/{name}.jsonl",
+        hub_file=f"LEval/{'Exam' if exam else 'Generation'}/{name}.jsonl",
+        repo="L4NLP/LEval",
+        # The newest change of its rows: "update codeU", October 2023.
+        revision="4c8b0cebe802c1b5eb49ba83e98264bf0d14078a",
+        size=size,
+        task=name,
+        exam=exam,
+    )
+
+
+_F1, _ROUGE, _EXACT = "token F1", "geometric mean of ROUGE-1, -2 and -L", "exact match"
+TASKS: tuple[LEvalTask, ...] = (
+    # The six of the Locret paper, in its order.
+    _task("codeU", 90, _EXACT, exam=True),
+    _task("natural_question", 104, _F1),
+    _task("legal_contract_qa", 130, _F1),
+    _task("narrative_qa", 182, _F1),
+    _task("meeting_summ", 156, _ROUGE),
+    _task("review_summ", 120, _ROUGE),
+    _task("coursera", 172, _EXACT, exam=True),
+    _task("gsm100", 100, _EXACT, exam=True),
+    _task("quality", 202, _EXACT, exam=True),
+    _task("sci_fi", None, _EXACT + ", in the story and in the world", exam=True),
+    _task("topic_retrieval_longchat", 150, _EXACT, exam=True),
+    _task("tpo", 269, _EXACT, exam=True),
+    *(_task(name, None, _F1) for name in ("financial_qa", "multidoc_qa", "scientific_qa")),
+    *(
+        _task(name, None, _ROUGE)
+        for name in ("gov_report_summ", "news_summ", "paper_assistant", "patent_summ", "tv_show_summ")
+    ),
+)

@@ -1,0 +1,116 @@
+"""A RULER task: makes its rows for any tokenizer and length, or reads published ones of either layout."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from locret.data.tasks.metrics.ruler import score
+from locret.data.tasks.published.base import BadRow, Item
+from locret.data.tasks.published.generated import GeneratedTask, counter, frame_tokens, largest
+from locret.data.tasks.published.records import text_of, texts_of
+from locret.data.tasks.ruler.draft import Draft, Kind, Setting
+from locret.data.tasks.ruler.vocabulary import vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerTask(GeneratedTask):
+    """One of the thirteen tasks. Fields of a row: index, input, outputs, length, answer_prefix.
+
+    In the older layout `input` ends with what the answer begins with; in the newer that stands in `answer_prefix`.
+    Deviations from RULER's generator, which say nothing about the task: own random streams; sentences end at
+    punctuation before white space (RULER asks NLTK); the prompt fills its length to the last unit (RULER: to the last
+    25 lines or 500 words); a key that is asked for stands in no other needle of a needle haystack.
+    """
+
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "chat", "words")
+
+    kind: Kind
+    match: Literal["all", "part"] = "all"
+    words: str = "own"
+    """Where keys and words come from: "own", or "wonderwords" (RULER's lists; needs that package)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        vocabulary(self.words)
+
+    def maker(
+        self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
+    ) -> Callable[[int], dict[str, Any]]:
+        """Return what makes row `index`; see `GeneratedTask.generate`."""
+        if tokens is None:
+            raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 4096")
+        count = counter(tokenizer)
+        around = frame_tokens(self, tokenizer) + self.max_new_tokens
+        draft, form = self.kind.drafter(
+            Setting(
+                count=count,
+                words=vocabulary(self.words),
+                tokens=tokens,
+                answer_tokens=self.max_new_tokens,
+                seed=seed,
+                data_dir=data_dir,
+            )
+        )
+        guess = max(1, tokens // self.kind.unit)
+
+        def make(index: int) -> dict[str, Any]:
+            def at(size: int) -> Draft:
+                return draft(random.Random(f"{self.name}/{seed}/{tokens}/{index}"), index, size)
+
+            def cost(size: int) -> int:
+                found = at(size)
+                return count(found.prompt + found.prefix) + around
+
+            close = tokens // 2000 if tokens > 100_000 else 0
+            size = largest(cost, tokens, least=self.kind.least, guess=guess, what=f"a row of {self.name}", close=close)
+            found = at(size)
+            row = {
+                "index": index,
+                "input": found.prompt,
+                "outputs": list(found.outputs),
+                "length": cost(size),
+                "answer_prefix": found.prefix,
+            }
+            if found.depths:
+                row["depths"] = list(found.depths)
+            if form:
+                row["form"] = form
+            return row
+
+        return make
+
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
+        """Return the item of a row of either layout. `index` of the row is no row number: the newer generator
+        writes a character offset there.
+
+        Raises:
+            BadRow: If a field is missing, empty or of the wrong type.
+        """
+        content, outputs = text_of(record, place, "input"), texts_of(record, place, "outputs")
+        if "answer_prefix" in record:
+            lead = text_of(record, place, "answer_prefix")
+        else:
+            start = content.rfind(self.kind.lead)
+            if start < 0:
+                detail = f"field 'input' does not end with how an answer begins ({self.kind.lead!r} ...)"
+                raise BadRow(place, "no answer prefix", detail)
+            content, lead = content[:start], content[start:]
+        said = outputs if self.match == "all" else outputs[:1]
+        return [
+            Item(
+                id=str(index),
+                content=content,
+                targets=outputs,
+                reply=", ".join(said),
+                depths=tuple(record.get("depths", ())),
+                lead=lead,
+            )
+        ]
+
+    def score(self, prediction: str, item: Item) -> float:
+        """Return the share of references in the answer ("all"), or whether any is there ("part"), in any case."""
+        return score(self.match, prediction, item.targets)

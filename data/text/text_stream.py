@@ -1,0 +1,176 @@
+"""Text of any size to tokens in bounded memory, with the same tokens as if it were tokenised whole.
+
+A text may be cut where tokenising the text on both sides of the cut in one piece gives the same tokens as tokenising
+up to the cut, and then beyond it. That is tested at every cut, with `margin` characters on each side; what follows one
+is tokenised together with what precedes it, and the tokens of the latter dropped, so that nothing happens at a cut that
+happens only at a text's start (a space put before the first word, say). No offsets are needed, so any tokenizer does.
+
+Cuts are looked for before white space first, then anywhere. If a whole window has none (a word longer than that, in
+which no cut can be proven), it grows up to `GROWTH` times, and is then cut regardless: memory stays bounded and no text
+is lost, but the tokens next to that cut may differ.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+from locret.data.training.chat import encode, leading_special_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GROWTH = 4
+TRIES = (
+    24  # cuts tried of each kind, and starts of the text before a cut: enough to fall on each phase of a digit group
+)
+WORD_START = re.compile(r"(?<=\S)(?=\s)")
+
+
+def read_text(source: str | Path, block_chars: int = 1 << 20) -> Iterator[str]:
+    """Read a UTF-8 text block by block; a byte-order mark is dropped, line ends become newlines.
+
+    Args:
+        source: Path of a file, or `-` for standard input.
+        block_chars: Characters per block; never more are held.
+
+    Yields:
+        Blocks of at most `block_chars` characters. The file is opened at once, not at the first block.
+
+    Raises:
+        ValueError: If the file is missing, a folder or not readable, or, while reading, not UTF-8.
+    """
+    stream = _open(source)
+
+    def blocks() -> Iterator[str]:
+        with stream:
+            try:
+                while block := stream.read(block_chars):
+                    yield block
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"--prompt-file {source}: not UTF-8 text ({error.reason}); convert it, "
+                    "for instance with `iconv -t UTF-8`"
+                ) from None
+
+    return blocks()
+
+
+def _open(source: str | Path) -> TextIO:
+    if str(source) == "-":
+        return open(sys.stdin.fileno(), encoding="utf-8-sig", closefd=False)
+    try:
+        return open(Path(source).expanduser(), encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError(f"--prompt-file {source}: no such file; check the path, or use - for standard input") from None
+    except IsADirectoryError:
+        raise ValueError(f"--prompt-file {source}: that is a folder; give one text file") from None
+    except OSError as error:
+        raise ValueError(f"--prompt-file {source}: cannot be read ({error.strerror}); check its permissions") from None
+
+
+def token_stream(
+    tokenizer: PreTrainedTokenizerBase,
+    pieces: Iterable[str],
+    *,
+    add_special_tokens: bool = True,
+    window: int = 1 << 17,
+    margin: int = 1 << 10,
+) -> Iterator[list[int]]:
+    """Tokenise a text that comes in pieces, holding a few windows of it at most.
+
+    Args:
+        tokenizer: Any tokenizer; no offsets are needed.
+        pieces: The text, cut anywhere.
+        add_special_tokens: Whether to begin with the tokenizer's leading special tokens (bos).
+        window: Characters tokenised at a time, at least 4 `margin`.
+        margin: Characters on each side of a cut that have to agree. Longer than any word, tokens are exact.
+
+    Yields:
+        Lists of token ids, none empty; concatenated they are the ids of the whole text without trailing special tokens.
+
+    Raises:
+        ValueError: If `window` is below 4 `margin`.
+    """
+    if margin < 1 or window < 4 * margin:
+        raise ValueError(
+            f"window={window} cannot hold cuts with margin={margin}; use window >= 4 * margin, margin >= 1"
+        )
+    return _token_stream(tokenizer, pieces, add_special_tokens, window, margin)
+
+
+def _token_stream(
+    tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], add_special_tokens: bool, window: int, margin: int
+) -> Iterator[list[int]]:
+    if add_special_tokens and (special := leading_special_ids(tokenizer)):
+        yield special
+    context, pending, wanted = "", "", window
+    for piece in pieces:
+        for start in range(0, len(piece), window):  # a piece may be the whole text
+            pending += piece[start : start + window]
+            while len(pending) >= wanted:
+                block = _cut(tokenizer, context, pending, margin)
+                if block is None and wanted < GROWTH * window:
+                    wanted += window
+                    continue
+                block = block or _forced_cut(tokenizer, context, pending, margin)
+                context, pending, wanted = block.context, pending[block.cut :], window
+                if block.ids:
+                    yield block.ids
+    if ids := _encode_after(tokenizer, context, pending):
+        yield ids
+
+
+class _Block(NamedTuple):
+    """A text up to a cut: its tokens, and its end, with which the text after the cut is to be tokenised."""
+
+    cut: int
+    ids: list[int]
+    context: str
+
+
+def _cut(tokenizer: PreTrainedTokenizerBase, context: str, text: str, margin: int) -> _Block | None:
+    """Cut a text in its second half where that changes no token; None if no such place is found."""
+    first, last = max(len(text) // 2, margin), len(text) - margin
+    word_starts = [match.start() for match in WORD_START.finditer(text, first, last)][-TRIES:]
+    for cut in [*reversed(word_starts), *range(last, max(first, last - TRIES), -1)]:
+        ids = _encode_after(tokenizer, context, text[:cut])
+        before = _faithful_end(tokenizer, ids, context + text[:cut], margin)
+        if before is None:
+            continue
+        before_ids = encode(tokenizer, before)
+        if encode(tokenizer, before + text[cut : cut + margin])[: len(before_ids)] == before_ids:
+            return _Block(cut, ids, before)
+    return None
+
+
+def _forced_cut(tokenizer: PreTrainedTokenizerBase, context: str, text: str, margin: int) -> _Block:
+    cut = len(text) - margin
+    return _Block(cut, _encode_after(tokenizer, context, text[:cut]), text[cut - margin : cut])
+
+
+def _faithful_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, margin: int) -> str | None:
+    """The last `margin` or more characters of a text whose tokens, made without the rest, end as `ids`; or None.
+
+    Starting inside a word or a group of digits changes the tokens for a while; a start is right if they agree at last.
+    """
+    earliest = max(len(text) - 2 * margin, 0)
+    word_starts = [match.start() for match in WORD_START.finditer(text, earliest, len(text) - margin)][:TRIES]
+    for start in [*word_starts, *range(earliest, min(earliest + TRIES, len(text) - 1))]:
+        end_ids = encode(tokenizer, text[start:])
+        agreeing = max(len(end_ids) // 2, 1)
+        if end_ids[-agreeing:] == ids[-agreeing:]:
+            return text[start:]
+    return None
+
+
+def _encode_after(tokenizer: PreTrainedTokenizerBase, context: str, text: str) -> list[int]:
+    """Tokens of a text that follows another; if they cannot be told apart, those of the text alone."""
+    context_ids = encode(tokenizer, context) if context else []
+    ids = encode(tokenizer, context + text)
+    if ids[: len(context_ids)] == context_ids:
+        return ids[len(context_ids) :]
+    return encode(tokenizer, text)

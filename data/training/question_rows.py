@@ -1,0 +1,180 @@
+"""Training rows for retaining heads: texts that hide facts of several tasks, and questions about all of them.
+
+Heads learn from what answers look at. With one short question per text most facts would be labelled as not needed, so a
+row asks for every fact of its text. Names and variables of the rows are those of the split "train", which no evaluation
+sample uses, whatever the seeds.
+
+    python -m locret.data.training.question_rows --rows 2000 --tokens 1024 --seed 1 --output rows.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from locret.data import tasks
+from locret.data.tasks.generated.mixture import mixture
+from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.data.text.filler import FillerOptions
+
+
+def question_rows(
+    tokenizer: Any,
+    rows: int,
+    tokens: Sequence[int],
+    *,
+    names: Sequence[str] = (),
+    seed: int = 0,
+    density: float = 0.3,
+    questions: int | None = None,
+) -> Iterator[dict[str, str]]:
+    """Yield rows in the LongAlpaca schema.
+
+    Args:
+        tokenizer: Any tokenizer with a chat template.
+        rows: How many.
+        tokens: Lengths of the chat prompts; row i has the length i modulo their number.
+        names: Tasks to draw facts from; all if empty.
+        seed: Same seed, same rows.
+        density: Share of a prompt that facts and questions take, see `mixture`.
+        questions: Facts asked for in a row; all of them if None.
+
+    Yields:
+        Dicts with the keys `instruction` (text and questions), `input` (empty), `output` (the replies) and `file`.
+
+    Raises:
+        ValueError: For an unknown task, or too few tokens for one task.
+    """
+    for index in range(rows):
+        sample = mixture(
+            tokenizer,
+            names or tasks.names(),
+            tokens[index % len(tokens)],
+            seed=f"{seed}/{index}",
+            split="train",
+            density=density,
+            questions=questions,
+            # A third of the texts hold the classic noise line too, which heads would not know otherwise.
+            filler=FillerOptions(noise_share=(0.0, 0.0, 1.0)[index % 3]),
+        )
+        yield {"instruction": sample.content, "input": "", "output": sample.reply, "file": ""}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionRowsOptions:
+    """Options of `python -m locret.data.training.question_rows`."""
+
+    output: str
+    """File to write: .json (one list) or .jsonl (one row a line); an existing one is replaced."""
+    rows: int = 2000
+    """Rows to write."""
+    tokens: str | int | list[int] = 1024
+    """Length of each row's chat prompt in tokens, or several, such as 512,1024,2048, that take turns."""
+    tasks: str | list[str] = ""
+    """Tasks whose facts are hidden and asked for, such as passkey,multikey; all if empty."""
+    density: float = 0.3
+    """Share of each prompt that facts and questions take, from 0 to 1; a text has the facts of one task at least."""
+    questions: int | None = None
+    """Facts asked for in each row, drawn at random; all of them if none."""
+    seed: int = 0
+    """Seed of the texts; evaluation texts differ from these whatever the seed."""
+    tokenizer: str = ""
+    """Folder or hub id of the tokenizer that counts; the embedded one if empty."""
+
+    def __post_init__(self) -> None:
+        for name, value in [("rows", self.rows), ("questions", self.questions)]:
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} {value} leaves nothing to write; give 1 or more")
+        if not 0 <= self.density <= 1:
+            raise ValueError(f"--density {self.density} is no share; give a number from 0 to 1")
+        if Path(self.output).suffix not in (".json", ".jsonl"):
+            raise ValueError(f"--output {self.output} has another ending than .json and .jsonl; rename it")
+        for name in self.task_names():
+            tasks.get(name)
+        self.lengths()
+
+    def lengths(self) -> list[int]:
+        """Return the prompt lengths.
+
+        Raises:
+            ValueError: If one is not a number of at least 1.
+        """
+        given = self.tokens if isinstance(self.tokens, list) else str(self.tokens).split(",")
+        lengths = [str(length).strip() for length in given]
+        if not lengths or not all(length.isdigit() and int(length) for length in lengths):
+            raise ValueError(f"--tokens {self.tokens} is no length; give a number, or several such as 512,1024")
+        return [int(length) for length in lengths]
+
+    def task_names(self) -> list[str]:
+        """Return the names of the tasks; none means all."""
+        given = self.tasks.split(",") if isinstance(self.tasks, str) else self.tasks
+        return [name.strip() for name in given if name.strip()]
+
+
+def write_rows(rows: Sequence[dict[str, str]], output: str | Path) -> None:
+    """Write rows as one JSON list, or one a line for `.jsonl`; the file appears whole or not at all.
+
+    Raises:
+        OSError: Where the folder is missing or not writable.
+    """
+    target = Path(output)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+    if target.suffix == ".jsonl":
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    else:
+        text = json.dumps(rows, ensure_ascii=False, indent=1) + "\n"
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError as error:
+        raise OSError(f"output={output} cannot be written ({error.strerror}); choose a writable folder") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Write training rows; return 0.
+
+    Raises:
+        ValueError: For what the user must change.
+        OSError: If the file cannot be written.
+    """
+    from tqdm import tqdm
+
+    from locret.cli import parse_options
+
+    (options,), _ = parse_options(
+        "locret.data.training.question_rows",
+        "Write texts that hide facts, with questions.",
+        [QuestionRowsOptions],
+        argv,
+    )
+    if options.tokenizer:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    else:
+        tokenizer = build_tokenizer()
+    made = question_rows(
+        tokenizer,
+        options.rows,
+        options.lengths(),
+        names=options.task_names(),
+        seed=options.seed,
+        density=options.density,
+        questions=options.questions,
+    )
+    write_rows(list(tqdm(made, total=options.rows, unit="row", disable=None)), options.output)
+    sys.stderr.write(f"{options.rows} rows written to {options.output}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    from locret.cli import run
+
+    run(command)

@@ -1,0 +1,243 @@
+"""The stream of training examples: rows in a seeded order, tokenised when their turn comes, resumable, shareable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from locret.data.training.chat import check_template, earlier_answers, tokenise_row
+from locret.data.training.dropped import DropReport
+from locret.data.training.json_rows import Entry, UnreadableRow
+from locret.data.training.reconstruction import reconstruction
+from locret.data.training.row_order import SHUFFLE_BUFFER, Rows, order_of
+from locret.data.training.rows import Row, RowError, detect_schema, read_row
+from locret.data.training.sources import load_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TrainingExample", "TrainingStream", "load_rows"]
+
+
+@dataclass(frozen=True)
+class TrainingExample:
+    """One tokenised row."""
+
+    prompt_ids: Tensor
+    """(1, n) int64: what the model reads, generation prompt included."""
+    answer_ids: Tensor
+    """(1, m) int64, m >= 1: what the model should write, end of turn included."""
+    row: int
+    """Index of the row in the data set, from 0."""
+    earlier_answers: tuple[tuple[int, int], ...] = ()
+    """First and past-the-end prompt position of each answer before the last one; () where only the last one counts."""
+
+
+class _FilteredError(Exception):
+    """A row that is fine but not wanted; the argument is the reason. It never leaves this module."""
+
+
+class TrainingStream(Iterator[TrainingExample]):
+    """Endless tokenised examples: the rows in another seeded order in every epoch.
+
+    All processes see the same sequence of valid examples and each takes its own of every `world`, so that k processes
+    with one example each read what one process reads with k accumulated. Rows are tokenised only when their turn comes.
+
+    Args:
+        rows: What `load_rows` returns, or a list of records in a schema of `locret.data.training.rows`.
+        tokenizer: The backbone's.
+        seed: Decides the order; the same seed gives the same stream.
+        max_length: Tokens of prompt and answer together that the backbone can read; None for no limit.
+        min_tokens: Shorter rows are left out.
+        max_tokens: Longer rows are left out; they are no bad rows.
+        skip_bad_rows: Leave out rows that cannot be trained on instead of stopping at the first.
+        template: One of `locret.data.training.chat.TEMPLATES`.
+        answers: `last`, or `all` to note where a row's earlier answers lie too.
+        source: The data set as the user named it, for messages.
+        reconstruct: Take the text itself for the answer, see `reconstruction`; rows need none then.
+        shuffle_buffer: Streamed rows among which the next one is drawn.
+        rank: Index of this process.
+        world: Number of processes.
+
+    Raises:
+        ValueError: For columns of no known schema, a template the tokenizer does not have, or an unknown setting; while
+            iterating, for a bad row, or if a whole epoch has no good one.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        max_length: int | None,
+        min_tokens: int | None = None,
+        max_tokens: int | None = None,
+        skip_bad_rows: bool = False,
+        template: str = "chat",
+        answers: str = "last",
+        source: str = "(rows)",
+        reconstruct: bool = False,
+        shuffle_buffer: int = SHUFFLE_BUFFER,
+        rank: int = 0,
+        world: int = 1,
+    ):
+        if not 0 <= rank < world:
+            raise ValueError(f"rank={rank} is not a process of world={world}; use 0 <= rank < world")
+        check_template(tokenizer, template)
+        self._order = order_of(rows, seed=seed, shuffle_buffer=shuffle_buffer)
+        self.size = self._order.size
+        """Rows of the data set; None if they are streamed."""
+        if self.size == 0:
+            raise ValueError(f"--dataset {source}: there are no rows; it needs at least one")
+        self._tokenizer, self._source, self._template = tokenizer, source, template
+        self._max_length, self._min_tokens, self._max_tokens = max_length, min_tokens, max_tokens
+        self._skip, self._rank, self._world = skip_bad_rows, rank, world
+        self._reconstruct, self._answers = reconstruct, answers
+        self.schema = detect_schema(self._columns(), source)
+        self.report = DropReport()
+        self._go_to(epoch=0, cursor=0, used_in_epoch=0)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Rows left out so far, by reason; each is counted once."""
+        return dict(self.report.counts)
+
+    def __next__(self) -> TrainingExample:
+        """Give this process its next example; the others' are tokenised too, so all agree on which rows are bad."""
+        group = [self._next_valid() for _ in range(self._world)]
+        return group[self._rank]
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to go on after the last example, the same on every process; plain JSON types."""
+        return {
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "used_in_epoch": self._used_in_epoch,
+            "report": self.report.to_dict(),
+            **self._identity(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken; the number of processes may differ.
+
+        Raises:
+            ValueError: If the state is of other rows, another seed, template or length: the stream would differ.
+        """
+        for name, ours in self._identity().items():
+            if state.get(name) != ours:
+                raise ValueError(
+                    f"--resume: the checkpoint's stream was made with {name}={state.get(name)!r}, this run has "
+                    f"{ours!r}; use the same setting, or start without --resume"
+                )
+        self.report = DropReport.from_dict(state["report"])
+        self._go_to(int(state["epoch"]), int(state["cursor"]), int(state["used_in_epoch"]))
+
+    def check_rows(self) -> None:
+        """Read every row without tokenising it, so that a bad one is refused before anything is written.
+
+        Raises:
+            ValueError: For the first row without prompt or answer; the message names it.
+        """
+        for entry in self._order.in_file_order():
+            self._read(entry)
+
+    def _identity(self) -> dict[str, Any]:
+        """The settings that decide which examples come in which order."""
+        return {
+            **self._order.identity(),
+            "template": self._template,
+            "answers": self._answers,
+            "max_length": self._max_length,
+            "min_tokens": self._min_tokens,
+            "max_tokens": self._max_tokens,
+        }
+
+    def _columns(self) -> list[str]:
+        try:
+            return self._order.columns()
+        except UnreadableRow as error:
+            raise ValueError(f"--dataset {self._source}: no row can be read; {error}") from None
+
+    def _go_to(self, epoch: int, cursor: int, used_in_epoch: int) -> None:
+        self._epoch, self._cursor, self._used_in_epoch = epoch, cursor, used_in_epoch
+        self._entries = self._order.epoch(epoch, cursor)
+
+    def _next_valid(self) -> TrainingExample:
+        while True:
+            entry = next(self._entries, None)
+            if entry is None:
+                self._start_epoch()
+                continue
+            self._cursor += 1
+            self.report.read += self._epoch == 0
+            try:
+                example = self._tokenise(entry)
+            except _FilteredError as error:
+                self._drop(str(error), entry)
+            except RowError as error:
+                if not self._skip:
+                    raise
+                self._drop(error.reason, entry)
+            else:
+                self._used_in_epoch += 1
+                return example
+
+    def _drop(self, reason: str, entry: Entry) -> None:
+        if self._epoch == 0:
+            self.report.add(reason, entry.place)
+
+    def _start_epoch(self) -> None:
+        if not self._used_in_epoch:
+            raise ValueError(
+                f"--dataset {self._source}: no row can be trained on ({self.report}); choose another data set"
+            )
+        self._go_to(self._epoch + 1, cursor=0, used_in_epoch=0)
+
+    def _read(self, entry: Entry) -> Row:
+        try:
+            record = entry.load()
+        except UnreadableRow as error:
+            raise RowError(self._source, entry.place, error.reason, error.detail) from None
+        needed = not self._reconstruct
+        given = read_row(record, self.schema, source=self._source, place=entry.place, answer_needed=needed)
+        return reconstruction(given) if self._reconstruct else given
+
+    def _tokenise(self, entry: Entry) -> TrainingExample:
+        row = self._read(entry)
+        try:
+            prompt_ids, answer_ids = tokenise_row(self._tokenizer, row, self._template)
+            self._check_lengths(len(prompt_ids), len(answer_ids), entry)
+            earlier: tuple[tuple[int, int], ...] = ()
+            if self._answers == "all":
+                earlier = earlier_answers(self._tokenizer, row, self._template, prompt_ids)
+        except RowError:
+            raise
+        except ValueError as error:
+            detail = f"has turns that do not fit ({error})"
+            raise RowError(self._source, entry.place, "refused by template", detail) from None
+        return TrainingExample(torch.tensor([prompt_ids]), torch.tensor([answer_ids]), entry.number, earlier)
+
+    def _check_lengths(self, prompt: int, answer: int, entry: Entry) -> None:
+        if not prompt:
+            raise RowError(self._source, entry.place, "empty prompt", "has a prompt without any token")
+        if not answer:
+            raise RowError(self._source, entry.place, "no answer", "has an answer without any token")
+        if self._min_tokens is not None and prompt + answer < self._min_tokens:
+            raise _FilteredError(f"shorter than --min-tokens {self._min_tokens}")
+        if self._max_tokens is not None and prompt + answer > self._max_tokens:
+            raise _FilteredError(f"longer than --max-tokens {self._max_tokens}")
+        limit = self._max_length
+        if limit is None or prompt + answer <= limit:
+            return
+        remedy = f"shorten the row, leave out longer ones with --max-tokens {limit}"
+        if answer >= limit:
+            reason, detail = "answer longer than the context", f"has an answer of {answer} tokens, longer"
+        else:
+            reason = "longer than the context"
+            detail = f"has {prompt} prompt and {answer} answer tokens, together longer"
+        raise RowError(self._source, entry.place, reason, f"{detail} than the context of {limit} tokens", remedy)

@@ -1,0 +1,129 @@
+"""`locret-bench`: how fast a backbone reads and writes, in how much memory, against what the machine can do.
+
+    locret-bench --shape cpu-512 --lengths 8K,16K --methods full,floor,locret --output bench
+
+Backbones of random weights need no download. With --vs, peers run beside ours in environments of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locret.cli import parse_options, print_json, run
+from locret.infer.speed.options import OPTION_CLASSES, BenchOptions, BenchOutput
+from locret.infer.warning_lines import warnings_as_lines
+
+if TYPE_CHECKING:
+    from locret.infer.speed.plan import BenchPlan
+
+DESCRIPTION = "Measure how fast a backbone reads and writes, in how much memory, against what the machine can do."
+_OWN_PATHS = ("--output", "--peer-python")
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        ValueError: For anything the user must change.
+        OSError: If a Hub, a disk or a device's memory fails.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    (options, output), chosen = parse_options("locret-bench", DESCRIPTION, OPTION_CLASSES, arguments)
+    with warnings_as_lines("locret-bench", quiet=output.quiet):
+        _execute(options, output, chosen, _line(arguments))
+    return 0
+
+
+def _execute(options: BenchOptions, output: BenchOutput, chosen: set[str], line: str) -> None:
+    from locret.infer.speed.resolve import make_plan
+
+    paths = output.paths()
+    plan = make_plan(options, chosen)
+    if output.dry_run:
+        _print_plan(plan, output)
+        return
+    from locret.infer.speed import report
+    from locret.infer.speed.measure import measure
+    from locret.infer.speed.record import make_record
+
+    if plan.device is None:
+        warnings.warn("there is no CUDA device here: all that would be measured is unknown", stacklevel=2)
+    # Peers first: an environment that does not work shows before everything else is measured.
+    others = _compare(plan, options.peer_pythons())
+    found = None if plan.device is None else measure(plan)
+    record = {"command": line, **make_record(plan, found), "peers": others}
+    page = report.page(record, line)
+    if output.json:
+        print_json(record)
+    else:
+        print(page, end="")
+    if paths:
+        _write(record, page, paths)
+
+
+def _compare(plan: BenchPlan, pythons: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return what peers came to; None without peers, or without a device."""
+    if not plan.peers or plan.device is None:
+        return None
+    from locret.infer.speed import peers
+
+    return peers.compare(plan, pythons)
+
+
+def _write(record: Mapping[str, Any], page: str, paths: Mapping[str, Path]) -> None:
+    """Write the record in every form that is possible here."""
+    from locret.infer.evaluation.records import write_atomically
+    from locret.infer.pictures import require_matplotlib
+    from locret.infer.speed import roofline
+
+    write_atomically(paths["json"], json.dumps(record, indent=1) + "\n")
+    write_atomically(paths["md"], page)
+    if not roofline.points(record):
+        return
+    try:
+        require_matplotlib(f"the roofline {paths['png']}")
+    except ValueError as error:
+        warnings.warn(f"{error}; everything else is written", stacklevel=2)
+        return
+    roofline.draw(record, paths["png"])
+
+
+def _print_plan(plan: BenchPlan, output: BenchOutput) -> None:
+    """Print what would be measured: JSON for programs, a table for people."""
+    from locret.infer.speed.plan import plan_lines
+    from locret.infer.speed.report import numbers
+
+    rows, config = plan.rows(), plan.resolved()
+    print_json({"config": config, "plan": rows})
+    if not output.quiet:
+        sys.stderr.write("\n".join([numbers(config), "", *plan_lines(rows)]) + "\n")
+
+
+def _line(arguments: Sequence[str]) -> str:
+    """Return the command for others to repeat, without what belongs to one machine: paths of outputs and of pythons."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if skip:
+            skip = False
+        elif name in _OWN_PATHS:
+            skip = "=" not in argument
+        else:
+            kept.append(argument)
+    return shlex.join(["locret-bench", *kept])
+
+
+def main() -> None:
+    """Entry point of `locret-bench`."""
+    run(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The least that chunked reading can cost: the same chunks against a static cache of the same length.
+
+The engine's own attention kernel, keys rotated once, no hooks, no scores, no eviction, no re-rotation: what remains
+between the two is the price of retention. The floor's answers mean nothing; its time does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from locret.backbone.attention import MaskMemo, attend
+
+NAME = "locret-floor"
+_MEMO = MaskMemo()
+
+
+def _attention(
+    _module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    return attend(query, key, value, scaling=scaling, memo=_MEMO).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+
+
+class _StaticLayer(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity, self.fill = capacity, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch, heads, _, dim = key_states.shape
+        self.keys = key_states.new_empty(batch, heads, self.capacity, dim)
+        self.values = value_states.new_empty(batch, heads, self.capacity, dim)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.fill + key_states.shape[-2]
+        self.keys[:, :, self.fill : end] = key_states
+        self.values[:, :, self.fill : end] = value_states
+        self.fill = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self.fill
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.fill + query_length, 0
+
+
+@torch.no_grad()
+def read_static(
+    model: PreTrainedModel, ids: Tensor, budget: int, chunk_size: int, local_len: int, new_tokens: int = 0
+) -> tuple[Cache, Tensor]:
+    """Read (1, N) ids in chunks; after each chunk the cache is cut back to `budget` slots, for free.
+
+    Returns:
+        The cache, with room for `new_tokens` more, and (1, vocabulary) logits of the last token.
+    """
+    slots = budget + max(chunk_size, local_len + new_tokens)
+    layers = [_StaticLayer(slots) for _ in range(model.config.num_hidden_layers)]
+    cache, decoder, end = Cache(layers=layers), model.get_decoder(), max(0, ids.shape[1] - local_len)
+    with _plain_attention(model):
+        for start in range(0, end, chunk_size):
+            tokens = ids[:, start : min(start + chunk_size, end)]
+            decoder(input_ids=tokens, position_ids=_positions(cache, tokens), past_key_values=cache, use_cache=True)
+            for layer in layers:
+                layer.fill = min(layer.fill, budget)
+        tokens = ids[:, end:]
+        output = model(
+            input_ids=tokens,
+            position_ids=_positions(cache, tokens),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    return cache, output.logits[:, -1]
+
+
+@torch.no_grad()
+def write_static(model: PreTrainedModel, cache: Cache, token: Tensor, new_tokens: int) -> Tensor:
+    """Go on from (1, 1) a token, with transformers' `generate` over what the cache holds.
+
+    Returns:
+        (1, new) ids.
+    """
+    # What the slots hold counts as read, whatever it is: positions go on from there.
+    ids = torch.cat([token.new_zeros(1, cache.get_seq_length()), token], dim=1)
+    with _plain_attention(model):
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+        )
+    return out[:, ids.shape[1] :]
+
+
+def _positions(cache: Cache, tokens: Tensor) -> Tensor:
+    held = cache.get_seq_length()
+    return torch.arange(held, held + tokens.shape[1], device=tokens.device)[None]
+
+
+@contextmanager
+def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(implementation)

@@ -1,0 +1,170 @@
+"""Reads a prompt of millions of tokens as a stream, and says what it took: host memory, cache, seconds, the answer.
+
+    python -m locret.infer.speed.lab.long_prompts --model checkpoints/tiny --heads checkpoints/tiny-heads
+    python -m locret.infer.speed.lab.long_prompts --kind number --tokens 10485760 --model checkpoints/tiny --read false
+
+Host memory is the process's peak resident set, in which the backbone is; its growth since the backbone was loaded is
+what the prompt and its cache cost. Without reading, only the stream is made and counted.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from locret import RetentionPolicy
+from locret.cli import parse_options, print_json, run
+from locret.data.tasks.published.haystack_stream import LongPrompt, stream_needle, stream_number
+from locret.environment import versions
+from locret.infer import loading
+from locret.infer.options import GenerationOptions, ModelOptions, ScorerOptions
+
+KINDS = ("needle", "needle-passkey", "number", "passkey")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongPromptOptions:
+    """Which prompt is made, and whether it is read."""
+
+    kind: str = "needle-passkey"
+    """needle (the sandwich in essays), needle-passkey (a pass key in essays), number or passkey (InfiniteBench)."""
+    tokens: int = 1 << 20
+    """Length of the prompt."""
+    depth: float = 0.5
+    """Where the needle is, 0 to 1."""
+    prompt_seed: int = 0
+    """Same seed, same prompt."""
+    data_dir: str | None = None
+    """Where essays lie; filler if none."""
+    read: bool = True
+    """Read the prompt and answer it; if false, only make it."""
+    threads: int = 1
+    """CPU threads."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"--kind {self.kind} is unknown; choose one of {', '.join(KINDS)}")
+
+    def prompt(self, tokenizer: Any) -> LongPrompt:
+        """Return the stream.
+
+        Raises:
+            ValueError: If length, depth or essays do not fit.
+        """
+        if not self.kind.startswith("needle"):
+            form = "number_string" if self.kind == "number" else self.kind
+            return stream_number(tokenizer, self.tokens, depth=self.depth, seed=self.prompt_seed, form=form)
+        return stream_needle(
+            tokenizer,
+            self.tokens,
+            depth=self.depth,
+            seed=self.prompt_seed,
+            data_dir=None if self.data_dir is None else Path(self.data_dir).expanduser(),
+            passkey=self.kind == "needle-passkey",
+        )
+
+
+class _Counted:
+    """Passes a stream on and counts it."""
+
+    def __init__(self, blocks: Iterable[list[int]]) -> None:
+        self.blocks, self.tokens, self.longest = blocks, 0, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for block in self.blocks:
+            self.tokens += len(block)
+            self.longest = max(self.longest, len(block))
+            yield block
+
+
+def peak_resident_bytes() -> int:
+    """Return the most bytes of memory that this process ever held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def make(options: LongPromptOptions, tokenizer: Any) -> dict[str, Any]:
+    """Make the prompt, block by block, and return what it took."""
+    prompt = options.prompt(tokenizer)
+    before, start, blocks = peak_resident_bytes(), time.perf_counter(), _Counted(prompt.ids)
+    for _ in blocks:
+        pass
+    return {
+        "prompt_tokens": blocks.tokens,
+        "longest_block": blocks.longest,
+        "haystack": prompt.haystack,
+        "expected": prompt.answer,
+        "seconds": time.perf_counter() - start,
+        "peak_resident_bytes": peak_resident_bytes(),
+        "resident_growth_bytes": peak_resident_bytes() - before,
+    }
+
+
+def read(
+    options: LongPromptOptions,
+    model_options: ModelOptions,
+    scorer_options: ScorerOptions,
+    generation: GenerationOptions,
+    flags: RetentionPolicy,
+    chosen: set[str],
+) -> dict[str, Any]:
+    """Read the prompt into a bounded cache, answer it, and return what it took.
+
+    Raises:
+        ValueError: If backbone, heads or policy do not fit.
+    """
+    from locret.infer.answer import MeasuredCache, answer
+
+    config = loading.load_config(model_options)
+    tokenizer = loading.load_tokenizer(model_options)
+    scorer, recommended = loading.load_scorer(scorer_options)
+    loading.check_matches(scorer_options, scorer, config)
+    policy = loading.resolve_policy(flags, chosen, recommended)
+    device = loading.resolve_device(model_options.device)
+    model = loading.load_model(
+        model_options, config, device, loading.resolve_dtype(model_options.dtype, config, device)
+    )
+    prompt, cache = options.prompt(tokenizer), MeasuredCache(model, scorer, policy)
+    before, blocks = peak_resident_bytes(), _Counted(prompt.ids)
+    found = answer(model, tokenizer, blocks, cache, generation, attn=model_options.attn, progress=True)
+    return {
+        **asdict(found),
+        "expected": prompt.answer,
+        "haystack": prompt.haystack,
+        "longest_block": blocks.longest,
+        "policy": policy.to_dict(),
+        "peak_resident_bytes": peak_resident_bytes(),
+        "resident_growth_bytes": peak_resident_bytes() - before,
+    }
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Make or read the prompt and print one JSON object.
+
+    Raises:
+        ValueError: If an option does not fit.
+    """
+    import torch
+
+    classes = [LongPromptOptions, ModelOptions, ScorerOptions, GenerationOptions, RetentionPolicy]
+    name = "locret.infer.speed.lab.long_prompts"
+    (options, model, scorer, generation, flags), chosen = parse_options(
+        name, (__doc__ or "").split("\n")[0], classes, argv
+    )
+    torch.set_num_threads(options.threads)
+    found = (
+        read(options, model, scorer, generation, flags, chosen)
+        if options.read
+        else make(options, loading.load_tokenizer(model))
+    )
+    print_json({**asdict(options), "model": model.model, **found, "versions": versions()})
+    return 0
+
+
+if __name__ == "__main__":
+    run(command)

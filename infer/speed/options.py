@@ -1,0 +1,183 @@
+"""The options of `locret-bench`: a field is a flag and a key of a recipe; lists are written `a,b` or as YAML lists."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from locret.infer.options import DTYPES
+from locret.policy.budget import parse_bytes
+
+Numbers = int | str | list[int | str]
+Names = str | list[str]
+_THOUSANDS = {"": 1, "K": 1024, "M": 1024**2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What is measured, and how often."""
+
+    shape: str = "cpu-512"
+    """Backbone of random weights: cpu-512, cpu-deep, tiny, llama-3.1-8b, phi-3-mini-128k or qwen3-8b."""
+    model: str | None = None
+    """Instead of --shape: folder of a backbone, or its Hub id."""
+    heads: str | None = None
+    """Trained retaining heads, a folder or a Hub id; fresh ones, which cost the same, if none."""
+    hidden_dim: int | None = None
+    """Width between a fresh head's two layers, d_R; the shape's if not given."""
+    methods: Names = "full,floor,locret"
+    """Methods to compare: full (transformers' own cache), floor (the same chunks without scores and eviction), locret
+    (retaining heads) or any scorer, with modifiers of locret-eval such as snapkv+pyramid."""
+    lengths: Numbers | None = None
+    """Prompt tokens, such as 8192,16384 or 8K,16K (K is 1024); the shape's if not given."""
+    budget: int | None = None
+    """Cache units kept per KV head; the shape's if not given, as all that follow."""
+    chunk_size: int | Literal["auto"] | None = None
+    """Prompt tokens per forward pass, for every method; auto: what locret-infer takes here for the bounded methods."""
+    stabilizers: int | None = None
+    """Newest units kept after every chunk but the last."""
+    local_len: int | None = None
+    """Last tokens, never evicted."""
+    new_tokens: int = 32
+    """Tokens generated after every prompt."""
+    compile: bool = False
+    """Write the answers of locret by one compiled program per token, made before anything is timed; full and floor run
+    as written, and so does every side of --vs."""
+    repeats: int = 10
+    """Rounds in which everything is measured once."""
+    threads: int | None = None
+    """CPU threads; as many as PyTorch takes if not given."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N; auto takes the first CUDA device, else the CPU (for the larger shapes: nothing)."""
+    dtype: str = "auto"
+    """bfloat16, float16 or float32; auto takes the backbone's own on a GPU and what suits the CPU there."""
+    memory_cap: str | None = None
+    """Device memory that the process may take, such as 24GB; what does not fit is reported as out of memory."""
+    seed: int = 0
+    """Of random weights, fresh heads and prompts."""
+    vs: Names | None = None
+    """Peers to run beside, each in an environment and process of its own: kvpress, transformers."""
+    peer_python: Names | None = None
+    """Python of a peer's environment, as kvpress=/path/to/python."""
+    peer_timeout: float = 3600.0
+    """Seconds after which a side of --vs that has not finished a run (or has not loaded, or counted a run's bytes) is
+    ended; its row says so, and the others go on."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("new_tokens", 1), ("repeats", 1), ("threads", 1), ("hidden_dim", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give {least} or more")
+        if not 0 < self.peer_timeout < 1e9:
+            raise ValueError(f"--peer-timeout {self.peer_timeout:g} is no time to wait; give seconds above 0")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+        if self.memory_cap is not None:
+            self.cap_bytes()
+
+    def prompt_lengths(self) -> tuple[int, ...] | None:
+        """Return the lengths in ascending order, without repeats; None: the shape's.
+
+        Raises:
+            ValueError: For what is no length.
+        """
+        if self.lengths is None:
+            return None
+        given = self.lengths
+        parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else [given]
+        return tuple(sorted({_length(str(part).strip(), given) for part in parts}))
+
+    def method_names(self) -> list[str]:
+        """Return the methods in the order given, without repeats.
+
+        Raises:
+            ValueError: If there are none.
+        """
+        found = _names(self.methods)
+        if not found:
+            raise ValueError("--methods is empty; name at least one, such as full,floor,locret")
+        return found
+
+    def peer_names(self) -> list[str]:
+        """Return the peers, in the order given."""
+        return _names(self.vs or "")
+
+    def peer_pythons(self) -> dict[str, str]:
+        """Return each peer's Python.
+
+        Raises:
+            ValueError: For what is no `peer=path`, or the path of a peer that is not run.
+        """
+        found = {}
+        for part in _names(self.peer_python or ""):
+            peer, equals, path = part.partition("=")
+            if not equals or not path:
+                raise ValueError(f"--peer-python {part} is no peer=path; write it like kvpress=/path/to/python")
+            if peer not in self.peer_names():
+                raise ValueError(f"--peer-python {part}: {peer} is not run; add it to --vs, or drop this")
+            found[peer] = path
+        return found
+
+    def cap_bytes(self) -> int | None:
+        """Return the bytes of `--memory-cap`.
+
+        Raises:
+            ValueError: For what is no amount of memory.
+        """
+        if self.memory_cap is None:
+            return None
+        try:
+            return parse_bytes(self.memory_cap)
+        except ValueError as error:
+            raise ValueError(f"--memory-cap: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOutput:
+    """Where the record goes."""
+
+    output: str | None = None
+    """Write the record as BASE.json, BASE.md and, where matplotlib is installed, the roofline BASE.png."""
+    json: bool = False
+    """Print the record as one JSON object instead of tables."""
+    dry_run: bool = False
+    """Print what would be measured, with planned bytes, and measure nothing."""
+    quiet: bool = False
+    """Print no warnings, and no table beside the JSON of --dry-run."""
+
+    def paths(self) -> dict[str, Path]:
+        """Return the files of a record by kind, after making sure that they can be written; none without --output.
+
+        Raises:
+            ValueError: If BASE is a folder, or its folder does not exist.
+            OSError: If its folder cannot be written.
+        """
+        if self.output is None:
+            return {}
+        base = Path(self.output).expanduser()
+        if base.is_dir():
+            raise ValueError(f"--output {self.output} is a folder; name the files in it, such as {base / 'record'}")
+        if not base.parent.is_dir():
+            raise ValueError(f"--output {self.output}: there is no folder {base.parent}; make it first")
+        if not os.access(base.parent, os.W_OK):
+            raise OSError(f"--output {self.output}: {base.parent} cannot be written; choose another folder")
+        # Not with_suffix: a dot in BASE, as in llama-3.1-8b, is part of the name.
+        return {kind: base.with_name(f"{base.name}.{kind}") for kind in ("json", "md", "png")}
+
+
+OPTION_CLASSES = (BenchOptions, BenchOutput)
+
+
+def _names(value: Names) -> list[str]:
+    parts = value.split(",") if isinstance(value, str) else value
+    return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
+
+
+def _length(text: str, given: Numbers) -> int:
+    match = re.fullmatch(r"(\d+)([KM]?)", text, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"--lengths {given} is no list of prompt lengths; write it like 8192,16384 or 8K,16K")
+    return int(match[1]) * _THOUSANDS[match[2].upper()]

@@ -1,0 +1,155 @@
+"""What a benchmark is about to measure, resolved to the last number: our methods and peers read the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from locret.infer.chunk_size import ChunkChoice
+from locret.infer.speed.cost import Cost, Pass, Sizes, cost, sizes_of
+from locret.infer.speed.methods import BenchMethod, Bounded
+from locret.policy.policy import RetentionPolicy
+
+
+@dataclass(frozen=True)
+class PlannedBytes:
+    """Bytes known before anything is allocated."""
+
+    weights: int
+    """The backbone's, and those of retaining heads where a method has them."""
+    cache: int
+    """The cache at its largest, from the first chunk to the last generated token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchPlan:
+    """Every setting of a benchmark."""
+
+    shape: str | None
+    """Name in `shapes.SHAPES`; None for weights from a folder or the Hub."""
+    model: str | None
+    """That folder or Hub id."""
+    config: Any = field(repr=False)
+    """The backbone's, of transformers."""
+    methods: tuple[BenchMethod, ...]
+    lengths: tuple[int, ...]
+    """Prompt tokens, N."""
+    policy: RetentionPolicy
+    chunk_choice: ChunkChoice | None
+    """Why its chunk size, where that was left to the machine."""
+    hidden_dim: int
+    """d_R of fresh heads."""
+    heads: str | None
+    """Trained heads, a folder or a Hub id."""
+    new_tokens: int
+    """Tokens generated after every prompt."""
+    compile: bool
+    """Whether bounded methods write by a compiled step."""
+    repeats: int
+    threads: int
+    dtype: torch.dtype
+    device: torch.device | None
+    """None: a GPU is asked for that is not here, so nothing is measured."""
+    seed: int
+    """Of random weights, fresh heads and prompts."""
+    memory_cap: int | None
+    """Bytes of device memory that the process may take."""
+    peers: tuple[str, ...]
+    peer_timeout: float
+    """Seconds that one request to a side of a comparison may take."""
+
+    @property
+    def budget(self) -> int:
+        """Units kept per KV head after every chunk."""
+        return self.policy.budget
+
+    @property
+    def chunk_size(self) -> int:
+        """Prompt tokens per forward pass."""
+        return self.policy.chunk_size
+
+    def kept_units(self, length: int) -> int:
+        """Return the units per KV head that are there when a prompt has been read, the local tokens included."""
+        return min(length, self.policy.budget + self.policy.local_len)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as users type it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The backbone's weights, counted."""
+        return sizes_of(self.config, self.dtype)
+
+    def planned_bytes(self, method: BenchMethod, length: int) -> PlannedBytes:
+        """Return what a method will hold."""
+        weights = self.sizes.weight_bytes + method.extra_weight_bytes(self.config, self.hidden_dim, self.heads)
+        cache = method.planned_cache_bytes(self.sizes, self.policy, length, self.new_tokens)
+        return PlannedBytes(weights, cache)
+
+    def cost(self, method: BenchMethod, length: int) -> dict[str, Cost]:
+        """Return the least work of reading a prompt, and of generating after it."""
+        passes = method.reading(self.sizes, self.policy, length)
+        first = method.units_after(self.sizes, self.policy, length)
+        writing = [Pass(1, tuple(units + step for units in first), length + step, 1) for step in range(self.new_tokens)]
+        return {"prefill": cost(self.sizes, passes), "decode": cost(self.sizes, writing)}
+
+    def resolved(self) -> dict[str, Any]:
+        """Return every setting as plain data."""
+        return {
+            "shape": self.shape,
+            "model": self.model,
+            "methods": [method.name for method in self.methods],
+            "lengths": list(self.lengths),
+            "policy": self.policy.to_dict(),
+            "chunk_choice": None if self.chunk_choice is None else self.chunk_choice.to_dict(),
+            "hidden_dim": self.hidden_dim,
+            "heads": self.heads,
+            "new_tokens": self.new_tokens,
+            "compile": self.compile,
+            "repeats": self.repeats,
+            "threads": self.threads,
+            "dtype": self.dtype_name,
+            "device": None if self.device is None else str(self.device),
+            "seed": self.seed,
+            "memory_cap": self.memory_cap,
+            "vs": list(self.peers),
+            "peer_timeout": self.peer_timeout,
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per method and length: planned bytes and counted work."""
+        return [self.row(method, length) for length in self.lengths for method in self.methods]
+
+    def row(self, method: BenchMethod, length: int) -> dict[str, Any]:
+        """Return what is known of one method and length."""
+        planned, work = self.planned_bytes(method, length), self.cost(method, length)
+        return {
+            "method": method.name,
+            "length": length,
+            "compiled": self.compile and isinstance(method, Bounded),
+            "planned_bytes": {"weights": planned.weights, "cache": planned.cache},
+            "flops": {part: work[part].flops for part in work},
+            "bytes": {part: work[part].bytes for part in work},
+        }
+
+
+def plan_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return rows of a plan as a Markdown table."""
+    lines = [
+        "| method | tokens | planned weights | planned cache | prefill TFLOP | decode GB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        planned = row["planned_bytes"]
+        lines.append(
+            f"| {row['method']} | {row['length']:,} | {planned['weights'] / 2**20:,.1f} MiB "
+            f"| {planned['cache'] / 2**20:,.2f} MiB | {row['flops']['prefill'] / 1e12:,.3f} "
+            f"| {row['bytes']['decode'] / 1e9:,.3f} |"
+        )
+    return lines

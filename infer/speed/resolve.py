@@ -1,0 +1,173 @@
+"""From options to a plan; everything that can be refused is refused here, before a weight is allocated."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+
+from locret import RetentionPolicy, scorers
+from locret.cache.compiled_step import obstacle
+from locret.infer import loading
+from locret.infer.chunk_size import LARGEST
+from locret.infer.options import ModelOptions, ScorerOptions
+from locret.infer.sizing import AUTO
+from locret.infer.speed import methods, resident
+from locret.infer.speed.chunk_for_all import with_chosen_chunk
+from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.peers import PEERS, find_pythons
+from locret.infer.speed.plan import BenchPlan
+from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
+from locret.policy.policy import stabilizers_within
+
+
+def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
+    """Resolve every setting.
+
+    Args:
+        options: What the user typed.
+        chosen: Names that the user set.
+
+    Raises:
+        ValueError: For anything that cannot be measured as asked.
+        OSError: If a Hub refuses or cannot be reached.
+    """
+    if options.model is not None and "shape" in chosen:
+        raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
+    preset, config = _backbone(options)
+    device = _device(options, preset)
+    policy_of = partial(_policy, options, preset)
+    peers = _peers(options)
+    if "peer_timeout" in chosen and not peers:
+        raise ValueError(f"--peer-timeout {options.peer_timeout:g} is for peers, but none is run; add --vs, or drop it")
+    plan = BenchPlan(
+        shape=None if options.model is not None else options.shape,
+        model=options.model,
+        config=config,
+        methods=tuple(methods.get(name) for name in options.method_names()),
+        lengths=options.prompt_lengths() or preset.lengths,
+        policy=policy_of(_chunk_size(options, preset)),
+        chunk_choice=None,
+        hidden_dim=options.hidden_dim or preset.hidden_dim,
+        heads=options.heads,
+        new_tokens=options.new_tokens,
+        compile=options.compile,
+        repeats=options.repeats,
+        threads=options.threads or torch.get_num_threads(),
+        dtype=loading.resolve_dtype(options.dtype, config, device or torch.device("cuda")),
+        device=device,
+        seed=options.seed,
+        memory_cap=options.cap_bytes(),
+        peers=peers,
+        peer_timeout=options.peer_timeout,
+    )
+    if options.chunk_size == AUTO:
+        plan = with_chosen_chunk(plan, policy_of)
+    _check(plan)
+    return plan
+
+
+def model_options(plan: BenchPlan) -> ModelOptions:
+    """Return what loads a plan's backbone from a folder or the Hub."""
+    assert plan.model is not None
+    return ModelOptions(model=plan.model, device=str(plan.device), dtype=plan.dtype_name)
+
+
+def _backbone(options: BenchOptions) -> tuple[Preset, Any]:
+    if options.model is not None:
+        return Preset(), loading.load_config(ModelOptions(model=options.model))
+    if options.shape not in SHAPES:
+        raise ValueError(f"--shape {options.shape} is unknown; choose one of {', '.join(SHAPES)}")
+    return PRESETS[options.shape], SHAPES[options.shape]
+
+
+def _device(options: BenchOptions, preset: Preset) -> torch.device | None:
+    """Return where to measure; None where a GPU is asked for, or needed, and none is here."""
+    if options.device.startswith("mps"):
+        raise ValueError(f"--device {options.device}: its memory cannot be measured; use cpu or cuda")
+    has_gpu = torch.cuda.is_available()
+    if options.device == "auto":
+        return torch.device("cuda") if has_gpu else None if preset.gpu else torch.device("cpu")
+    if options.device.startswith("cuda") and not has_gpu:
+        return None
+    return loading.resolve_device(options.device)
+
+
+def _chunk_size(options: BenchOptions, preset: Preset) -> int:
+    if options.chunk_size is None:
+        return preset.chunk_size
+    return LARGEST if isinstance(options.chunk_size, str) else options.chunk_size
+
+
+def _policy(options: BenchOptions, preset: Preset, chunk_size: int) -> RetentionPolicy:
+    def value(name: str) -> int:
+        given = getattr(options, name)
+        return getattr(preset, name) if given is None else given
+
+    budget = value("budget")
+    stabilizers = value("stabilizers")
+    if options.stabilizers is None and budget < preset.budget:  # a smaller budget takes its share with it
+        stabilizers = stabilizers_within(budget, stabilizers)
+    return RetentionPolicy(budget=budget, chunk_size=chunk_size, stabilizers=stabilizers, local_len=value("local_len"))
+
+
+def _peers(options: BenchOptions) -> tuple[str, ...]:
+    found = options.peer_names()
+    for name in found:
+        if name not in PEERS:
+            raise ValueError(f"--vs {name} is unknown; choose from {', '.join(PEERS)}")
+    find_pythons(found, options.peer_pythons())
+    return tuple(found)
+
+
+def _check(plan: BenchPlan) -> None:
+    """Refuse a plan that a method or the heads contradict.
+
+    Raises:
+        ValueError: Saying which.
+    """
+    if plan.memory_cap is not None and plan.device is not None and plan.device.type == "cpu":
+        raise ValueError("--memory-cap bounds device memory, but this runs on the CPU; drop it, or use --device cuda")
+    if plan.heads is not None:
+        if not any(isinstance(method, methods.Bounded) and method.has_heads for method in plan.methods):
+            raise ValueError(f"--heads {plan.heads}: no method of --methods uses them; add locret, or drop them")
+        scorer = ScorerOptions(heads=plan.heads)
+        loading.check_matches(scorer, loading.load_scorer(scorer)[0], plan.config)
+    if plan.compile:
+        _check_compiled(plan)
+    for method in plan.methods:
+        for length in plan.lengths:
+            method.reading(plan.sizes, plan.policy, length)
+            _check_memory(plan, method, length)
+
+
+def _check_compiled(plan: BenchPlan) -> None:
+    bounded = [method for method in plan.methods if isinstance(method, methods.Bounded)]
+    if not bounded:
+        raise ValueError(
+            "--compile changes how locret writes, which --methods leaves out; add locret, or drop --compile"
+        )
+    for method in bounded:
+        kind, policy = scorers.find(method.scorer), method.policy(plan.policy)
+        for length in plan.lengths:
+            held = method.units_after(plan.sizes, plan.policy, length)
+            reason = obstacle(plan.sizes.backbone, kind, policy, held)
+            if reason is not None:
+                raise ValueError(
+                    f"--methods {method.name} cannot be compiled here: {reason}; leave it out, or drop --compile"
+                )
+    if plan.peers:
+        warnings.warn("--compile does not reach --vs: every side there runs as written", stacklevel=2)
+
+
+def _check_memory(plan: BenchPlan, method: methods.BenchMethod, length: int) -> None:
+    # A GPU says that it is out of memory; a system that is kills the process.
+    has = None if plan.device is None or plan.device.type != "cpu" else resident.installed_bytes()
+    planned = plan.planned_bytes(method, length)
+    if has is not None and (needed := planned.weights + planned.cache) > has:
+        raise ValueError(
+            f"--methods {method.name} at {length:,} tokens needs {needed / 2**30:,.1f} GiB of weights and cache, but "
+            f"this machine has {has / 2**30:,.1f}; leave it out, or take a smaller --shape or --lengths"
+        )

@@ -1,0 +1,128 @@
+"""A compressed context on disk: one safetensors file with the kept units and the counters that go with them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from locret._version import __version__
+from locret.cache.cache import RetentionCache
+from locret.cache.layer import RetentionLayer
+from locret.heads.heads import RetainingHeads
+from locret.policy.policy import RetentionPolicy
+from locret.scorers import Scorer
+
+FORMAT = "locret-cache-1"
+_ROW_TENSORS = ("pad", "_shift", "last_tokens", "_context")
+
+
+def save_cache(cache: RetentionCache, path: str | Path) -> None:
+    """Write what a cache holds to one file, so that the same context can be asked again later.
+
+    Args:
+        cache: A cache that has read something.
+        path: File to write; an existing one is replaced once the new one is complete.
+
+    Raises:
+        ValueError: If the cache is empty.
+        OSError: If the file cannot be written; nothing half-written stays.
+    """
+    if not cache.seen:
+        raise ValueError(f"{path}: the cache has read nothing yet; call locret.prefill before saving it")
+    cache.rate_waiting()
+    tensors: dict[str, Tensor] = {}
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in layer.saved().items()}
+        if layer.held_row_start is not None:
+            tensors[f"layers.{index}.row_start"] = layer.held_row_start
+        fill = layer.fill if isinstance(layer, RetentionLayer) else layer.cumulative_length
+        layers.append({"fill": fill, "rotated": getattr(layer, "rotated", False)})
+    for name in _ROW_TENSORS:
+        if getattr(cache, name) is not None:
+            tensors[f"rows.{name}"] = getattr(cache, name).contiguous()
+    state = {
+        "format": FORMAT,
+        "toolkit_version": __version__,
+        "backbone": asdict(cache.backbone),
+        "policy": cache.policy.to_dict(),
+        "scorer": cache.scorer.name,
+        "seen": cache.seen,
+        "held_back": cache.held_back,
+        "next_position": cache._next_position,
+        "layers": layers,
+    }
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        save_file(
+            {key: tensor.cpu() for key, tensor in tensors.items()}, partial, metadata={"state": json.dumps(state)}
+        )
+        os.replace(partial, target)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(
+            f"cannot write the cache to {target}: {error}; choose a writable folder with free space"
+        ) from error
+
+
+def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scorer | str) -> RetentionCache:
+    """Read a cache back, ready for `generate` or for more text.
+
+    Args:
+        path: File written by `save_cache`.
+        model: The backbone it was made with.
+        scorer: Scores the units of further tokens.
+
+    Raises:
+        ValueError: If the file is no cache, or belongs to a backbone of another shape; the message shows both sides.
+        OSError: If the file cannot be read.
+    """
+    state, tensors = _read(path)
+    cache = RetentionCache(model, scorer, RetentionPolicy(**state["policy"]))
+    saved, here = state["backbone"], json.loads(json.dumps(asdict(cache.backbone)))
+    different = [
+        f"{key} {saved.get(key)} in the file, {here[key]} in the model" for key in here if saved.get(key) != here[key]
+    ]
+    if different:
+        raise ValueError(f"{path} was made with another backbone ({'; '.join(different)}); load that backbone")
+    parameter = next(model.parameters())
+    cache.seen, cache._next_position = state["seen"], state["next_position"]
+    cache.held_back = state["held_back"]
+    for name in _ROW_TENSORS:
+        if f"rows.{name}" in tensors:
+            setattr(cache, name, tensors[f"rows.{name}"].to(parameter.device))
+    for index, (layer, numbers) in enumerate(zip(cache.layers, state["layers"], strict=True)):
+        held = {
+            k.rpartition(".")[2]: t.to(parameter.device) for k, t in tensors.items() if k.startswith(f"layers.{index}.")
+        }
+        held["keys"], held["values"] = held["keys"].to(parameter.dtype), held["values"].to(parameter.dtype)
+        row_start = held.pop("row_start", None)
+        if not isinstance(layer, RetentionLayer):
+            layer.fill_rows(held["keys"], held["values"], row_start, numbers["fill"])
+            continue
+        layer.restore(held, numbers["fill"], numbers["rotated"])
+        layer.row_start = row_start
+    return cache
+
+
+def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not Path(path).is_file():
+        raise ValueError(f"{path} does not exist; give a file written by save_cache")
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = json.loads((file.metadata() or {}).get("state", "{}"))
+            tensors: dict[str, torch.Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a saved cache ({error}); give a file written by save_cache") from error
+    if state.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {state.get('format')} instead of {FORMAT}; save the cache again")
+    return state, tensors

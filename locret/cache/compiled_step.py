@@ -1,0 +1,225 @@
+"""Generation by a compiled step: one token through the backbone as one program over buffers of fixed size.
+
+As written, a step starts dozens of small kernels per layer from Python; `torch.compile` fuses them, and on CUDA replays
+them as a graph. That needs buffers that stay where they are, so a step attends to all slots that were reserved, the
+empty ones masked. Nothing is evicted meanwhile. Features wait in the workspace and are rated outside the program.
+"""
+
+# B batch, K KV heads, N query heads, S slots, D head dim
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+
+from locret.backbone.adapters import Backbone, attention_modules, describe, find_decoder, unwrap
+from locret.backbone.instrument import Projections, recorders
+from locret.backbone.rotary import long_factors
+from locret.cache.cache import RetentionCache
+from locret.policy.policy import RetentionPolicy
+from locret.scorers import Scorer
+
+NAME = "locret-step"
+_HOOK = -1
+"""Key of our hooks: PyTorch counts from 0. A program is found again only if its hooks are where they were."""
+
+
+class Step(Cache):
+    """The cache as a compiled step sees it: whole buffers, and the slot that the coming token takes."""
+
+    def __init__(self, cache: RetentionCache, projections: list[Projections], new_tokens: int) -> None:
+        super().__init__(layers=[])
+        cache.rate_waiting()
+        layers, fill = cache.governed, cache.governed[0].fill
+        slots = min(fill + new_tokens, layers[0].capacity)
+        self.projections = projections
+        self.keys, self.values, self.unit_positions = (
+            [getattr(layer, name)[:, :, :slots] for layer in layers] for name in ("keys", "values", "positions")
+        )
+        for buffer in (*self.keys, *self.values):
+            buffer[:, :, fill:] = 0  # masked slots count nothing, unless they hold NaN
+        batch, kv_heads = self.keys[0].shape[:2]
+        device, dtype = self.keys[0].device, self.keys[0].dtype
+        self.rooms = cache.unscored.rooms(cache.backbone.feature_dim, dtype, least=1)
+        for buffer in (*self.keys, *self.values, *self.unit_positions, *self.rooms):
+            torch._dynamo.mark_static_address(buffer)
+        self.slot = torch.tensor([fill], device=device)
+        self.waiting = torch.zeros(1, dtype=torch.int64, device=device)
+        self.unit_position = torch.full((batch, kv_heads, 1), cache.seen, dtype=torch.int32, device=device)
+        self.mask = torch.full((1, 1, 1, slots), -torch.inf, dtype=dtype, device=device)
+        self.mask[..., : fill + 1] = 0
+        self._count, self._left = 0, slots - fill
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Put the token's unit into its slot, and its features where they wait; return all slots."""
+        self.keys[layer_idx].index_copy_(2, self.slot, key_states)
+        self.values[layer_idx].index_copy_(2, self.slot, value_states)
+        self.unit_positions[layer_idx].index_copy_(2, self.slot, self.unit_position)
+        self.rooms[layer_idx].index_copy_(1, self.waiting, self.projections[layer_idx].features())
+        self.projections[layer_idx].clear()
+        return self.keys[layer_idx], self.values[layer_idx]
+
+    def advance(self, cache: RetentionCache, hidden: Tensor) -> None:
+        """Tell the cache about the token, and move on to the next slot."""
+        self._count, self._left = self._count + 1, self._left - 1
+        for layer in cache.governed:
+            layer.fill += 1
+        cache.unscored.hold(self.rooms, self._count)
+        cache.finished(hidden)
+        if self._count == self.rooms[0].shape[1]:
+            cache.rate_waiting()
+            self._count = 0
+        if self._left:
+            self.slot += 1
+            self.unit_position += 1
+            self.waiting.fill_(self._count)
+            self.mask.index_fill_(-1, self.slot, 0)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Not counted here: positions are given."""
+        return 0
+
+
+def attend_slots(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """Attend from one token to all slots, (B, K, S, D), that the mask (1, 1, 1, S) leaves; a transformers attention."""
+    batch, heads, _, dim = query.shape
+    scaling = dim**-0.5 if scaling is None else scaling
+    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
+    if softcap is None and not query.is_cuda:
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    else:
+        # No kernel of PyTorch for masked attention splits the slots of one token; products of matrices do.
+        logits = (grouped @ key.transpose(-1, -2)).float() * scaling
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        out = (logits + attention_mask).softmax(-1).to(value.dtype) @ value
+    return out.reshape(batch, 1, heads, value.shape[-1]), None
+
+
+AttentionInterface.register(NAME, attend_slots)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+
+
+def obstacle(
+    backbone: Backbone, scorer: Scorer | type[Scorer], policy: RetentionPolicy, held: Collection[int]
+) -> str | None:
+    """Return why no step over layers that hold so many units each can be compiled; None if one can."""
+    if len(backbone.layers) < backbone.num_layers:
+        return f"layers of {backbone.model_type} slide over a window"
+    if not scorer.by_features:
+        return f"scorer {scorer.name} looks at every step's attention; retaining heads do not"
+    if policy.head_budgets != "uniform" or len(set(held)) > 1:
+        return "layers or heads hold different numbers of units"
+    if policy.decode_budget is not None:
+        return f"decode_budget={policy.decode_budget} evicts while an answer is written"
+    return None
+
+
+def check_can_compile(cache: RetentionCache, new_tokens: int, copies: int) -> None:
+    """Refuse what a compiled step cannot do.
+
+    Raises:
+        ValueError: Saying why, and what to change.
+    """
+    reason = obstacle(cache.backbone, cache.scorer, cache.policy, [layer.fill for layer in cache.governed])
+    if reason is None and not new_tokens:
+        reason = "room must be made for the whole answer, but max_new_tokens is not given"
+    elif reason is None and copies > 1:
+        reason = f"{copies} beams or answers change places between steps"
+    elif reason is None and cache.pad is not None:
+        reason = "rows of the batch differ in length"
+    if reason is not None:
+        raise ValueError(f"generation cannot be compiled here: {reason}; leave out compile")
+
+
+@contextmanager
+def compiled_steps(model: nn.Module, cache: RetentionCache, new_tokens: int, backend: Any) -> Iterator[None]:
+    """Let `generate` run `new_tokens` compiled steps at most until the block ends.
+
+    Raises:
+        ValueError: If the model is being read, or this machine cannot compile.
+    """
+    base, decoder = unwrap(model), find_decoder(model)
+    implementation = base.config._attn_implementation
+    records = _records(model, decoder)
+    with ExitStack() as stack:
+        for module, hook in records.hooks:
+            module._forward_hooks[_HOOK] = hook
+            stack.callback(module._forward_hooks.pop, _HOOK, None)
+        base.set_attn_implementation(NAME)
+        stack.callback(base.set_attn_implementation, implementation)
+        stack.enter_context(long_factors(decoder))
+        decoder.forward = _forward(decoder, cache, Step(cache, records.projections, new_tokens), backend)
+        stack.callback(delattr, decoder, "forward")
+        yield
+
+
+def _forward(decoder: Any, cache: RetentionCache, step: Step, backend: Any) -> Callable[..., Any]:
+    program = _program(type(decoder).forward, backend, cuda=step.mask.is_cuda)
+
+    def forward(input_ids: Tensor, past_key_values: Any = None, **_: Any) -> Any:
+        if past_key_values is not cache or input_ids.shape[1] != 1:
+            raise ValueError("a compiled step takes one token and this RetentionCache; leave out compile")
+        positions = cache.positions(input_ids)
+        try:
+            out = program(
+                decoder, input_ids=input_ids, attention_mask=step.mask, position_ids=positions, past_key_values=step,
+                use_cache=True,
+            )  # fmt: skip
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            reason = str(error.inner_exception).strip().splitlines()[0]
+            raise ValueError(f"this machine cannot compile a step ({reason}); leave out compile") from error
+        out.past_key_values = cache
+        step.advance(cache, out.last_hidden_state)
+        return out
+
+    return forward
+
+
+_PROGRAMS: dict[tuple[Any, Any, bool], Any] = {}
+
+
+def _program(forward: Any, backend: Any, *, cuda: bool) -> Any:
+    key = (forward, backend, cuda)
+    if key not in _PROGRAMS:
+        # "reduce-overhead" replays a CUDA graph; backends other than inductor know no modes.
+        mode = "reduce-overhead" if cuda and backend == "inductor" else None
+        _PROGRAMS[key] = torch.compile(forward, backend=backend, mode=mode)
+    return _PROGRAMS[key]
+
+
+class _Records:
+    """Projections of all layers and the hooks that fill them, the same at every call: programs refer to them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        backbone = describe(model)
+        self.projections = [Projections(backbone) for _ in range(backbone.num_layers)]
+        modules = attention_modules(model)
+        pairs = zip(modules, self.projections, strict=True)
+        self.hooks = [found for module, projections in pairs for found in recorders(module, projections)]
+
+
+_RECORDS: WeakKeyDictionary[nn.Module, _Records] = WeakKeyDictionary()
+
+
+def _records(model: nn.Module, decoder: nn.Module) -> _Records:
+    if decoder not in _RECORDS:
+        _RECORDS[decoder] = _Records(model)
+    return _RECORDS[decoder]

@@ -1,0 +1,145 @@
+"""How many units of which layer stay, at every moment of a cache's life: the plan of a read, followed step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from locret.backbone.adapters import Backbone
+from locret.policy.budget import cache_bytes
+from locret.policy.growth import adaptive_sizes
+from locret.policy.policy import RetentionPolicy
+from locret.policy.schedule import Schedule, decode_budgets, plan, protected
+from locret.scorers import Scorer
+
+
+def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
+    """Refuse a scorer and a policy that cannot work together.
+
+    Raises:
+        ValueError: Saying why, and what to change.
+    """
+    if policy.decode_budget is not None and not scorer.rates_answers:
+        raise ValueError(
+            f"decode_budget={policy.decode_budget} evicts while an answer is written, but scorer {scorer.name} is not "
+            "defined for generated tokens; leave decode_budget out or choose another scorer"
+        )
+    if policy.head_budgets == "adaptive" and not (scorer.causal or scorer.by_head):
+        raise ValueError(
+            f'head_budgets="adaptive" lets the heads of a layer compete, but scorer {scorer.name} selects equally many '
+            'units for every head itself; use head_budgets="uniform" or another scorer'
+        )
+    if policy.when == "prompt_end" and scorer.lookback > policy.chunk_size:
+        raise ValueError(
+            f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
+            f"{policy.chunk_size}; raise chunk_size to at least {scorer.lookback}"
+        )
+
+
+def planned_bytes(
+    backbone: Backbone,
+    scorer: Scorer,
+    policy: RetentionPolicy,
+    element_size: int,
+    prompt_tokens: int | None,
+    new_tokens: int = 0,
+) -> int:
+    """Return the bytes of a fresh cache that reads a prompt (None: a long one) and answers, before any is made."""
+    limits = Limits(policy, scorer, len(backbone.layers))
+    return cache_bytes(backbone, limits.capacity(limits.plan(prompt_tokens), new_tokens), element_size)
+
+
+class Limits:
+    """Says what stays; a place is a layer's rank among the governed ones. Limits are (units, newest ones protected)."""
+
+    def __init__(self, policy: RetentionPolicy, scorer: Scorer, layers: int) -> None:
+        self.policy, self.scorer, self.layers = policy, scorer, layers
+        self.schedule: Schedule | None = None
+        self._answering = decode_budgets(policy, layers, self._recent(policy.decode_budget or 1))
+        self._step = -1
+        self._final = False
+        self._budgets: tuple[int, ...] = ()
+
+    def plan(self, prompt_tokens: int | None, held: Sequence[int] | None = None) -> Schedule:
+        """Return the plan of a text after what is `held`."""
+        policy = self.policy
+        tail = max(policy.local_len, self.scorer.lookback) if policy.when == "prompt_end" else policy.local_len
+        recent = self._recent(policy.budget)
+        return plan(policy, self.layers, prompt_tokens, held=held, recent=recent, tail=tail)
+
+    def capacity(self, schedule: Schedule, new_tokens: int) -> tuple[int, ...]:
+        """Return the slots per layer for a read and an answer; of a read that grows without end, for what is known."""
+        if self.policy.when == "prompt_end":
+            return tuple(units + (new_tokens if schedule.endless else 0) for units in schedule.peak)
+        return schedule.capacity(new_tokens, self._answering)
+
+    def answer_capacity(self, place: int, units: int) -> int:
+        """Return the slots a layer needs to grow to `units` while an answer is written."""
+        return units if self._answering is None else min(units, self._answering[place])
+
+    # -- one read ---------------------------------------------------------------------------------------------------
+
+    def begin(self, schedule: Schedule) -> None:
+        """Follow a plan from its start."""
+        self.schedule, self._step, self._final = schedule, -1, False
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether nobody knows how large the cache will be before this read ends."""
+        return self.policy.when == "prompt_end" and self._plan.endless
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of the chunk to come."""
+        steps = self._plan.steps
+        return steps[min(self._step + 1, len(steps) - 1)].tokens if steps else self.policy.chunk_size
+
+    @property
+    def wants_ratios(self) -> bool:
+        """Whether the chunk to come needs to know what each layer retained at the one before."""
+        return self._plan.shared and self._step >= 1
+
+    def next_chunk(self, final: bool, ratios: Sequence[float] | None = None) -> None:
+        """Move on to the next chunk; `ratios` are what each layer retained of its memory at the last one."""
+        self._step += 1
+        self._final = final
+        self._budgets = self._plan.step(self._step).budgets
+        if ratios is not None:
+            self._budgets = adaptive_sizes(self._budgets, ratios, self._plan.budgets)
+
+    # -- what stays -------------------------------------------------------------------------------------------------
+
+    def before_reading(self, place: int) -> tuple[int, int]:
+        """Return what of an earlier text and its answer stays when another text comes."""
+        units = self._plan.budgets[place]
+        return self._at_least_recent(units, protected(self.policy, units))
+
+    def after_chunk(self, place: int) -> tuple[int, int]:
+        """Return what stays after the chunk; after the final one no stabilizers are protected."""
+        units = self._budgets[place]
+        return self._at_least_recent(units, 0 if self._final else protected(self.policy, units))
+
+    def at_prompt_end(self, place: int) -> tuple[int, int]:
+        """Return what stays when everything is selected at the prompt's end, the local tokens included."""
+        local = self.policy.local_len
+        return self._at_least_recent(self._plan.budgets[place] + local, local)
+
+    def answering(self, place: int, new: int) -> tuple[int, int]:
+        """Return what stays when `new` generated tokens find no room."""
+        assert self._answering is not None
+        budget = max(1, self._answering[place] - max(self.policy.decode_interval, new))
+        return self._at_least_recent(budget, self.policy.local_len)
+
+    def most_answering(self, place: int) -> int | None:
+        """Return the units that a layer may hold while an answer is written; None: no limit."""
+        return None if self._answering is None else self._answering[place]
+
+    @property
+    def _plan(self) -> Schedule:
+        assert self.schedule is not None
+        return self.schedule
+
+    def _recent(self, budget: int) -> int:
+        return min(budget, self.scorer.recent(budget))
+
+    def _at_least_recent(self, budget: int, protected: int) -> tuple[int, int]:
+        return budget, max(protected, self._recent(budget))

@@ -1,0 +1,189 @@
+"""The model card of retaining heads, filled from their config: their use, how to run them, how they were made."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from locret.heads.config import HeadsConfig
+
+PLACEHOLDER = "path/to/these-heads"
+"""What the card's example loads while the heads are in no repository; `locret-push` puts the repository there."""
+
+TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# Retaining heads for {{ base_name }}
+
+Locret retaining heads let a long-context language model read any prompt in a fixed amount of memory. A small MLP per
+layer predicts how much every future answer will need each cached token; the prompt is read chunk by chunk, and after
+each chunk every layer keeps only the best `budget` cache units per KV head. The backbone is unchanged and needed too.
+
+## How to use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate
+
+model = AutoModelForCausalLM.from_pretrained("{{ base_id }}"{{ base_revision }}, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{{ base_id }}"{{ base_revision }})
+heads = RetainingHeads.from_pretrained("{{ repo_id }}")
+policy = RetentionPolicy({{ policy_arguments }})
+cache = RetentionCache(model, scorer=heads, policy=policy)
+
+text = open("long.txt").read() + "\\n\\nWhat is the text about?"
+chat = [{"role": "user", "content": text}]
+prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+output = generate(model, prompt["input_ids"], cache=cache, max_new_tokens=64)
+print(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+```
+
+## Dimensions
+
+{{ dimensions }}
+
+## Training
+
+{{ training }}
+
+### Labels
+
+{{ label }}
+
+## Recommended policy
+
+{{ policy }}
+
+## Evaluation
+
+{{ evaluation }}
+
+## Citation
+
+Locret, [arXiv 2410.01805]({{ paper_url }}):
+
+```bibtex
+@article{huang2024locret,
+  title   = {Locret: Enhancing Eviction in Long-Context LLM Inference with Trained Retaining Heads},
+  author  = {Huang, Yuxiang and Yuan, Binhang and Han, Xu and Xiao, Chaojun and Liu, Zhiyuan},
+  journal = {arXiv preprint arXiv:2410.01805},
+  year    = {2024}
+}
+```
+
+Written by locret {{ toolkit_version }}.
+"""
+
+_LABELS = {
+    "logit": "the scaled attention logit after rotary embedding, before the softmax",
+    "log_attention": "the attention logit minus its row's log-sum-exp, that is the log of the attention",
+}
+
+
+def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values: Any) -> ModelCard:
+    """Fill the template.
+
+    Args:
+        info: huggingface_hub's `MixinInfo` of the class: template, library, tags.
+        config: The heads' config.
+        repo_id: What the example loads; a placeholder if None.
+        values: More values for the template; they win over those from the config.
+
+    Returns:
+        The card, front matter included.
+    """
+    card: ModelCard = ModelCard.from_template(
+        card_data=_front_matter(info, config),
+        template_str=info.model_card_template,
+        **{
+            "paper_url": info.paper_url,
+            "repo_id": repo_id or PLACEHOLDER,
+            "base_name": config.base_name,
+            "base_id": config.base_model or "path/to/the-backbone",
+            "base_revision": f', revision="{config.base_model_revision}"' if config.base_model_revision else "",
+            "policy_arguments": _arguments(config.policy or {}),
+            "dimensions": _table(_dimensions(config)),
+            "training": _training(config.training) if config.training else "Not trained: the weights are random.",
+            "label": _label(config.label),
+            "policy": _table(config.policy)
+            if config.policy
+            else "None recorded; the defaults of `RetentionPolicy` apply.",
+            "evaluation": _table(config.evaluation) if config.evaluation else "No results recorded.",
+            "toolkit_version": config.toolkit_version,
+            **values,
+        },
+    )
+    return card
+
+
+def _front_matter(info: Any, config: HeadsConfig) -> ModelCardData:
+    """Return the YAML block by which the Hub indexes the repository; keys without a value are left out."""
+    dataset = str((config.training or {}).get("dataset", ""))
+    known = info.model_card_data.to_dict()
+    return ModelCardData(
+        **{
+            **known,
+            "base_model": config.base_model,
+            "base_model_relation": "adapter" if config.base_model else None,
+            # The Hub refuses a card whose data set is not a repository of its own, such as a local file.
+            "datasets": [dataset] if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) else None,
+            "license": config.license,
+            "metrics": sorted(map(str, config.evaluation)) if config.evaluation else None,
+        }
+    )
+
+
+def _dimensions(config: HeadsConfig) -> dict[str, Any]:
+    weights = len(config.layers) * config.hidden_dim * (config.feature_dim + config.num_key_value_heads)
+    return {
+        "Backbone": f"{config.base_name} ({config.base_architecture or config.base_model_type})",
+        "Backbone revision": config.base_model_revision or "not recorded",
+        **({"Backbone weights": f"fingerprint {config.base_weights[:12]}"} if config.base_weights else {}),
+        "Layers with a head": f"{len(config.layers)} of {config.num_hidden_layers}",
+        "Query heads": config.num_attention_heads,
+        "KV heads": config.num_key_value_heads,
+        "Head dim": config.head_dim,
+        "Input width": config.feature_dim,
+        "Hidden width (d_R)": config.hidden_dim,
+        "Activation": config.hidden_act,
+        "Weights": f"{weights:,} in float32",
+    }
+
+
+def _training(notes: Mapping[str, Any]) -> str:
+    """Return a table for the last run and one for each run before it, from the latest to the first."""
+    earlier = notes.get("earlier")
+    table = _table({name: value for name, value in notes.items() if name != "earlier"})
+    return f"{table}\n\n### Before that\n\n{_training(earlier)}" if earlier else table
+
+
+def _label(label: Mapping[str, Any] | None) -> str:
+    if not label:
+        return "Not recorded."
+    kind = str(label.get("kind"))
+    meaning = _LABELS.get(kind, kind)
+    repeated = label.get("source") == "reconstruction"
+    queries = "the tokens of the text's repetition" if repeated else "the answer's tokens"
+    sentence = f"A token's label is {meaning}, maximum over {queries} and the query heads of the group."
+    return f"{sentence}\n\n{_table(label)}"
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    def cell(value: Any) -> str:
+        return str(value).replace("|", "\\|").replace("\n", " ")
+
+    return "\n".join(
+        ["| | |", "| --- | --- |", *(f"| {cell(name)} | {cell(value)} |" for name, value in values.items())]
+    )
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    """Return keyword arguments as a formatter writes them: each on a line of its own."""
+    lines = [f"    {name}={json.dumps(value) if isinstance(value, str) else value}," for name, value in values.items()]
+    return "\n" + "\n".join(lines) + "\n" if lines else ""

@@ -1,0 +1,209 @@
+"""The folder of a set of retaining heads, on disk or on the Hub: read strictly, written whole or not at all.
+
+Files: `model.safetensors` (keys `heads.<layer>.fc1.weight`, `heads.<layer>.fc2.weight`), `config.json`, `README.md`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from locret.heads import hub
+from locret.heads.config import HeadsConfig
+
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+DOWNLOAD_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
+
+
+def find(name: str, *, revision: str | None = None, **download: object) -> Path:
+    """Return the local folder of heads: the one named, or a download of the repository named.
+
+    Raises:
+        ValueError: If it is neither a folder nor a repository of heads.
+        OSError: If the Hub refuses or cannot be reached.
+    """
+    if os.path.isdir(name):
+        return Path(name)
+    if os.path.exists(name):
+        raise ValueError(f"'{name}' is a file; give the folder of retaining heads that holds {CONFIG} and {WEIGHTS}")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        raise ValueError(f"there is no folder '{name}'; give a folder of retaining heads, or org/name on the Hub")
+    from huggingface_hub import hf_hub_download
+
+    with hub.one_sentence("load", name):
+        paths = [hf_hub_download(name, file, revision=revision, **download) for file in (CONFIG, WEIGHTS)]  # type: ignore[call-overload]
+    return Path(paths[0]).parent
+
+
+def read_config(folder: Path) -> HeadsConfig:
+    """Read `config.json`.
+
+    Raises:
+        ValueError: If it is missing, broken, or another kind of model's.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        raise ValueError(
+            f"{folder} has no {CONFIG}, so it does not hold retaining heads; give a folder that locret-train wrote"
+        )
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); write the heads again") from error
+    return HeadsConfig.from_json(values, str(file))
+
+
+def read_weights(folder: Path, shapes: Mapping[str, torch.Size], device: str = "cpu") -> dict[str, Tensor]:
+    """Read `model.safetensors` as float32, after comparing every key and shape with `shapes`.
+
+    Raises:
+        ValueError: If keys, layer count or shapes differ, or a weight is not finite; the message shows both sides.
+    """
+    file = folder / WEIGHTS
+    if not file.is_file():
+        found = sorted(path.name for path in folder.iterdir())
+        raise ValueError(
+            f"{folder} has no {WEIGHTS} (it has {', '.join(found)}); retaining heads are read from safetensors only"
+        )
+    try:
+        with safe_open(file, framework="pt", device=device) as tensors:
+            found_shapes = {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+            compare(found_shapes, shapes, str(file), f"its {CONFIG}")
+            weights = {name: as_float32(tensors.get_tensor(name), name, str(file)) for name in shapes}
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file ({error}); copy or download it again") from error
+    return weights
+
+
+def compare(found: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size], where: str, source: str) -> None:
+    """Refuse weights whose key set, layers or shapes are not those wanted.
+
+    Raises:
+        ValueError: With both sides: what `where` holds and what `source` says.
+    """
+    found_layers, wanted_layers = _layers(found), _layers(wanted)
+    if found_layers != wanted_layers:
+        raise ValueError(
+            f"{where} has retaining heads for {len(found_layers)} layers ({_span(found_layers)}) but {source} says "
+            f"{len(wanted_layers)} ({_span(wanted_layers)}); these weights belong to another backbone"
+        )
+    missing, foreign = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing or foreign:
+        raise ValueError(
+            f"{where} has {len(found)} weights but {source} says {len(wanted)} "
+            f"(missing: {', '.join(missing[:4]) or 'none'}; unexpected: {', '.join(foreign[:4]) or 'none'}); "
+            "these are not the weights of these retaining heads"
+        )
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ValueError(
+                f"{name} is {list(found[name])} in {where} but {list(shape)} by {source}; "
+                "these weights belong to another backbone or hidden_dim"
+            )
+
+
+def as_float32(weight: Tensor, name: str, where: str) -> Tensor:
+    """Return a float32 copy that does not depend on the file.
+
+    Raises:
+        ValueError: If a value is not finite, or not a float: one NaN makes every score of its layer NaN.
+    """
+    if not weight.is_floating_point() or not bool(weight.isfinite().all()):
+        raise ValueError(f"{name} in {where} holds values that are not finite numbers; train the heads again")
+    with torch.inference_mode(False):  # a tensor made under inference mode could never be trained
+        return weight.to(torch.float32, copy=True).contiguous()
+
+
+def write(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor]) -> None:
+    """Write weights and config into a folder that exists; call inside `replacing`.
+
+    Raises:
+        OSError: If the disk refuses.
+    """
+    text = json.dumps(config.to_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+    tensors = {name: weight.detach().to("cpu", torch.float32).contiguous() for name, weight in weights.items()}
+    try:
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:  # safetensors hides the operating system's error in its text
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code)) from error
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Give an empty folder to write into, which takes the target's place when the block ends well.
+
+    A new target appears by one rename. In a folder of heads each file is replaced by its new version, `config.json`
+    last; other files stay.
+
+    Raises:
+        ValueError: If the target is a file, or holds another model.
+        OSError: If it cannot be written; the message names it.
+    """
+    target = Path(os.path.abspath(target))
+    # Beside the files to be replaced, since a rename cannot cross file systems and a mounted folder is one of its own.
+    staging = (target if os.path.exists(target) else target.parent) / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        _refuse_foreign(target)
+        staging.mkdir(parents=True)
+        yield staging
+        for file in staging.iterdir():
+            shutil.copymode(staging / CONFIG, file)  # safetensors makes its file readable by its owner only
+            _sync(file)
+        if target.exists():
+            for file in sorted(staging.iterdir(), key=lambda file: file.name == CONFIG):
+                os.replace(file, target / file.name)
+        else:
+            os.rename(staging, target)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise type(error)(
+            f"cannot write retaining heads to {target}: {reason}; choose another folder or make room"
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _refuse_foreign(target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"'{target}' is a file; choose a folder for the retaining heads")
+    if (target / CONFIG).is_file():
+        try:
+            read_config(target)
+        except ValueError as error:
+            raise ValueError(
+                f"{target} holds something else than retaining heads, which would be overwritten ({error}); "
+                "choose another folder"
+            ) from error
+    elif (target / WEIGHTS).exists():
+        raise ValueError(f"{target} holds another model's {WEIGHTS}, which would be overwritten; choose another folder")
+
+
+def _sync(file: Path) -> None:
+    with open(file, "rb+") as handle:
+        os.fsync(handle.fileno())
+
+
+def _layers(names: Mapping[str, torch.Size]) -> list[int]:
+    return sorted({int(match[1]) for name in names if (match := re.match(r"heads\.(\d+)\.", name))})
+
+
+def _span(layers: list[int]) -> str:
+    if not layers:
+        return "none"
+    shown = ", ".join(map(str, layers)) if len(layers) <= 8 else f"{layers[0]} to {layers[-1]}"
+    return f"layer {shown}" if len(layers) == 1 else f"layers {shown}"

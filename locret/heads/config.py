@@ -1,0 +1,234 @@
+"""What `config.json` says about a set of retaining heads: whose they are, their shape, and how they were trained.
+
+Strict on purpose: a key that is unknown, missing or of the wrong type is an error, never a default, because heads that
+are read wrongly still produce scores, only bad ones.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any
+
+from locret._version import __version__
+from locret.backbone.adapters import Backbone, describe, unwrap
+from locret.policy.policy import RetentionPolicy
+
+FORMAT_VERSION = 1
+NOTES = ("base_model", "base_model_revision", "base_weights", "label", "policy", "training", "evaluation", "license")
+"""The fields that `RetainingHeads.annotate` may set: facts about the heads that their weights do not show."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_CACHED = re.compile(r"models--(.+?)--(.+?)[/\\]snapshots[/\\]([0-9a-f]{40})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsConfig:
+    """Everything about retaining heads except their weights."""
+
+    base_model: str | None = None
+    """Hub id of the backbone; None for one that came from a local folder."""
+    base_model_revision: str | None = None
+    """Commit of the backbone, where known."""
+    base_weights: str | None = None
+    """`weight_fingerprint` of a backbone that has no Hub id."""
+    base_model_type: str
+    """The backbone's `model_type` (not called that, so that nothing takes heads for a transformers model)."""
+    base_architecture: str | None = None
+    """Class of the backbone, as its config names it."""
+    num_hidden_layers: int
+    """Decoder layers of the backbone, including those without a head."""
+    layers: tuple[int, ...]
+    """Indices of the layers that have a head: those with full attention."""
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    hidden_dim: int
+    """Width between a head's two layers, d_R (paper: 1024)."""
+    hidden_act: str
+    """Activation between the two layers: the backbone's own."""
+    initializer_range: float
+    """Standard deviation of untrained weights: the backbone's own."""
+    label: dict[str, Any] | None = None
+    """Definition of the training labels: `kind`, `include_last_prompt_token`, ..."""
+    policy: dict[str, Any] | None = None
+    """Recommended retention policy, as keyword arguments of `RetentionPolicy`."""
+    training: dict[str, Any] | None = None
+    """Summary of the training run: `dataset`, `dataset_revision`, other facts; `earlier`: the run before it."""
+    evaluation: dict[str, Any] | None = None
+    """Measured results by name."""
+    license: str = "apache-2.0"
+    """Licence of the head weights, as the Hub spells it."""
+    toolkit_version: str = __version__
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(
+                    f"{name}={value!r} is not a number of at least 1; retaining heads need a positive {name}"
+                )
+        layers = self.layers
+        if (
+            not layers
+            or list(layers) != sorted(set(layers))
+            or not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers
+        ):
+            raise ValueError(
+                f"layers={list(layers)} must be ascending indices below num_hidden_layers={self.num_hidden_layers}; "
+                "list the full-attention layers"
+            )
+
+        known = [f.name for f in fields(RetentionPolicy)]
+        for name in self.policy or {}:
+            if name not in known:
+                raise ValueError(
+                    f"policy has an unknown key '{name}'; the keys are those of RetentionPolicy: {', '.join(known)}"
+                )
+
+    @property
+    def feature_dim(self) -> int:
+        """Width of a head's input, (H + 2 K) * D."""
+        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+
+    @property
+    def base_name(self) -> str:
+        """The backbone, for a message."""
+        return self.base_model or f"a {self.base_model_type} model"
+
+    @classmethod
+    def for_model(cls, model_or_config: Any, hidden_dim: int) -> HeadsConfig:
+        """Describe heads for a backbone, from the backbone or its transformers config.
+
+        Raises:
+            ValueError: For a backbone that retaining heads cannot work on, or `hidden_dim` below 1.
+        """
+        backbone = describe(model_or_config)
+        name, revision = base_identity(model_or_config)
+        config = _config_of(model_or_config)
+        return cls(
+            base_model=name,
+            base_model_revision=revision,
+            base_architecture=(getattr(config, "architectures", None) or [None])[0],
+            hidden_dim=hidden_dim,
+            initializer_range=backbone.initializer_range,
+            **_dimensions(backbone, config),
+        )
+
+    @classmethod
+    def from_json(cls, values: Any, where: str) -> HeadsConfig:
+        """Check a parsed `config.json`; `where` names the file in messages.
+
+        Raises:
+            ValueError: If it is not the config of retaining heads, or not one this version reads.
+        """
+        if not isinstance(values, Mapping) or "hidden_dim" not in values or "format_version" not in values:
+            kind = values.get("model_type") if isinstance(values, Mapping) else type(values).__name__
+            raise ValueError(
+                f"{where} is not the config of retaining heads (it has no hidden_dim and format_version; model_type is "
+                f"{kind}); give a folder written by locret-train or RetainingHeads.save_pretrained"
+            )
+        if values["format_version"] != FORMAT_VERSION:
+            raise ValueError(
+                f"{where} has format_version {values['format_version']}, this toolkit ({__version__}) reads "
+                f"{FORMAT_VERSION}; use the toolkit version that wrote it ({values.get('toolkit_version')})"
+            )
+        known = {f.name: f for f in fields(cls)}
+        for key in values:
+            if key not in known:
+                near = get_close_matches(key, known, n=1)
+                raise ValueError(
+                    f"{where} has an unknown key '{key}'" + (f"; did you mean '{near[0]}'?" if near else "")
+                )
+        missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
+        if missing:
+            raise ValueError(f"{where} lacks {', '.join(missing)}; the file is incomplete, write the heads again")
+        _check_types(values, where)
+        return cls(**{**values, "layers": tuple(values["layers"])})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict that `json` can write and `from_json` reads back."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+    def annotated(self, **notes: Any) -> HeadsConfig:
+        """Return a copy with some of `NOTES` set.
+
+        Raises:
+            ValueError: For any other name.
+        """
+        for name in notes:
+            if name not in NOTES:
+                raise ValueError(f"'{name}' cannot be noted on retaining heads; the choices are {', '.join(NOTES)}")
+        return replace(self, **notes)
+
+    def differences(self, model_or_config: Any, *, allow_other_base: bool = False) -> list[str]:
+        """List how a backbone differs from the one these heads are for, both sides in each line."""
+        backbone = describe(model_or_config)
+        theirs = _dimensions(backbone, _config_of(model_or_config))
+        lines = [
+            f"{name} is {_show(getattr(self, name))} in the heads and {_show(value)} in the model"
+            for name, value in theirs.items()
+            if getattr(self, name) != value
+        ]
+        name, _ = base_identity(model_or_config)
+        # An unknown name proves nothing: a backbone that was copied to a folder is still the same backbone.
+        known = name is not None and self.base_model is not None
+        if known and not allow_other_base and name.lower() != self.base_model.lower():  # type: ignore[union-attr]
+            lines.append(f"base_model is {self.base_model} in the heads and {name} in the model")
+        return lines
+
+
+def base_identity(model_or_config: Any) -> tuple[str | None, str | None]:
+    """Return the Hub id and commit a backbone was loaded from; None where it came from a folder or from nowhere."""
+    config = _config_of(model_or_config)
+    name = str(getattr(config, "_name_or_path", "") or "")
+    revision = getattr(config, "_commit_hash", None)
+    cached = _CACHED.search(name)
+    if cached:
+        return f"{cached[1]}/{cached[2]}", cached[3]
+    if not _HUB_ID.fullmatch(name) or os.path.exists(name):
+        return None, None
+    return name, revision
+
+
+def _config_of(model_or_config: Any) -> Any:
+    return unwrap(model_or_config).config if hasattr(model_or_config, "forward") else model_or_config
+
+
+def _dimensions(backbone: Backbone, config: Any) -> dict[str, Any]:
+    """Return what heads and backbone must agree on, under the names of `HeadsConfig`."""
+    # The text part's type: a multimodal config wraps it under another name, and the heads see text layers only.
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return {
+        "base_model_type": getattr(text, "model_type", backbone.model_type),
+        "num_hidden_layers": backbone.num_layers,
+        "layers": tuple(backbone.layers),
+        "num_attention_heads": backbone.num_heads,
+        "num_key_value_heads": backbone.num_kv_heads,
+        "head_dim": backbone.head_dim,
+        "hidden_act": backbone.hidden_act,
+    }
+
+
+def _check_types(values: Mapping[str, Any], where: str) -> None:
+    kinds = {"dict": dict, "str": str, "int": int, "float": (int, float), "tuple": list}
+    for field in fields(HeadsConfig):
+        value = values.get(field.name, field.default)
+        optional = "None" in str(field.type)
+        kind = kinds[re.match(r"\w+", str(field.type))[0]]  # type: ignore[index]
+        if field.name == "layers" and isinstance(value, list) and all(type(index) is int for index in value):
+            continue
+        fits = isinstance(value, kind) and not isinstance(value, bool) and field.name != "layers"  # type: ignore[arg-type]
+        if not fits and not (optional and value is None):
+            raise ValueError(f"{where} has {field.name}={value!r}, which is not of type {field.type}")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple):
+        shown = ", ".join(map(str, value[:6])) + (", ..." if len(value) > 6 else "")
+        return f"[{shown}] ({len(value)} layers)"
+    return str(value)

@@ -1,0 +1,272 @@
+"""The retaining heads of a backbone, one per full-attention layer, as a thing to train, save, publish and load."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from torch import Tensor, nn
+
+from locret.heads import card as model_card
+from locret.heads import checkpoint
+from locret.heads.config import HeadsConfig
+from locret.heads.fingerprint import weight_fingerprint
+from locret.heads.head import RetainingHead
+
+_COMPARED: WeakKeyDictionary[RetainingHeads, WeakSet[nn.Module]] = WeakKeyDictionary()
+"""Backbones whose weights have been compared with those that heads were trained on."""
+
+__all__ = ["HeadsConfig", "RetainingHead", "RetainingHeads"]
+
+
+class RetainingHeads(
+    nn.Module,
+    PyTorchModelHubMixin,
+    model_card_template=model_card.TEMPLATE,
+    library_name="locret",
+    pipeline_tag="text-generation",
+    paper_url="https://arxiv.org/abs/2410.01805",
+    tags=["locret", "retaining-heads", "kv-cache", "long-context"],
+):
+    """One retaining head for every full-attention layer of a backbone: `heads[layer_idx]`.
+
+    Sliding-window layers keep a bounded cache of their own and have no head. Iterating gives the layer indices.
+
+    Args:
+        config: Shape and provenance; see `for_model`, which fills it in.
+        generator: Source of the fresh weights; torch's global one if None.
+    """
+
+    def __init__(self, config: HeadsConfig, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.allow_other_base = False
+        self.heads = nn.ModuleDict()
+        for layer_idx in config.layers:
+            self.heads[str(layer_idx)] = RetainingHead(
+                config.feature_dim,
+                config.hidden_dim,
+                config.num_key_value_heads,
+                config.hidden_act,
+                initializer_range=config.initializer_range,
+                generator=generator,
+            )
+
+    @classmethod
+    def for_model(cls, model_or_config: Any, hidden_dim: int = 1024, seed: int | None = None) -> RetainingHeads:
+        """Make untrained heads for a backbone: normal weights with the backbone's own `initializer_range`.
+
+        Args:
+            model_or_config: A transformers causal LM or its config.
+            hidden_dim: d_R (paper: 1024).
+            seed: Seed of the weights, which leaves torch's global generator untouched; None draws from the global one.
+
+        Returns:
+            Heads on the CPU, float32.
+
+        Raises:
+            ValueError: For a backbone without keys to evict, or `hidden_dim` below 1.
+        """
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        # Weights made under inference mode could never be trained, and their changes are not counted.
+        with torch.inference_mode(False):
+            return cls(HeadsConfig.for_model(model_or_config, hidden_dim), generator)
+
+    @classmethod
+    def from_official(cls, path: str | Path, config: Any) -> RetainingHeads:
+        """Read weights published by the original authors; see `locret.heads.official.read`.
+
+        Args:
+            path: A `.bin` or `.safetensors` file, or a folder with one or with a sharded index; the backbone may be
+                in it.
+            config: The backbone's transformers config (or the backbone).
+
+        Raises:
+            ValueError: If layers or shapes do not fit the backbone; the message shows both sides.
+        """
+        from locret.heads import official
+
+        heads_config, weights = official.read(Path(path), config)
+        return cls._with_weights(heads_config, weights)
+
+    @classmethod
+    def _with_weights(cls, config: HeadsConfig, weights: dict[str, Tensor]) -> RetainingHeads:
+        with torch.inference_mode(False):
+            with torch.device("meta"):  # fresh weights would be drawn only to be thrown away
+                heads = cls(config)
+            heads.load_state_dict(weights, assign=True)
+        return heads.eval()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the backbone's layers that have a head, ascending."""
+        return self.config.layers
+
+    def __getitem__(self, layer_idx: int) -> RetainingHead:
+        if str(layer_idx) not in self.heads:
+            raise KeyError(f"layer {layer_idx} has no retaining head; the layers with one are {list(self.layers)}")
+        return self.heads[str(layer_idx)]  # type: ignore[return-value]
+
+    def __contains__(self, layer_idx: object) -> bool:
+        return str(layer_idx) in self.heads
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def check_matches(self, model_or_config: Any, *, allow_other_base: bool | None = None) -> None:
+        """Make sure that these heads belong to a backbone.
+
+        Args:
+            model_or_config: The backbone or its transformers config.
+            allow_other_base: Accept a backbone of the same shape under another Hub id; None uses what `from_pretrained`
+                was given. Ids are compared only where both are known: a backbone in a folder has none.
+
+        Raises:
+            ValueError: If layers, dimensions, activation or base model differ; the message shows both sides.
+
+        Warns:
+            UserWarning: If the heads were trained on a backbone in a folder, and a model given here has the same shape
+                and other weights.
+        """
+        allow = self.allow_other_base if allow_other_base is None else allow_other_base
+        differences = self.config.differences(model_or_config, allow_other_base=allow)
+        if not differences:
+            self._warn_of_other_weights(model_or_config)
+            return
+        only_name = len(differences) == 1 and differences[0].startswith("base_model is")
+        way_out = "pass allow_other_base=True to use them all the same" if only_name else "train heads for this model"
+        raise ValueError(
+            f"the retaining heads do not belong to this model: {'; '.join(differences)}; "
+            f"load {self.config.base_name} that they were trained on, or {way_out}"
+        )
+
+    def _warn_of_other_weights(self, model_or_config: Any) -> None:
+        expected = self.config.base_weights
+        if expected and isinstance(model_or_config, nn.Module):
+            # Every cache asks again; reading all parameters once per pair is enough.
+            known = _COMPARED.setdefault(self, WeakSet())
+            if model_or_config in known:
+                return
+            known.add(model_or_config)
+        found = weight_fingerprint(model_or_config) if expected and isinstance(model_or_config, nn.Module) else None
+        if expected and found and found != expected:
+            warnings.warn(
+                f"the retaining heads were trained on other weights of this shape (fingerprint {expected[:12]}, the "
+                f"model's is {found[:12]}), so their scores may mean little here; load the backbone they were trained "
+                "on, or train heads for this one",
+                stacklevel=3,
+            )
+
+    def annotate(self, **notes: Any) -> RetainingHeads:
+        """Note facts that go into `config.json` and the model card, and return these heads.
+
+        Args:
+            notes: Any of base_model, base_model_revision, base_weights, label, policy, training, evaluation, license;
+                see `HeadsConfig`.
+
+        Raises:
+            ValueError: For any other name.
+        """
+        self.config = self.config.annotated(**notes)
+        return self
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *, revision: str | None = None, **kwargs: Any
+    ) -> RetainingHeads:
+        """Load heads from a folder or from the Hub: safetensors only, every key, layer and shape checked.
+
+        Args:
+            pretrained_model_name_or_path: Folder, or `org/name` on the Hub.
+            revision: Branch, tag or commit on the Hub.
+            kwargs: Those of huggingface_hub's mixin (`token`, `cache_dir`, `local_files_only`, `force_download`,
+                `map_location`), and `allow_other_base` as in `check_matches`.
+
+        Returns:
+            Heads in evaluation mode, float32.
+
+        Raises:
+            ValueError: If there are no heads there, or files that do not fit together; the message shows both sides.
+            OSError: If the Hub cannot be reached.
+        """
+        download = {name: kwargs[name] for name in checkpoint.DOWNLOAD_OPTIONS if name in kwargs}
+        folder = checkpoint.find(str(pretrained_model_name_or_path), revision=revision, **download)
+        checkpoint.read_config(folder)  # the mixin reads it again, but says nothing useful about a broken one
+        return super().from_pretrained(folder, **kwargs)
+
+    @classmethod
+    def _from_pretrained(
+        cls,
+        *,
+        model_id: str,
+        map_location: str = "cpu",
+        strict: bool = True,
+        allow_other_base: bool = False,
+        config: Any = None,
+        **_: Any,
+    ) -> RetainingHeads:
+        if not strict:
+            raise ValueError("strict=False is not possible; retaining heads with missing weights give arbitrary scores")
+        folder = Path(model_id)
+        heads_config = checkpoint.read_config(folder)
+        with torch.device("meta"):
+            shapes = {name: tensor.shape for name, tensor in cls(heads_config).state_dict().items()}
+        heads = cls._with_weights(heads_config, checkpoint.read_weights(folder, shapes, map_location))
+        heads.allow_other_base = allow_other_base
+        return heads
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        repo_id: str | None = None,
+        push_to_hub: bool = False,
+        model_card_kwargs: dict[str, Any] | None = None,
+        **push_to_hub_kwargs: Any,
+    ) -> str | None:
+        """Write weights, `config.json` and a filled model card; a folder is never left half-written.
+
+        Args:
+            save_directory: A new folder, or one of heads, whose files are then replaced one by one.
+            repo_id: Repository for `push_to_hub`; the folder's name if None.
+            push_to_hub: Also upload.
+            model_card_kwargs: More values for the card's template.
+            push_to_hub_kwargs: Those of `push_to_hub`.
+
+        Returns:
+            The URL of the commit if uploaded.
+
+        Raises:
+            ValueError: If the folder holds another model.
+            OSError: If it cannot be written; the message names it.
+        """
+        target = Path(save_directory)
+        with checkpoint.replacing(target) as staging:
+            super().save_pretrained(staging, model_card_kwargs=model_card_kwargs)
+        if not push_to_hub:
+            return None
+        return self.push_to_hub(repo_id or target.name, model_card_kwargs=model_card_kwargs, **push_to_hub_kwargs)
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        checkpoint.write(save_directory, self.config, self.state_dict())
+
+    def push_to_hub(self, repo_id: str, *, model_card_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> str:
+        """Upload the heads with their model card; arguments are those of huggingface_hub's mixin.
+
+        Returns:
+            The URL of the commit.
+        """
+        card = {"repo_id": repo_id, **(model_card_kwargs or {})}
+        return super().push_to_hub(repo_id, model_card_kwargs=card, **kwargs)
+
+    def generate_model_card(self, **values: Any) -> Any:
+        """Return the filled model card; `repo_id` in `values` is what its example loads."""
+        return model_card.fill(self._hub_mixin_info, self.config, **values)

@@ -1,0 +1,152 @@
+"""Weights published by the authors of Locret (and of APB, same layout), read as retaining heads.
+
+Keys are `model.layers.{i}.self_attn.fc1.weight` (d_R, (H + 2 K) * D) and `...fc2.weight` (K, d_R). A file may hold the
+whole backbone. The original loader takes every entry with "fc" in its name and ignores what does not fit; this one
+takes only entries of that exact form, so that a backbone whose MLP layers are called fc1 and fc2 is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from locret.heads import checkpoint
+from locret.heads.config import HeadsConfig
+
+_ENTRY = re.compile(r"(?:module\.)?(?:model\.)?layers\.(\d+)\.self_attn\.(fc[12]\.(?:weight|bias))")
+
+
+def read(path: Path, model_or_config: Any) -> tuple[HeadsConfig, dict[str, Tensor]]:
+    """Read published weights for a backbone.
+
+    Args:
+        path: A `.bin` or `.safetensors` file, or a folder holding one or a sharded index.
+        model_or_config: The backbone or its transformers config; d_R is taken from the file.
+
+    Returns:
+        The heads' config, and their float32 weights under the names that `RetainingHeads` uses.
+
+    Raises:
+        ValueError: If there are no retaining heads in it, or layers or shapes do not fit the backbone.
+    """
+    weights: dict[str, Tensor] = {}
+    seen: list[str] = []
+    for file in _files(path):
+        for name, tensor in _entries(file, seen):
+            if name in weights:
+                raise ValueError(f"{path} has {name.removeprefix('heads.')} of a layer twice; keep one of the two")
+            weights[name] = checkpoint.as_float32(tensor, name, str(file))
+    if not weights:
+        raise ValueError(
+            f"{path} has no retaining heads: no entry like model.layers.0.self_attn.fc1.weight among its {len(seen)} "
+            f"({', '.join(seen[:3])}{', ...' if len(seen) > 3 else ''}); give the weights published for Locret"
+        )
+    hidden_dim = next((weight.shape[0] for name, weight in weights.items() if name.endswith("fc1.weight")), 1)
+    config = _provenance(HeadsConfig.for_model(model_or_config, hidden_dim), path)
+    wanted = {}
+    for layer in config.layers:
+        wanted[f"heads.{layer}.fc1.weight"] = torch.Size((hidden_dim, config.feature_dim))
+        wanted[f"heads.{layer}.fc2.weight"] = torch.Size((config.num_key_value_heads, hidden_dim))
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    checkpoint.compare(shapes, wanted, str(path), f"the config of {config.base_name}")
+    return config, {name: weights[name] for name in wanted}
+
+
+def _provenance(config: HeadsConfig, path: Path) -> HeadsConfig:
+    """Note what the published code says about its labels (answer tokens as queries, raw logits)."""
+    return replace(
+        config,
+        label={"kind": "logit", "include_last_prompt_token": False},
+        training={"source": f"weights published by the authors of Locret ({path.name})"},
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files to read: the one given, or those of a folder."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(
+            f"there is no file or folder '{path}'; download the published heads first (`hf download REPO`)"
+        )
+    for index in sorted(path.glob("*.index.json")):
+        return _shards(index)
+    for suffix in ("safetensors", "bin"):
+        files = sorted(path.glob(f"*.{suffix}"))
+        if len(files) == 1:
+            return files
+        if files:
+            raise ValueError(
+                f"{path} has several .{suffix} files ({', '.join(f.name for f in files[:4])}); name one of them"
+            )
+    raise ValueError(f"{path} has no .safetensors or .bin file; give the file or folder of the published heads")
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is not an index of a sharded checkpoint; download it again") from error
+    # Shards without heads are never opened: a backbone has gigabytes of them.
+    names = sorted({place for name, place in places.items() if _ENTRY.fullmatch(name)})
+    for name in names:
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index} names {name}, which is missing beside it; download all parts that hold heads")
+    return [index.parent / name for name in names]
+
+
+def _entries(file: Path, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the retaining-head entries of one file under our names; `seen` gathers all names, for a message."""
+    if file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                names = list(tensors.keys())
+                seen += names
+                for name in names:
+                    if ours := _our_name(name, file):
+                        yield ours, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file ({error}); download it again") from error
+        return
+    state = _load_bin(file)
+    seen += list(state)
+    for name, value in state.items():
+        if (ours := _our_name(name, file)) and isinstance(value, Tensor):
+            yield ours, value
+
+
+def _load_bin(file: Path) -> dict[str, Any]:
+    try:
+        # Memory-mapped where the format allows it: the file may hold a backbone of which only the heads are read.
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file) or None)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{file} holds more than tensors, and loading it could run code; convert it to safetensors"
+        ) from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{file} is not a file that torch.save wrote ({reason}); download it again") from error
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise ValueError(
+            f"{file} holds a {type(state).__name__} and not weights by name; give a state dict of the heads"
+        )
+    return state
+
+
+def _our_name(name: str, file: Path) -> str | None:
+    match = _ENTRY.fullmatch(name)
+    if match and match[2].endswith("bias"):
+        raise ValueError(
+            f"{file} has {name}, but retaining heads have no biases; these weights are for another architecture"
+        )
+    return f"heads.{int(match[1])}.{match[2]}" if match else None

@@ -1,0 +1,140 @@
+"""`locret-push`: publish a folder of retaining heads on the Hugging Face Hub, in one commit.
+
+The folder is loaded strictly before the first byte leaves, so that nothing is published that nobody can load.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from locret.cli import parse_options, print_json, run
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """What to publish, and where."""
+
+    heads: str
+    """Folder of retaining heads, as locret-train writes it."""
+    repo: str
+    """Repository on the Hub, org/name; made if it does not exist."""
+    private: bool = False
+    """Make a new repository private; one that exists keeps its visibility."""
+    revision: str | None = None
+    """Branch to push to, made if it does not exist; main by default."""
+    commit_message: str = "Upload retaining heads with locret-push"
+    """Message of the commit."""
+    create_pr: bool = False
+    """Open a pull request instead of committing."""
+    dry_run: bool = False
+    """Check the folder and list what would be sent, without any call to the Hub."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        part = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
+        # The Hub refuses the same: '--' and '..' inside, '-' and '.' at the end, a name that looks like a clone URL.
+        if not re.fullmatch(f"{part}/{part}", self.repo) or re.search(r"--|\.\.|[-.]$|[-.]/|\.git$", self.repo):
+            raise ValueError(
+                f"--repo {self.repo} is not a repository name; use org/name with letters, digits, '-', '_', '.'"
+            )
+        if self.create_pr and self.revision not in (None, "main"):
+            raise ValueError(
+                f"--create-pr opens a pull request against main, not --revision {self.revision}; drop one of them"
+            )
+        if not self.commit_message.strip():
+            raise ValueError("--commit-message is empty; leave it out for the default, or write one")
+
+
+def push(options: PushOptions) -> dict[str, Any]:
+    """Check and upload a folder of heads.
+
+    Args:
+        options: What the command line says. Token and endpoint come from HF_TOKEN and HF_ENDPOINT, as for any Hub tool.
+
+    Returns:
+        A record with `repo`, `url`, `commit` (None for a dry run) and `files`, a list of `path` and `bytes`.
+
+    Raises:
+        ValueError: If the folder does not hold retaining heads that load.
+        OSError: If the Hub refuses or cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+
+    from locret.heads import hub
+
+    contents = _contents(Path(options.heads), options.repo)
+    url = f"{constants.ENDPOINT}/{options.repo}" + (f"/tree/{options.revision}" if options.revision else "")
+    files = [{"path": name, "bytes": _size(content)} for name, content in contents.items()]
+    record: dict[str, Any] = {"repo": options.repo, "url": url, "commit": None, "files": files}
+    if options.dry_run:
+        return record
+    if get_token() is None:
+        raise hub.no_token("push to", options.repo)
+    api = HfApi()
+    with hub.one_sentence("push to", options.repo):
+        # None leaves the default of the organisation, which may be private.
+        api.create_repo(options.repo, private=options.private or None, exist_ok=True)
+        if options.revision not in (None, "main"):
+            api.create_branch(options.repo, branch=options.revision, exist_ok=True)
+        commit = api.create_commit(
+            options.repo,
+            [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in contents.items()],
+            commit_message=options.commit_message,
+            revision=options.revision,
+            create_pr=options.create_pr,
+        )
+    return {**record, "url": commit.pr_url or url, "commit": commit.oid}
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    (options,), _ = parse_options(
+        "locret-push", "Publish retaining heads on the Hugging Face Hub.", [PushOptions], argv
+    )
+    record = push(options)
+    if options.json:
+        print_json(record)
+        return 0
+    if options.dry_run:
+        print(f"would push to {record['url']}:")
+    for file in record["files"]:
+        print(f"{file['bytes']:>14,} bytes  {file['path']}")
+    if not options.dry_run:
+        print(record["url"])
+    return 0
+
+
+def main() -> None:
+    """Entry point of `locret-push`."""
+    run(command)
+
+
+def _contents(folder: Path, repo: str) -> dict[str, Path | bytes]:
+    """Return what to upload under which name, after loading the heads as a user would."""
+    from locret.heads import card as model_card
+    from locret.heads import checkpoint
+    from locret.heads.heads import RetainingHeads
+
+    if not folder.is_dir():
+        raise ValueError(f"--heads {folder} is not a folder; give one that locret-train wrote")
+    heads = RetainingHeads.from_pretrained(folder)
+    card = folder / checkpoint.CARD
+    text = card.read_text(encoding="utf-8") if card.is_file() else str(heads.generate_model_card())
+    return {
+        checkpoint.CARD: text.replace(model_card.PLACEHOLDER, repo).encode(),
+        checkpoint.CONFIG: folder / checkpoint.CONFIG,
+        checkpoint.WEIGHTS: folder / checkpoint.WEIGHTS,
+    }
+
+
+def _size(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+if __name__ == "__main__":
+    main()

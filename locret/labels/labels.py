@@ -1,0 +1,250 @@
+"""What a retaining head learns to predict: how strongly the answer will look at each prompt token.
+
+Paper:    Locret, arXiv 2410.01805, Eq. 2: the largest attention logit that any answer token gives a prompt token, over
+          the query heads of a KV head's group. After rotary embedding and scaling, before softmax.
+Deviates: `kind="log_attention"` subtracts each query's log-sum-exp over all it sees, which makes queries comparable;
+          `include_last_prompt_token` adds the query that produces the answer's first token, which the paper's index
+          range includes and the original code leaves out.
+"""
+# K KV heads, G query heads of a group, N = K G query heads, R answer queries of a block, Q = G R, T prompt tokens,
+# S prompt and answer tokens, D head dim
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from locret.backbone.adapters import find_decoder
+from locret.backbone.instrument import Chunk, Projections, instrumented
+from locret.heads.heads import RetainingHeads
+
+LABEL_KINDS = ("logit", "log_attention")
+_BLOCK_ELEMENTS = 2**22
+"""Most logits in memory at once: 16 MiB. Products of fewer are too thin, more do not stay in the cache of a CPU."""
+
+
+class LayerObserver:
+    """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
+
+    def __init__(self, on_layer: Callable[[Chunk], None]) -> None:
+        self.attended = on_layer
+
+    def connect(self, projections: dict[int, Projections]) -> None:
+        """Need nothing: chunks carry their projections."""
+
+    def positions(self, tokens: Tensor) -> Tensor | None:
+        """Number the tokens 0, 1, 2, ..."""
+        return None
+
+    def row_start(self, layer_idx: int) -> Tensor | None:
+        """Have no padding."""
+        return None
+
+    def segments(self, layer_idx: int) -> list[list[slice]] | None:
+        """Have as many units in all heads."""
+        return None
+
+    def finished(self, hidden: Tensor) -> None:
+        """Need no end."""
+
+
+@torch.no_grad()
+def observe(model: nn.Module, input_ids: Tensor, on_layer: Callable[[Chunk], None]) -> None:
+    """Run the decoder once over (1, S) token ids, without cache and without the language-model head.
+
+    `on_layer` is called for each full-attention layer, in order, and may switch gradients on for its own arithmetic.
+    """
+    with instrumented(model, LayerObserver(on_layer)):
+        find_decoder(model)(input_ids=input_ids, use_cache=False)
+
+
+def answer_labels(
+    model: nn.Module,
+    prompt_ids: Tensor,
+    answer_ids: Tensor,
+    kind: str = "logit",
+    include_last_prompt_token: bool = False,
+    earlier_answers: Sequence[tuple[int, int]] = (),
+) -> Tensor:
+    """Return the causal importance labels of a prompt, from one teacher-forced pass over prompt and answer.
+
+    Args:
+        model: The backbone, in evaluation mode.
+        prompt_ids: (1, n) or (n,).
+        answer_ids: (1, m) or (m,).
+        kind: "logit" (paper) or "log_attention", the logit minus its row's log-sum-exp.
+        include_last_prompt_token: Count the last prompt token among the answer's queries.
+        earlier_answers: First and past-the-end positions of answers within the prompt, such as those to earlier turns;
+            each labels the tokens before it too. A token's label is the largest of all.
+
+    Returns:
+        (layers, kv_heads, n) float32 for prompt positions 0 to n - 1; dimension 0 runs over the full-attention layers.
+
+    Raises:
+        ValueError: For an unknown kind, or a prompt or answer that is empty or more than one row.
+    """
+    prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
+    check_kind(kind)
+    rows: list[Tensor] = []
+
+    def on_layer(chunk: Chunk) -> None:
+        prompt = prompt_ids.shape[1]
+        rows.append(layer_labels(chunk, prompt, kind, include_last_prompt_token, earlier_answers=earlier_answers))
+
+    observe(model, torch.cat([prompt_ids, answer_ids], dim=1).to(_device(model)), on_layer)
+    return torch.stack(rows)
+
+
+def prompt_scores(model: nn.Module, heads: RetainingHeads, prompt_ids: Tensor) -> Tensor:
+    """Return the heads' scores of a prompt read in one full-attention pass, (layers, kv_heads, n) float32.
+
+    Args:
+        model: The backbone, in evaluation mode.
+        heads: Retaining heads on the same device.
+        prompt_ids: (1, n) or (n,).
+
+    Raises:
+        ValueError: If heads and backbone do not belong together, or the prompt is empty or more than one row.
+    """
+    heads.check_matches(model)
+    rows: list[Tensor] = []
+    observe(
+        model,
+        token_row(prompt_ids, "prompt_ids").to(_device(model)),
+        lambda chunk: rows.append(heads[chunk.layer_idx](chunk.features()[0]).T),
+    )
+    return torch.stack(rows)
+
+
+def layer_labels(
+    chunk: Chunk,
+    prompt: int,
+    kind: str,
+    include_last_prompt_token: bool,
+    *,
+    labelled: int | None = None,
+    earlier_answers: Sequence[tuple[int, int]] = (),
+    block_elements: int | None = None,
+    fused: bool | None = None,
+) -> Tensor:
+    """Return one layer's labels, (K, T) float32, as a running maximum over blocks of answer queries.
+
+    Args:
+        chunk: The layer's tensors of prompt and answer, batch 1.
+        prompt: Number of prompt tokens.
+        kind: One of `LABEL_KINDS`.
+        include_last_prompt_token: Whether queries start one token before the answer.
+        labelled: T, the first prompt tokens to label; all if None.
+        earlier_answers: See `answer_labels`.
+        block_elements: Most logits in memory at once, if one answer token has no more; by default 2^22, and no more
+            than the layer's queries, so that what labels need stays small beside what the layer needs.
+        fused: Whether the Triton kernels of `locret.labels.kernel` do it, without any logits in memory; by default,
+            where tensors are on CUDA and the kernels run.
+    """
+    labelled = prompt if labelled is None else min(labelled, prompt)
+    fused = _kernels_work(chunk.key) if fused is None else fused
+    labels_KT = chunk.key.new_full((chunk.key.shape[1], labelled), -torch.inf, dtype=torch.float32)
+    # Float32 even under autocast: labels rounded to bfloat16 tie, and the log-sum-exp is a difference of large numbers.
+    with torch.autocast(chunk.query.device.type, enabled=False):
+        keys_KDS = None if fused else chunk.key[0].float().mT
+        for first, end in (*earlier_answers, (prompt, chunk.query.shape[2])):
+            seen_KT = labels_KT[:, :first]  # a view: an answer labels only what stands before it
+            start = max(0, first - include_last_prompt_token)
+            if keys_KDS is None:
+                _raise_by_kernel(chunk, seen_KT, start, end, kind)
+            else:
+                _raise_by_blocks(chunk, keys_KDS, seen_KT, start, end, kind, block_elements)
+    return labels_KT
+
+
+def _kernels_work(key: Tensor) -> bool:
+    if not key.is_cuda or find_spec("triton") is None:
+        return False
+    from locret.labels.kernel import works
+
+    return works(key.device, key.dtype, key.shape[-1])
+
+
+def _raise_by_kernel(chunk: Chunk, labels_KT: Tensor, start: int, end: int, kind: str) -> None:
+    from locret.labels.kernel import raise_labels
+
+    raise_labels(
+        chunk.query[0],
+        chunk.key[0],
+        labels_KT,
+        start=start,
+        end=end,
+        scaling=chunk.scaling,
+        softcap=chunk.softcap,
+        relative=kind == "log_attention",
+    )
+
+
+def _raise_by_blocks(
+    chunk: Chunk, keys_KDS: Tensor, labels_KT: Tensor, start: int, end: int, kind: str, block_elements: int | None
+) -> None:
+    """Raise labels, in place, to the largest that queries `start` to `end` - 1 give, a block of queries at a time."""
+    looked_at = labels_KT.shape[1] if kind == "logit" else end
+    most = min(_BLOCK_ELEMENTS, chunk.query.numel()) if block_elements is None else block_elements
+    rows = max(1, most // max(1, chunk.query.shape[1] * looked_at))
+    for first in range(start, end, rows):
+        queries_NRD = chunk.query[0, :, first : min(first + rows, end)].float()
+        block_KT = _block_labels(queries_NRD, keys_KDS, chunk, labels_KT.shape[1], first, kind)
+        torch.maximum(labels_KT, block_KT, out=labels_KT)
+
+
+def _block_labels(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Chunk, labelled: int, start: int, kind: str) -> Tensor:
+    """Return (K, T): the largest label that the queries at positions start, start + 1, ... give each prompt token."""
+    kv_heads, rows = keys_KDS.shape[0], queries_NRD.shape[1]
+    end = labelled if kind == "logit" else start + rows
+    grouped_KGRD = queries_NRD.unflatten(0, (kv_heads, -1))
+    logits_KQS: Tensor = (grouped_KGRD.flatten(1, 2) * chunk.scaling) @ keys_KDS[:, :, :end]
+    if chunk.softcap is not None:
+        logits_KQS.div_(chunk.softcap).tanh_().mul_(chunk.softcap)
+    if kind == "logit":
+        return logits_KQS.amax(dim=1)
+    # Only the block's own tokens can be in the future of some of its queries.
+    future_RR = torch.ones(rows, rows, dtype=torch.bool, device=logits_KQS.device).triu(1)
+    logits_KQS[:, :, start:].masked_fill_(future_RR.repeat(grouped_KGRD.shape[1], 1), -torch.inf)
+    totals_KQ1 = logits_KQS.logsumexp(dim=-1, keepdim=True)
+    return logits_KQS[:, :, :labelled].sub_(totals_KQ1).amax(dim=1)
+
+
+def logit_bytes(heads: int, head_dim: int, tokens: int) -> int:
+    """Return the most bytes that the blocks of `layer_labels` take: the logits, and two temporaries of their sums.
+
+    Args:
+        heads: N.
+        head_dim: D.
+        tokens: S.
+    """
+    return 3 * 4 * min(_BLOCK_ELEMENTS, heads * head_dim * tokens)
+
+
+def check_kind(kind: str) -> None:
+    """Refuse an unknown kind of label.
+
+    Raises:
+        ValueError: With the kinds there are.
+    """
+    if kind not in LABEL_KINDS:
+        raise ValueError(f'kind="{kind}" is no label of ours; choose one of {", ".join(LABEL_KINDS)}')
+
+
+def token_row(ids: Tensor, name: str) -> Tensor:
+    """Return token ids as (1, n).
+
+    Raises:
+        ValueError: If they are empty or more than one row.
+    """
+    row = ids[None] if ids.ndim == 1 else ids
+    if row.ndim != 2 or row.shape[0] != 1 or not row.shape[1]:
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}; give the ids of one text, (n,) or (1, n), n >= 1")
+    return row
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

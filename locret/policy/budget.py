@@ -1,0 +1,73 @@
+"""Budgets given as bytes or as a share of the prompt, turned into units; and the bytes that a plan comes to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from locret.backbone.adapters import Backbone
+
+SCORE_AND_POSITION_BYTES = 8
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def cache_bytes(backbone: Backbone, capacities: Sequence[int], element_size: int, rows: int = 1) -> int:
+    """Return the bytes of a cache: its layers' buffers, and the workspace they share.
+
+    Args:
+        backbone: The backbone's shape.
+        capacities: Slots per KV head of each governed layer.
+        element_size: Bytes of one number of a key or value.
+        rows: Rows of the batch.
+    """
+    unit = 2 * backbone.head_dim * element_size
+    heads = rows * backbone.num_kv_heads
+    sliding = (backbone.num_layers - len(capacities)) * heads * ((backbone.window or 0) + 1) * unit
+    scored = sum(capacities) * (unit + SCORE_AND_POSITION_BYTES)
+    return heads * (scored + max(capacities, default=0) * (unit // 2)) + sliding
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of `2GiB`, `1.5 GB`, `800MiB` or `1048576`; KiB is 1024 bytes, kB 1000.
+
+    Raises:
+        ValueError: For anything else, or less than one byte.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"{text} is no amount of memory; write it like 2GiB, 800MB or 1048576")
+    count = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].upper()])
+    if count < 1:
+        raise ValueError(f"{text} is no memory at all; give at least 1 byte")
+    return count
+
+
+def units_of_share(share: float, tokens: int) -> int:
+    """Return the budget that is this share of a prompt, rounded down, at least 1 unit.
+
+    Raises:
+        ValueError: If the share is not above 0 and at most 1.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"{share} is no share of the prompt; give more than 0 and at most 1, such as 0.1")
+    return max(1, int(share * tokens))
+
+
+def largest_budget(planned_bytes: Callable[[int], int], memory: int, least: int, most: int) -> int | None:
+    """Return the largest budget whose planned bytes fit in `memory`, or None if the least does not fit.
+
+    Bytes grow with the budget, but for the rounding of pyramids and chunks, where the result fits all the same.
+
+    Args:
+        planned_bytes: Bytes of the cache with a given budget.
+        memory: Bytes there are.
+        least: Smallest budget that makes sense.
+        most: Largest one, such as the tokens of the prompt.
+    """
+    if planned_bytes(least) > memory:
+        return None
+    low, high = least, max(least, most)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if planned_bytes(middle) <= memory else (low, middle - 1)
+    return low

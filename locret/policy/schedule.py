@@ -1,0 +1,229 @@
+"""The plan of a read: how a text is cut into chunks, and how many units every layer keeps after each. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from locret.policy.growth import decremental_chunks, memory_sizes, pyramid_budgets
+from locret.policy.policy import RetentionPolicy
+
+
+@dataclass(frozen=True)
+class Step:
+    """One chunk, and what stays once it has been read; one number per governed layer."""
+
+    tokens: int
+    budgets: tuple[int, ...]
+    """Units per KV head that may stay after the step."""
+    kept: tuple[int, ...]
+    """Units per KV head that do, which are fewer while there are no more."""
+    protected: tuple[int, ...]
+    """Newest of them that stay whatever their score."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All steps of a read."""
+
+    steps: tuple[Step, ...]
+    """One per chunk; for a text of unknown length the one that repeats."""
+    last: Step
+    """The local tokens, read after the last chunk."""
+    held: tuple[int, ...]
+    """Units per layer before the first chunk, from earlier texts."""
+    budgets: tuple[int, ...]
+    """Most units per layer that stay after any step."""
+    peak: tuple[int, ...]
+    """Most units per layer at any moment of the read."""
+    endless: bool = False
+    """Whether the length of the text is unknown."""
+    shared: bool = False
+    """Whether layers share each step's memory by what they retain, known only while reading: `kept` is the mean."""
+
+    def step(self, index: int) -> Step:
+        """Return the plan of the chunk with this number, from 0."""
+        return self.steps[0 if self.endless else index]
+
+    def capacity(self, new_tokens: int, decode_budgets: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return the slots each layer needs for the read and for `new_tokens` generated ones."""
+        answered = [units + new_tokens for units in self.last.kept]
+        if decode_budgets is not None:
+            answered = [min(units, most) for units, most in zip(answered, decode_budgets, strict=True)]
+        return tuple(map(max, self.peak, answered))
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return the steps as plain data, equal ones in a row as one; a number where all layers agree, else a list."""
+        rows: list[dict[str, Any]] = []
+        before = self.budgets if self.endless else self.held
+        for number, step in enumerate((*self.steps, self.last), start=1):
+            local = number > len(self.steps)
+            row = {
+                "chunk": step.tokens,
+                "attended": _plain([units + step.tokens for units in before]),
+                "kept": _plain(step.kept),
+                "protected": _plain(step.protected),
+                "local": local,
+            }
+            before = step.kept
+            if rows and {**rows[-1], **row} == rows[-1]:
+                rows[-1]["last_step"] = number
+            else:
+                rows.append({"first_step": number, "last_step": number, **row})
+        if self.endless:
+            rows[0]["last_step"] = rows[1]["first_step"] = rows[1]["last_step"] = None
+        return rows
+
+
+def plan(
+    policy: RetentionPolicy,
+    layers: int,
+    prompt_tokens: int | None,
+    *,
+    held: Sequence[int] | None = None,
+    recent: int = 0,
+    tail: int | None = None,
+) -> Schedule:
+    """Plan a read.
+
+    A text read after another one starts from what is held: memory grows from there.
+
+    Args:
+        policy: The rules.
+        layers: Number of governed layers.
+        prompt_tokens: Length of the text; None if unknown.
+        held: Units each layer holds already.
+        recent: Newest units that the scorer keeps by right; like stabilizers they are no part of a pyramid.
+        tail: Tokens read after the last chunk; `local_len` if None.
+
+    Raises:
+        ValueError: If memory grows and the length is unknown.
+    """
+    tail = policy.local_len if tail is None else tail
+    start = tuple(held) if held is not None else (0,) * layers
+    if prompt_tokens is None:
+        if policy.needs_length:
+            raise ValueError(
+                f'memory="{policy.memory}" grows over all chunks of a prompt, whose length is unknown here; '
+                'give its token ids as a tensor, or use memory="fixed"'
+            )
+        budgets = layer_budgets(policy, layers, None, recent)
+        return _endless(policy, budgets, start)
+    chunked = max(0, prompt_tokens - tail)
+    budgets = layer_budgets(policy, layers, max(start, default=0) + chunked, recent)
+    local = prompt_tokens - chunked
+    if policy.when == "prompt_end":
+        return _at_prompt_end(policy, budgets, start, chunked, local)
+    start = tuple(map(min, start, budgets))
+    sizes, memory = _growing(policy, budgets, start, chunked)
+    steps: list[Step] = []
+    kept = peak = start
+    for number, (tokens, most) in enumerate(zip(sizes, memory, strict=True)):
+        filled = tuple(units + tokens for units in kept)
+        peak = tuple(map(max, peak, filled))
+        kept = tuple(map(min, filled, most))
+        guarded = tuple(0 if number == len(sizes) - 1 else protected(policy, units) for units in most)
+        steps.append(Step(tokens, most, kept, guarded))
+        if policy.memory == "adaptive":  # any layer may keep as much as its budget
+            kept = tuple(map(min, filled, budgets))
+    shared = policy.memory == "adaptive" and any(u + chunked > b for u, b in zip(start, budgets, strict=True))
+    last = _local(local, kept)
+    return Schedule(tuple(steps), last, start, budgets, tuple(map(max, peak, last.kept)), shared=shared)
+
+
+def protected(policy: RetentionPolicy, kept: int) -> int:
+    """Return the stabilizers of a memory of `kept` units: all of them, or half of a memory that is still growing."""
+    return policy.stabilizers if policy.memory == "fixed" else min(policy.stabilizers, kept // 2)
+
+
+def layer_budgets(policy: RetentionPolicy, layers: int, tokens: int | None, recent: int = 0) -> tuple[int, ...]:
+    """Return the units that each layer may keep, when `tokens` (None: many) compete for them."""
+    if policy.layer_budgets == "uniform":
+        return (policy.budget,) * layers
+    window = max(recent, policy.stabilizers if policy.when == "chunk" else 0)
+    return pyramid_budgets(policy.budget, layers, tokens, window, policy.pyramid_beta)
+
+
+def decode_budgets(policy: RetentionPolicy, layers: int, recent: int = 0) -> tuple[int, ...] | None:
+    """Return the units that each layer may hold while an answer is written; None: no limit."""
+    if policy.decode_budget is None:
+        return None
+    if policy.layer_budgets == "uniform":
+        return (policy.decode_budget,) * layers
+    # What no layer can do without: the local tokens, and the room that an eviction makes.
+    window = max(recent, policy.local_len + policy.decode_interval)
+    return pyramid_budgets(policy.decode_budget, layers, None, window, policy.pyramid_beta)
+
+
+def lookahead(policy: RetentionPolicy) -> int:
+    """Return the tokens of a text of unknown length that must be seen to know that its plan is that of a long one."""
+    return 0 if policy.layer_budgets == "uniform" else 2 * policy.budget + policy.local_len + 1
+
+
+def _local(tokens: int, kept: tuple[int, ...]) -> Step:
+    everything = tuple(units + tokens for units in kept)
+    return Step(tokens, everything, everything, (0,) * len(kept))
+
+
+def _endless(policy: RetentionPolicy, budgets: tuple[int, ...], held: tuple[int, ...]) -> Schedule:
+    size, local = policy.chunk_size, policy.local_len
+    step = Step(size, budgets, budgets, tuple(protected(policy, units) for units in budgets))
+    last = _local(local, budgets)
+    peak = tuple(units + max(size, local) for units in budgets)
+    if policy.when == "prompt_end":  # it grows: no number can be given beforehand
+        peak = held
+    return Schedule((step,), last, held, budgets, peak, endless=True)
+
+
+def _at_prompt_end(
+    policy: RetentionPolicy, budgets: tuple[int, ...], held: tuple[int, ...], chunked: int, local: int
+) -> Schedule:
+    none = (0,) * len(budgets)
+    steps, read = [], 0
+    while read < chunked:
+        tokens = min(policy.chunk_size, chunked - read)
+        read += tokens
+        everything = tuple(units + read for units in held)
+        steps.append(Step(tokens, everything, everything, none))
+    peak = tuple(units + chunked + local for units in held)
+    most = tuple(units + policy.local_len for units in budgets)
+    last = Step(local, most, tuple(map(min, peak, most)), (min(policy.local_len, local),) * len(budgets))
+    return Schedule(tuple(steps), last, held, budgets, peak)
+
+
+def _growing(
+    policy: RetentionPolicy, budgets: tuple[int, ...], held: tuple[int, ...], chunked: int
+) -> tuple[Sequence[int], list[tuple[int, ...]]]:
+    """Return the chunk sizes, and for every chunk the most units each layer keeps after it."""
+    if not chunked:
+        return (), []
+    count = -(-chunked // policy.chunk_size)
+    if policy.decremental:
+        count = max(1, min(count, chunked // policy.min_chunk))
+
+    @cache
+    def grown(growth: str, budget: int, units: int) -> tuple[int, ...]:
+        if units + chunked <= budget:  # everything fits, so nothing is ever evicted
+            return (budget,) * count
+        return memory_sizes(growth, count, budget, max(budget // count, units, 1))
+
+    layers = range(len(budgets))
+    sizes_by_layer = [grown(_growth(policy, layer, len(budgets)), budgets[layer], held[layer]) for layer in layers]
+    memory = list(zip(*sizes_by_layer, strict=True)) or [()] * count
+    if policy.decremental and budgets:
+        means = [sum(units) // len(units) for units in memory]
+        return decremental_chunks(chunked, means, policy.min_chunk, sum(held) // len(held)), memory
+    full, rest = divmod(chunked, policy.chunk_size)
+    return [policy.chunk_size] * full + [rest] * bool(rest), memory
+
+
+def _growth(policy: RetentionPolicy, layer: int, layers: int) -> str:
+    if policy.memory == "square_sqrt":
+        return "square" if layer < layers // 2 else "sqrt"
+    return "linear" if policy.memory == "adaptive" else policy.memory
+
+
+def _plain(numbers: Sequence[int]) -> int | list[int]:
+    return numbers[0] if len(set(numbers)) == 1 else list(numbers)
