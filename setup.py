@@ -1,6 +1,6 @@
 """Puts the folders that lie next to locret/ in a checkout inside it in the wheel; all else is said in setup.cfg.
 
-An editable install needs none of this: it puts the checkout's root on the path, and locret/shipped.py finds the folders.
+An editable install needs none of this: it puts the checkout on the path, where locret/shipped.py finds the folders.
 """
 
 import shutil
@@ -17,6 +17,7 @@ class BuildPy(build_py):
     """Copies one package, `locret`, with code, recipes and the embedded pair."""
 
     def finalize_options(self) -> None:
+        """Add the folders to the packages of setup.cfg."""
         super().finalize_options()
         self.packages = list(self.packages)
         for folder, left_out in CODE.items():
@@ -27,7 +28,7 @@ class BuildPy(build_py):
         self.package_dir.update({f"locret.{folder}": folder for folder in (*CODE, *FILES)})
 
     def run(self) -> None:
-        # setuptools only adds to what an earlier build has left, so modules that have moved would be shipped twice.
+        """Copy into an empty folder: setuptools would ship what an earlier build has left, such as moved modules."""
         if not self.editable_mode:
             shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()

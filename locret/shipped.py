@@ -33,7 +33,7 @@ def find(name: str) -> str:
 
 
 class _CheckoutFinder:
-    """Finds the packages that a checkout holds next to locret/; the path alone would make its other folders importable."""
+    """Finds the packages that a checkout holds next to locret/; on locret's path, all of its folders would be some."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
