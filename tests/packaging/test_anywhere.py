@@ -70,8 +70,7 @@ def test_every_install_works_in_every_folder(
     install, place = combination
     installed = anywhere.python.parents[1] if install == "wheel" else clone
     expected = clone if place == "inside" else installed
-    (block, *_) = re.findall(r"```python\n(.*?)```", (clone / "README.md").read_text(), re.DOTALL)
-    files, *answer = anywhere.run("-c", IMPORTS + block.replace("/tmp/", f"{tmp_path}/")).splitlines()
+    files, *answer = anywhere.run("-c", IMPORTS + _readme_example(clone / "README.md", tmp_path)).splitlines()
     foreign = [file for file in json.loads(files) if not (anywhere.folder / file).resolve().is_relative_to(expected)]
     assert foreign == []
     assert answer, "the README's Python prints something"
@@ -79,6 +78,13 @@ def test_every_install_works_in_every_folder(
     script = ["-m", "locret.infer.command"] if install == "checkout" else ["locret-infer"]
     shown = anywhere.run(*script, "--config", "recipes/infer/tiny.yaml", "--print_config")
     assert "heads: checkpoints/tiny-heads" in shown
+
+
+def _readme_example(readme: Path, folder: Path) -> str:
+    """Return the first Python of the README, which reads and writes its files in a folder of the test's."""
+    (folder / "book.txt").write_text("Snow fell. The pass key is 71432. Remember it.\n" * 20)
+    (block, *_) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    return str(block.replace("/tmp/", f"{folder}/").replace('"book.txt"', repr(str(folder / "book.txt"))))
 
 
 @pytest.mark.parametrize("combination", [("wheel", "elsewhere")], ids="-".join)
