@@ -167,14 +167,7 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
         heads = RetainingHeads.from_pretrained(options.heads, allow_other_base=options.allow_other_base)
     except ValueError as error:
         raise ValueError(f"--heads {options.heads}: {error}") from error
-    recommended = heads.config.policy or {}
-    unknown = sorted(set(recommended) - {f.name for f in fields(RetentionPolicy)})
-    if unknown:
-        raise ValueError(
-            f"--heads {options.heads}: its config.json recommends a policy with {', '.join(unknown)}, which does not "
-            "exist; use the toolkit version that wrote it"
-        )
-    return heads, recommended
+    return heads, heads.config.policy or {}
 
 
 def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, config: Any) -> None:

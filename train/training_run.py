@@ -112,7 +112,8 @@ class TrainingRun:
         self.backbone = replace(self.backbone, hidden_dim=hidden_dim)
         self.options["hidden_dim"] = hidden_dim
         if self.loss.evict_while_training and "policy" not in self.chosen and heads.config.policy:
-            self.run = replace(self.run, policy=RetentionPolicy(**heads.config.policy))
+            policy = RetentionPolicy.from_dict(heads.config.policy, "the policy of --init-from")
+            self.run = replace(self.run, policy=policy)
             self.options["policy"] = heads.config.policy
             self.chosen.add("policy")
 

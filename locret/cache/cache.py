@@ -47,7 +47,7 @@ class RetentionCache(CacheContents):
             scorer = get(scorer)
         if isinstance(scorer, RetainingHeads):
             if policy is None and scorer.config.policy:
-                policy = RetentionPolicy(**scorer.config.policy)
+                policy = RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy")
             scorer = RetainingHeadScorer(heads=scorer)
         scorer.prepare(model)
         if not backbone.layers:

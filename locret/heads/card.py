@@ -140,7 +140,6 @@ def _front_matter(info: Any, config: HeadsConfig) -> ModelCardData:
 
 
 def _dimensions(config: HeadsConfig) -> dict[str, Any]:
-    weights = len(config.layers) * config.hidden_dim * (config.feature_dim + config.num_key_value_heads)
     return {
         "Backbone": f"{config.base_name} ({config.base_architecture or config.base_model_type})",
         "Backbone revision": config.base_model_revision or "not recorded",
@@ -152,7 +151,7 @@ def _dimensions(config: HeadsConfig) -> dict[str, Any]:
         "Input width": config.feature_dim,
         "Hidden width (d_R)": config.hidden_dim,
         "Activation": config.hidden_act,
-        "Weights": f"{weights:,} in float32",
+        "Weights": f"{config.num_weights:,} in float32",
     }
 
 

@@ -217,9 +217,8 @@ class RetainingHeads(
             raise ValueError("strict=False is not possible; retaining heads with missing weights give arbitrary scores")
         folder = Path(model_id)
         heads_config = checkpoint.read_config(folder)
-        with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in cls(heads_config).state_dict().items()}
-        heads = cls._with_weights(heads_config, checkpoint.read_weights(folder, shapes, map_location))
+        weights = checkpoint.read_weights(folder, heads_config.weight_shapes, map_location)
+        heads = cls._with_weights(heads_config, weights)
         heads.allow_other_base = allow_other_base
         return heads
 

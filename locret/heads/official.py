@@ -53,10 +53,7 @@ def read(path: Path, model_or_config: Any) -> tuple[HeadsConfig, dict[str, Tenso
         )
     hidden_dim = next((weight.shape[0] for name, weight in weights.items() if name.endswith("fc1.weight")), 1)
     config = _provenance(HeadsConfig.for_model(model_or_config, hidden_dim), path)
-    wanted = {}
-    for layer in config.layers:
-        wanted[f"heads.{layer}.fc1.weight"] = torch.Size((hidden_dim, config.feature_dim))
-        wanted[f"heads.{layer}.fc2.weight"] = torch.Size((config.num_key_value_heads, hidden_dim))
+    wanted = config.weight_shapes
     shapes = {name: weight.shape for name, weight in weights.items()}
     checkpoint.compare(shapes, wanted, str(path), f"the config of {config.base_name}")
     return config, {name: weights[name] for name in wanted}
