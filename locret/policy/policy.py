@@ -143,11 +143,3 @@ class RetentionPolicy:
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as plain data, for config.json and reports."""
         return asdict(self)
-
-
-def stabilizers_within(budget: int, wanted: int) -> int:
-    """Return the stabilizers where the user chose none: those wanted, but at most a quarter of the budget.
-
-    What heads recommend belongs to their own budget; a smaller one must keep room for scored units.
-    """
-    return min(wanted, budget // 4)
