@@ -26,8 +26,8 @@ from locret.heads.heads import RetainingHeads
 from locret.labels.labels import answer_labels, token_row
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
-from locret.train.loss import ALPHA
-from locret.train.step import MAX_PROMPT_TOKENS, LossArguments, StepResult, learn_layer, step_result
+from locret.train.step import StepResult, learn_layer, step_result
+from locret.train.training_options import DataOptions, Loss
 
 
 class _Recorder(Scorer):
@@ -51,50 +51,41 @@ def train_step_under_eviction(
     heads: RetainingHeads,
     prompt_ids: Tensor,
     answer_ids: Tensor,
+    loss: Loss = Loss(),  # noqa: B008 (frozen)
     *,
     policy: RetentionPolicy,
-    alpha: float = ALPHA,
-    kind: str = "logit",
-    include_last_prompt_token: bool = False,
-    objective: str = "regression",
-    floor: float | None = None,
-    temperature: float = 1.0,
-    max_prompt_tokens: int = MAX_PROMPT_TOKENS,
+    max_prompt_tokens: int = DataOptions.max_prompt_tokens,
     earlier_answers: Sequence[tuple[int, int]] = (),
     backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> StepResult:
-    """Do what `train_step` does, on features of a prompt that is read under eviction.
+    """Do what `train_step` does, with its arguments, on features of a prompt that is read under eviction.
 
     Args:
-        model: As for `train_step`, and the other arguments too.
+        model: The frozen backbone.
         heads: Heads to train, which also decide what is evicted.
         prompt_ids: (1, n) or (n,).
         answer_ids: (1, m) or (m,).
+        loss: Labels and loss.
         policy: How the prompt is read.
-        alpha: See `train_step`.
-        kind: See `answer_labels`.
-        include_last_prompt_token: See `answer_labels`.
-        objective: See `retention_loss`.
-        floor: See `retention_loss`.
-        temperature: See `retention_loss`.
-        max_prompt_tokens: See `train_step`.
+        max_prompt_tokens: First prompt tokens to read and to train on.
         earlier_answers: See `answer_labels`.
-        backward: See `train_step`.
+        backward: Called once per layer.
 
     Returns:
         The losses of the row; tokens are counted once.
 
     Raises:
-        ValueError: For an unknown kind or objective, or a prompt or answer that is empty or more than one row.
+        ValueError: For an unknown kind of label, or a prompt or answer that is empty or more than one row.
     """
     prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
     trained = min(prompt_ids.shape[1], max_prompt_tokens)
-    labels_LKT = answer_labels(model, prompt_ids, answer_ids, kind, include_last_prompt_token, earlier_answers)
+    labels_LKT = answer_labels(
+        model, prompt_ids, answer_ids, loss.label_kind, loss.include_last_prompt_token, earlier_answers
+    )
     recorder = _Recorder(heads)
     prefill(model, prompt_ids[:, :trained], RetentionCache(model, recorder, policy))
-    options: LossArguments = {"alpha": alpha, "objective": objective, "floor": floor, "temperature": temperature}
     parts = [
-        learn_layer(heads, layer, torch.cat(recorder.features.pop(layer)), labels_KT, backward, **options)
+        learn_layer(heads, layer, torch.cat(recorder.features.pop(layer)), labels_KT, loss, backward)
         for layer, labels_KT in zip(heads, labels_LKT[..., :trained], strict=True)
     ]
-    return step_result(parts, alpha, prompt_ids.shape[1] + answer_ids.shape[1])
+    return step_result(parts, loss, prompt_ids.shape[1] + answer_ids.shape[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from locret.train.options import OptimizerOptions
+from locret.train.training_options import OptimizerOptions
 
 _FUSED = ("cuda", "cpu")
 

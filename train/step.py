@@ -10,21 +10,18 @@ the number of layers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from locret.backbone.instrument import Chunk
 from locret.heads.heads import RetainingHeads
-from locret.labels.labels import check_kind, layer_labels, observe, token_row
-from locret.train.loss import ALPHA, retention_loss, top_overlap
-
-MAX_PROMPT_TOKENS = 10240
-"""Prompt tokens trained on; labels come from the whole text all the same (the original code's truncation)."""
+from locret.labels import kinds
+from locret.labels.labels import layer_labels, observe, token_row
+from locret.train.loss import fit_and_smoothness, top_overlap
+from locret.train.training_options import DataOptions, Loss
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,9 @@ def train_step(
     heads: RetainingHeads,
     prompt_ids: Tensor,
     answer_ids: Tensor,
+    loss: Loss = Loss(),  # noqa: B008 (frozen)
     *,
-    alpha: float = ALPHA,
-    kind: str = "logit",
-    include_last_prompt_token: bool = False,
-    objective: str = "regression",
-    floor: float | None = None,
-    temperature: float = 1.0,
-    max_prompt_tokens: int = MAX_PROMPT_TOKENS,
+    max_prompt_tokens: int = DataOptions.max_prompt_tokens,
     earlier_answers: Sequence[tuple[int, int]] = (),
     backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> StepResult:
@@ -65,12 +57,7 @@ def train_step(
         heads: The heads to train.
         prompt_ids: (1, n) or (n,).
         answer_ids: (1, m) or (m,).
-        alpha: Weight of the smoothness term.
-        kind: Label kind, see `answer_labels`.
-        include_last_prompt_token: See `answer_labels`.
-        objective: See `retention_loss`.
-        floor: See `retention_loss`; the overlap is that of the labels without it.
-        temperature: See `retention_loss`.
+        loss: Labels and loss; the overlap is that of the labels without a floor.
         max_prompt_tokens: First prompt tokens to train on; labels are those of the whole text.
         earlier_answers: See `answer_labels`.
         backward: Called once per layer with the layer's share of the loss; the shares add up to the total.
@@ -79,34 +66,22 @@ def train_step(
         The losses of the row.
 
     Raises:
-        ValueError: For an unknown kind or objective, or a prompt or answer that is empty or more than one row.
+        ValueError: For an unknown kind of label, or a prompt or answer that is empty or more than one row.
     """
-    check_kind(kind)
+    kind = kinds.get(loss.label_kind)
     prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
     prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)
+    last = loss.include_last_prompt_token
     parts: list[Tensor] = []
 
-    options: LossArguments = {"alpha": alpha, "objective": objective, "floor": floor, "temperature": temperature}
-
     def on_layer(chunk: Chunk) -> None:
-        labels_KT = layer_labels(
-            chunk, prompt, kind, include_last_prompt_token, labelled=trained, earlier_answers=earlier_answers
-        )
+        labels_KT = layer_labels(chunk, prompt, kind, last, labelled=trained, earlier_answers=earlier_answers)
         features_TF = _first_features(chunk, trained)
-        parts.append(learn_layer(heads, chunk.layer_idx, features_TF, labels_KT, backward, **options))
+        parts.append(learn_layer(heads, chunk.layer_idx, features_TF, labels_KT, loss, backward))
 
     ids = torch.cat([prompt_ids, answer_ids], dim=1).to(next(model.parameters()).device)
     observe(model, ids, on_layer)
-    return step_result(parts, alpha, ids.shape[1])
-
-
-class LossArguments(TypedDict):
-    """Keyword arguments of `retention_loss`."""
-
-    alpha: float
-    objective: str
-    floor: float | None
-    temperature: float
+    return step_result(parts, loss, ids.shape[1])
 
 
 def learn_layer(
@@ -114,25 +89,25 @@ def learn_layer(
     layer_idx: int,
     features_TF: Tensor,
     labels_KT: Tensor,
+    loss: Loss,
     backward: Callable[[Tensor], None],
-    **options: Unpack[LossArguments],
 ) -> Tensor:
     """Call `backward` with one layer's share of the total; return (3,) its fit, smoothness and overlap, detached."""
     with torch.enable_grad(), _without_cast_cache(features_TF.device.type):
         scores_KT = heads[layer_idx](features_TF).T
-        _, fit, smoothness = retention_loss(scores_KT, labels_KT, **options)
+        fit, smoothness = fit_and_smoothness(scores_KT, labels_KT, loss)
         # The fit is a mean over layers, smoothness a sum over them.
-        backward(fit / len(heads) + options["alpha"] * smoothness)
+        backward(fit / len(heads) + loss.alpha * smoothness)
     overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
     # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
     return torch.stack([fit.detach(), smoothness.detach(), overlap])
 
 
-def step_result(parts: list[Tensor], alpha: float, tokens: int) -> StepResult:
+def step_result(parts: list[Tensor], loss: Loss, tokens: int) -> StepResult:
     """Combine what `learn_layer` returned for every layer."""
     fits, smoothnesses, overlaps = torch.stack(parts, dim=1)
     fit, smoothness = fits.mean(), smoothnesses.sum()
-    return StepResult(fit + alpha * smoothness, fit, smoothness, overlaps, tokens)
+    return StepResult(fit + loss.alpha * smoothness, fit, smoothness, overlaps, tokens)
 
 
 def _first_features(chunk: Chunk, tokens: int) -> Tensor:
@@ -142,7 +117,7 @@ def _first_features(chunk: Chunk, tokens: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _without_cast_cache(device_type: str):  # type: ignore[no-untyped-def]
+def _without_cast_cache(device_type: str) -> Iterator[None]:
     """Under autocast, keep no low-precision copy of a head's weights after its layer is done."""
     if not torch.is_autocast_enabled(device_type):
         yield

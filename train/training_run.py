@@ -24,7 +24,8 @@ from locret.policy.policy import RetentionPolicy
 from locret.train import checkpointing, run_folder
 from locret.train.frozen_backbone import load_backbone, load_config, load_tokenizer, resolve_dtype
 from locret.train.memory_plan import backbone_parameters, checkpoint_bytes, memory_plan
-from locret.train.options import (
+from locret.train.provenance import label_notes, training_notes
+from locret.train.training_options import (
     OPTION_CLASSES,
     BackboneOptions,
     DataOptions,
@@ -32,7 +33,6 @@ from locret.train.options import (
     OptimizerOptions,
     RunOptions,
 )
-from locret.train.provenance import label_notes, training_notes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
@@ -219,14 +219,11 @@ class TrainingRun:
             heads,
             self.stream,
             accelerator,
-            loss_options=self.loss,
-            optimizer_options=self.optimizer,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            run=self.run,
             max_prompt_tokens=self.data.max_prompt_tokens,
-            policy=self.run.policy,
             folder=self.folder,
-            save_every=self.run.save_every,
-            keep_checkpoints=self.run.keep_checkpoints,
-            log_every=self.run.log_every,
             config=fixed,
         )
         if state is not None and checkpoint is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from locret.heads.config import HeadsConfig
+from locret.labels import KINDS
 
 PLACEHOLDER = "path/to/these-heads"
 """What the card's example loads while the heads are in no repository; `locret-push` puts the repository there."""
@@ -79,11 +80,6 @@ Locret, [arXiv 2410.01805]({{ paper_url }}):
 
 Written by locret {{ toolkit_version }}.
 """
-
-_LABELS = {
-    "logit": "the scaled attention logit after rotary embedding, before the softmax",
-    "log_attention": "the attention logit minus its row's log-sum-exp, that is the log of the attention",
-}
 
 
 def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values: Any) -> ModelCard:
@@ -165,8 +161,8 @@ def _training(notes: Mapping[str, Any]) -> str:
 def _label(label: Mapping[str, Any] | None) -> str:
     if not label:
         return "Not recorded."
-    kind = str(label.get("kind"))
-    meaning = _LABELS.get(kind, kind)
+    name = str(label.get("kind"))
+    meaning = KINDS[name].meaning if name in KINDS else name
     repeated = label.get("source") == "reconstruction"
     queries = "the tokens of the text's repetition" if repeated else "the answer's tokens"
     sentence = f"A token's label is {meaning}, maximum over {queries} and the query heads of the group."

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from locret.backbone.adapters import attention_modules
 from locret.backbone.instrument import Chunk
 from locret.heads.heads import RetainingHeads
+from locret.labels import KINDS
 from locret.scorers.base import Scorer
 
 
@@ -40,10 +41,11 @@ class RetainingHeadScorer(Scorer):
 
     @property
     def relative(self) -> bool:
-        """Yes: neither a ranking loss nor raw logits fix the level of a head. A regression on log_attention does."""
+        """Yes, unless a regression taught labels that compare across heads: a ranking leaves each head's level open."""
         assert isinstance(self.heads, RetainingHeads)
         label, training = self.heads.config.label or {}, self.heads.config.training or {}
-        return label.get("kind") != "log_attention" or training.get("objective") != "regression"
+        kind = KINDS.get(str(label.get("kind")))
+        return kind is None or not kind.comparable or training.get("objective") != "regression"
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""

@@ -8,8 +8,8 @@ from training_cases import backbone, token_ids
 
 from locret import RetainingHeads
 from locret.train.optimizer import head_optimizer, learning_rate_factor
-from locret.train.options import OptimizerOptions
 from locret.train.step import train_step
+from locret.train.training_options import OptimizerOptions
 
 OPTIONS = OptimizerOptions(steps=6, warmup_steps=2, lr=1e-2)
 
