@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,10 +22,9 @@ from torch import nn
 from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
 from locret.train import checkpointing
-from locret.train.eviction_step import train_step_under_eviction
 from locret.train.optimizer import head_optimizer
 from locret.train.run_log import RunLog, Window, peak_memory
-from locret.train.step import StepResult, train_step
+from locret.train.step import train_step
 from locret.train.training_options import LossOptions, OptimizerOptions, RunOptions
 
 if TYPE_CHECKING:
@@ -95,9 +93,6 @@ class Trainer:
         self.model, self.heads, self.stream, self.accelerator = model, heads, stream, accelerator
         self.loss, self.optimizer_options, self.run = loss, optimizer, run
         self.max_prompt_tokens, self.folder, self.config = max_prompt_tokens, folder, dict(config)
-        self.take_step: Callable[..., StepResult] = train_step
-        if loss.evict_while_training:
-            self.take_step = partial(train_step_under_eviction, policy=run.policy)
         self.step = self.rows = self.tokens = 0
         self.learning_rate = 0.0
         self.last_record: dict[str, Any] = {}
@@ -117,7 +112,7 @@ class Trainer:
         """
         checkpointing.check_same(state["config"], self.config, path)
         self.stream.restore(state["stream"])
-        checkpointing.load_heads(path, self.heads)
+        self.heads.load_state_dict(RetainingHeads.from_pretrained(path).state_dict())
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         if self.accelerator.scaler is not None and state["scaler"] is not None:
@@ -171,12 +166,13 @@ class Trainer:
     def _row(self) -> None:
         example = next(self.stream)
         with self.accelerator.autocast():
-            result = self.take_step(
+            result = train_step(
                 self.model,
                 self.heads,
                 example.prompt_ids,
                 example.answer_ids,
                 self.loss,
+                policy=self.run.policy if self.loss.evict_while_training else None,
                 max_prompt_tokens=self.max_prompt_tokens,
                 earlier_answers=example.earlier_answers,
                 backward=self.accelerator.backward,
