@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,31 +34,27 @@ if TYPE_CHECKING:
     from locret.data.training.stream import TrainingStream
 
 
-class Signals:
-    """Inside the block, the first SIGINT or SIGTERM is noted; a second one acts as it did before."""
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Inside the block, the first SIGINT or SIGTERM is put on the list; a second one acts as it did before."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
 
-    def __init__(self) -> None:
-        self.received = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
+    def restore() -> None:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore()
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        restore()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        restore()
 
 
 class Trainer:
@@ -133,12 +130,12 @@ class Trainer:
         """
         steps, layers = self.optimizer_options.steps, self.heads.layers
         main = self.accelerator.is_main_process
-        with Signals() as signals, RunLog(self.folder, self.step, steps, layers, main) as log:
+        with noted_signals() as received, RunLog(self.folder, self.step, steps, layers, main) as log:
             self.window.reset()
             while self.step < steps:
                 self._optimizer_step()
                 log.advance(self.step)
-                stopped = self._agree(signals.received)
+                stopped = self._agree(received[0] if received else 0)
                 ends = bool(stopped) or self.step == steps
                 saves = ends or self.step % self.run.save_every == 0
                 if saves or self.step % self.run.log_every == 0:

@@ -134,7 +134,7 @@ class TrainingRun:
             rows,
             load_tokenizer(self.backbone.model, self.backbone.revision),
             seed=self.optimizer.seed,
-            max_length=_context(self.config),
+            max_length=describe(self.config).max_positions,
             min_tokens=data.min_tokens,
             max_tokens=data.max_tokens,
             skip_bad_rows=data.skip_bad_rows,
@@ -158,7 +158,7 @@ class TrainingRun:
 
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
-        context = _context(self.config)
+        context = describe(self.config).max_positions
         trained = min(self.data.max_prompt_tokens, context)
         read = 2 * trained if self.loss.label_source == "reconstruction" else trained
         return memory_plan(
@@ -270,10 +270,6 @@ class TrainingRun:
             heads.annotate(base_model=self.backbone.base_model, base_model_revision=self.backbone.revision)
         heads.annotate(base_weights=None if heads.config.base_model else weight_fingerprint(model))
         return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes)
-
-
-def _context(config: Any) -> int:
-    return describe(config).max_positions
 
 
 def _with_bare_resume(arguments: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ PACKAGES = ("locret", "data", "train", "infer")
 MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": ("locret",), "locret": ()}
 """The demonstration of infer uses the trainer too, as a process of its own."""
 STOREYS = (
-    ("_version", "nearest", "environment", "field_values", "files", "cli"),
+    ("_version", "nearest", "environment", "field_values", "files", "tables", "cli"),
     ("backbone",),
     ("policy",),
     ("labels",),
