@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, scorers, shi
 from locret.backbone.adapters import describe
 from locret.heads import hub
 from locret.infer.options import ModelOptions, ScorerOptions
-from locret.policy.policy import stabilizers_within
 from locret.scorers import Scorer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -167,14 +165,7 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
         heads = RetainingHeads.from_pretrained(options.heads, allow_other_base=options.allow_other_base)
     except ValueError as error:
         raise ValueError(f"--heads {options.heads}: {error}") from error
-    recommended = heads.config.policy or {}
-    unknown = sorted(set(recommended) - {f.name for f in fields(RetentionPolicy)})
-    if unknown:
-        raise ValueError(
-            f"--heads {options.heads}: its config.json recommends a policy with {', '.join(unknown)}, which does not "
-            "exist; use the toolkit version that wrote it"
-        )
-    return heads, recommended
+    return heads, heads.config.policy or {}
 
 
 def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, config: Any) -> None:
@@ -188,27 +179,6 @@ def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, confi
             scorer.check_matches(config)
         except ValueError as error:
             raise ValueError(f"--heads {options.heads}: {error}") from error
-
-
-def resolve_policy(
-    flags: RetentionPolicy, chosen: Collection[str], recommended: dict[str, Any], budget: int | None = None
-) -> RetentionPolicy:
-    """Return the policy: what the user chose, else what the heads recommend, else the defaults.
-
-    A `budget` that follows from something else replaces theirs, and stabilizers that the user did not choose are then
-    at most a quarter of it.
-
-    Raises:
-        ValueError: If numbers are out of range or contradict each other.
-    """
-    own = {f.name: getattr(flags, f.name) for f in fields(RetentionPolicy) if f.name in chosen}
-    settings = {**recommended, **own}
-    if budget is not None:
-        settings["budget"] = budget
-        if "stabilizers" not in own:
-            wanted = recommended.get("stabilizers", RetentionPolicy.stabilizers)
-            settings["stabilizers"] = stabilizers_within(budget, wanted)
-    return RetentionPolicy(**settings)
 
 
 def planned_bytes(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from locret import shipped
-from locret.train.options import BackboneOptions, DataOptions, LossOptions, OptimizerOptions
+from locret.train.training_options import BackboneOptions, DataOptions, LossOptions, OptimizerOptions
 
 
 def label_notes(loss: LossOptions) -> dict[str, Any]:

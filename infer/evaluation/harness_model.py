@@ -21,7 +21,8 @@ from locret import RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.cache.reader import answering
 from locret.infer import loading
-from locret.infer.options import ModelOptions, PolicyOptions, ScorerOptions
+from locret.infer.options import ModelOptions, ScorerOptions
+from locret.policy.resolve import resolve
 
 _MODEL_KEYS = {field.name for field in fields(ModelOptions)} - {"model", "device"}
 _SCORER_KEYS = {field.name for field in fields(ScorerOptions)}
@@ -67,8 +68,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         self.scorer, recommended = loading.load_scorer(scorer)
         loading.check_matches(scorer, self.scorer, config)
         own = {k: v for k, v in settings.items() if k in _POLICY_KEYS}
-        budget = own.get("budget", recommended.get("budget", RetentionPolicy.budget))
-        self.policy = loading.resolve_policy(PolicyOptions(**own), own.keys(), recommended, budget)
+        self.policy = resolve(own, recommended, follow_budget=True)
         dtype = loading.resolve_dtype(model.dtype, config, self._device)
         self.model = loading.load_model(model, config, self._device, dtype)
         self.max_gen_toks, self._name = int(max_gen_toks), pretrained

@@ -15,7 +15,8 @@ from locret.infer.evaluation import methods
 from locret.infer.evaluation.methods import Method
 from locret.infer.options import ModelOptions
 from locret.nearest import nearest
-from locret.policy.policy import RetentionPolicy, stabilizers_within
+from locret.policy.policy import RetentionPolicy
+from locret.policy.resolve import resolve
 
 Numbers = int | str | list[int]
 Names = str | list[str]
@@ -183,20 +184,19 @@ class BudgetOptions:
         values |= {name: value for name, value in recommended.items() if name in values and name not in chosen}
         budgets = numbers(values["budget"], "--budget")
         sizes = numbers(values["chunk_size"], "--chunk-size")
+        kept = numbers(values.pop("stabilizers"), "--stabilizers")
+        asked = [{"stabilizers": units} for units in kept] if "stabilizers" in chosen else [{}]
         result = []
         for budget in budgets:
-            kept = numbers(values["stabilizers"], "--stabilizers")
-            if "stabilizers" not in chosen:
-                kept = [stabilizers_within(budget, kept[0])]
-            for stabilizers in kept:
-                if stabilizers >= budget > 0:
+            for own in asked:
+                if own and own["stabilizers"] >= budget > 0:
                     raise ValueError(
-                        f"--budget {budget} has no room beside the {stabilizers} units that --stabilizers protects; "
-                        "lower --stabilizers or raise --budget"
+                        f"--budget {budget} has no room beside the {own['stabilizers']} units that --stabilizers "
+                        "protects; lower --stabilizers or raise --budget"
                     )
                 for size in sizes:
-                    varied = {"budget": budget, "chunk_size": size, "stabilizers": stabilizers}
-                    result.append(RetentionPolicy(**{**values, **varied}))
+                    varied = {**values, **own, "budget": budget, "chunk_size": size}
+                    result.append(resolve(varied, {"stabilizers": kept[0]}, follow_budget=True))
         return result
 
 

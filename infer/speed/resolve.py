@@ -20,7 +20,7 @@ from locret.infer.speed.options import BenchOptions
 from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
-from locret.policy.policy import stabilizers_within
+from locret.policy.resolve import resolve
 
 
 def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
@@ -102,15 +102,10 @@ def _chunk_size(options: BenchOptions, preset: Preset) -> int:
 
 
 def _policy(options: BenchOptions, preset: Preset, chunk_size: int) -> RetentionPolicy:
-    def value(name: str) -> int:
-        given = getattr(options, name)
-        return getattr(preset, name) if given is None else given
-
-    budget = value("budget")
-    stabilizers = value("stabilizers")
-    if options.stabilizers is None and budget < preset.budget:  # a smaller budget takes its share with it
-        stabilizers = stabilizers_within(budget, stabilizers)
-    return RetentionPolicy(budget=budget, chunk_size=chunk_size, stabilizers=stabilizers, local_len=value("local_len"))
+    usual = {name: getattr(preset, name) for name in ("budget", "stabilizers", "local_len")}
+    own = {name: getattr(options, name) for name in usual if getattr(options, name) is not None}
+    smaller = own.get("budget", preset.budget) < preset.budget
+    return resolve({**own, "chunk_size": chunk_size}, usual, follow_budget=smaller)
 
 
 def _peers(options: BenchOptions) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class RetentionCache(Cache):
             scorer = get(scorer)
         if isinstance(scorer, RetainingHeads):
             if policy is None and scorer.config.policy:
-                policy = RetentionPolicy(**scorer.config.policy)
+                policy = RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy")
             scorer = RetainingHeadScorer(heads=scorer)
         self.model, self.backbone, self.scorer = model, backbone, scorer
         self.policy = policy or RetentionPolicy()

@@ -72,7 +72,7 @@ def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scor
         OSError: If the file cannot be read.
     """
     state, tensors = _read(path)
-    cache = RetentionCache(model, scorer, RetentionPolicy(**state["policy"]))
+    cache = RetentionCache(model, scorer, RetentionPolicy.from_dict(state["policy"], f"{path}: policy"))
     saved, here = state["backbone"], json.loads(json.dumps(asdict(cache.backbone)))
     different = [
         f"{key} {saved.get(key)} in the file, {here[key]} in the model" for key in here if saved.get(key) != here[key]

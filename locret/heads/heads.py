@@ -150,14 +150,13 @@ class RetainingHeads(
 
     def _warn_of_other_weights(self, model_or_config: Any) -> None:
         expected = self.config.base_weights
-        if expected and isinstance(model_or_config, nn.Module):
-            # Every cache asks again; reading all parameters once per pair is enough.
-            known = _COMPARED.setdefault(self, WeakSet())
-            if model_or_config in known:
-                return
-            known.add(model_or_config)
-        found = weight_fingerprint(model_or_config) if expected and isinstance(model_or_config, nn.Module) else None
-        if expected and found and found != expected:
+        # Every cache asks again; reading all parameters once per pair is enough.
+        known = _COMPARED.setdefault(self, WeakSet())
+        if not expected or not isinstance(model_or_config, nn.Module) or model_or_config in known:
+            return
+        known.add(model_or_config)
+        found = weight_fingerprint(model_or_config)
+        if found and found != expected:
             warnings.warn(
                 f"the retaining heads were trained on other weights of this shape (fingerprint {expected[:12]}, the "
                 f"model's is {found[:12]}), so their scores may mean little here; load the backbone they were trained "
@@ -217,9 +216,8 @@ class RetainingHeads(
             raise ValueError("strict=False is not possible; retaining heads with missing weights give arbitrary scores")
         folder = Path(model_id)
         heads_config = checkpoint.read_config(folder)
-        with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in cls(heads_config).state_dict().items()}
-        heads = cls._with_weights(heads_config, checkpoint.read_weights(folder, shapes, map_location))
+        weights = checkpoint.read_weights(folder, heads_config.weight_shapes, map_location)
+        heads = cls._with_weights(heads_config, weights)
         heads.allow_other_base = allow_other_base
         return heads
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from locret.backbone.adapters import attention_modules
 from locret.backbone.chunk import Chunk
 from locret.heads.heads import RetainingHeads
+from locret.labels import KINDS
 from locret.scorers.base import Scorer
 
 
@@ -43,9 +44,10 @@ class RetainingHeadScorer(Scorer):
         return heads
 
     def relative(self, prepared: RetainingHeads) -> bool:
-        """Yes: neither a ranking loss nor raw logits fix the level of a head. A regression on log_attention does."""
+        """Yes, unless a regression taught labels that compare across heads: a ranking leaves each head's level open."""
         label, training = prepared.config.label or {}, prepared.config.training or {}
-        return label.get("kind") != "log_attention" or training.get("objective") != "regression"
+        kind = KINDS.get(str(label.get("kind")))
+        return kind is None or not kind.comparable or training.get("objective") != "regression"
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""

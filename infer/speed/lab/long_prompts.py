@@ -23,6 +23,7 @@ from locret.data.tasks.published.haystack_stream import LongPrompt, stream_needl
 from locret.environment import versions
 from locret.infer import loading
 from locret.infer.options import GenerationOptions, ModelOptions, ScorerOptions
+from locret.policy.resolve import resolve_options
 
 KINDS = ("needle", "needle-passkey", "number", "passkey")
 
@@ -124,7 +125,7 @@ def read(
     tokenizer = loading.load_tokenizer(model_options)
     scorer, recommended = loading.load_scorer(scorer_options)
     loading.check_matches(scorer_options, scorer, config)
-    policy = loading.resolve_policy(flags, chosen, recommended)
+    policy = resolve_options(flags, chosen, recommended)
     device = loading.resolve_device(model_options.device)
     model = loading.load_model(
         model_options, config, device, loading.resolve_dtype(model_options.dtype, config, device)

@@ -22,6 +22,7 @@ from locret.data.tasks.published.records import read_records
 from locret.environment import versions
 from locret.infer import loading
 from locret.infer.options import ModelOptions, ScorerOptions
+from locret.policy.resolve import resolve_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     tokenizer = loading.load_tokenizer(model_options)
     scorer, recommended = loading.load_scorer(scorer_options)
     loading.check_matches(scorer_options, scorer, config)
-    policy = loading.resolve_policy(flags, chosen, recommended)
+    policy = resolve_options(flags, chosen, recommended)
     device = loading.resolve_device(model_options.device)
     model = loading.load_model(
         model_options, config, device, loading.resolve_dtype(model_options.dtype, config, device)

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locret import labels
 from locret.backbone.chunk import Attended, Projections
 from locret.cli import parse_options, run
 from locret.heads.head import RetainingHead
 from locret.infer.speed.lab.choices import LayerOptions, choices_page, measure_choices
 from locret.infer.speed.side_by_side import write
-from locret.labels.labels import LABEL_KINDS, layer_labels
+from locret.labels.labels import layer_labels
 
 _BLOCKS = (18, 20, 22, 24)
 
@@ -71,7 +72,7 @@ def _labels(options: ChoiceOptions) -> dict[str, Callable[[], object]]:
         projections=nothing,
     )
     sides: dict[str, Callable[[], object]] = {}
-    for kind in LABEL_KINDS:
+    for kind in labels.names():
         sides[f"labels {kind}"] = partial(layer_labels, chunk, options.tokens, kind, False)
         for block in _BLOCKS:
             sides[f"labels {kind}, 2^{block}"] = partial(

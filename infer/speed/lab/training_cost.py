@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from locret import labels
 from locret.cli import parse_options, run
 from locret.infer.speed.cost import Pass, cost
 from locret.infer.speed.lab.training_setup import TrainingSetup, layer_activations, peak_above, training, training_setup
@@ -28,7 +29,6 @@ from locret.infer.speed.record import device_name
 from locret.infer.speed.resolve import make_plan
 from locret.infer.speed.runs import make_setup
 from locret.infer.speed.side_by_side import interleave, origin, quantiles, ratio, table, where, write
-from locret.labels.labels import check_kind
 
 _PAIRS = {
     "training/forward": ("training", "forward"),
@@ -65,7 +65,7 @@ class TrainingCostOptions:
     """Write the record to this path, once as .json and once as .md."""
 
     def __post_init__(self) -> None:
-        check_kind(self.label_kind)
+        labels.get(self.label_kind)
         for name in ("tokens", "answer_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give 1 or more")

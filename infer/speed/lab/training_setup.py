@@ -52,7 +52,9 @@ class TrainingSetup:
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         """The trainer's own."""
-        return training("optimizer", "head_optimizer")(self.heads, training("options", "OptimizerOptions")())[0]
+        return training("optimizer", "head_optimizer")(self.heads, training("training_options", "OptimizerOptions")())[
+            0
+        ]
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -67,7 +69,8 @@ class TrainingSetup:
     def row(self) -> None:
         """Read the row, and add its gradients to those of the heads."""
         with self.autocast():
-            training("step", "train_step")(self.model, self.heads, self.prompt_1T, self.answer_1A, kind=self.kind)
+            loss = training("training_options", "Loss")(label_kind=self.kind)
+            training("step", "train_step")(self.model, self.heads, self.prompt_1T, self.answer_1A, loss)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return what the trainer chooses for a backbone of this dtype."""

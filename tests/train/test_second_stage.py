@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_cases import backbone, refused, token_ids, train, train_arguments
+from training_cases import backbone, loss_of, refused, token_ids, train, train_arguments
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
 from locret.labels.labels import answer_labels
-from locret.train.eviction_step import train_step_under_eviction
 from locret.train.loss import retention_loss
 from locret.train.step import train_step
 
@@ -32,10 +31,10 @@ def gradients(heads: RetainingHeads) -> dict[str, Tensor]:
 def test_where_nothing_has_to_go_the_step_is_that_of_the_first_stage(
     family: str, cut: int, options: dict[str, Any]
 ) -> None:
-    model, row = backbone(family), (token_ids(37), token_ids(8, seed=1))
+    model, row, loss = backbone(family), (token_ids(37), token_ids(8, seed=1)), loss_of(**options)
     first, second = (RetainingHeads.for_model(model, hidden_dim=12, seed=3) for _ in range(2))
-    plain = train_step(model, first, *row, max_prompt_tokens=cut, **options)
-    evicting = train_step_under_eviction(model, second, *row, policy=ROOMY, max_prompt_tokens=cut, **options)
+    plain = train_step(model, first, *row, loss, max_prompt_tokens=cut)
+    evicting = train_step(model, second, *row, loss, policy=ROOMY, max_prompt_tokens=cut)
     assert evicting.total.item() == pytest.approx(plain.total.item(), rel=1e-5)
     assert evicting.tokens == plain.tokens
     for name, grad in gradients(first).items():
@@ -46,7 +45,7 @@ def test_where_nothing_has_to_go_the_step_is_that_of_the_first_stage(
 def test_heads_learn_from_what_they_are_given_while_they_evict(options: dict[str, Any]) -> None:
     model, row = backbone(), (token_ids(37), token_ids(8, seed=1))
     heads, naive, plain = (RetainingHeads.for_model(model, hidden_dim=12, seed=3) for _ in range(3))
-    result = train_step_under_eviction(model, heads, *row, policy=TIGHT, **options)
+    result = train_step(model, heads, *row, loss_of(**options), policy=TIGHT)
     seen: dict[int, list[Tensor]] = {layer: [] for layer in naive}
     hooks = [
         naive[layer].register_forward_pre_hook(lambda _, inputs, layer=layer: seen[layer].append(inputs[0][0]))
@@ -63,7 +62,7 @@ def test_heads_learn_from_what_they_are_given_while_they_evict(options: dict[str
     assert (result.total.item(), result.fit.item()) == pytest.approx((total.item(), fit.item()), rel=1e-5)
     for name, grad in gradients(naive).items():
         torch.testing.assert_close(gradients(heads)[name], grad, atol=1e-6, rtol=1e-5)
-    train_step(model, plain, *row, **options)
+    train_step(model, plain, *row, loss_of(**options))
     assert not torch.allclose(gradients(plain)["heads.2.fc1.weight"], gradients(heads)["heads.2.fc1.weight"], rtol=0.1)
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 from locret.data.tasks.published.base import MAX_ROW_BYTES
 from locret.data.training.row_order import SHUFFLE_BUFFER
@@ -75,17 +75,12 @@ class DataOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossOptions:
-    """What the heads learn."""
+class Loss:
+    """What heads learn from one row: its labels, and the loss of the scores. To add an option: a field, and its use."""
 
-    label_source: Literal["answer", "reconstruction"] = "answer"
-    """Whose attention labels a text: that of the row's answer (Locret, Eq. 2), or that of the text's own repetition
-    after a short request, which needs no answers (KVzip, arXiv 2505.23416) and twice the context."""
-    answers: Literal["last", "all"] = "last"
-    """Which answers of a row with several turns label its text: the last one, or each one what stands before it."""
-    label_kind: Literal["logit", "log_attention"] = "logit"
-    """Label of a token: the largest attention logit of the answer's tokens (Locret, Eq. 2), or the largest log of the
-    attention."""
+    label_kind: str = "logit"
+    """Label of a token: the largest attention logit of the answer's tokens (logit; Locret, Eq. 2), or the largest log
+    of the attention (log_attention)."""
     include_last_prompt_token: bool = False
     """Count the last prompt token, which produces the answer's first token, among the answer's (Locret's index range
     does, the original code does not)."""
@@ -97,21 +92,45 @@ class LossOptions:
     softmax over the prompt from the labels')."""
     temperature: float = 1.0
     """Of the labels' softmax in a ranking; above 1 it looks further down the ranking."""
-    evict_while_training: bool = False
-    """Read the rows chunk by chunk with the heads' own evictions under --policy (if none, the one that --init-from's
-    heads recommend), and learn from the states this leaves: a second stage. Labels are those without eviction."""
     alpha: float = 2.5e-3
     """Weight of the smoothness term, which is summed over layers (Locret, section 4.1; original)."""
 
     def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f'objective="{self.objective}" is unknown; choose one of {", ".join(OBJECTIVES)}')
+        if self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature} is not above 0; use 1 for the labels as they are")
+
+
+OBJECTIVES = get_args(get_type_hints(Loss)["objective"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions(Loss):
+    """What the heads learn."""
+
+    label_source: Literal["answer", "reconstruction"] = "answer"
+    """Whose attention labels a text: that of the row's answer (Locret, Eq. 2), or that of the text's own repetition
+    after a short request, which needs no answers (KVzip, arXiv 2505.23416) and twice the context."""
+    answers: Literal["last", "all"] = "last"
+    """Which answers of a row with several turns label its text: the last one, or each one what stands before it."""
+    evict_while_training: bool = False
+    """Read the rows chunk by chunk with the heads' own evictions under --policy (if none, the one that --init-from's
+    heads recommend), and learn from the states this leaves: a second stage. Labels are those without eviction."""
+
+    def __post_init__(self) -> None:
+        from locret import labels  # imports torch
+
         _check_positive(self, "temperature")
+        kind = labels.get(self.label_kind)
         if self.answers == "all" and self.label_source == "reconstruction":
             raise ValueError("--answers all changes nothing with --label-source reconstruction; drop one of them")
         if self.temperature != 1 and self.objective != "ranking":
             raise ValueError(f"--temperature {self.temperature} changes nothing here; add --objective ranking")
-        if self.label_floor is not None and self.label_floor >= 0 and self.label_kind == "log_attention":
+        if self.label_floor is not None and self.label_floor >= kind.ceiling:
             raise ValueError(
-                f"--label-floor {self.label_floor} raises every label: log_attention is never above 0; use such as -8"
+                f"--label-floor {self.label_floor} raises every label: {kind.name} is never above {kind.ceiling:g}; "
+                f"use such as {kind.ceiling - 8:g}"
             )
         if self.alpha < 0:
             raise ValueError(f"--alpha {self.alpha} is negative; use 0 to leave out the smoothness term")
