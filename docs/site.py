@@ -29,7 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
     texts["glossary.md"] = "# Glossary" + architecture.split("\n## Glossary", 1)[1].split("\n## ", 1)[0]
     for page, text in texts.items():
         # Within the site these links stay in the site.
-        text = text.replace(REPOSITORY + "docs/", "")
+        text = text.replace(REPOSITORY + "docs/", "").replace("](docs/", "](")
         for name, source in PAGES.items():
             text = text.replace(REPOSITORY + source, name)
         files.append(File.generated(config, page, content=text))
