@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types docs check clean
+.PHONY: demo test lint types check clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m locret.infer.demo
@@ -24,10 +24,6 @@ types: $(VENV)/installed
 	touch build/types/checkpoints/__init__.py
 	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --strict --allow-subclassing-any --exclude 'locret/(train|infer|data)/' locret
 	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --check-untyped-defs -p locret.train -p locret.infer -p locret.data -p checkpoints.build
-
-# Builds the site into build/site, without network; a warning is an error. `make test` does it too.
-docs: $(VENV)/installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: lint types test
 
