@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, scorers
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, scorers, shipped
 from locret.backbone.adapters import describe
 from locret.heads import hub
 from locret.infer.options import ModelOptions, ScorerOptions
@@ -75,7 +75,7 @@ def load_config(options: ModelOptions) -> Any:
     """
     from transformers import AutoConfig
 
-    name = options.model
+    name = shipped.find(options.model)
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "config.json")):
             raise ValueError(f"--model {name} has no config.json; give the folder of a backbone, or its Hub id")
@@ -116,7 +116,7 @@ def load_tokenizer(options: ModelOptions) -> Any:
 
     with _one_sentence(f"--model {options.model} has no tokenizer that can be read"):
         return AutoTokenizer.from_pretrained(
-            options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
+            shipped.find(options.model), revision=options.revision, trust_remote_code=options.trust_remote_code
         )
 
 
@@ -130,7 +130,7 @@ def load_model(options: ModelOptions, config: Any, device: torch.device, dtype: 
 
     with _one_sentence(f"--model {options.model} cannot be loaded"):
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            options.model,
+            shipped.find(options.model),
             config=config,
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from locret import shipped
+
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
 
@@ -69,11 +71,14 @@ def print_json(record: dict[str, Any]) -> None:
 
 
 def _normalised(arguments: list[str], switches: set[str]) -> list[str]:
-    """Accept `--like-this` for `--like_this`, and a bare `--switch` for `--switch=true`."""
+    """Accept `--like-this` for `--like_this`, a bare `--switch` for `--switch=true`, and shipped recipes anywhere."""
     result = []
     for index, argument in enumerate(arguments):
-        if argument.startswith("--"):
+        if index and arguments[index - 1] == "--config":
+            argument = shipped.find(argument)
+        elif argument.startswith("--"):
             name, equals, value = argument.partition("=")
+            value = shipped.find(value) if name == "--config" else value
             argument = "--" + name[2:].replace("-", "_") + equals + value
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
             if argument in switches and following.lower() not in ("true", "false"):

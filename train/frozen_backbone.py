@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from locret import shipped
 from locret.backbone.adapters import describe
 
 
@@ -22,7 +23,7 @@ def load_config(model: str, revision: str | None) -> Any:
     from transformers import AutoConfig
 
     with _one_sentence("--model", model):
-        config = AutoConfig.from_pretrained(model, revision=revision)
+        config = AutoConfig.from_pretrained(shipped.find(model), revision=revision)
     describe(config)
     return config
 
@@ -37,7 +38,7 @@ def load_tokenizer(model: str, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
     with _one_sentence("--model", model):
-        return AutoTokenizer.from_pretrained(model, revision=revision)
+        return AutoTokenizer.from_pretrained(shipped.find(model), revision=revision)
 
 
 def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
@@ -62,7 +63,7 @@ def load_backbone(
     from transformers import AutoModelForCausalLM
 
     with _one_sentence("--model", model):
-        backbone = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
+        backbone = AutoModelForCausalLM.from_pretrained(shipped.find(model), revision=revision, dtype=dtype)
     if adapter is not None:
         from peft import PeftModel
 

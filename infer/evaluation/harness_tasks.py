@@ -12,6 +12,7 @@ from typing import Any
 from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 
+from locret import shipped
 from locret.data import tasks
 from locret.data.tasks import Sample
 
@@ -129,4 +130,4 @@ def _tokenizer_name(metadata: dict[str, Any]) -> str:
 def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(shipped.find(name))

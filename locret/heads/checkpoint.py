@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from locret import shipped
 from locret.heads import hub
 from locret.heads.config import HeadsConfig
 
@@ -34,6 +35,7 @@ def find(name: str, *, revision: str | None = None, **download: object) -> Path:
         ValueError: If it is neither a folder nor a repository of heads.
         OSError: If the Hub refuses or cannot be reached.
     """
+    name = shipped.find(name)
     if os.path.isdir(name):
         return Path(name)
     if os.path.exists(name):
