@@ -51,6 +51,12 @@ def generate(
     Raises:
         ValueError: If the cache has read more than `input_ids`, there is nothing to go on from, or the step cannot be
             compiled.
+
+    Examples:
+        >>> cache = RetentionCache(model, scorer=heads, policy=policy)
+        >>> answer = generate(model, ids, cache=cache, max_new_tokens=16)
+        >>> tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
+        'The pass key is 71432.'
     """
     base = unwrap(model)
     config = options.get("generation_config") or base.generation_config

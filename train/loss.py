@@ -49,6 +49,11 @@ def retention_loss(
     Raises:
         ValueError: If the shapes differ, or are not those above; for an unknown objective, or a temperature of
             0 or less.
+
+    Examples:
+        >>> total, fit, smoothness = retention_loss(torch.zeros(5, 4, 100), torch.ones(5, 4, 100))
+        >>> fit, smoothness
+        (tensor(0.5000), tensor(0.))
     """
     _check_shapes(scores, labels)
     scores_LKT, labels_LKT = _with_layers(scores), _with_layers(labels)
