@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.cache.cache import RetentionCache
 from locret.chunked_prefill import prefill
 from locret.heads.heads import RetainingHeads

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Attended
 from locret.heads.heads import RetainingHeads
 from locret.labels.labels import check_kind, layer_labels, observe, token_row
 from locret.train.loss import ALPHA, retention_loss, top_overlap
@@ -88,7 +88,7 @@ def train_step(
 
     options: LossArguments = {"alpha": alpha, "objective": objective, "floor": floor, "temperature": temperature}
 
-    def on_layer(chunk: Chunk) -> None:
+    def on_layer(chunk: Attended) -> None:
         labels_KT = layer_labels(
             chunk, prompt, kind, include_last_prompt_token, labelled=trained, earlier_answers=earlier_answers
         )
@@ -135,7 +135,7 @@ def step_result(parts: list[Tensor], alpha: float, tokens: int) -> StepResult:
     return StepResult(fit + alpha * smoothness, fit, smoothness, overlaps, tokens)
 
 
-def _first_features(chunk: Chunk, tokens: int) -> Tensor:
+def _first_features(chunk: Attended, tokens: int) -> Tensor:
     """Return the first tokens' features, (T, F), without building those of the whole text."""
     parts = {name: part[:, :tokens] for name, part in chunk.projections.parts.items()}
     return replace(chunk.projections, parts=parts).features()[0]

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from locret import RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.adapters import unwrap
-from locret.backbone.instrument import instrumented
+from locret.cache.reader import answering
 from locret.infer import loading
 from locret.infer.options import ModelOptions, PolicyOptions, ScorerOptions
 
@@ -201,7 +201,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
             return first_V[None]
         twin, base = cache.copy(), unwrap(self.model)
         twin.reserve(0, len(continuation))
-        with instrumented(self.model, twin):
+        with answering(self.model, twin):
             tokens = self._ids(continuation[:-1])
             rest_LV = base(input_ids=tokens, past_key_values=twin, use_cache=True).logits[0]
         return torch.cat([first_V[None], rest_LV])

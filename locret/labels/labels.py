@@ -17,8 +17,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import find_decoder
-from locret.backbone.instrument import Chunk, Projections, instrumented
+from locret.backbone.adapters import Backbone, describe, find_decoder
+from locret.backbone.attention import MaskMemo, View
+from locret.backbone.chunk import Attended, Projections
+from locret.backbone.instrument import instrumented
 from locret.heads.heads import RetainingHeads
 
 LABEL_KINDS = ("logit", "log_attention")
@@ -29,22 +31,17 @@ _BLOCK_ELEMENTS = 2**22
 class LayerObserver:
     """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
 
-    def __init__(self, on_layer: Callable[[Chunk], None]) -> None:
+    def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None]) -> None:
+        self.projections = {index: Projections(backbone) for index in backbone.layers}
+        self.masks = MaskMemo()
         self.attended = on_layer
-
-    def connect(self, projections: dict[int, Projections]) -> None:
-        """Need nothing: chunks carry their projections."""
 
     def positions(self, tokens: Tensor) -> Tensor | None:
         """Number the tokens 0, 1, 2, ..."""
         return None
 
-    def row_start(self, layer_idx: int) -> Tensor | None:
-        """Have no padding."""
-        return None
-
-    def segments(self, layer_idx: int) -> list[list[slice]] | None:
-        """Have as many units in all heads."""
+    def view(self, layer_idx: int, query: Tensor) -> View | None:
+        """Attend to the pass's own tokens."""
         return None
 
     def finished(self, hidden: Tensor) -> None:
@@ -52,12 +49,12 @@ class LayerObserver:
 
 
 @torch.no_grad()
-def observe(model: nn.Module, input_ids: Tensor, on_layer: Callable[[Chunk], None]) -> None:
+def observe(model: nn.Module, input_ids: Tensor, on_layer: Callable[[Attended], None]) -> None:
     """Run the decoder once over (1, S) token ids, without cache and without the language-model head.
 
     `on_layer` is called for each full-attention layer, in order, and may switch gradients on for its own arithmetic.
     """
-    with instrumented(model, LayerObserver(on_layer)):
+    with instrumented(model, LayerObserver(describe(model), on_layer)):
         find_decoder(model)(input_ids=input_ids, use_cache=False)
 
 
@@ -95,7 +92,7 @@ def answer_labels(
     check_kind(kind)
     rows: list[Tensor] = []
 
-    def on_layer(chunk: Chunk) -> None:
+    def on_layer(chunk: Attended) -> None:
         prompt = prompt_ids.shape[1]
         rows.append(layer_labels(chunk, prompt, kind, include_last_prompt_token, earlier_answers=earlier_answers))
 
@@ -125,7 +122,7 @@ def prompt_scores(model: nn.Module, heads: RetainingHeads, prompt_ids: Tensor) -
 
 
 def layer_labels(
-    chunk: Chunk,
+    chunk: Attended,
     prompt: int,
     kind: str,
     include_last_prompt_token: bool,
@@ -173,7 +170,7 @@ def _kernels_work(key: Tensor) -> bool:
     return works(key.device, key.dtype, key.shape[-1])
 
 
-def _raise_by_kernel(chunk: Chunk, labels_KT: Tensor, start: int, end: int, kind: str) -> None:
+def _raise_by_kernel(chunk: Attended, labels_KT: Tensor, start: int, end: int, kind: str) -> None:
     from locret.labels.kernel import raise_labels
 
     raise_labels(
@@ -189,7 +186,7 @@ def _raise_by_kernel(chunk: Chunk, labels_KT: Tensor, start: int, end: int, kind
 
 
 def _raise_by_blocks(
-    chunk: Chunk, keys_KDS: Tensor, labels_KT: Tensor, start: int, end: int, kind: str, block_elements: int | None
+    chunk: Attended, keys_KDS: Tensor, labels_KT: Tensor, start: int, end: int, kind: str, block_elements: int | None
 ) -> None:
     """Raise labels, in place, to the largest that queries `start` to `end` - 1 give, a block of queries at a time."""
     looked_at = labels_KT.shape[1] if kind == "logit" else end
@@ -201,7 +198,9 @@ def _raise_by_blocks(
         torch.maximum(labels_KT, block_KT, out=labels_KT)
 
 
-def _block_labels(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Chunk, labelled: int, start: int, kind: str) -> Tensor:
+def _block_labels(
+    queries_NRD: Tensor, keys_KDS: Tensor, chunk: Attended, labelled: int, start: int, kind: str
+) -> Tensor:
     """Return (K, T): the largest label that the queries at positions start, start + 1, ... give each prompt token."""
     kv_heads, rows = keys_KDS.shape[0], queries_NRD.shape[1]
     end = labelled if kind == "logit" else start + rows

@@ -9,12 +9,12 @@ from training_cases import CASES, backbone, golden, token_ids
 
 from locret import RetainingHeads, reference
 from locret.backbone.adapters import describe
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Attended
 from locret.labels.labels import answer_labels, layer_labels, observe, prompt_scores
 
 
-def chunks_of(model: torch.nn.Module, ids: Tensor) -> list[Chunk]:
-    chunks: list[Chunk] = []
+def chunks_of(model: torch.nn.Module, ids: Tensor) -> list[Attended]:
+    chunks: list[Attended] = []
     observe(model, ids, chunks.append)
     return chunks
 

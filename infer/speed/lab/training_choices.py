@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.backbone.instrument import Chunk, Projections
+from locret.backbone.chunk import Attended, Projections
 from locret.cli import parse_options, run
 from locret.heads.head import RetainingHead
 from locret.infer.speed.lab.choices import LayerOptions, choices_page, measure_choices
@@ -61,7 +61,15 @@ def _labels(options: ChoiceOptions) -> dict[str, Callable[[], object]]:
     query = torch.randn(1, options.heads, tokens, options.head_dim)
     key = torch.randn(1, options.kv_heads, tokens, options.head_dim)
     nothing = Projections(None)  # type: ignore[arg-type]  # labels need none
-    chunk = Chunk(0, query, key, key, options.head_dim**-0.5, None, nothing)
+    chunk = Attended(
+        layer_idx=0,
+        query=query,
+        key=key,
+        value=key,
+        scaling=options.head_dim**-0.5,
+        softcap=None,
+        projections=nothing,
+    )
     sides: dict[str, Callable[[], object]] = {}
     for kind in LABEL_KINDS:
         sides[f"labels {kind}"] = partial(layer_labels, chunk, options.tokens, kind, False)
