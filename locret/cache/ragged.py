@@ -183,7 +183,7 @@ class RaggedStore(Store):
         """See `Store`."""
         new, column = values.shape[-1], self.columns[name]
         if where is None:
-            column.flatten().index_copy_(0, self._newest(new).flatten(), values.flatten())
+            column.flatten().index_copy_(0, self._newest(new).flatten(), values.to(column.dtype).flatten())
             return
         row, head = where
         span = self.segments[row][head]
