@@ -48,6 +48,11 @@ def prefill(
 
     Raises:
         ValueError: For an empty prompt, padding on the right, or an iterator where the policy must know the length.
+
+    Examples:
+        >>> cache = RetentionCache(model, scorer=heads, policy=policy)
+        >>> prefill(model, ids, cache).shape
+        torch.Size([1, 900])
     """
     logits = read_prompt(
         model, input_ids, cache, attention_mask, new_tokens=new_tokens, progress=progress, on_chunk=on_chunk

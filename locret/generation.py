@@ -48,6 +48,12 @@ def generate(
     Raises:
         ValueError: If the cache has read more than `input_ids`, there is nothing to go on from, an earlier read of the
             cache was interrupted, or the step cannot be compiled.
+
+    Examples:
+        >>> cache = RetentionCache(model, scorer=heads, policy=policy)
+        >>> answer = generate(model, ids, cache=cache, max_new_tokens=16)
+        >>> tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
+        'The pass key is 71432.'
     """
     cache.check_whole()
     base = unwrap(model)

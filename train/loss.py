@@ -47,6 +47,11 @@ def retention_loss(
     Raises:
         ValueError: If the shapes differ, or are not those above; for an unknown objective, or a temperature of
             0 or less.
+
+    Examples:
+        >>> total, fit, smoothness = retention_loss(torch.zeros(5, 4, 100), torch.ones(5, 4, 100))
+        >>> fit, smoothness
+        (tensor(0.5000), tensor(0.))
     """
     loss = Loss(alpha=alpha, objective=objective, label_floor=floor, temperature=temperature)
     fit, smoothness = fit_and_smoothness(scores, labels, loss)

@@ -31,6 +31,10 @@ def get(name: str, **options: Any) -> Task:
     Raises:
         ValueError: If there is no such task (the message lists the nearest names), it has no such option, or an
             option is not a whole number in range.
+
+    Examples:
+        >>> tasks.get("multikey", keys=4).keys
+        4
     """
     for task in _TASKS:
         if task.name == name:

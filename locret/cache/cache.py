@@ -66,6 +66,14 @@ class RetentionCache(Cache):
 
     Raises:
         ValueError: If the model has no keys and values to evict, or scorer and model do not match.
+
+    Examples:
+        >>> cache = RetentionCache(model, scorer="snapkv", policy=policy)
+        >>> logits = prefill(model, ids, cache)
+        >>> cache.kept_positions(0).shape  # of layer 0: (batch, KV heads, units)
+        torch.Size([1, 4, 80])
+        >>> cache.memory().units
+        80
     """
 
     def __init__(

@@ -32,6 +32,11 @@ def save_cache(cache: RetentionCache, path: str | Path) -> None:
     Raises:
         ValueError: If the cache is empty, or a read of it was interrupted.
         OSError: If the file cannot be written; nothing half-written stays.
+
+    Examples:
+        >>> cache = RetentionCache(model, scorer=heads, policy=policy)
+        >>> logits = prefill(model, ids, cache)
+        >>> save_cache(cache, "book.safetensors")
     """
     cache.check_whole()
     if not cache.seen:
@@ -70,6 +75,15 @@ def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scor
     Raises:
         ValueError: If the file is no cache, or belongs to a backbone of another shape; the message shows both sides.
         OSError: If the file cannot be read.
+
+    Examples:
+        >>> cache = RetentionCache(model, scorer=heads, policy=policy)
+        >>> logits = prefill(model, ids, cache)
+        >>> save_cache(cache, "book.safetensors")
+        >>> cache = load_cache("book.safetensors", model, heads)
+        >>> answer = generate(model, cache=cache, max_new_tokens=16)
+        >>> tokenizer.decode(answer[0], skip_special_tokens=True)
+        'The pass key is 71432.'
     """
     state, tensors = _read(path)
     cache = RetentionCache(model, scorer, RetentionPolicy.from_dict(state["policy"], f"{path}: policy"))

@@ -40,6 +40,13 @@ class RetainingHeads(
     Args:
         config: Shape and provenance; see `for_model`, which fills it in.
         generator: Source of the fresh weights; torch's global one if None.
+
+    Examples:
+        >>> heads = RetainingHeads.from_pretrained("checkpoints/tiny-heads")
+        >>> heads.layers
+        (0, 1, 2, 3, 4)
+        >>> untrained = RetainingHeads.for_model(model, hidden_dim=64, seed=0)
+        >>> untrained.save_pretrained("untrained")
     """
 
     def __init__(self, config: HeadsConfig, generator: torch.Generator | None = None) -> None:

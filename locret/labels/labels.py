@@ -86,6 +86,11 @@ def answer_labels(
 
     Raises:
         ValueError: For an unknown kind, or a prompt or answer that is empty or more than one row.
+
+    Examples:
+        >>> answer = torch.tensor([tokenizer.encode("The pass key is 71432.")])
+        >>> answer_labels(model, ids[:, :100], answer).shape  # (layers, KV heads, prompt tokens)
+        torch.Size([5, 4, 100])
     """
     prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
     kind = kinds.get(kind)

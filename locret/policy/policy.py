@@ -21,6 +21,11 @@ class RetentionPolicy:
 
     Raises:
         ValueError: If a value is of another type or not finite, out of range, or two of them contradict each other.
+
+    Examples:
+        >>> policy = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
+        >>> policy.budget + policy.local_len  # units per KV head when a prompt has been read
+        80
     """
 
     budget: int = 6000

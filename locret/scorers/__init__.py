@@ -79,6 +79,10 @@ def get(name: str, **options: Any) -> Scorer:
 
     Raises:
         ValueError: If there is no such scorer (the message lists the nearest names), or it has no such option.
+
+    Examples:
+        >>> scorers.get("snapkv", window=32).window
+        32
     """
     try:
         return find(name)(**options)
