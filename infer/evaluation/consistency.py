@@ -111,8 +111,11 @@ class _Recorder(Scorer):
     def score(self, chunk: Chunk) -> Tensor:
         rated = self.scorer.score(chunk)
         scores = rated.scores if isinstance(rated, Rated) else rated
-        own = scores.masked_fill(chunk.positions < chunk.sinks, torch.inf) if chunk.sinks else scores
-        self.rows.setdefault(chunk.layer_idx, []).append(own[0].detach().float().cpu())
+        # Units are compared by what they scored when they entered, whether or not the method rates them again.
+        newest = scores[:, :, -chunk.new_tokens :]
+        if chunk.sinks:
+            newest = newest.masked_fill(chunk.positions < chunk.sinks, torch.inf)
+        self.rows.setdefault(chunk.layer_idx, []).append(newest[0].detach().float().cpu())
         return scores
 
 
