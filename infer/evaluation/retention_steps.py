@@ -22,7 +22,7 @@ from locret.data.tasks import Sample
 from locret.data.training.chat import render
 from locret.data.training.rows import Message
 from locret.infer.evaluation.figures import new_figure
-from locret.infer.evaluation.runner import prompt_ids
+from locret.infer.evaluation.methods import Prompt
 from locret.infer.pictures import INK, NEEDLE, column_edges, save
 from locret.scorers import Scorer
 
@@ -197,20 +197,16 @@ def answer_spans(tokenizer: Any, sample: Sample) -> list[tuple[int, int]]:
 
 def write_retention_steps(
     output: str | Path,
-    model: nn.Module,
-    tokenizer: Any,
+    prompt: Prompt,
     scorers: Mapping[str, RetainingHeads | Scorer | str],
-    sample: Sample,
     policy: RetentionPolicy,
 ) -> list[str]:
     """Draw what each method keeps of one sample while it is read, a file `retention_steps_<method>.png` each.
 
     Args:
         output: Folder that exists.
-        model: The backbone.
-        tokenizer: Its tokenizer.
+        prompt: What is read, with the backbone.
         scorers: By method: retaining heads, a scorer, or the name of a training-free one.
-        sample: What is read.
         policy: Budget and chunk size.
 
     Returns:
@@ -220,8 +216,8 @@ def write_retention_steps(
         ValueError: If matplotlib is not installed, or the prompt is too short for a step.
         OSError: If a file cannot be written.
     """
-    ids, names = prompt_ids(tokenizer, sample), []
-    spans = answer_spans(tokenizer, sample) if getattr(tokenizer, "is_fast", False) else []
+    ids, model, tokenizer, names = prompt.ids_1N, prompt.setup.model, prompt.setup.tokenizer, []
+    spans = answer_spans(tokenizer, prompt.sample) if getattr(tokenizer, "is_fast", False) else []
     for method, scorer in scorers.items():
         title = f"{method}: {ids.shape[1]:,} tokens read with a budget of {policy.budget:,} units per KV head"
         steps = record_steps(model, ids, RetentionCache(model, scorer, policy), title)

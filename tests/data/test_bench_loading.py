@@ -11,14 +11,14 @@ import pytest
 from bench_cases import golden, write_lines
 from hub_server import Repo
 
-from locret.data.tasks import published as benchmarks
+from locret.data import tasks as benchmarks
 from locret.data.tasks.published.loading import open_task, places
 
 ROW = {"context": "a text", "input": "a question", "answers": ["an answer"]}
 
 
 def test_every_task_has_a_form_of_its_own_and_is_found_by_name():
-    names = benchmarks.names()
+    names = [name for name in benchmarks.names(None) if "/" in name]
     assert len(set(names)) == len(names)
     for name in names:
         assert benchmarks.get(name).name == name

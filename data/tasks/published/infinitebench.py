@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from locret.data.tasks.published.base import BadRow, Item, PublishedTask
-from locret.data.tasks.published.records import text_of, texts_of
+from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.task import Sample
+from locret.data.training.json_rows import BadRow, text_of, texts_of
 
 LETTERS = "ABCD"
 CONTEXT_LENGTH = 131072
@@ -94,8 +95,8 @@ class InfiniteBenchTask(PublishedTask):
         if self.scorer not in ("official", "locret"):
             raise ValueError(f"task {self.name}: scorer={self.scorer!r} is unknown; use official or locret")
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
-        """Return the item of a row.
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+        """Return the sample of a row.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type, or the answer is not among the options.
@@ -109,7 +110,7 @@ class InfiniteBenchTask(PublishedTask):
             targets = _choice(place, targets, options)
         for target in targets:
             if not re.search(_NUMBERS.get(self.form, ""), target):
-                raise BadRow(place, "wrong answer", f"field 'answer' holds {target!r} where a number is needed")
+                raise BadRow(place, "wrong answer", f"holds {target!r} in field 'answer' where a number is needed")
         values = {
             "input": question,
             **dict(zip(LETTERS, options, strict=False)),
@@ -118,7 +119,7 @@ class InfiniteBenchTask(PublishedTask):
         head, tail = (part.format_map(values) for part in _FORMS[self.form])
         head, context, tail = (self._masked(part) for part in (head, context, tail))
         return [
-            Item(
+            Sample(
                 id=str(index),
                 content=head + context + tail,
                 targets=targets,
@@ -132,17 +133,17 @@ class InfiniteBenchTask(PublishedTask):
     def _masked(self, text: str) -> str:
         return text.replace("$$MASK$$", "**MASK**") if self.replace_mask else text
 
-    def allowed(self, item: Item, count: Callable[[str], int]) -> int | None:
+    def allowed(self, sample: Sample, count: Callable[[str], int]) -> int | None:
         """Return the tokens of the prompt: the limit, less the first reference's tokens (50 at most)."""
         if self.limit is None or not self.answer_room:
             return self.limit
-        return max(2, self.limit - min(ANSWER_ROOM, count(item.targets[0])))
+        return max(2, self.limit - min(ANSWER_ROOM, count(sample.targets[0])))
 
-    def score(self, prediction: str, item: Item) -> float:
+    def score(self, prediction: str, sample: Sample) -> float:
         """Return the task's own metric."""
         from locret.data.tasks.metrics import infinitebench
 
-        return infinitebench.score(self.form, prediction, item.targets, self.scorer)
+        return infinitebench.score(self.form, prediction, sample.targets, self.scorer)
 
 
 # What a reference must be, where the metric reads a number out of it.
@@ -154,11 +155,11 @@ _ASKED = {name for name, parts in _FORMS.items() if "{input}" in parts[1]} | {"c
 def _choice(place: str, targets: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]:
     """The right option's text and its letter."""
     if len(options) != len(LETTERS):
-        raise BadRow(place, "wrong options", f"field 'options' has {len(options)} entries where 4 are needed")
+        raise BadRow(place, "wrong options", f"has {len(options)} entries in field 'options' where 4 are needed")
     if len(targets) == 2 and targets[1] in tuple(LETTERS):
         return targets
     if len(targets) != 1 or targets[0] not in options:
-        raise BadRow(place, "wrong answer", f"field 'answer' is {list(targets)!r}, which is not one of the options")
+        raise BadRow(place, "wrong answer", f"has {list(targets)!r} in field 'answer', which is not one of the options")
     return targets[0], LETTERS[options.index(targets[0])]
 
 
@@ -167,12 +168,12 @@ def _derived(form: str, place: str, question: str) -> dict[str, str]:
     if form == "code_run":
         call = re.search(r"func_[0-9]+\(-?[0-9]+\)", question)
         if call is None:
-            raise BadRow(place, "no call", f"field 'input' names no call such as func_1(2): {question[:80]!r}")
+            raise BadRow(place, "no call", f"names no call such as func_1(2) in field 'input': {question[:80]!r}")
         return {"call": call[0], "function": call[0].split("(")[0]}
     if form == "math_find":
         sought = re.search(r"The (.+) of", question)
         if sought is None:
-            raise BadRow(place, "no number", f"field 'input' does not say \"The ... of\": {question[:80]!r}")
+            raise BadRow(place, "no number", f"does not say \"The ... of\" in field 'input': {question[:80]!r}")
         return {"sought": f"the {sought[1].lower()}"}
     return {}
 

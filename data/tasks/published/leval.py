@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from locret.data.tasks.published.base import BadRow, Item, PublishedTask
-from locret.data.tasks.published.records import text_of, texts_of
+from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.task import Sample
+from locret.data.training.json_rows import BadRow, text_of, texts_of
 
 SCORED = ("exam", "f1", "rouge")
 """Rows with another `evaluation` are for judges; the automatic scores leave them out."""
@@ -105,8 +106,8 @@ class LEvalTask(PublishedTask):
         if self.prompt_style not in ("fixed", "official"):
             raise ValueError(f"task {self.name}: prompt_style={self.prompt_style!r} is unknown; use fixed or official")
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
-        """Return an item for each question of a row; none for a row that only judges score.
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+        """Return a sample for each question of a row; none for a row that only judges score.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type, or there are not as many outputs as instructions.
@@ -117,26 +118,26 @@ class LEvalTask(PublishedTask):
         questions, answers = (texts_of(record, place, field) for field in ("instructions", "outputs"))
         if len(questions) != len(answers):
             counts = f"{len(questions)} instructions and {len(answers)} outputs"
-            raise BadRow(place, "wrong count", f"the row has {counts} where it needs as many of both")
+            raise BadRow(place, "wrong count", f"has {counts} where it needs as many of both")
         items = []
         for number, (question, answer) in enumerate(zip(questions, answers, strict=True)):
             items += self._asked(f"{index}/{number}", place, document, question, answer)
         return items
 
-    def _asked(self, name: str, place: str, document: str, question: str, answer: str) -> list[Item]:
+    def _asked(self, name: str, place: str, document: str, question: str, answer: str) -> list[Sample]:
         head, tail, lead = self._frame(question, answer)
         targets = (answer,)
         second = []
         if self.task == "sci_fi":
             story, mark, world = answer.partition("[fact:")
             if not mark:
-                raise BadRow(place, "wrong answer", f"field 'outputs' holds {answer!r} without its [fact: ...] part")
+                raise BadRow(place, "wrong answer", f"holds {answer!r} in field 'outputs' without its [fact: ...] part")
             targets = (story.strip(),)
             asked = question.replace(_IN_THE_STORY, _IN_THE_WORLD)
             truth = world.strip().removesuffix("]").strip()
             content = asked + "Please directly answer without any additional output or explanation. \nAnswer:"
-            second = [Item(id=f"{name}/fact", content=content, targets=(truth,), reply=truth, plain=True)]
-        first = Item(
+            second = [Sample(id=f"{name}/fact", content=content, targets=(truth,), reply=truth, plain=True)]
+        first = Sample(
             id=name,
             content=head + document + tail,
             targets=targets,
@@ -157,7 +158,7 @@ class LEvalTask(PublishedTask):
         words = len(answer.split())
         return "Document is as follows. ", f" Instruction: {question} \nAnswer this question with {words} words.", ""
 
-    def framed(self, item: Item, content: str, tokenizer: Any) -> str | None:
+    def framed(self, sample: Sample, content: str, tokenizer: Any) -> str | None:
         """Return the official runs' turns for prompt_style=official.
 
         Raises:
@@ -168,21 +169,21 @@ class LEvalTask(PublishedTask):
         vocabulary = tokenizer.get_vocab()
         for turns in _OFFICIAL_TURNS:
             if turns.marker in vocabulary:
-                closing = "" if self.task in ("gsm100", "codeU") else turns.assistant + item.lead
-                return turns.user + turns.system + item.system + turns.end_system + content + closing
+                closing = "" if self.task in ("gsm100", "codeU") else turns.assistant + sample.lead
+                return turns.user + turns.system + sample.system + turns.end_system + content + closing
         raise ValueError(
             f"task {self.name}: prompt_style=official is known for Llama-3 and Phi-3 tokenizers only; "
             "use prompt_style=fixed for this one"
         )
 
-    def score(self, prediction: str, item: Item) -> float:
-        """Return the task's own metric; for ROUGE tasks it is one item's geometric mean, see `summarise`."""
+    def score(self, prediction: str, sample: Sample) -> float:
+        """Return the task's own metric; for ROUGE tasks it is one sample's geometric mean, see `summarise`."""
         from locret.data.tasks.metrics import leval
 
-        return leval.score(self.task, prediction, item.targets[0])
+        return leval.score(self.task, prediction, sample.targets[0])
 
     def summarise(self, scores: Sequence[float], answers: Sequence[tuple[str, tuple[str, ...]]]) -> float:
-        """Return the task's score: for ROUGE the geometric mean of three means over the items, else the mean."""
+        """Return the task's score: for ROUGE the geometric mean of three means over the samples, else the mean."""
         from locret.data.tasks.metrics import leval
 
         predictions, references = [text for text, _ in answers], [targets[0] for _, targets in answers]

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from locret.data.tasks.published.base import BadRow, Item, PublishedTask
-from locret.data.tasks.published.records import text_of, texts_of
+from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.task import Sample
+from locret.data.training.json_rows import BadRow, text_of, texts_of
 
 MODEL_LIMITS = {
     "llama2-7b-chat-4k": 3500,
@@ -138,8 +139,8 @@ class LongBenchTask(PublishedTask):
     task: str
     """The file's name in the published set."""
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
-        """Return the item of a row.
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+        """Return the sample of a row.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type, or the row is another task's.
@@ -151,15 +152,15 @@ class LongBenchTask(PublishedTask):
         for target in targets:
             if not re.search(_REFERENCES.get(self.task, ""), target):
                 needed = _REFERENCES[self.task].strip("^$").replace(r"\d+", "12")
-                raise BadRow(place, "wrong answer", f"field 'answers' holds {target!r} where {needed!r} would be right")
+                raise BadRow(place, "wrong answer", f"holds {target!r} in field 'answers' where {needed!r} is right")
         if self.task in _CLASSIFIED and not classes:
-            raise BadRow(place, "no classes", "field 'all_classes' is empty, and the metric looks for classes")
+            raise BadRow(place, "no classes", "has an empty field 'all_classes', and the metric looks for classes")
         dataset = record.get("dataset", self.task)
         if dataset not in (self.task, f"{self.task}_e"):
-            raise BadRow(place, "other task", f"field 'dataset' says {dataset!r} where {self.task!r} is read")
+            raise BadRow(place, "other task", f"says {dataset!r} in field 'dataset' where {self.task!r} is read")
         head, tail = (part.format(input=question) for part in _FORMS[self.task])
         return [
-            Item(
+            Sample(
                 id=str(index),
                 content=head + context + tail,
                 targets=targets,
@@ -170,11 +171,11 @@ class LongBenchTask(PublishedTask):
             )
         ]
 
-    def score(self, prediction: str, item: Item) -> float:
+    def score(self, prediction: str, sample: Sample) -> float:
         """Return the task's own metric, the best over the references."""
         from locret.data.tasks.metrics import longbench
 
-        return longbench.score(self.task, prediction, item.targets, item.choices)
+        return longbench.score(self.task, prediction, sample.targets, sample.choices)
 
 
 def _task(name: str, new: int, metric: str, size: int = 200) -> LongBenchTask:

@@ -38,8 +38,6 @@ def _task(name: str, new_tokens: int, kind: Kind) -> RulerTask:
         max_new_tokens=new_tokens,
         chat=True,
         file=f"4096/{name}.jsonl",
-        repo="",
-        revision="",
         kind=kind,
         match="part" if part else "all",
     )

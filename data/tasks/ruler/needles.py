@@ -7,9 +7,9 @@ import uuid
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from locret.data.tasks.published.haystacks import NOISE_LINE, Words, sentences
 from locret.data.tasks.ruler.draft import Draft, Drafter, Kind, Setting
 from locret.data.tasks.ruler.vocabulary import Vocabulary
+from locret.data.text.essays import NOISE_LINE, Words, sentences
 
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 """Where needles may stand in essays, in per cent of the sentences."""

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from locret.data.tasks.metrics.ruler import score
-from locret.data.tasks.published.base import BadRow, Item
-from locret.data.tasks.published.generated import GeneratedTask, counter, frame_tokens, largest
-from locret.data.tasks.published.records import text_of, texts_of
+from locret.data.tasks.metrics.retrieval import all_contained, any_contained
+from locret.data.tasks.published.row_maker import RowMaker, counter, frame_tokens, largest
 from locret.data.tasks.ruler.draft import Draft, Kind, Setting
 from locret.data.tasks.ruler.vocabulary import vocabulary
+from locret.data.tasks.task import Sample
+from locret.data.training.json_rows import BadRow, text_of, texts_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class RulerTask(GeneratedTask):
+class RulerTask(RowMaker):
     """One of the thirteen tasks. Fields of a row: index, input, outputs, length, answer_prefix.
 
     In the older layout `input` ends with what the answer begins with; in the newer that stands in `answer_prefix`.
@@ -26,7 +26,7 @@ class RulerTask(GeneratedTask):
     25 lines or 500 words); a key that is asked for stands in no other needle of a needle haystack.
     """
 
-    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "chat", "words")
+    settable: ClassVar[tuple[str, ...]] = (*RowMaker.settable, "chat", "words")
 
     kind: Kind
     match: Literal["all", "part"] = "all"
@@ -37,10 +37,15 @@ class RulerTask(GeneratedTask):
         super().__post_init__()
         vocabulary(self.words)
 
+    @property
+    def single_needle(self) -> bool:
+        """Whether it hides one needle."""
+        return self.name.startswith("ruler/niah_single_")
+
     def maker(
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
     ) -> Callable[[int], dict[str, Any]]:
-        """Return what makes row `index`; see `GeneratedTask.generate`."""
+        """Return what makes row `index`; see `RowMaker.maker`."""
         if tokens is None:
             raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 4096")
         count = counter(tokenizer)
@@ -83,8 +88,8 @@ class RulerTask(GeneratedTask):
 
         return make
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
-        """Return the item of a row of either layout. `index` of the row is no row number: the newer generator
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+        """Return the sample of a row of either layout. `index` of the row is no row number: the newer generator
         writes a character offset there.
 
         Raises:
@@ -96,12 +101,12 @@ class RulerTask(GeneratedTask):
         else:
             start = content.rfind(self.kind.lead)
             if start < 0:
-                detail = f"field 'input' does not end with how an answer begins ({self.kind.lead!r} ...)"
+                detail = f"has a field 'input' that does not end with how an answer begins ({self.kind.lead!r} ...)"
                 raise BadRow(place, "no answer prefix", detail)
             content, lead = content[:start], content[start:]
         said = outputs if self.match == "all" else outputs[:1]
         return [
-            Item(
+            Sample(
                 id=str(index),
                 content=content,
                 targets=outputs,
@@ -111,6 +116,6 @@ class RulerTask(GeneratedTask):
             )
         ]
 
-    def score(self, prediction: str, item: Item) -> float:
+    def score(self, prediction: str, sample: Sample) -> float:
         """Return the share of references in the answer ("all"), or whether any is there ("part"), in any case."""
-        return score(self.match, prediction, item.targets)
+        return (all_contained if self.match == "all" else any_contained)(prediction, sample.targets)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from locret.data.tasks.published.haystacks import NOISE_LINE
 from locret.data.tasks.ruler.draft import Draft, Drafter, Kind, Setting
+from locret.data.text.essays import NOISE_LINE
 
 _PROMPT = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{text}\n"
