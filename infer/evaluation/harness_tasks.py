@@ -66,9 +66,8 @@ class HarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no type
             for tokens in self.lengths:
                 # The samples of `locret-eval` with the same seed.
                 sample = self.own.sampler(tokenizer, tokens, samples=self.samples, seed=self.seed)(index)
-                rows.append(
-                    {"content": sample.content, "reply": sample.reply, "targets": sample.targets, "tokens": tokens}
-                )
+                kept = {name: getattr(sample, name) for name in ("content", "question", "targets", "reply", "depths")}
+                rows.append({**kept, "tokens": tokens})
         return {"test": Dataset.from_list(rows)}
 
     def _results(self, doc: dict[str, Any], results: list[str]) -> dict[str, float]:

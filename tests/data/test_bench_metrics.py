@@ -7,9 +7,10 @@ from importlib import import_module
 import pytest
 
 from locret.data.tasks import Sample, get, names
-from locret.data.tasks.metrics import f1, infinitebench, leval, longbench, retrieval, rouge
+from locret.data.tasks.metrics import f1, retrieval, rouge
 from locret.data.tasks.metrics.code import edit_similarity, first_code_line
 from locret.data.tasks.metrics.libraries import library
+from locret.data.tasks.published import infinitebench, leval, longbench
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from bench_cases import made
 
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.published.row_maker import largest
-from locret.data.tasks.ruler import TASKS, published_files
+from locret.data.tasks.ruler import TASKS
 from locret.data.tasks.ruler.counting import _zeta
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.training.json_rows import BadRow, stream_entries
@@ -69,7 +69,7 @@ def form(name: str, text: str) -> str:
 @pytest.mark.parametrize("name", [name for name in GENERATED if name != "vt"])
 def test_a_generated_row_has_the_form_of_a_published_one(name: str, tokenizer: Any) -> None:
     folder = "ruler" if name == "niah_multikey_3" else "ruler_generated"
-    path = SHARED / folder / published_files(f"ruler/{name}", 4096)[0]
+    path = SHARED / folder / "4096" / f"{name}.jsonl"
     if not path.is_file():
         pytest.skip("needs the published rows in ../shared/data")
     theirs = [item(name, json.loads(line)) for line in path.read_text().splitlines()]
@@ -83,7 +83,7 @@ def test_a_generated_row_has_the_form_of_a_published_one(name: str, tokenizer: A
 
 @pytest.mark.parametrize("name", ["vt", "niah_single_2", "niah_multikey_3"])
 def test_a_generated_row_has_the_fields_and_form_of_the_newer_layout(name: str, tokenizer: Any) -> None:
-    path = SHARED / "ruler_generated" / published_files(f"ruler/{name}", 8192)[1]
+    path = SHARED / "ruler_generated" / "8192" / name / "validation.jsonl"
     if not path.is_file():
         pytest.skip("needs the published rows in ../shared/data")
     published = [json.loads(line) for line in path.read_text().splitlines()]

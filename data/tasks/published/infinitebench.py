@@ -4,16 +4,23 @@ Paper:     arXiv 2402.13718; protocol of arXiv 2410.01805, Section 4.1.
 Source:    OpenBMB/InfiniteBench (MIT), data set xinrongzhang2022/InfiniteBench, prompts of its Yarn-Mistral set in the
            wording of the Locret release, which says **MASK** for $$MASK$$.
 Fields:    id, context, input, answer (list; a bare text or number in older copies), options (four where one is asked).
-Deviates:  the Locret release's loop emits one token more than `max_new_tokens` says; set it to reproduce that.
+Metrics:   src/compute_scores.py at 88b3daa; the Locret release's copy (benchmark/infinite_bench) for scorer "locret".
+Deviates:  M.Find cuts a fraction off where the official code stops with an error, see `numbers.first_number`. The
+           Locret release's loop emits one token more than `max_new_tokens` says; set it to reproduce that.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from locret.data.tasks.metrics.choice import book_choice, code_choice
+from locret.data.tasks.metrics.f1 import character_f1, word_f1
+from locret.data.tasks.metrics.numbers import first_number, last_word_as_integer, leading_values
+from locret.data.tasks.metrics.retrieval import LOCRET_MARKS, first_integer, name_among_words, value_among_words
+from locret.data.tasks.metrics.rouge import rouge_lsum
 from locret.data.tasks.published.base import PublishedTask
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of
@@ -70,6 +77,50 @@ _FORMS = {
         "\nValues:",
     ),
 }
+
+
+Metric = Callable[[str, Sequence[str]], float]
+Variant = Literal["official", "locret"]
+
+
+def _number(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+_METRICS: dict[str, Metric] = {
+    "passkey": lambda prediction, targets: first_integer(prediction, targets[0]),
+    "number_string": lambda prediction, targets: first_integer(prediction, targets[0]),
+    "kv_retrieval": lambda prediction, targets: value_among_words(prediction, targets[0]),
+    "longbook_sum_eng": rouge_lsum,
+    "longbook_qa_eng": word_f1,
+    "longbook_qa_chn": character_f1,
+    "longbook_choice_eng": lambda prediction, targets: book_choice(prediction, targets[0], targets[1]),
+    "longdialogue_qa_eng": lambda prediction, targets: name_among_words(prediction, targets[0]),
+    "code_debug": lambda prediction, targets: code_choice(prediction, targets[0], targets[1]),
+    "code_run": lambda prediction, targets: last_word_as_integer(prediction, int(targets[0])),
+    "math_find": lambda prediction, targets: first_number(prediction, _number(targets[0])),
+    "math_calc": lambda prediction, targets: leading_values(prediction, [int(target) for target in targets]),
+}
+_LOCRET: dict[str, Metric] = _METRICS | {
+    "kv_retrieval": lambda prediction, targets: value_among_words(prediction, targets[0], LOCRET_MARKS),
+    "code_debug": lambda prediction, targets: code_choice(prediction, targets[0], targets[1], line_end=True),
+}
+
+
+def score(task: str, prediction: str, targets: Sequence[str], variant: Variant = "official") -> float:
+    """Return the score of an answer, from 0 to 1.
+
+    Args:
+        task: The file's name in the published set, such as "passkey".
+        prediction: The generated text, as decoded.
+        targets: The references; for E.MC and C.Debug the right option's text and its letter.
+        variant: The benchmark's own code, or the Locret release's copy, which also takes a letter alone on its line in
+            C.Debug and ends R.KV's words at "</s>", "The" and "To".
+
+    Raises:
+        ValueError: If the metric's library is not installed.
+    """
+    return (_LOCRET if variant == "locret" else _METRICS)[task](prediction, targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +192,7 @@ class InfiniteBenchTask(PublishedTask):
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the task's own metric."""
-        from locret.data.tasks.metrics import infinitebench
-
-        return infinitebench.score(self.form, prediction, sample.targets, self.scorer)
+        return score(self.form, prediction, sample.targets, self.scorer)
 
 
 # What a reference must be, where the metric reads a number out of it.

@@ -9,7 +9,7 @@ from locret.data.tasks.ruler.questions import Questions
 from locret.data.tasks.ruler.task import RulerTask
 from locret.data.tasks.ruler.tracking import Tracking
 
-__all__ = ["TASKS", "RulerTask", "published_files"]
+__all__ = ["TASKS", "RulerTask"]
 
 _KINDS: dict[str, tuple[int, Kind]] = {
     "niah_single_1": (128, Needles(haystack="noise")),
@@ -44,9 +44,3 @@ def _task(name: str, new_tokens: int, kind: Kind) -> RulerTask:
 
 
 TASKS = tuple(_task(name, *rest) for name, rest in _KINDS.items())
-
-
-def published_files(name: str, tokens: int) -> tuple[str, str]:
-    """Return where rows of that length lie in the older and in the newer published layout."""
-    short = name.removeprefix("ruler/")
-    return f"{tokens}/{short}.jsonl", f"{tokens}/{short}/validation.jsonl"
