@@ -151,7 +151,7 @@ class GeneratedTask(Task):
         rng = generator(seed, split, self.name, tokens)
         planted = self.plant(Draw(rng, split))
         depths = [rng.random() for _ in planted.statements]
-        depths = self.place(depths if depth is None else [depth, *depths[1:]])
+        depths = self.arranged(depths if depth is None else [depth, *depths[1:]])
         asked = planted.questions[0]
         text = hide(
             tokenizer,
@@ -190,7 +190,7 @@ class GeneratedTask(Task):
         samples = {tokens: MadeSamples(task, tokens, count, wanted.seed) for tokens in wanted.lengths}
         return Selection(task, samples, {"version": self.version, **self.options(), **longest})
 
-    def place(self, depths: list[float]) -> list[float]:
+    def arranged(self, depths: list[float]) -> list[float]:
         """Return the depths of the statements; a task whose statements must follow each other sorts them."""
         return depths
 

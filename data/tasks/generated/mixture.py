@@ -183,7 +183,7 @@ def _plants(
         if planted and cost > room:
             continue
         room -= cost
-        depths = task.place([rng.random() for _ in plant.statements])
+        depths = task.arranged([rng.random() for _ in plant.statements])
         planted.append(_Plant(name, task.introduction, plant.statements, tuple(depths), plant.questions))
     return planted
 

@@ -49,7 +49,7 @@ class VariableTracking(GeneratedTask):
             )
         return Planted(statements=tuple(statements), questions=tuple(questions))
 
-    def place(self, depths: list[float]) -> list[float]:
+    def arranged(self, depths: list[float]) -> list[float]:
         """Return the depths with those of each chain ascending: a variable is assigned before it is used."""
         length = self.hops + 1
         return [depth for start in range(0, len(depths), length) for depth in sorted(depths[start : start + length])]

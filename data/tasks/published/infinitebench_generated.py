@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from locret.data.tasks.published.infinitebench import TASKS as PUBLISHED
 from locret.data.tasks.published.infinitebench import InfiniteBenchTask
-from locret.data.tasks.published.row_maker import RowMaker, counter, frame_tokens, largest, spread
+from locret.data.tasks.published.row_maker import RowMaker, spread
 from locret.data.text.essays import NOISE_LINE
 
 LINES = {8192: 326, 16384: 652, 32768: 1305, 65536: 2610, 131072: 5220, 262144: 10440}
@@ -68,30 +68,14 @@ class MadeInfiniteBench(RowMaker, InfiniteBenchTask):
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
     ) -> Callable[[int], dict[str, Any]]:
         """Return what makes row `index`; see `RowMaker.maker`. No source texts are needed."""
-        count = counter(tokenizer)
-        around = frame_tokens(self, tokenizer) + self.max_new_tokens
         least, published = (2, _PAIRS) if self.form == "kv_retrieval" else (1, _LINES)
-        guess = published if tokens is None else max(least, tokens // 25)
 
-        def make(index: int) -> dict[str, Any]:
-            def at(size: int) -> dict[str, Any]:
-                rng = random.Random(f"{self.name}/{seed}/{tokens}/{index}")
-                return self._row(rng, index, size, spread(samples, index))
+        def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
+            return self._row(rng, index, size, spread(samples, index))
 
-            if tokens is None:
-                return at(published)
-            close = tokens // 2000 if tokens > 100_000 else 0
-            size = largest(
-                lambda size: count(self.read(index, "", at(size))[0].content) + around,
-                tokens,
-                least=least,
-                guess=guess,
-                what=f"a row of {self.name}",
-                close=close,
-            )
-            return at(size)
-
-        return make
+        if tokens is None:
+            return lambda index: row(random.Random(f"{self.name}/{seed}/{tokens}/{index}"), index, published)
+        return self.filled(tokenizer, tokens, seed, row, guess=max(least, tokens // 25), least=least)
 
     def _row(self, rng: random.Random, index: int, size: int, depth: float) -> dict[str, Any]:
         if self.form == "kv_retrieval":

@@ -165,7 +165,7 @@ def open_task(
     return TaskRows(task, path, path, None, skip_bad_rows)
 
 
-def places(task: PublishedTask) -> list[str]:
+def candidates(task: PublishedTask) -> list[str]:
     """Return where a local copy may have a task's rows, relative to it, in the order they are looked for."""
     family = task.name.split("/")[0]
     spots = [task.file, task.hub_file or task.file, Path(task.file).name]
@@ -181,12 +181,12 @@ def _local(task: PublishedTask, folders: list[Path]) -> str:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"--data-dir {folder} is no folder; give the folder of a local copy")
-        for spot in places(task):
+        for spot in candidates(task):
             if (folder / spot.partition("!")[0]).is_file():
                 return str(folder / spot)
     raise NoSamples(
         f"--data-dir {', '.join(map(str, folders))} holds no rows of {task.name}; looked for "
-        f"{', '.join(places(task)[:4])}; put the published file there, or leave out --data-dir to read the Hub",
+        f"{', '.join(candidates(task)[:4])}; put the published file there, or leave out --data-dir to read the Hub",
         "no rows found",
     )
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from locret.data.tasks.metrics.retrieval import first_integer
 from locret.data.tasks.published.infinitebench_generated import draw_answer, needle_line, question
-from locret.data.tasks.published.row_maker import RowMaker, counter, frame_tokens, largest, spread
+from locret.data.tasks.published.row_maker import RowMaker, spread
 from locret.data.tasks.task import Sample
 from locret.data.text.essays import Words, sentences
 from locret.data.training.json_rows import text_of
@@ -58,28 +58,13 @@ class NeedleTask(RowMaker):
         """Return what makes row `index`; `data_dir` holds the essays, see `essays.read_essays`."""
         if tokens is None:
             raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 32768")
-        count, words = counter(tokenizer), Words(data_dir, seed)
-        around = frame_tokens(self, tokenizer, SYSTEM) + self.max_new_tokens
-        guess = max(1, tokens // 2)
+        words = Words(data_dir, seed)
 
-        def make(index: int) -> dict[str, Any]:
+        def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
             depth = spread(samples, index, self.min_depth / 100, self.max_depth / 100)
+            return {**self._row(rng, words.first(size), depth), "haystack": words.name}
 
-            def at(size: int) -> dict[str, Any]:
-                rng = random.Random(f"{self.name}/{seed}/{tokens}/{index}")
-                return {**self._row(rng, words.first(size), depth), "haystack": words.name}
-
-            size = largest(
-                lambda size: count(self.read(index, "", at(size))[0].content) + around,
-                tokens,
-                least=1,
-                guess=guess,
-                what=f"a row of {self.name}",
-                close=tokens // 2000 if tokens > 100_000 else 0,
-            )
-            return at(size)
-
-        return make
+        return self.filled(tokenizer, tokens, seed, row, guess=max(1, tokens // 2), system=SYSTEM)
 
     def _row(self, rng: random.Random, words: list[str], depth: float) -> dict[str, Any]:
         needle, asked, answer = NEEDLE, QUESTION, ANSWER

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from locret.data.tasks.metrics.retrieval import any_contained
-from locret.data.tasks.published.row_maker import RowMaker, counter, frame_tokens, largest
+from locret.data.tasks.published.row_maker import RowMaker
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import text_of, texts_of
 
@@ -49,26 +49,13 @@ class TwoStageTask(RowMaker):
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
     ) -> Callable[[int], dict[str, Any]]:
         """Return what makes row `index`; without `tokens` sizes are the published ones. No source texts are needed."""
-        count = counter(tokenizer)
-        around = frame_tokens(self, tokenizer) + count(self.lead) + self.max_new_tokens
-        guess = SIZES[0]
+        if tokens is None:
+            return lambda i: _row(random.Random(f"{self.name}/{seed}/{tokens}/{i}"), SIZES[i % len(SIZES)])
 
-        def make(index: int) -> dict[str, Any]:
-            def at(size: int) -> dict[str, Any]:
-                return _row(random.Random(f"{self.name}/{seed}/{tokens}/{index}"), size)
+        def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
+            return _row(rng, size)
 
-            if tokens is None:
-                return at(SIZES[index % len(SIZES)])
-            size = largest(
-                lambda size: count(at(size)["prompt"]) + around,
-                tokens,
-                least=1,
-                guess=guess,
-                what=f"a row of {self.name}",
-            )
-            return at(size)
-
-        return make
+        return self.filled(tokenizer, tokens, seed, row, guess=SIZES[0], exact=True)
 
     def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return the sample of a row.

@@ -5,6 +5,7 @@ A made row has the fields of the published files, so one reader (`PublishedTask.
 
 from __future__ import annotations
 
+import random
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +14,11 @@ from typing import Any
 
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.published.base import PublishedTask
-from locret.data.tasks.published.loading import FileSamples, places
+from locret.data.tasks.published.loading import FileSamples, candidates
 from locret.data.tasks.task import SAMPLES, MadeSamples, NoSamples, Sample, SampleSet, Selection, Wanted
+
+_LONG = 100_000
+"""Tokens from which a prompt may stay a little shorter, which saves looking further."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,46 @@ class RowMaker(PublishedTask):
         Raises:
             ValueError: If a source text is missing, or there is no published size.
         """
+
+    def filled(
+        self,
+        tokenizer: Any,
+        tokens: int,
+        seed: int,
+        row: Callable[[random.Random, int, int], dict[str, Any]],
+        *,
+        guess: int,
+        least: int = 1,
+        system: str = "",
+        exact: bool = False,
+    ) -> Callable[[int], dict[str, Any]]:
+        """Return what makes row `index` as large as `tokens` allow, the answer included.
+
+        Args:
+            tokenizer: Counts.
+            tokens: Length of the whole prompt and the answer.
+            seed: Same seed, same rows.
+            row: From a random stream, a row's index and a size to a row.
+            guess: Size to look at first, see `largest`.
+            least: Smallest size.
+            system: The task's system turn.
+            exact: Leave no token unused in very long prompts either, which are searched longer.
+        """
+        count, around = counter(tokenizer), frame_tokens(self, tokenizer, system) + self.max_new_tokens
+        close = tokens // 2000 if tokens > _LONG and not exact else 0
+
+        def make(index: int) -> dict[str, Any]:
+            def at(size: int) -> dict[str, Any]:
+                return row(random.Random(f"{self.name}/{seed}/{tokens}/{index}"), index, size)
+
+            def cost(size: int) -> int:
+                (sample,) = self.read(index, "", at(size))
+                return count(sample.content + sample.lead) + around
+
+            what = f"a row of {self.name}"
+            return at(largest(cost, tokens, least=least, guess=guess, what=what, close=close))
+
+        return make
 
     def sampler(
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None = None
@@ -83,7 +127,7 @@ class RowMaker(PublishedTask):
 
     def is_here(self, folders: Sequence[str]) -> bool:
         """Return whether a local copy has the task's rows."""
-        spots = [spot.partition("!")[0] for spot in places(self)]
+        spots = [spot.partition("!")[0] for spot in candidates(self)]
         return any((Path(folder).expanduser() / spot).is_file() for folder in folders for spot in spots)
 
     def _source(self, tokenizer: Any, tokens: int, folders: Sequence[str] | None) -> Path | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.retrieval import all_contained, any_contained
-from locret.data.tasks.published.row_maker import RowMaker, counter, frame_tokens, largest
-from locret.data.tasks.ruler.draft import Draft, Kind, Setting
+from locret.data.tasks.published.row_maker import RowMaker, counter, frame_tokens
+from locret.data.tasks.ruler.draft import Kind, Setting
 from locret.data.tasks.ruler.vocabulary import vocabulary
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of
@@ -48,8 +48,7 @@ class RulerTask(RowMaker):
         """Return what makes row `index`; see `RowMaker.maker`."""
         if tokens is None:
             raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 4096")
-        count = counter(tokenizer)
-        around = frame_tokens(self, tokenizer) + self.max_new_tokens
+        count, around = counter(tokenizer), frame_tokens(self, tokenizer) + self.max_new_tokens
         draft, form = self.kind.drafter(
             Setting(
                 count=count,
@@ -60,33 +59,21 @@ class RulerTask(RowMaker):
                 data_dir=data_dir,
             )
         )
-        guess = max(1, tokens // self.kind.unit)
 
-        def make(index: int) -> dict[str, Any]:
-            def at(size: int) -> Draft:
-                return draft(random.Random(f"{self.name}/{seed}/{tokens}/{index}"), index, size)
+        def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
+            found = draft(rng, index, size)
+            made = {"index": index, "input": found.prompt, "outputs": list(found.outputs)}
+            made |= {"answer_prefix": found.prefix} | ({"depths": list(found.depths)} if found.depths else {})
+            return made | ({"form": form} if form else {})
 
-            def cost(size: int) -> int:
-                found = at(size)
-                return count(found.prompt + found.prefix) + around
+        guess, least = max(1, tokens // self.kind.unit), self.kind.least
+        make = self.filled(tokenizer, tokens, seed, row, guess=guess, least=least)
 
-            close = tokens // 2000 if tokens > 100_000 else 0
-            size = largest(cost, tokens, least=self.kind.least, guess=guess, what=f"a row of {self.name}", close=close)
-            found = at(size)
-            row = {
-                "index": index,
-                "input": found.prompt,
-                "outputs": list(found.outputs),
-                "length": cost(size),
-                "answer_prefix": found.prefix,
-            }
-            if found.depths:
-                row["depths"] = list(found.depths)
-            if form:
-                row["form"] = form
-            return row
+        def whole(index: int) -> dict[str, Any]:
+            made = make(index)
+            return made | {"length": count(made["input"] + made["answer_prefix"]) + around}
 
-        return make
+        return whole
 
     def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return the sample of a row of either layout. `index` of the row is no row number: the newer generator
