@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,39 @@ from typing import Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.retrieval import all_contained, any_contained
 from locret.data.tasks.published.row_maker import RowMaker, counter, frame_tokens
-from locret.data.tasks.ruler.draft import Kind, Setting
-from locret.data.tasks.ruler.vocabulary import vocabulary
+from locret.data.tasks.ruler.vocabulary import Vocabulary, vocabulary
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A prompt without its length: `RulerTask` looks for the size that fills it."""
+
+    prompt: str
+    prefix: str
+    """How the answer begins."""
+    outputs: tuple[str, ...]
+    depths: tuple[float, ...] = ()
+    """Where each fact is, from 0 to 1 of the haystack's sentences or lines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all rows of a task share."""
+
+    count: Callable[[str], int]
+    """Tokens of a text."""
+    words: Vocabulary
+    tokens: int
+    """Length of prompt and answer together."""
+    answer_tokens: int
+    seed: int
+    data_dir: Path | None
+
+
+Drafter = Callable[[random.Random, int, int], Draft]
+"""From a random stream, a row's number and a size to a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +58,17 @@ class RulerTask(RowMaker):
 
     settable: ClassVar[tuple[str, ...]] = (*RowMaker.settable, "chat", "words")
 
-    kind: Kind
-    match: Literal["all", "part"] = "all"
+    opening: ClassVar[str]
+    """The first words of how the answer begins, by which the older layout is split."""
+    unit: ClassVar[int]
+    """Tokens that size 1 costs, roughly: where to look first."""
+    least: ClassVar[int]
+    """The smallest size that makes sense."""
+    match: ClassVar[Literal["all", "part"]] = "all"
+    """Whether all references count, or any is enough."""
+
+    metric: str = "string match, all"
+    source: str = "RULER (arXiv 2404.06654), NVIDIA/RULER"
     words: str = "own"
     """Where keys and words come from: "own", or "wonderwords" (RULER's lists; needs that package)."""
 
@@ -37,10 +76,13 @@ class RulerTask(RowMaker):
         super().__post_init__()
         vocabulary(self.words)
 
-    @property
-    def single_needle(self) -> bool:
-        """Whether it hides one needle."""
-        return self.name.startswith("ruler/niah_single_")
+    @abstractmethod
+    def drafter(self, setting: Setting) -> tuple[Drafter, str]:
+        """Return what writes a prompt of a size, and which of several forms it has, in a word or two.
+
+        Raises:
+            ValueError: If a source text is missing.
+        """
 
     def maker(
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
@@ -49,7 +91,7 @@ class RulerTask(RowMaker):
         if tokens is None:
             raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 4096")
         count, around = counter(tokenizer), frame_tokens(self, tokenizer) + self.max_new_tokens
-        draft, form = self.kind.drafter(
+        draft, form = self.drafter(
             Setting(
                 count=count,
                 words=vocabulary(self.words),
@@ -66,7 +108,7 @@ class RulerTask(RowMaker):
             made |= {"answer_prefix": found.prefix} | ({"depths": list(found.depths)} if found.depths else {})
             return made | ({"form": form} if form else {})
 
-        guess, least = max(1, tokens // self.kind.unit), self.kind.least
+        guess, least = max(1, tokens // self.unit), self.least
         make = self.filled(tokenizer, tokens, seed, row, guess=guess, least=least)
 
         def whole(index: int) -> dict[str, Any]:
@@ -86,9 +128,9 @@ class RulerTask(RowMaker):
         if "answer_prefix" in record:
             lead = text_of(record, place, "answer_prefix")
         else:
-            start = content.rfind(self.kind.lead)
+            start = content.rfind(self.opening)
             if start < 0:
-                detail = f"has a field 'input' that does not end with how an answer begins ({self.kind.lead!r} ...)"
+                detail = f"has a field 'input' that does not end with how an answer begins ({self.opening!r} ...)"
                 raise BadRow(place, "no answer prefix", detail)
             content, lead = content[:start], content[start:]
         said = outputs if self.match == "all" else outputs[:1]
