@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from locret.data.tasks.ruler.counting import CommonWords, FrequentWords
@@ -13,7 +14,7 @@ from locret.data.tasks.ruler.tracking import Tracking
 __all__ = ["TASKS", "RulerTask"]
 
 # Tokens to generate, and what is asked, in the order of the report.
-_TASKS = {
+_TASKS: dict[str, tuple[int, Callable[..., RulerTask]]] = {
     "niah_single_1": (128, partial(Needles, haystack="noise")),
     "niah_single_2": (128, partial(Needles, haystack="essay")),
     "niah_single_3": (128, partial(Needles, haystack="essay", value="uuid")),
@@ -29,6 +30,5 @@ _TASKS = {
     "qa_2": (32, partial(Questions, dataset="hotpotqa")),
 }
 TASKS: tuple[RulerTask, ...] = tuple(
-    make(name=f"ruler/{name}", max_new_tokens=new, file=f"4096/{name}.jsonl")
-    for name, (new, make) in _TASKS.items()
+    make(name=f"ruler/{name}", max_new_tokens=new, file=f"4096/{name}.jsonl") for name, (new, make) in _TASKS.items()
 )
