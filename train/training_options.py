@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args, get_type_hints
 
-from locret.data.tasks.published.base import MAX_ROW_BYTES
+from locret.data.training.json_rows import MAX_ROW_BYTES
 from locret.data.training.row_order import SHUFFLE_BUFFER
 from locret.policy.policy import RetentionPolicy
 

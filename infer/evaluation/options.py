@@ -8,22 +8,16 @@ from typing import Any
 
 from locret.data import tasks
 from locret.data.tasks import Task
-from locret.data.tasks import published as benchmarks
-from locret.data.tasks.published import PublishedTask, suites
+from locret.data.tasks.published import suites
 from locret.data.training.chat import TEMPLATES
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.methods import Method
 from locret.infer.options import ModelOptions
-from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import resolve
 
 Numbers = int | str | list[int]
 Names = str | list[str]
-
-
-SAMPLES = 100
-"""Samples of a generated task per length, if the user does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +105,7 @@ class EvalOptions(PublishedOptions):
         suite = self.chosen_suite()
         return numbers(self.lengths if suite is None or suite.tokens is None else suite.tokens, "--lengths")
 
-    def chosen_tasks(self) -> list[Task | PublishedTask]:
+    def chosen_tasks(self) -> list[Task]:
         """Return the tasks with their options.
 
         Raises:
@@ -119,7 +113,7 @@ class EvalOptions(PublishedOptions):
         """
         suite = self.chosen_suite()
         names = words(self.tasks, "--tasks") if suite is None else suite.tasks
-        return [_task(name, self.task_options.get(name, {})) for name in names]
+        return [tasks.get(name, **self.task_options.get(name, {})) for name in names]
 
     def chosen_methods(self) -> list[Method]:
         """Return the methods.
@@ -233,14 +227,6 @@ class ReportOptions:
 
 
 OPTION_CLASSES = (ModelOptions, EvalOptions, BudgetOptions, ReportOptions)
-
-
-def _task(name: str, options: dict[str, Any]) -> Task | PublishedTask:
-    known = tasks.names()
-    if "/" not in name and name not in known:
-        near = nearest(name, [*known, *benchmarks.names()]) or known
-        raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')
-    return (benchmarks if "/" in name else tasks).get(name, **options)
 
 
 def numbers(value: Numbers, flag: str) -> list[int]:

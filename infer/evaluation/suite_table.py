@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from locret.data.tasks.published.published_rows import PublishedRow
-from locret.data.tasks.published.suites import Suite
+from locret.data.tasks.published.suites import PublishedRow, Suite
 
 _CLOSE = 0.1
 """Points by which a printed average may differ from its cells: they are rounded to one or two places."""

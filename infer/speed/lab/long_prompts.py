@@ -19,10 +19,10 @@ from typing import Any
 
 from locret import RetentionPolicy
 from locret.cli import parse_options, print_json, run
-from locret.data.tasks.published.haystack_stream import LongPrompt, stream_needle, stream_number
 from locret.environment import versions
 from locret.infer import loading
 from locret.infer.options import GenerationOptions, ModelOptions, ScorerOptions
+from locret.infer.speed.lab.streamed_prompts import LongPrompt, stream_needle, stream_number
 from locret.policy.resolve import resolve_options
 
 KINDS = ("needle", "needle-passkey", "number", "passkey")

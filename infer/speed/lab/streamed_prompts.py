@@ -15,10 +15,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from locret.data.tasks.published.generated import counter
-from locret.data.tasks.published.haystacks import NOISE_LINE, essay_sentences
 from locret.data.tasks.published.infinitebench_generated import TASKS, draw_answer, needle_line, question
 from locret.data.tasks.published.niah import ANSWER, NEEDLE, QUESTION, SYSTEM
+from locret.data.tasks.published.row_maker import counter
+from locret.data.text.essays import NOISE_LINE, essay_sentences
 from locret.data.text.text_stream import token_stream
 from locret.data.training.chat import leading_special_ids, render_prompt
 
@@ -98,7 +98,7 @@ def stream_needle(
             joins tokens across blocks makes the prompt a little shorter.
         depth: Where the needle is, from 0 (start) to 1 (end), in tokens.
         seed: Same seed, same prompt.
-        data_dir: Where the essays lie, see `haystacks.read_essays`; filler if None.
+        data_dir: Where the essays lie, see `essays.read_essays`; filler if None.
         template: "chat", "original" or "none", as in `locret.data.training.chat`.
         passkey: Hide a pass key instead of the sandwich.
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from locret.data.tasks.metrics.retrieval import any_contained
-from locret.data.tasks.published.base import Item
-from locret.data.tasks.published.generated import GeneratedTask, counter, frame_tokens, largest
-from locret.data.tasks.published.records import text_of, texts_of
+from locret.data.tasks.published.row_maker import RowMaker
+from locret.data.tasks.task import Sample
+from locret.data.training.json_rows import text_of, texts_of
 
 SIZES = (40, 50, 60, 70, 80, 90, 100, 140, 180, 200)
 """Entries of the published rows, in turn."""
@@ -37,10 +37,10 @@ _PROMPT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoStageTask(GeneratedTask):
+class TwoStageTask(RowMaker):
     """The one task of 2StageRetr."""
 
-    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "chat", "lead")
+    settable: ClassVar[tuple[str, ...]] = (*RowMaker.settable, "chat", "lead")
 
     lead: str = ""
     """What is put into the model's mouth."""
@@ -49,36 +49,23 @@ class TwoStageTask(GeneratedTask):
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
     ) -> Callable[[int], dict[str, Any]]:
         """Return what makes row `index`; without `tokens` sizes are the published ones. No source texts are needed."""
-        count = counter(tokenizer)
-        around = frame_tokens(self, tokenizer) + count(self.lead) + self.max_new_tokens
-        guess = SIZES[0]
+        if tokens is None:
+            return lambda i: _row(random.Random(f"{self.name}/{seed}/{tokens}/{i}"), SIZES[i % len(SIZES)])
 
-        def make(index: int) -> dict[str, Any]:
-            def at(size: int) -> dict[str, Any]:
-                return _row(random.Random(f"{self.name}/{seed}/{tokens}/{index}"), size)
+        def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
+            return _row(rng, size)
 
-            if tokens is None:
-                return at(SIZES[index % len(SIZES)])
-            size = largest(
-                lambda size: count(at(size)["prompt"]) + around,
-                tokens,
-                least=1,
-                guess=guess,
-                what=f"a row of {self.name}",
-            )
-            return at(size)
+        return self.filled(tokenizer, tokens, seed, row, guess=SIZES[0], exact=True)
 
-        return make
-
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
-        """Return the item of a row.
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+        """Return the sample of a row.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type.
         """
         answers = texts_of(record, place, "answers")
         return [
-            Item(
+            Sample(
                 id=str(index),
                 content=text_of(record, place, "prompt"),
                 targets=answers,
@@ -87,9 +74,9 @@ class TwoStageTask(GeneratedTask):
             )
         ]
 
-    def score(self, prediction: str, item: Item) -> float:
+    def score(self, prediction: str, sample: Sample) -> float:
         """Return 1 if the colour is in the answer, in any case. Guessing scores 1/23."""
-        return any_contained(prediction, item.targets)
+        return any_contained(prediction, sample.targets)
 
 
 def _row(rng: random.Random, size: int) -> dict[str, Any]:
@@ -108,7 +95,5 @@ TASKS = (
         max_new_tokens=200,
         chat=True,
         file="2stage.jsonl",
-        repo="",
-        revision="",
     ),
 )
