@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.environment import source_commit
+from locret.files import write_text
 
 RECORD, LOG, TENSORBOARD, CHECKPOINTS = "run.json", "log.jsonl", "tensorboard", "checkpoint-*"
 DROPPED = "dropped_rows.json"
@@ -85,21 +86,14 @@ def prepare(folder: Path, record: Mapping[str, Any], *, overwrite: bool) -> None
             for path in (path for pattern in _OURS for path in folder.glob(pattern)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / RECORD, record)
     except OSError as error:
-        raise type(error)(
-            f"--output {folder} cannot be written ({error.strerror or error}); make room or choose another folder"
-        ) from error
+        raise type(error)(f"--output {folder} cannot be written ({error.strerror}); choose another folder") from error
+    write_json(folder / RECORD, record)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a JSON file that appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        temporary.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def run_record(config: Mapping[str, Any], processes: int, device: str) -> dict[str, Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from locret.files import visible, written_whole
 
 RECORD = "training.json"
 CARD = """---
@@ -56,19 +57,15 @@ def check_output(output: str, overwrite: bool) -> None:
 def save(
     output: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], card: str
 ) -> None:
-    """Write model, tokenizer, `training.json` and model card; the folder appears whole or not at all."""
-    target = Path(output).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
-        fresh, old = Path(temporary, "fresh"), Path(temporary, "old")
+    """Write model, tokenizer, `training.json` and model card; `config.json` appears last, and each file whole."""
+    with written_whole(output, parents=True, last="config.json") as fresh:
         model.save_pretrained(fresh)
-        (fresh / "model.safetensors").chmod(0o644)  # written readable by its owner only
         tokenizer.save_pretrained(fresh)
         (fresh / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         (fresh / "README.md").write_text(card, encoding="utf-8")
-        if target.exists():
-            os.replace(target, old)
-        os.replace(fresh, target)
+        written = visible(fresh)
+    for stale in set(visible(Path(output))) - {*written}:  # of the backbone that was here before
+        Path(output, stale).unlink()
 
 
 def model_card(model: LlamaForCausalLM, record: dict[str, Any]) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from locret.environment import versions
-from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts, write_atomically
+from locret.files import write_text
+from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts
 
 CONFIGURATION = "configuration.json"
 VERSIONS = "versions"
@@ -79,7 +80,7 @@ def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> Sa
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise OSError(f"--output {output} cannot be written ({error.strerror}); choose another folder") from error
-    write_atomically(folder / CONFIGURATION, json.dumps({**settings, VERSIONS: [versions()]}, indent=1) + "\n")
+    write_text(folder / CONFIGURATION, json.dumps({**settings, VERSIONS: [versions()]}, indent=1) + "\n")
     return log
 
 
@@ -109,7 +110,7 @@ def _add_versions(folder: Path, log: SampleLog) -> None:
         )
     state = folder / CONFIGURATION
     stored = json.loads(state.read_text(encoding="utf-8"))
-    write_atomically(state, json.dumps({**stored, VERSIONS: [*before, here]}, indent=1) + "\n")
+    write_text(state, json.dumps({**stored, VERSIONS: [*before, here]}, indent=1) + "\n")
 
 
 def _versions_of_results(folder: Path) -> dict[str, str]:

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from locret import __version__
 from locret.cli import print_json
+from locret.files import write_text
 from locret.infer.speed.shapes import SHAPES, random_model
 
 K = TypeVar("K")
@@ -129,6 +130,6 @@ def write(record: dict[str, Any], page: str, output: str | None) -> None:
         print_json(record)
         return
     base = Path(output)
-    base.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    base.with_suffix(".md").write_text(page)
+    write_text(base.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    write_text(base.with_suffix(".md"), page)
     sys.stderr.write(f"wrote {base.with_suffix('.json')} and {base.with_suffix('.md')}\n")

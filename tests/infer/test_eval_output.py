@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -111,21 +110,6 @@ def test_a_line_that_was_cut_off_is_dropped_and_the_next_one_stands_alone(cut: i
     assert [one["index"] for one in again.records] == [0, 1]
     again.append(record(index=2))
     assert log.path.read_bytes() == whole
-
-
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "results.json"
-    path.write_text("old")
-
-    def full(self: Path, *_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match=r"results.json cannot be written \(No space left on device\); free some space"):
-        records.write_atomically(path, "new")
-    monkeypatch.undo()
-    assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_a_full_disk_stops_with_one_sentence_and_the_run_goes_on_later(
