@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from locret.files import write_text
+from locret.files import locked, write_text
 
 TRAIN, EVALUATE = "locret.train.command", "locret.infer.evaluation.command"
 REFERENCES = "references"
@@ -168,13 +168,14 @@ def command(argv: Sequence[str] | None = None) -> int:
 
         sys.stdout.write(yaml.safe_dump({name: options.recipe(name) for name in options.chosen()}, sort_keys=False))
         return 0
-    _remember(Path(options.output) / "evaluation.yaml", options.evaluation, "the evaluation")
-    for name in options.chosen():
-        _train(options, name)
-        _evaluate(options, name, ["locret"], heads=Path(options.output) / name)
-    if options.with_references():
-        _evaluate(options, REFERENCES, options.references, heads=None)
-    write_table(options)
+    with locked(options.output, f"--output {options.output}"):
+        _remember(Path(options.output) / "evaluation.yaml", options.evaluation, "the evaluation")
+        for name in options.chosen():
+            _train(options, name)
+            _evaluate(options, name, ["locret"], heads=Path(options.output) / name)
+        if options.with_references():
+            _evaluate(options, REFERENCES, options.references, heads=None)
+        write_table(options)
     return 0
 
 

@@ -45,9 +45,10 @@ def check_output(output: str, overwrite: bool) -> None:
     target = Path(output)
     if target.is_file():
         raise ValueError(f"output={output} is a file; name a folder")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
+    content = visible(target)
+    if content and not overwrite:
         raise ValueError(f"output={output} is not empty; choose another folder, or add --overwrite to replace it")
-    if target.is_dir() and any(target.iterdir()) and not (target / RECORD).is_file():
+    if content and not (target / RECORD).is_file():
         raise ValueError(f"output={output} holds something else than a trained backbone; choose another folder")
     parent = next(folder for folder in target.absolute().parents if folder.exists())
     if not os.access(parent, os.W_OK):

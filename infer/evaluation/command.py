@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.cli import parse_options, print_json, run
+from locret.files import locked
 from locret.infer.warning_lines import warnings_as_lines
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(processes: Processes, arguments: list[str]) -> None:
-    from locret.infer.evaluation import folder_lock, job
+    from locret.infer.evaluation import job
     from locret.infer.evaluation.options import OPTION_CLASSES
 
     with processes.together():
@@ -71,7 +72,7 @@ def _command(processes: Processes, arguments: list[str]) -> None:
         with ExitStack() as held:
             with processes.together():
                 if processes.is_main:
-                    held.enter_context(folder_lock.locked(report.output))
+                    held.enter_context(locked(report.output, f"--output {report.output}"))
             _execute(prepared)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.environment import versions
-from locret.files import write_text
+from locret.files import visible, write_text
 from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts
 
 CONFIGURATION = "configuration.json"
@@ -32,7 +32,7 @@ def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwri
     folder = Path(output)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {output} is a file; name a folder")
-    if not _held(folder):
+    if not visible(folder):
         return
     state = folder / CONFIGURATION
     if not state.is_file():
@@ -128,8 +128,3 @@ def _pictures(folder: Path) -> list[str]:
         return [Path(str(name)).name for name in named]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-
-
-def _held(folder: Path) -> list[str]:
-    """Return what is in a folder, but for what a killed process was about to write."""
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []

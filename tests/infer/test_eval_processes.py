@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from eval_runs import cells, environment, finish, records, start
 
-from locret.infer.evaluation import folder_lock, processes
+from locret.files import locked
+from locret.infer.evaluation import processes
 from locret.infer.evaluation.records import PART, SampleLog, key
 from locret.infer.evaluation.runner import plan_places
 
@@ -160,26 +161,8 @@ def test_a_merge_that_is_interrupted_loses_nothing(tmp_path: Path, monkeypatch: 
 
 
 def test_a_folder_is_written_by_one_command_at_a_time(line: tuple[object, ...], tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "out"
-    with folder_lock.locked(str(out)):
-        code, _, err = finish(start(1, *line, "--output", out))
-        assert code == 2
-        assert f"is being written by process {os.getpid()} on" in err
-        assert "wait until it ends, or choose another folder" in err
-    assert list(tmp_path.iterdir()) == []  # what the lock had made is gone with it
-    with folder_lock.locked(str(out)):
-        (out / "kept").write_text("")
-    assert [path.name for path in out.iterdir()] == ["kept"]
-
-
-def test_the_lock_of_a_killed_process_holds_nobody_back(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    code = (
-        "import sys, os, signal; from locret.infer.evaluation.folder_lock import locked\n"
-        "with locked(sys.argv[1]):\n    os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(out)], env=environment(), check=False)
-    assert (out / folder_lock.LOCK).read_text().startswith("process ")
-    with folder_lock.locked(str(out)):
-        pass
-    assert list(out.iterdir()) == []
+    with locked(tmp_path / "out", "--output"):
+        code, _, err = finish(start(1, *line, "--output", tmp_path / "out"))
+    assert code == 2
+    assert f"is being written by process {os.getpid()} on" in err
+    assert list(tmp_path.iterdir()) == []
