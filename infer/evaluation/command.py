@@ -42,8 +42,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         return 0
     from locret.infer.evaluation import processes
 
-    own = processes.from_environment()
-    with own.joined():
+    with processes.joined() as own:
         _command(own, arguments)
     return 0
 

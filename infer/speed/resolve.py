@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 
 from locret import RetentionPolicy, scorers
@@ -14,7 +15,7 @@ from locret.infer import loading
 from locret.infer.chunk_size import LARGEST
 from locret.infer.options import ModelOptions, ScorerOptions
 from locret.infer.sizing import AUTO
-from locret.infer.speed import methods, resident
+from locret.infer.speed import methods
 from locret.infer.speed.chunk_for_all import with_chosen_chunk
 from locret.infer.speed.options import BenchOptions
 from locret.infer.speed.peers import PEERS, find_pythons
@@ -164,9 +165,10 @@ def _check_compiled(plan: BenchPlan) -> None:
 
 def _check_memory(plan: BenchPlan, method: methods.BenchMethod, length: int) -> None:
     # A GPU says that it is out of memory; a system that is kills the process.
-    has = None if plan.device is None or plan.device.type != "cpu" else resident.installed_bytes()
-    planned = plan.planned_bytes(method, length)
-    if has is not None and (needed := planned.weights + planned.cache) > has:
+    if plan.device is None or plan.device.type != "cpu":
+        return
+    has, planned = psutil.virtual_memory().total, plan.planned_bytes(method, length)
+    if (needed := planned.weights + planned.cache) > has:
         raise ValueError(
             f"--methods {method.name} at {length:,} tokens needs {needed / 2**30:,.1f} GiB of weights and cache, but "
             f"this machine has {has / 2**30:,.1f}; leave it out, or take a smaller --shape or --lengths"

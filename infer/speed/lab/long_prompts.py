@@ -9,8 +9,6 @@ what the prompt and its cache cost. Without reading, only the stream is made and
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +18,7 @@ from typing import Any
 from locret import RetentionPolicy
 from locret.cli import parse_options, print_json, run
 from locret.data.tasks.published.haystack_stream import LongPrompt, stream_needle, stream_number
-from locret.environment import versions
+from locret.environment import peak_resident_bytes, versions
 from locret.infer import loading
 from locret.infer.options import GenerationOptions, ModelOptions, ScorerOptions
 
@@ -80,12 +78,6 @@ class _Counted:
             self.tokens += len(block)
             self.longest = max(self.longest, len(block))
             yield block
-
-
-def peak_resident_bytes() -> int:
-    """Return the most bytes of memory that this process ever held."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def make(options: LongPromptOptions, tokenizer: Any) -> dict[str, Any]:
