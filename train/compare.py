@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.files import locked, write_text
+from locret.tables import markdown
 
 TRAIN, EVALUATE = "locret.train.command", "locret.infer.evaluation.command"
 REFERENCES = "references"
@@ -139,11 +140,11 @@ def _grid(
 
     numbers = {name: [mean(s, parts) for parts in columns.values()] for name, s in {**lines, **references}.items()}
     best = [max((numbers[name][i] or 0.0 for name in lines), default=None) for i in range(len(columns))]
-    text = [f"| heads | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
+    rows = []
     for name, values in numbers.items():
         shown = [_show(value, name in lines and value == top) for value, top in zip(values, best, strict=True)]
-        text.append(f"| {name} | {' | '.join(shown)} |")
-    return "\n".join(text) + "\n"
+        rows.append([name, *shown])
+    return "\n".join(markdown(["heads", *columns], rows)) + "\n"
 
 
 def _show(value: float | None, bold: bool) -> str:

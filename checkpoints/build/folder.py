@@ -10,6 +10,7 @@ from typing import Any
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from locret.files import visible, written_whole
+from locret.tables import markdown
 
 RECORD = "training.json"
 CARD = """---
@@ -96,8 +97,9 @@ def accuracy(exact: dict[str, dict[str, float]], samples: int) -> str:
     lines = [
         f"Exact answers with full attention, greedy decoding, {samples} fresh samples a cell, needles at even depths:",
         "",
-        f"| task | {' | '.join(f'{int(length):,} tokens' for length in lengths)} |",
-        f"| --- |{' --- |' * len(lengths)}",
-        *(f"| {task} | {' | '.join(f'{share:.0%}' for share in row.values())} |" for task, row in exact.items()),
+        *markdown(
+            ["task", *(f"{int(length):,} tokens" for length in lengths)],
+            ([task, *(f"{share:.0%}" for share in row.values())] for task, row in exact.items()),
+        ),
     ]
     return "\n".join(lines) + "\n"

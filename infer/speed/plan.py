@@ -13,6 +13,7 @@ from locret.infer.chunk_size import ChunkChoice
 from locret.infer.speed.cost import Cost, Pass, Sizes, cost, sizes_of
 from locret.infer.speed.methods import BenchMethod, Bounded
 from locret.policy.policy import RetentionPolicy
+from locret.tables import markdown
 
 
 @dataclass(frozen=True)
@@ -141,15 +142,15 @@ class BenchPlan:
 
 def plan_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return rows of a plan as a Markdown table."""
-    lines = [
-        "| method | tokens | planned weights | planned cache | prefill TFLOP | decode GB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        planned = row["planned_bytes"]
-        lines.append(
-            f"| {row['method']} | {row['length']:,} | {planned['weights'] / 2**20:,.1f} MiB "
-            f"| {planned['cache'] / 2**20:,.2f} MiB | {row['flops']['prefill'] / 1e12:,.3f} "
-            f"| {row['bytes']['decode'] / 1e9:,.3f} |"
+    cells = (
+        (
+            row["method"],
+            f"{row['length']:,}",
+            f"{row['planned_bytes']['weights'] / 2**20:,.1f} MiB",
+            f"{row['planned_bytes']['cache'] / 2**20:,.2f} MiB",
+            f"{row['flops']['prefill'] / 1e12:,.3f}",
+            f"{row['bytes']['decode'] / 1e9:,.3f}",
         )
-    return lines
+        for row in rows
+    )
+    return markdown(("method", "tokens", "planned weights", "planned cache", "prefill TFLOP", "decode GB"), cells)

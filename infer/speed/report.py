@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from locret.infer.speed.peers import lines as peer_lines
+from locret.tables import markdown
 
 UNKNOWN = "unknown"
 COMPILED = (
@@ -48,24 +49,24 @@ def tables(record: Mapping[str, Any]) -> list[str]:
         "Speed, p20 / p50 / p80. Ratios are medians of ratios within a round: how many times faster than `full`, and "
         "how many times the time of `floor`.",
         "",
-        *_table(_SPEED, [_speed(row) for row in rows]),
+        *markdown(_SPEED, [_speed(row) for row in rows]),
         "",
         *([COMPILED, ""] if record["config"]["compile"] else []),
         "Work done per second, counted from the shape, and its share of what the machine did at best in the same run.",
         "",
         *_machine_lines(record["machine"]),
         "",
-        *_table(_WORK, [_work(row) for row in rows]),
+        *markdown(_WORK, [_work(row) for row in rows]),
         "",
         "Peak memory in MiB, planned and measured. Workspace is all that is neither weights nor cache; process is what "
         "was taken from the system or the device, free blocks included.",
         "",
-        *_table(_MEMORY, [_memory(row) for row in rows]),
+        *markdown(_MEMORY, [_memory(row) for row in rows]),
         "",
     ]
     if record["growth"]:
         lines += ["How prefill seconds grow with the prompt.", ""]
-        lines += [*_table(_GROWTH, [_growth(row) for row in record["growth"]]), ""]
+        lines += [*markdown(_GROWTH, [_growth(row) for row in record["growth"]]), ""]
     if record.get("peers") is not None:
         lines += [*peer_lines(record["peers"])]
     missing = [
@@ -169,11 +170,6 @@ def _setting(record: Mapping[str, Any]) -> list[str]:
 def _origin(record: Mapping[str, Any], command: str) -> list[str]:
     found = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return [f"`{command}`", "", f"{found[:1].upper()}{found[1:]}."]
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    marks = ["---", *["---:"] * (len(heads) - 1)]
-    return ["| " + " | ".join(cells) + " |" for cells in (heads, marks, *rows)]
 
 
 def _three(speed: Row | None, name: str, form: str) -> str:

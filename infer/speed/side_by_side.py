@@ -25,6 +25,7 @@ from locret import __version__
 from locret.cli import print_json
 from locret.files import write_text
 from locret.infer.speed.shapes import SHAPES, random_model
+from locret.tables import markdown
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -103,8 +104,8 @@ def where(options: Any, model: PreTrainedModel) -> dict[str, Any]:
 
 def table(ratios: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the lines of a Markdown table."""
-    rows = [f"| {name} | {r['p20']:.3f} | {r['p50']:.3f} | {r['p80']:.3f} |" for name, r in ratios.items()]
-    return ["| ratio | p20 | p50 | p80 |", "| --- | --- | --- | --- |", *rows]
+    points = ("p20", "p50", "p80")
+    return markdown(("ratio", *points), ([name, *(f"{r[p]:.3f}" for p in points)] for name, r in ratios.items()))
 
 
 def origin(record: Mapping[str, Any], module: str) -> list[str]:

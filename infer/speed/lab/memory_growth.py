@@ -33,6 +33,7 @@ from locret.infer.evaluation.options import words
 from locret.infer.speed.allocations import marked, peak_bytes
 from locret.infer.speed.shapes import CPU_512_HIDDEN_DIM
 from locret.infer.speed.side_by_side import backbone, interleave, origin, quantiles, ratio, table, where, write
+from locret.tables import markdown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,31 +202,31 @@ def to_markdown(record: dict[str, Any]) -> str:
 
 
 def _byte_lines(held: Mapping[str, Mapping[str, int]]) -> list[str]:
-    kinds = list(held["fixed"])
-    lines = [f"| peak KiB (of fixed) | {' | '.join(kinds)} |", "| --- " * (len(kinds) + 1) + "|"]
-    for name, counts in held.items():
-        cells = (f"{counts[kind] / 1024:,.0f} ({counts[kind] / held['fixed'][kind]:.3f})" for kind in kinds)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+    kinds, fixed = list(held["fixed"]), held["fixed"]
+    rows = (
+        [name, *(f"{counts[kind] / 1024:,.0f} ({counts[kind] / fixed[kind]:.3f})" for kind in kinds)]
+        for name, counts in held.items()
+    )
+    return markdown(["peak KiB (of fixed)", *kinds], rows)
 
 
 def _plan_lines(plans: Mapping[str, Mapping[str, Any]]) -> list[str]:
     heads = ["plan", "chunks", "tokens per chunk", "attended", "peak units", "largest matrix", "work (fixed over it)"]
-    lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
-    fixed = plans["fixed"]
+    fixed, rows = plans["fixed"], []
     for name, plan in plans.items():
         attended = plan["attended"][1:-1]
-        cells = [
-            name,
-            plan["chunks"],
-            f"{plan['smallest_chunk']} to {plan['largest_chunk']}",
-            f"{min(attended, default=0)} to {max(attended, default=0)}",
-            plan["peak_units"],
-            f"{plan['largest_matrix']:,} ({plan['largest_matrix'] / fixed['largest_matrix']:.3f})",
-            f"{fixed['work'] / plan['work']:.3f}",
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
+        rows.append(
+            [
+                name,
+                plan["chunks"],
+                f"{plan['smallest_chunk']} to {plan['largest_chunk']}",
+                f"{min(attended, default=0)} to {max(attended, default=0)}",
+                plan["peak_units"],
+                f"{plan['largest_matrix']:,} ({plan['largest_matrix'] / fixed['largest_matrix']:.3f})",
+                f"{fixed['work'] / plan['work']:.3f}",
+            ]
+        )
+    return markdown(heads, rows)
 
 
 def command(argv: Sequence[str] | None = None) -> int:

@@ -26,6 +26,7 @@ from locret.infer.speed.machine import now
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.runs import Setup, make_setup, new_run
 from locret.infer.speed.side_by_side import write
+from locret.tables import markdown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,17 +160,19 @@ def _shares(times: dict[str, float]) -> list[dict[str, Any]]:
 def to_markdown(record: dict[str, Any]) -> str:
     """Return the profile as a page for people."""
     side = "device" if record["device_time"] else "CPU"
-    lines = [
-        f"# Where the time goes: {record['what']}",
-        "",
-        f"| stage | own {side} ms | share |",
-        "| --- | ---: | ---: |",
-    ]
-    lines += [f"| {row['name']} | {row['milliseconds']:,.1f} | {row['share']:.1%} |" for row in record["stages"]]
-    lines += ["", f"| operation | calls | own {side} ms | share |", "| --- | ---: | ---: | ---: |"]
-    for row in record["operations"]:
-        name = f"{row['name']} {row['shapes']}" if "shapes" in row else row["name"]
-        lines.append(f"| `{name}` | {row['calls']:,} | {row['milliseconds']:,.1f} | {row['share']:.1%} |")
+    stages = ([row["name"], f"{row['milliseconds']:,.1f}", f"{row['share']:.1%}"] for row in record["stages"])
+    operations = (
+        [
+            f"`{row['name']} {row['shapes']}`" if "shapes" in row else f"`{row['name']}`",
+            f"{row['calls']:,}",
+            f"{row['milliseconds']:,.1f}",
+            f"{row['share']:.1%}",
+        ]
+        for row in record["operations"]
+    )
+    lines = [f"# Where the time goes: {record['what']}", ""]
+    lines += [*markdown(("stage", f"own {side} ms", "share"), stages), ""]
+    lines += markdown(("operation", "calls", f"own {side} ms", "share"), operations)
     place = record["where"]
     flags = " ".join(
         f"--{name.replace('_', '-')} {value}"

@@ -29,6 +29,7 @@ from locret.infer.speed.resolve import make_plan
 from locret.infer.speed.runs import make_setup
 from locret.infer.speed.side_by_side import interleave, origin, quantiles, ratio, table, where, write
 from locret.labels.labels import check_kind
+from locret.tables import markdown
 
 _PAIRS = {
     "training/forward": ("training", "forward"),
@@ -179,7 +180,7 @@ def to_markdown(record: dict[str, Any]) -> str:
         "planned": "training, as `locret-train --dry-run` plans it",
         "first_step": "the first step: training, gradients, AdamW's state",
     }
-    lines = [f"| {text} | {held[name]:,} | {held[name] / held['layer']:.2f} |" for name, text in names.items()]
+    rows = ([text, f"{held[name]:,}", f"{held[name] / held['layer']:.2f}"] for name, text in names.items())
     shares = record["share_of_matrix_rate"]
     rate = ", ".join(f"{name} {share['p50']:.0%}" for name, share in shares.items())
     return "\n".join(
@@ -188,9 +189,7 @@ def to_markdown(record: dict[str, Any]) -> str:
             "",
             *table(record["ratios"]),
             "",
-            "| bytes above the weights of backbone and heads | bytes | layers |",
-            "| --- | ---: | ---: |",
-            *lines,
+            *markdown(("bytes above the weights of backbone and heads", "bytes", "layers"), rows),
             "",
             f"Operations of the forward pass per second, of the matrix rate measured beside it: {rate} (p50).",
             "",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from locret.infer.speed.peers.tasks import BASELINE, OURS
+from locret.tables import markdown
 
 _HEADS = (
     "side",
@@ -25,7 +26,7 @@ _HEADS = (
 def lines(record: Mapping[str, Any]) -> list[str]:
     """Return the lines of a page's section: what was measured, the table, versions, and what failed."""
     job, rows = record["job"], record["rows"]
-    table = ["| " + " | ".join(_HEADS) + " |", "| --- " * len(_HEADS) + "|", *(_row_line(row) for row in rows)]
+    table = markdown(_HEADS, map(_cells, rows))
     failed = [
         f"* {row['side']} {row['method']}, {row['tokens']:,} tokens: {row['error']}" for row in rows if row["error"]
     ]
@@ -44,10 +45,10 @@ def lines(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _row_line(row: Mapping[str, Any]) -> str:
+def _cells(row: Mapping[str, Any]) -> list[str]:
     seconds, ratios, peaks = row["seconds"], row["ratios"], row["peak_bytes"]
     total = seconds.get("total")
-    cells = [
+    return [
         row["side"],
         row["method"],
         f"{row['tokens']:,}",
@@ -60,7 +61,6 @@ def _row_line(row: Mapping[str, Any]) -> str:
         f"{ratios['allocated']:.2f}" if "allocated" in ratios else "unknown",
         _mib(peaks["process"]),
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def _mib(size: int | None) -> str:
