@@ -13,8 +13,8 @@ from locret.backbone.adapters import describe
 from locret.cache.limits import Limits, planned_bytes
 from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
-from locret.infer.loading import resolve_policy
 from locret.infer.options import PolicyOptions
+from locret.loading import resolve_policy
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
 from locret.policy.schedule import Schedule
 from locret.scorers import RetainingHeadScorer, Scorer

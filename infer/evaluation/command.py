@@ -110,8 +110,8 @@ def _execute(job: Job) -> None:
 
 def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     """Return the loaded backbone with what belongs to it, all settings, and whether pictures can be drawn."""
+    from locret import loading
     from locret.heads.fingerprint import weight_fingerprint
-    from locret.infer import loading
     from locret.infer.evaluation import output_folder
     from locret.infer.evaluation.methods import Setup
     from locret.infer.evaluation.published import tokenizer_facts

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
+from locret import loading
 from locret.data.tasks import Task
-from locret.infer import loading
 from locret.infer.evaluation import output_folder, published, runner
 from locret.infer.evaluation.options import SAMPLES, BudgetOptions, EvalOptions, ReportOptions
 from locret.infer.evaluation.processes import Processes
 from locret.infer.evaluation.published import PublishedPlan
 from locret.infer.evaluation.runner import AnyPlace, Run
-from locret.infer.options import ModelOptions, ScorerOptions
+from locret.infer.options import ModelOptions
 from locret.infer.recency_warning import warn_of_recency
+from locret.load_options import ScorerOptions
 from locret.policy.policy import RetentionPolicy
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from locret.infer.options import DTYPES
+from locret.load_options import DTYPES
 from locret.policy.budget import parse_bytes
 
 Numbers = int | str | list[int | str]

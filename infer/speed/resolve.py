@@ -9,11 +9,10 @@ from typing import Any
 import psutil
 import torch
 
-from locret import RetentionPolicy, scorers
+from locret import RetentionPolicy, loading, scorers
 from locret.cache.compiled_step import obstacle
-from locret.infer import loading
 from locret.infer.chunk_size import LARGEST
-from locret.infer.options import ModelOptions, ScorerOptions
+from locret.infer.options import ModelOptions
 from locret.infer.sizing import AUTO
 from locret.infer.speed import methods
 from locret.infer.speed.chunk_for_all import with_chosen_chunk
@@ -21,6 +20,7 @@ from locret.infer.speed.options import BenchOptions
 from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
+from locret.load_options import ScorerOptions
 from locret.policy.policy import stabilizers_within
 
 

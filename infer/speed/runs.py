@@ -147,7 +147,7 @@ def make_setup(plan: BenchPlan) -> Setup:
     Raises:
         ValueError: If weights are missing or broken, or heads do not fit.
     """
-    from locret.infer import loading
+    from locret import loading
     from locret.infer.speed.resolve import model_options
 
     assert plan.device is not None

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
-from locret.infer import chunk_size, loading
-from locret.infer.loading import _cpu_multiplies_bfloat16
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, loading, prefill
+from locret.infer import chunk_size
 from locret.infer.speed.allocations import peak_bytes
+from locret.loading import _cpu_multiplies_bfloat16
 
 Infer = Callable[..., Any]
 

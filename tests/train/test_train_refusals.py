@@ -33,7 +33,7 @@ BAD_OPTIONS = [
     (["--dataset=LongAlpcaa"], "did you mean LongAlpaca"),
     (["--dataset=nowhere/rows.json"], "--dataset nowhere/rows.json: no such file or folder; check the path"),
     (["--data-dir=nowhere"], "--data-dir nowhere is not a folder"),
-    (["--model=no/such/model"], "--model no/such/model cannot be loaded"),
+    (["--model=no/such/model"], "--model no/such/model: there is no such folder; give"),
     (["--max-tokens=10"], "no row can be trained on (6 longer than --max-tokens 10); choose another data set"),
     (["--min-tokens=100"], "no row can be trained on (6 shorter than --min-tokens 100); choose another data set"),
     (["--min-tokens=10", "--max-tokens=9"], "--min-tokens 10 is above --max-tokens 9; no row fits"),
@@ -42,7 +42,7 @@ BAD_OPTIONS = [
         "--split train[:3] selects rows, which --streaming cannot; drop one of them",
     ),
     (["--answers=all", "--label-source=reconstruction"], "--answers all changes nothing with --label-source"),
-    (["--adapter=no/such/adapter"], "--adapter no/such/adapter cannot be loaded"),
+    (["--adapter=no/such/adapter"], "--adapter no/such/adapter cannot be put on --model"),
     (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
     (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint"),
 ]

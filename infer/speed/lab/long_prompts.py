@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from locret import RetentionPolicy
+from locret import RetentionPolicy, loading
 from locret.cli import parse_options, print_json, run
 from locret.data.tasks.published.haystack_stream import LongPrompt, stream_needle, stream_number
 from locret.environment import peak_resident_bytes, versions
-from locret.infer import loading
-from locret.infer.options import GenerationOptions, ModelOptions, ScorerOptions
+from locret.infer.options import GenerationOptions, ModelOptions
+from locret.load_options import ScorerOptions
 
 KINDS = ("needle", "needle-passkey", "number", "passkey")
 

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from locret import RetentionCache, RetentionPolicy
+from locret import RetentionCache, RetentionPolicy, loading
 from locret.cli import parse_options, print_json, run
 from locret.data.tasks.published import rock_paper_scissors as game
 from locret.data.tasks.published.game_session import ModelPlayer
 from locret.data.tasks.published.records import read_records
 from locret.environment import versions
-from locret.infer import loading
-from locret.infer.options import ModelOptions, ScorerOptions
+from locret.infer.options import ModelOptions
+from locret.load_options import ScorerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
