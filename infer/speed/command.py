@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret.cli import parse_options, print_json, run
 from locret.files import write_text
-from locret.infer.speed.options import OPTION_CLASSES, BenchOptions, BenchOutput
+from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
 from locret.infer.warning_lines import warnings_as_lines
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from locret.infer.chunk_size import LARGEST
 from locret.infer.options import ModelOptions
 from locret.infer.sizing import AUTO
 from locret.infer.speed import methods
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.chunk_for_all import with_chosen_chunk
-from locret.infer.speed.options import BenchOptions
 from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
@@ -111,7 +111,8 @@ def _policy(options: BenchOptions, preset: Preset, chunk_size: int) -> Retention
     stabilizers = value("stabilizers")
     if options.stabilizers is None and budget < preset.budget:  # a smaller budget takes its share with it
         stabilizers = stabilizers_within(budget, stabilizers)
-    return RetentionPolicy(budget=budget, chunk_size=chunk_size, stabilizers=stabilizers, local_len=value("local_len"))
+    numbers = {"budget": budget, "chunk_size": chunk_size, "stabilizers": stabilizers, "local_len": value("local_len")}
+    return RetentionPolicy(**numbers, **({} if options.min_chunk is None else {"min_chunk": options.min_chunk}))
 
 
 def _peers(options: BenchOptions) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ import torch
 from locret import RetainingHeads, RetentionPolicy
 from locret.infer import chunk_size
 from locret.infer.sizing import Run
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.command import command
-from locret.infer.speed.options import BenchOptions
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.report import numbers
 from locret.infer.speed.resolve import make_plan

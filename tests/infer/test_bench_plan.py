@@ -14,9 +14,9 @@ import yaml
 
 from locret import RetentionCache, RetentionPolicy, prefill, scorers
 from locret.infer.speed import methods
+from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions
 from locret.infer.speed.command import command
 from locret.infer.speed.cost import sizes_of
-from locret.infer.speed.options import OPTION_CLASSES, BenchOptions
 from locret.infer.speed.resolve import make_plan
 from locret.infer.speed.shapes import CPU_512, PRESETS, SHAPES, random_model
 

@@ -11,10 +11,10 @@ import torch
 
 from locret.infer import pictures
 from locret.infer.speed import machine, roofline
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.command import command
 from locret.infer.speed.machine import MachineRates
 from locret.infer.speed.measure import Measurements, Seconds
-from locret.infer.speed.options import BenchOptions
 from locret.infer.speed.peaks import PeakBytes, RunPeaks
 from locret.infer.speed.record import make_record
 from locret.infer.speed.report import page

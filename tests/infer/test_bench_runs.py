@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.resolve import make_plan
 from locret.infer.speed.runs import BoundedRun, FloorRun, Setup, make_setup, new_run

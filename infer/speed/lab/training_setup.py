@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,13 +23,11 @@ from locret.backbone.adapters import describe, find_decoder
 from locret.infer.speed.allocations import peak_bytes
 from locret.infer.speed.runs import Setup
 from locret.labels.labels import layer_labels, observe
+from locret.train.optimizer import head_optimizer
+from locret.train.options import OptimizerOptions
+from locret.train.step import train_step
 
 _CLIP = 0.5
-
-
-def training(module: str, name: str) -> Any:
-    """Return something of the trainer: inference does not depend on training, only these comparisons do."""
-    return getattr(import_module(f"locret.train.{module}"), name)
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class TrainingSetup:
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         """The trainer's own."""
-        return training("optimizer", "head_optimizer")(self.heads, training("options", "OptimizerOptions")())[0]
+        return head_optimizer(self.heads, OptimizerOptions())[0]
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -67,7 +64,7 @@ class TrainingSetup:
     def row(self) -> None:
         """Read the row, and add its gradients to those of the heads."""
         with self.autocast():
-            training("step", "train_step")(self.model, self.heads, self.prompt_1T, self.answer_1A, kind=self.kind)
+            train_step(self.model, self.heads, self.prompt_1T, self.answer_1A, kind=self.kind)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return what the trainer chooses for a backbone of this dtype."""

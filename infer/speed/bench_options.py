@@ -41,6 +41,8 @@ class BenchOptions:
     """Newest units kept after every chunk but the last."""
     local_len: int | None = None
     """Last tokens, never evicted."""
+    min_chunk: int | None = None
+    """Smallest chunk of methods with +decremental; the policy's if not given."""
     new_tokens: int = 32
     """Tokens generated after every prompt."""
     compile: bool = False
