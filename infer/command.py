@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from locret.cli import parse_options, print_json, run
+from locret.cli import parse_options, print_json, run, warnings_as_lines
 from locret.infer.options import (
     GenerationOptions,
     ModelOptions,
@@ -21,8 +21,7 @@ from locret.infer.options import (
     PolicyOptions,
     PromptOptions,
 )
-from locret.infer.recency_warning import warn_of_recency
-from locret.infer.warning_lines import warnings_as_lines
+from locret.infer.reading_warnings import warn_of_recency
 from locret.load_options import ScorerOptions
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
@@ -87,7 +86,7 @@ def _execute(options: Options) -> None:
     loading.check_matches(options.scorer, scorer, config)
     dtype = loading.resolve_dtype(options.model.dtype, config, device)
     tokenizer, ids, tokens = _prompt(options, pieces, counted)
-    run_of = sizing.Run(
+    run_of = sizing.PlannedRun(
         config=config,
         scorer=scorer,
         dtype=dtype,

@@ -16,9 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.cli import parse_options, print_json, run
+from locret.cli import parse_options, print_json, run, warnings_as_lines
 from locret.files import locked
-from locret.infer.warning_lines import warnings_as_lines
 
 if TYPE_CHECKING:
     from locret.infer.evaluation.job import Job

@@ -18,7 +18,7 @@ from locret.infer.evaluation.processes import Processes
 from locret.infer.evaluation.published import PublishedPlan
 from locret.infer.evaluation.runner import AnyPlace, Run
 from locret.infer.options import ModelOptions
-from locret.infer.recency_warning import warn_of_recency
+from locret.infer.reading_warnings import warn_of_recency
 from locret.load_options import ScorerOptions
 from locret.policy.policy import RetentionPolicy
 

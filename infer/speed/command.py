@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.cli import parse_options, print_json, run
+from locret.cli import parse_options, print_json, run, warnings_as_lines
 from locret.files import write_text
 from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
-from locret.infer.warning_lines import warnings_as_lines
 
 if TYPE_CHECKING:
     from locret.infer.speed.plan import BenchPlan

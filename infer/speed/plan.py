@@ -64,20 +64,6 @@ class BenchPlan:
     """Seconds that one request to a side of a comparison may take."""
 
     @property
-    def budget(self) -> int:
-        """Units kept per KV head after every chunk."""
-        return self.policy.budget
-
-    @property
-    def chunk_size(self) -> int:
-        """Prompt tokens per forward pass."""
-        return self.policy.chunk_size
-
-    def kept_units(self, length: int) -> int:
-        """Return the units per KV head that are there when a prompt has been read, the local tokens included."""
-        return min(length, self.policy.budget + self.policy.local_len)
-
-    @property
     def dtype_name(self) -> str:
         """The dtype as users type it."""
         return str(self.dtype).removeprefix("torch.")

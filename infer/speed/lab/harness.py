@@ -24,7 +24,7 @@ from locret.infer.speed.methods import BenchMethod
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.record import device_name
 from locret.infer.speed.resolve import make_plan
-from locret.infer.speed.runs import Setup, new_run
+from locret.infer.speed.runs import BenchSetup, new_run
 from locret.infer.speed.side_by_side import in_turns, quantiles
 from locret.tables import markdown
 
@@ -127,7 +127,7 @@ def program(
     return command
 
 
-def reading(setup: Setup, method: BenchMethod, tokens: int) -> Callable[[], object]:
+def reading(setup: BenchSetup, method: BenchMethod, tokens: int) -> Callable[[], object]:
     """Return what reads the first tokens of a prompt with a method, with a fresh cache each time."""
     return lambda: new_run(setup, method, tokens).read()
 

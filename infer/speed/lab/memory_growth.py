@@ -30,7 +30,7 @@ from locret.infer.speed.allocations import marked, peak_bytes
 from locret.infer.speed.lab.harness import ReadingOptions, compared, interleave, program, ratio_table, reading, where
 from locret.infer.speed.methods import BenchMethod, Bounded
 from locret.infer.speed.plan import BenchPlan
-from locret.infer.speed.runs import Setup, make_setup
+from locret.infer.speed.runs import BenchSetup, make_setup
 from locret.tables import markdown
 
 
@@ -128,7 +128,7 @@ def _marked_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return locret_attention(*args, **kwargs)
 
 
-def _bytes(setup: Setup, method: BenchMethod) -> dict[str, int]:
+def _bytes(setup: BenchSetup, method: BenchMethod) -> dict[str, int]:
     assert isinstance(method, Bounded)
     cache = _MarkedCache(setup.model, method.make_scorer(setup.heads), method.policy(setup.plan.policy))
     AttentionInterface.register(NAME, _marked_attention)

@@ -24,7 +24,7 @@ from locret.infer.speed.lab.stages import MARK, by_stage, marked_stages
 from locret.infer.speed.lab.training_setup import training_setup
 from locret.infer.speed.machine import now
 from locret.infer.speed.plan import BenchPlan
-from locret.infer.speed.runs import Setup, make_setup, new_run
+from locret.infer.speed.runs import BenchSetup, make_setup, new_run
 from locret.tables import markdown
 
 
@@ -90,7 +90,7 @@ def measure(options: ProfileOptions, chosen: set[str]) -> dict[str, Any]:
     }
 
 
-def _sides(options: ProfileOptions, setup: Setup, plan: BenchPlan) -> Callable[[], Callable[[], object]]:
+def _sides(options: ProfileOptions, setup: BenchSetup, plan: BenchPlan) -> Callable[[], Callable[[], object]]:
     """Return what makes ready a run and returns the part of it to be profiled."""
     if options.what == "training":
         row = training_setup(setup, options.answer_tokens, "logit")

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from locret import RetainingHeads
 from locret.backbone.adapters import describe, find_decoder
 from locret.infer.speed.allocations import peak_bytes
-from locret.infer.speed.runs import Setup
+from locret.infer.speed.runs import BenchSetup
 from locret.labels.labels import layer_labels, observe
 from locret.train.optimizer import head_optimizer
 from locret.train.options import OptimizerOptions
@@ -91,7 +91,7 @@ class TrainingSetup:
         return TrainingSetup(self.model, copy.deepcopy(self.heads), self.prompt_1T, self.answer_1A, self.kind)
 
 
-def training_setup(setup: Setup, answer_tokens: int, kind: str) -> TrainingSetup:
+def training_setup(setup: BenchSetup, answer_tokens: int, kind: str) -> TrainingSetup:
     """Return a row whose answer is the last tokens of the longest prompt."""
     assert setup.heads is not None
     end = setup.prompt_1N.shape[1] - answer_tokens
