@@ -83,7 +83,7 @@ def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
     if quiet:
         logging.set_verbosity_error()
     with warnings.catch_warnings():
-        warnings.showwarning = show  # type: ignore[assignment]
+        warnings.showwarning = show
         warnings.simplefilter("ignore" if quiet else "default")
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)

@@ -109,12 +109,11 @@ def _policy(options: BenchOptions, preset: Preset, size: int) -> RetentionPolicy
         given = getattr(options, name)
         return getattr(preset, name) if given is None else given
 
-    budget = value("budget")
-    stabilizers = value("stabilizers")
+    budget, stabilizers = value("budget"), value("stabilizers")
     if options.stabilizers is None and budget < preset.budget:  # a smaller budget takes its share with it
         stabilizers = stabilizers_within(budget, stabilizers)
-    numbers = {"budget": budget, "chunk_size": size, "stabilizers": stabilizers, "local_len": value("local_len")}
-    return RetentionPolicy(**numbers, **({} if options.min_chunk is None else {"min_chunk": options.min_chunk}))
+    policy = RetentionPolicy(budget=budget, chunk_size=size, stabilizers=stabilizers, local_len=value("local_len"))
+    return policy if options.min_chunk is None else replace(policy, min_chunk=options.min_chunk)
 
 
 def _peers(options: BenchOptions) -> tuple[str, ...]:

@@ -74,28 +74,24 @@ def test_cells_by_hand() -> None:
     assert (second["n"], second["standard_error"], second["budget"]) == (1, None, None)
 
 
+def cells_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
 def test_table_by_hand() -> None:
     full = record(method="full", budget=None, chunk_size=None, stabilizers=None, score=0.8, kept_units=300)
-    ours = record(score=0.6)
     longer = record(tokens=3000, score=0.25)
-    assert summary.table(summary.cells([full, ours, longer])) == (
-        "| method | budget | passkey @ 300 | passkey @ 3,000 | units / KV head | peak cache "
-        "| read tokens/s | write tokens/s |\n"
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
-        "| full | all | 80.0 |  | 300 | 2 KiB | 150 | 14 |\n"
-        "| random | 64 | 60.0 (75%) | 25.0 | 72 | 2 KiB | 150 | 14 |\n"
-    )
+    heads, _, first, second = cells_of(summary.table(summary.cells([full, record(score=0.6), longer])))
+    assert heads[:4] == ["method", "budget", "passkey @ 300", "passkey @ 3,000"]
+    assert first[:5] == ["full", "all", "80.0", "", "300"]
+    assert second[:5] == ["random", "64", "60.0 (75%)", "25.0", "72"]
 
 
 def test_table_shows_what_varies_and_nothing_is_a_share_of_nothing() -> None:
     full = record(method="full", budget=None, chunk_size=None, stabilizers=None, score=0.0)
-    lines = summary.table(summary.cells([full, record(), record(stabilizers=0)])).splitlines()
-    assert lines[0].startswith("| method | budget | stabilizers | passkey @ 300 |")
-    assert lines[2:] == [
-        "| full | all |  | 0.0 | 72 | 2 KiB | 150 | 14 |",
-        "| random | 64 | 16 | 100.0 | 72 | 2 KiB | 150 | 14 |",
-        "| random | 64 | 0 | 100.0 | 72 | 2 KiB | 150 | 14 |",
-    ]
+    heads, _, *rows = cells_of(summary.table(summary.cells([full, record(), record(stabilizers=0)])))
+    assert heads[2] == "stabilizers"
+    assert [row[2:4] for row in rows] == [["", "0.0"], ["16", "100.0"], ["0", "100.0"]]
 
 
 @pytest.mark.parametrize("cut", [1, 20, 150])
