@@ -13,7 +13,7 @@ from locret.infer.chunk_size import ChunkChoice
 from locret.infer.speed.cost import Cost, Pass, Sizes, cost, sizes_of
 from locret.infer.speed.methods import BenchMethod, Bounded
 from locret.policy.policy import RetentionPolicy
-from locret.tables import markdown
+from locret.tables import Columns, number, of_rows
 
 
 @dataclass(frozen=True)
@@ -126,17 +126,16 @@ class BenchPlan:
         }
 
 
+_COLUMNS: Columns = {
+    "method": lambda row: str(row["method"]),
+    "tokens": number("length", ","),
+    "planned weights MiB": number("planned_bytes.weights", ",.1f", 2**20),
+    "planned cache MiB": number("planned_bytes.cache", ",.2f", 2**20),
+    "prefill TFLOP": number("flops.prefill", ",.3f", 1e12),
+    "decode GB": number("bytes.decode", ",.3f", 1e9),
+}
+
+
 def plan_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return rows of a plan as a Markdown table."""
-    cells = (
-        (
-            row["method"],
-            f"{row['length']:,}",
-            f"{row['planned_bytes']['weights'] / 2**20:,.1f} MiB",
-            f"{row['planned_bytes']['cache'] / 2**20:,.2f} MiB",
-            f"{row['flops']['prefill'] / 1e12:,.3f}",
-            f"{row['bytes']['decode'] / 1e9:,.3f}",
-        )
-        for row in rows
-    )
-    return markdown(("method", "tokens", "planned weights", "planned cache", "prefill TFLOP", "decode GB"), cells)
+    return of_rows(_COLUMNS, rows)
