@@ -24,7 +24,7 @@ from locret.cache.compiled_step import check_can_compile
 from locret.data.text.text_stream import token_stream
 from locret.data.training.chat import render_prompt
 from locret.infer.options import GenerationOptions, PromptOptions
-from locret.infer.position_warning import PositionWarning
+from locret.infer.reading_warnings import PositionWarning
 
 
 @dataclass(frozen=True, kw_only=True)

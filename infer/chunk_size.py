@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from locret import RetainingHeads, RetentionPolicy
@@ -26,7 +27,6 @@ LEAST_USEFUL = 256
 """Below so many tokens products of matrices are slow, however small the budget."""
 SHARE = 0.9
 """Of what is free; the rest is for what nobody plans, such as an allocator's fragments."""
-_MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
 
 
@@ -89,16 +89,8 @@ def free_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    found = [count for count in (_available(), _left_in_group()) if count is not None]
-    return min(found, default=None)
-
-
-def _available() -> int | None:
-    try:
-        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
+    available, left = psutil.virtual_memory().available, _left_in_group()
+    return available if left is None else min(available, left)
 
 
 def _left_in_group() -> int | None:

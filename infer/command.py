@@ -13,17 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from locret.cli import parse_options, print_json, run
+from locret.cli import parse_options, print_json, run, warnings_as_lines
 from locret.infer.options import (
     GenerationOptions,
     ModelOptions,
     OutputOptions,
     PolicyOptions,
     PromptOptions,
-    ScorerOptions,
 )
-from locret.infer.recency_warning import warn_of_recency
-from locret.infer.warning_lines import warnings_as_lines
+from locret.infer.reading_warnings import warn_of_recency
+from locret.load_options import ScorerOptions
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
 DESCRIPTION = "Read a prompt of any length in a fixed amount of memory, and answer it."
@@ -69,7 +68,8 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def _execute(options: Options) -> None:
     """Do what the options say."""
-    from locret.infer import loading, sizing
+    from locret import loading
+    from locret.infer import sizing
     from locret.scorers import Scorer
 
     if options.output.picture:
@@ -86,7 +86,7 @@ def _execute(options: Options) -> None:
     loading.check_matches(options.scorer, scorer, config)
     dtype = loading.resolve_dtype(options.model.dtype, config, device)
     tokenizer, ids, tokens = _prompt(options, pieces, counted)
-    run_of = sizing.Run(
+    run_of = sizing.PlannedRun(
         config=config,
         scorer=scorer,
         dtype=dtype,
@@ -130,7 +130,8 @@ def _answer(
     """Load the backbone, read, answer, print the answer unless JSON is wanted; return the measurements."""
     import torch
 
-    from locret.infer import answer, loading
+    from locret import loading
+    from locret.infer import answer
 
     output = options.output
     stream = not output.json and options.generation.num_beams == 1
@@ -160,7 +161,8 @@ def _answer(
 
 def _prompt(options: Options, pieces: Iterator[str] | None, counted: bool) -> tuple[Any, Any, int | None]:
     """Return the tokenizer, the prompt's ids, and their number if it is `counted`; nothing where nothing is read."""
-    from locret.infer import answer, loading
+    from locret import loading
+    from locret.infer import answer
 
     if pieces is None:
         return None, None, None
@@ -176,7 +178,8 @@ def _print_plan(
     options: Options, config: Any, dtype: Any, scorer: Any, policy: Any, tokens: int | None, setup: dict[str, Any]
 ) -> None:
     """Print what a run would do and take."""
-    from locret.infer import loading, sizing
+    from locret import loading
+    from locret.infer import sizing
 
     steps, generation = sizing.steps(config, scorer, policy, tokens), options.generation
     planned = loading.planned_bytes(

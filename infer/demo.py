@@ -22,6 +22,7 @@ from locret import shipped
 from locret.cli import parse_options, run
 from locret.data import tasks
 from locret.data.training.question_rows import question_rows, write_rows
+from locret.files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     results = evaluate(options, heads)
     sample = tasks.get("passkey").sample(tokenizer, 4096, depth=0.3, seed=0)
     text = Path(options.output) / "text.txt"
-    text.write_text(sample.document + "\n", encoding="utf-8")
+    write_text(text, sample.document + "\n")
     print(
         f"ask it yourself: locret-infer --model {options.model} --heads {heads} --prompt-file {text} "
         f'--question "{sample.question}"'

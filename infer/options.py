@@ -4,41 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 from locret.data.training.chat import TEMPLATES
+from locret.load_options import BackboneSource
 from locret.policy.policy import RetentionPolicy
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 ATTENTION = ("auto", "sdpa", "flash_attention_2", "math")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(BackboneSource):
     """The backbone, and where it runs."""
 
-    model: str
-    """Folder of the backbone, or its Hub id."""
-    revision: str | None = None
-    """Branch, tag or commit of the backbone on the Hub."""
-    adapter: str | None = None
-    """LoRA adapter (PEFT) to put on the backbone: a folder or a Hub id."""
     trust_remote_code: bool = False
     """Run Python code that comes with the backbone."""
     device: str = "auto"
     """cpu, cuda, cuda:N or mps; auto takes the first CUDA device, else mps, else cpu."""
-    dtype: str = "auto"
-    """bfloat16, float16 or float32; auto takes the backbone's own on an accelerator; on the CPU it takes float32, or
-    bfloat16 if that is the backbone's own and this CPU has instructions for it."""
     attn: str = "auto"
     """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the flash-attn package (half
     precision on CUDA); math: PyTorch's plain kernel, slow, to compare with."""
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ValueError("--model is empty; give the folder of a backbone, or its Hub id")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+        super().__post_init__()
         if self.attn not in ATTENTION:
             raise ValueError(f"--attn {self.attn} is unknown; choose one of {', '.join(ATTENTION)}")
         if self.attn == "flash_attention_2" and find_spec("flash_attn") is None:
@@ -47,25 +35,10 @@ class ModelOptions:
                 "or use --attn auto, which is a flash kernel of PyTorch on CUDA"
             )
 
-
-@dataclass(frozen=True, kw_only=True)
-class ScorerOptions:
-    """What decides which cache units stay: trained heads, or a training-free scorer; without either a fallback does."""
-
-    heads: str | None = None
-    """Folder of retaining heads, or their Hub id."""
-    allow_other_base: bool = False
-    """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
-    scorer: str | None = None
-    """Training-free scorer to use instead of heads."""
-    scorer_options: dict[str, Any] = field(default_factory=dict)
-    """The scorer's own options, as --scorer-options.NAME VALUE."""
-
-    def __post_init__(self) -> None:
-        if self.heads and self.scorer:
-            raise ValueError(f"--heads {self.heads} and --scorer {self.scorer} exclude each other; drop one of them")
-        if self.scorer_options and not self.scorer:
-            raise ValueError("--scorer-options belongs to --scorer, which is not given; add it or drop them")
+    @property
+    def attn_implementation(self) -> str | None:  # type: ignore[override]
+        """What the backbone is loaded with; all but the package are kernels of PyTorch."""
+        return self.attn if self.attn == "flash_attention_2" else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from locret import RetentionCache
+from locret.files import written_whole
 
 # Okabe and Ito's palette: its colours differ for every kind of colour vision.
 KEPT, NEEDLE, INK = "#0072B2", "#D55E00", "#222222"
@@ -178,12 +177,5 @@ def save(figure: Any, path: str | Path) -> None:
     Raises:
         OSError: If the file cannot be written.
     """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        figure.savefig(temporary, format="png", dpi=150)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(f"cannot write the picture {path}: {error.strerror or error}; choose another folder") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_whole(path) as fresh:
+        figure.savefig(fresh, format="png", dpi=150)

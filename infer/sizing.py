@@ -59,7 +59,7 @@ def must_count(flags: PolicyOptions, draft: RetentionPolicy) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PlannedRun:
     """What a policy is to be found for."""
 
     config: Any
@@ -118,7 +118,7 @@ class Run:
 
 
 def final_policy(
-    flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: Run
+    flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
 ) -> tuple[RetentionPolicy, ChunkChoice | None]:
     """Return the policy with its budget in units; and its chunk size with the reason, where that was left open.
 
@@ -148,7 +148,7 @@ def final_policy(
 
 
 def _within_memory(
-    flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: Run
+    flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
 ) -> RetentionPolicy:
     def planned(budget: int) -> int:
         return run.cache_bytes(resolve_options(flags, chosen, recommended, budget))

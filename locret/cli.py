@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -68,6 +70,26 @@ def run(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] 
 def print_json(record: dict[str, Any]) -> None:
     """Write one JSON object to standard output; logs and progress go to standard error."""
     sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
+    """Show each warning as one line on standard error, or none; hide transformers' bars where nobody watches."""
+    from transformers.utils import logging
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        sys.stderr.write(f"{prog}: warning: {message}\n")
+
+    if quiet or not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    if quiet:
+        logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        warnings.simplefilter("ignore" if quiet else "default")
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+        yield
 
 
 def _normalised(arguments: list[str], switches: set[str]) -> list[str]:

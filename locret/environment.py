@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -19,6 +20,14 @@ def versions() -> dict[str, str]:
     if commit := source_commit():
         found["commit"] = commit
     return found
+
+
+def peak_resident_bytes() -> int:
+    """Return the most bytes of memory that this process ever held."""
+    import resource  # only Unix has it
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
 def source_commit() -> str | None:

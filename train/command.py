@@ -9,10 +9,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from locret.cli import print_json, run
+from locret.files import locked
 from locret.train.training_run import TrainingRun
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -25,18 +30,26 @@ def command(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     training = TrainingRun(argv)
     training.check()
-    from accelerate import Accelerator, PartialState
+    from accelerate import PartialState
 
-    cpu = _on_cpu()
-    process = PartialState(cpu=cpu)
-    training.open_rows(process)
+    process = PartialState(cpu=_on_cpu())
     if training.run.dry_run:
+        training.open_rows(process)
         return _show_plan(training, str(process.device))
+    setting = f"--output {training.run.output}"
+    with locked(training.folder, setting) if process.is_main_process else nullcontext():
+        return _train(training, process)
+
+
+def _train(training: TrainingRun, process: PartialState) -> int:
+    from accelerate import Accelerator
+
+    training.open_rows(process)
     training.check_space()
     # The main process fills the output folder only when all have seen it as it was.
     process.wait_for_everyone()
     accelerator = Accelerator(
-        cpu=cpu,
+        cpu=_on_cpu(),
         mixed_precision=training.precision,
         gradient_accumulation_steps=training.optimizer.gradient_accumulation,
     )

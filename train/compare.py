@@ -12,13 +12,15 @@ stopped when it is started again; what has been trained or evaluated with the sa
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from locret.files import locked, write_text
+from locret.tables import markdown
 
 TRAIN, EVALUATE = "locret.train.command", "locret.infer.evaluation.command"
 REFERENCES = "references"
@@ -138,11 +140,11 @@ def _grid(
 
     numbers = {name: [mean(s, parts) for parts in columns.values()] for name, s in {**lines, **references}.items()}
     best = [max((numbers[name][i] or 0.0 for name in lines), default=None) for i in range(len(columns))]
-    text = [f"| heads | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
+    rows = []
     for name, values in numbers.items():
         shown = [_show(value, name in lines and value == top) for value, top in zip(values, best, strict=True)]
-        text.append(f"| {name} | {' | '.join(shown)} |")
-    return "\n".join(text) + "\n"
+        rows.append([name, *shown])
+    return "\n".join(markdown(["heads", *columns], rows)) + "\n"
 
 
 def _show(value: float | None, bold: bool) -> str:
@@ -167,13 +169,14 @@ def command(argv: Sequence[str] | None = None) -> int:
 
         sys.stdout.write(yaml.safe_dump({name: options.recipe(name) for name in options.chosen()}, sort_keys=False))
         return 0
-    _remember(Path(options.output) / "evaluation.yaml", options.evaluation, "the evaluation")
-    for name in options.chosen():
-        _train(options, name)
-        _evaluate(options, name, ["locret"], heads=Path(options.output) / name)
-    if options.with_references():
-        _evaluate(options, REFERENCES, options.references, heads=None)
-    write_table(options)
+    with locked(options.output, f"--output {options.output}"):
+        _remember(Path(options.output) / "evaluation.yaml", options.evaluation, "the evaluation")
+        for name in options.chosen():
+            _train(options, name)
+            _evaluate(options, name, ["locret"], heads=Path(options.output) / name)
+        if options.with_references():
+            _evaluate(options, REFERENCES, options.references, heads=None)
+        write_table(options)
     return 0
 
 
@@ -212,8 +215,8 @@ def write_table(options: CompareOptions) -> None:
     text = table(results, list(options.variants))
     cells = {name: result["cells"] for name, result in results.items()}
     recipes = {name: options.recipe(name) for name in options.variants}
-    _write(root / "compare.json", json.dumps({"recipes": recipes, "cells": cells}, indent=1) + "\n")
-    _write(root / "compare.md", text)
+    write_text(root / "compare.json", json.dumps({"recipes": recipes, "cells": cells}, indent=1) + "\n")
+    write_text(root / "compare.md", text)
     sys.stdout.write(text)
 
 
@@ -273,19 +276,7 @@ def _remember(file: Path, options: Mapping[str, Any], what: str) -> None:
     text = yaml.safe_dump(dict(options), sort_keys=False, allow_unicode=True)
     if file.is_file() and file.read_text(encoding="utf-8") != text:
         raise ValueError(f"{file} says that {what} had other options; choose another --output, or rename it")
-    _write(file, text)
-
-
-def _write(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, file)
-    except OSError as error:
-        raise type(error)(f"{file} cannot be written ({error.strerror}); choose another --output") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(file, text, parents=True)
 
 
 def _flag_value(value: Any) -> str:

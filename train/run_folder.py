@@ -16,20 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from locret.environment import source_commit
+from locret.files import PARTIAL, visible, write_text
 
 RECORD, LOG, TENSORBOARD, CHECKPOINTS = "run.json", "log.jsonl", "tensorboard", "checkpoint-*"
 DROPPED = "dropped_rows.json"
-_OURS = (
-    RECORD,
-    LOG,
-    DROPPED,
-    TENSORBOARD,
-    CHECKPOINTS,
-    ".checkpoint-*",
-    "config.json",
-    "model.safetensors",
-    "README.md",
-)
+_OURS = (RECORD, LOG, DROPPED, TENSORBOARD, CHECKPOINTS, "config.json", "model.safetensors", "README.md")
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors")
 
 
@@ -49,7 +40,7 @@ def check(output: str, *, resume: bool, overwrite: bool, needed_bytes: int = 0) 
     folder = Path(output).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {output} is a file; choose a folder")
-    content = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    content = visible(folder)
     if content and not (folder / RECORD).is_file():
         raise ValueError(
             f"--output {output} holds something else than a training run ({', '.join(content[:3])}); "
@@ -75,31 +66,25 @@ def check(output: str, *, resume: bool, overwrite: bool, needed_bytes: int = 0) 
 
 
 def prepare(folder: Path, record: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Make the folder and write `run.json`; with `overwrite`, delete an earlier run's files, and nothing else, first.
+    """Make the folder and write `run.json`, after deleting what a killed run has left half-written there.
+
+    With `overwrite`, all files of an earlier run are deleted, and nothing else.
 
     Raises:
         OSError: If it cannot be written; the message names it.
     """
     try:
-        if overwrite and folder.exists():
-            for path in (path for pattern in _OURS for path in folder.glob(pattern)):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in (path for pattern in (PARTIAL, *(_OURS if overwrite else ())) for path in folder.glob(pattern)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / RECORD, record)
     except OSError as error:
-        raise type(error)(
-            f"--output {folder} cannot be written ({error.strerror or error}); make room or choose another folder"
-        ) from error
+        raise type(error)(f"--output {folder} cannot be written ({error.strerror}); choose another folder") from error
+    write_json(folder / RECORD, record)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a JSON file that appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        temporary.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def run_record(config: Mapping[str, Any], processes: int, device: str) -> dict[str, Any]:

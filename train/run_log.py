@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from locret.environment import peak_resident_bytes
 from locret.train.run_folder import LOG, TENSORBOARD
 from locret.train.training_options import OBJECTIVES
 
@@ -112,8 +112,7 @@ def peak_memory(device: torch.device) -> int:
     """Return the most bytes used so far: allocated on a CUDA device, resident in the process elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+    return peak_resident_bytes()
 
 
 def _records_until(file: Path, step: int) -> list[str]:

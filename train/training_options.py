@@ -7,23 +7,16 @@ from typing import Literal, get_args, get_type_hints
 
 from locret.data.training.json_rows import MAX_ROW_BYTES
 from locret.data.training.row_order import SHUFFLE_BUFFER
+from locret.load_options import BackboneSource
 from locret.policy.policy import RetentionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackboneOptions:
+class BackboneOptions(BackboneSource):
     """The frozen backbone, and the shape of the heads."""
 
-    model: str
-    """Backbone: a Hub id, or a folder in the Hugging Face format."""
-    revision: str | None = None
-    """Branch, tag or commit of the backbone on the Hub."""
     base_model: str | None = None
     """Hub id to record with the heads where --model is a local copy, so that they are loaded with no other backbone."""
-    adapter: str | None = None
-    """PEFT LoRA adapter to put on the backbone, a folder or a Hub id; it stays frozen too."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the backbone's weights; auto: that of the checkpoint on an accelerator, float32 on a CPU."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Autocast of backbone and heads; auto: bf16 for a bfloat16 backbone (original), fp16 for float16, else no. The
     heads' weights, gradients and optimizer are float32 always."""
@@ -33,6 +26,7 @@ class BackboneOptions:
     """Heads to go on from, a folder or a Hub id; fresh ones (normal, the backbone's initializer_range) if none."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_positive(self, "hidden_dim")
 
 

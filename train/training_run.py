@@ -20,9 +20,9 @@ from locret.cli import parse_options
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.heads.hub import no_token
+from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.policy.policy import RetentionPolicy
 from locret.train import checkpointing, run_folder
-from locret.train.frozen_backbone import load_backbone, load_config, load_tokenizer, resolve_dtype
 from locret.train.memory_plan import backbone_parameters, checkpoint_bytes, memory_plan
 from locret.train.provenance import label_notes, training_notes
 from locret.train.training_options import (
@@ -81,7 +81,7 @@ class TrainingRun:
             self._check_push(self.run.push_to_hub)
         run = self.run
         self.folder = run_folder.check(run.output, resume=run.resume is not None, overwrite=run.overwrite)
-        self.config = load_config(self.backbone.model, self.backbone.revision)
+        self.config = load_config(self.backbone)
         self.parameters = backbone_parameters(self.config)
         self._check_initial_heads()
         if self.loss.evict_while_training and "policy" not in self.chosen:
@@ -132,7 +132,7 @@ class TrainingRun:
         )
         self.stream = TrainingStream(
             rows,
-            load_tokenizer(self.backbone.model, self.backbone.revision),
+            load_tokenizer(self.backbone),
             seed=self.optimizer.seed,
             max_length=describe(self.config).max_positions,
             min_tokens=data.min_tokens,
@@ -202,13 +202,7 @@ class TrainingRun:
         fixed = self.fixed_options(accelerator.num_processes)
         if state is not None and checkpoint is not None:
             checkpointing.check_same(state["config"], fixed, checkpoint)
-        model = load_backbone(
-            self.backbone.model,
-            self.backbone.revision,
-            dtype=self.dtype,
-            device=accelerator.device,
-            adapter=self.backbone.adapter,
-        )
+        model = load_model(self.backbone, self.config, accelerator.device, self.dtype)
         heads = self._new_heads(model).to(accelerator.device)
         if accelerator.is_main_process:
             record = run_folder.run_record(self.resolved_options(), accelerator.num_processes, str(accelerator.device))

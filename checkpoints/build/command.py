@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from locret.cli import parse_options, print_json
+from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.environment import versions
+from locret.files import locked
+from locret.train import checkpointing
 from checkpoints.build.folder import check_output, model_card, save
 from checkpoints.build.measure import measure
 from checkpoints.build.model import build_model
@@ -31,6 +37,14 @@ def command(argv: Sequence[str] | None = None) -> int:
             f"checkpoints={options.checkpoints} holds those of an earlier run; go on with --resume auto, "
             "or name another folder"
         )
+    with ExitStack() as held:
+        for name in ("output", "checkpoints"):
+            if folder := getattr(options, name):
+                held.enter_context(locked(folder, f"{name}={folder}"))
+        return _build(options)
+
+
+def _build(options: BackboneTraining) -> int:
     started = time.monotonic()
     model, tokenizer, log = train(options)
     seconds = round(time.monotonic() - started, 1)

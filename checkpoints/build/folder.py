@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from locret.files import visible, written_whole
+from locret.tables import markdown
 
 RECORD = "training.json"
 CARD = """---
@@ -44,9 +46,10 @@ def check_output(output: str, overwrite: bool) -> None:
     target = Path(output)
     if target.is_file():
         raise ValueError(f"output={output} is a file; name a folder")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
+    content = visible(target)
+    if content and not overwrite:
         raise ValueError(f"output={output} is not empty; choose another folder, or add --overwrite to replace it")
-    if target.is_dir() and any(target.iterdir()) and not (target / RECORD).is_file():
+    if content and not (target / RECORD).is_file():
         raise ValueError(f"output={output} holds something else than a trained backbone; choose another folder")
     parent = next(folder for folder in target.absolute().parents if folder.exists())
     if not os.access(parent, os.W_OK):
@@ -56,19 +59,15 @@ def check_output(output: str, overwrite: bool) -> None:
 def save(
     output: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], card: str
 ) -> None:
-    """Write model, tokenizer, `training.json` and model card; the folder appears whole or not at all."""
-    target = Path(output).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
-        fresh, old = Path(temporary, "fresh"), Path(temporary, "old")
+    """Write model, tokenizer, `training.json` and model card; `config.json` appears last, and each file whole."""
+    with written_whole(output, parents=True, last="config.json") as fresh:
         model.save_pretrained(fresh)
-        (fresh / "model.safetensors").chmod(0o644)  # written readable by its owner only
         tokenizer.save_pretrained(fresh)
         (fresh / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         (fresh / "README.md").write_text(card, encoding="utf-8")
-        if target.exists():
-            os.replace(target, old)
-        os.replace(fresh, target)
+        written = visible(fresh)
+    for stale in set(visible(Path(output))) - {*written}:  # of the backbone that was here before
+        Path(output, stale).unlink()
 
 
 def model_card(model: LlamaForCausalLM, record: dict[str, Any]) -> str:
@@ -98,8 +97,9 @@ def accuracy(exact: dict[str, dict[str, float]], samples: int) -> str:
     lines = [
         f"Exact answers with full attention, greedy decoding, {samples} fresh samples a cell, needles at even depths:",
         "",
-        f"| task | {' | '.join(f'{int(length):,} tokens' for length in lengths)} |",
-        f"| --- |{' --- |' * len(lengths)}",
-        *(f"| {task} | {' | '.join(f'{share:.0%}' for share in row.values())} |" for task, row in exact.items()),
+        *markdown(
+            ["task", *(f"{int(length):,} tokens" for length in lengths)],
+            ([task, *(f"{share:.0%}" for share in row.values())] for task, row in exact.items()),
+        ),
     ]
     return "\n".join(lines) + "\n"

@@ -10,7 +10,6 @@ sample uses, whatever the seeds.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from locret.data import tasks
 from locret.data.tasks.generated.mixture import mixture
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.text.filler import FillerOptions
+from locret.files import write_text
 
 
 def question_rows(
@@ -123,19 +123,11 @@ def write_rows(rows: Sequence[dict[str, str]], output: str | Path) -> None:
     Raises:
         OSError: Where the folder is missing or not writable.
     """
-    target = Path(output)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-    if target.suffix == ".jsonl":
+    if Path(output).suffix == ".jsonl":
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     else:
         text = json.dumps(rows, ensure_ascii=False, indent=1) + "\n"
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, target)
-    except OSError as error:
-        raise OSError(f"output={output} cannot be written ({error.strerror}); choose a writable folder") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(output, text)
 
 
 def command(argv: Sequence[str] | None = None) -> int:

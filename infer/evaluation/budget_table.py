@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from locret.infer.evaluation.summary import size
+from locret.tables import markdown
 
 
 def table(cells: Sequence[dict[str, Any]]) -> str:
@@ -28,7 +29,7 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
     titles = [f"{task} @ {tokens:,}" if tokens else task for task, tokens in columns]
     titles = ["method", *titles, "mean", "peak cache", "read tokens/s", "write tokens/s"]
     lines = [f"Budgets {' / '.join(f'{budget:,}' for budget in budgets)}:", ""]
-    lines += [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
+    rows = []
     for method in dict.fromkeys(cell["method"] for cell in cells):
         own = [cell for cell in cells if cell["method"] == method]
         known = sorted({cell["budget"] for cell in own} - {None}) or [None]
@@ -42,5 +43,5 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
         for phase in ("prefill", "decode"):
             rates = [cell[f"{phase}_tokens_per_second"] for cell in own if cell[f"{phase}_tokens_per_second"]]
             texts.append(f"{fmean(rates):,.0f}" if rates else "")
-        lines.append(f"| {' | '.join(texts)} |")
-    return "\n".join(lines) + "\n"
+        rows.append(texts)
+    return "\n".join([*lines, *markdown(titles, rows)]) + "\n"

@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.cli import parse_options, print_json, run
-from locret.infer.warning_lines import warnings_as_lines
+from locret.cli import parse_options, print_json, run, warnings_as_lines
+from locret.files import locked
 
 if TYPE_CHECKING:
     from locret.infer.evaluation.job import Job
@@ -41,14 +41,13 @@ def command(argv: Sequence[str] | None = None) -> int:
         return 0
     from locret.infer.evaluation import processes
 
-    own = processes.from_environment()
-    with own.joined():
+    with processes.joined() as own:
         _command(own, arguments)
     return 0
 
 
 def _command(processes: Processes, arguments: list[str]) -> None:
-    from locret.infer.evaluation import folder_lock, job
+    from locret.infer.evaluation import job
     from locret.infer.evaluation.options import OPTION_CLASSES
 
     with processes.together():
@@ -71,7 +70,7 @@ def _command(processes: Processes, arguments: list[str]) -> None:
         with ExitStack() as held:
             with processes.together():
                 if processes.is_main:
-                    held.enter_context(folder_lock.locked(report.output))
+                    held.enter_context(locked(report.output, f"--output {report.output}"))
             _execute(prepared)
 
 
@@ -110,8 +109,8 @@ def _execute(job: Job) -> None:
 
 def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     """Return the loaded backbone with what belongs to it, all settings, and whether pictures can be drawn."""
+    from locret import loading
     from locret.heads.fingerprint import weight_fingerprint
-    from locret.infer import loading
     from locret.infer.evaluation import output_folder
     from locret.infer.evaluation.methods import Setup
 

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from locret.files import write_text
 from locret.infer.evaluation.consistency import CURVES, Consistency
 from locret.infer.evaluation.figures import new_figure, style
-from locret.infer.evaluation.records import write_atomically
 from locret.infer.pictures import INK, save
 
 _TITLES = {
@@ -36,7 +36,7 @@ def write_consistency(output: str | Path, result: Consistency) -> list[str]:
     """
     folder = Path(output)
     draw_consistency(result, folder / "consistency.png")
-    write_atomically(folder / "consistency.json", json.dumps(asdict(result), indent=2) + "\n")
+    write_text(folder / "consistency.json", json.dumps(asdict(result), indent=2) + "\n")
     return ["consistency.png", "consistency.json"]
 
 

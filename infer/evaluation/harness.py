@@ -21,6 +21,7 @@ from typing import Any
 
 from locret.cli import run
 from locret.data import tasks
+from locret.files import write_text
 
 MODEL, PREFIX, TAG = "locret", "locret_", "locret"
 _USAGE = "usage: python -m locret.infer.evaluation.harness (run ARGUMENTS OF LM_EVAL | tasks FOLDER)"
@@ -63,15 +64,8 @@ def write_task_files(folder: str | Path) -> list[str]:
     Raises:
         OSError: If the folder cannot be written.
     """
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in tasks.names():
-            (folder / f"{PREFIX}{name}.yaml").write_text(_task_file(name), encoding="utf-8")
-    except OSError as error:
-        raise OSError(
-            f"cannot write the tasks to {folder}: {error.strerror or error}; choose another folder"
-        ) from error
+    for name in tasks.names():
+        write_text(Path(folder) / f"{PREFIX}{name}.yaml", _task_file(name), parents=True)
     return [PREFIX + name for name in tasks.names()]
 
 

@@ -17,11 +17,11 @@ from lm_eval.api.model import TemplateLM
 from torch import Tensor
 from tqdm import tqdm
 
-from locret import RetentionCache, RetentionPolicy, generate, prefill
+from locret import RetentionCache, RetentionPolicy, generate, loading, prefill
 from locret.backbone.adapters import unwrap
 from locret.cache.reader import answering
-from locret.infer import loading
-from locret.infer.options import ModelOptions, ScorerOptions
+from locret.infer.options import ModelOptions
+from locret.load_options import ScorerOptions
 from locret.policy.resolve import resolve
 
 _MODEL_KEYS = {field.name for field in fields(ModelOptions)} - {"model", "device"}

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from locret.environment import versions
-from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts, write_atomically
+from locret.files import visible, write_text
+from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts
 
 CONFIGURATION = "configuration.json"
 VERSIONS = "versions"
@@ -44,7 +45,7 @@ def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwri
     folder = Path(output)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {output} is a file; name a folder")
-    if not _held(folder):
+    if not visible(folder):
         return
     state = folder / CONFIGURATION
     if not state.is_file():
@@ -92,7 +93,7 @@ def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> Sa
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise OSError(f"--output {output} cannot be written ({error.strerror}); choose another folder") from error
-    write_atomically(folder / CONFIGURATION, json.dumps({**settings, VERSIONS: [versions()]}, indent=1) + "\n")
+    write_text(folder / CONFIGURATION, json.dumps({**settings, VERSIONS: [versions()]}, indent=1) + "\n")
     return log
 
 
@@ -122,7 +123,7 @@ def _add_versions(folder: Path, log: SampleLog) -> None:
         )
     state = folder / CONFIGURATION
     stored = json.loads(state.read_text(encoding="utf-8"))
-    write_atomically(state, json.dumps({**stored, VERSIONS: [*before, here]}, indent=1) + "\n")
+    write_text(state, json.dumps({**stored, VERSIONS: [*before, here]}, indent=1) + "\n")
 
 
 def _versions_of_results(folder: Path) -> dict[str, str]:
@@ -140,8 +141,3 @@ def _pictures(folder: Path) -> list[str]:
         return [Path(str(name)).name for name in named]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-
-
-def _held(folder: Path) -> list[str]:
-    """Return what is in a folder, but for what a killed process was about to write."""
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,30 +36,6 @@ class Processes:
         return items[self.rank :: self.count]
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Find the other processes, and take leave of them at the end.
-
-        Raises:
-            OSError: If one of them cannot be reached.
-        """
-        if self.count == 1:
-            yield
-            return
-        from torch import distributed
-
-        try:
-            distributed.init_process_group("gloo", timeout=_PATIENCE)
-        except (RuntimeError, ValueError) as error:  # ValueError: MASTER_ADDR or MASTER_PORT is not set
-            raise OSError(
-                f"process {self.rank} of {self.count} cannot reach the others ({str(error).splitlines()[0]}); start "
-                "them with torchrun or accelerate launch"
-            ) from error
-        try:
-            yield
-        finally:
-            distributed.destroy_process_group()
-
-    @contextmanager
     def together(self) -> Iterator[None]:
         """Take a step in every process and wait for all; what fails in one ends all of them, and is said once.
 
@@ -85,31 +61,38 @@ class Processes:
 
     def _gather(self, value: Any) -> list[Any]:
         """Return what every process gave, by rank."""
-        from torch import distributed
+        from accelerate.utils import gather_object
 
-        found: list[Any] = [None] * self.count
         try:
-            distributed.all_gather_object(found, value)
+            return gather_object([value])  # type: ignore[no-any-return]
         except RuntimeError as error:
             raise OSError(
                 "another process of this evaluation has ended early; all answers so far are on disk, --resume goes on"
             ) from error
-        return found
 
 
-def from_environment(environment: Mapping[str, str] = os.environ) -> Processes:
-    """Return which process this is, from the variables that launchers set.
+@contextmanager
+def joined() -> Iterator[Processes]:
+    """Find the other processes that a launcher has started, and take leave of them at the end.
 
     Raises:
-        ValueError: If they are no numbers or contradict each other.
+        OSError: If one of them cannot be reached.
     """
-    words = {name: environment.get(name, default) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"))}
-    words["LOCAL_RANK"] = environment.get("LOCAL_RANK", words["RANK"])
+    rank, count = (os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if count == "1":
+        yield Processes()
+        return
+    from accelerate import PartialState
+
     try:
-        count, rank, local_rank = (int(word) for word in words.values())
-    except ValueError:
-        shown = ", ".join(f"{name}={word}" for name, word in words.items())
-        raise ValueError(f"{shown}: not all are whole numbers; unset them or start with torchrun") from None
-    if not 0 <= rank < count:
-        raise ValueError(f"RANK={rank} is not within WORLD_SIZE={count}; unset both or start with torchrun")
-    return Processes(rank, count, local_rank)
+        # Processes only tell each other how they are; what they compute stays on the device that --device names.
+        state = PartialState(cpu=True, timeout=_PATIENCE)
+    except (RuntimeError, ValueError) as error:  # ValueError: variables that are missing, or no numbers
+        raise OSError(
+            f"process {rank} of {count} cannot reach the others ({str(error).splitlines()[0]}); start them with "
+            "torchrun or accelerate launch"
+        ) from error
+    try:
+        yield Processes(state.process_index, state.num_processes, state.local_process_index)
+    finally:
+        state.destroy_process_group()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from locret.files import write_text
 
 SAMPLES, RESULTS, TABLE = "samples.jsonl", "results.json", "results.md"
 PART = "samples.process-{}.jsonl"
@@ -93,7 +93,7 @@ class SampleLog:
         if len(self.records) > before or ranks != sorted(ranks):
             self.records.sort(key=lambda record: order.get(key(record), len(order)))
             lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in self.records]
-            write_atomically(self.path, "".join(lines))
+            write_text(self.path, "".join(lines))
         for path in parts(self.folder):
             path.unlink()
 
@@ -130,24 +130,6 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
         records.append(record)
         good += len(line) + 1
     return records, good
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all.
-
-    Raises:
-        OSError: If it cannot be written; the message names the file.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        reason = error.strerror or error
-        raise OSError(f"{path} cannot be written ({reason}); free some space or choose another folder") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def in_order(records: Iterable[dict[str, Any]], order: dict[tuple[Any, ...], int]) -> list[dict[str, Any]]:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from locret.files import write_text
 from locret.infer.evaluation import budget_table, output_folder, suite_table, summary
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.methods import Setup
-from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key, write_atomically
+from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key
 from locret.infer.evaluation.runner import Case, Run
 
 
@@ -43,8 +44,8 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
     if suite := job.evaluation.chosen_suite():
         shown = job.evaluation.published
         results["suite"] = suite_table.results(suite, results["cells"], job.missing, settings, shown)
-    write_atomically(output / TABLE, tables(results))
-    write_atomically(output / RESULTS, json.dumps(results, indent=1) + "\n")
+    write_text(output / TABLE, tables(results))
+    write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
     return results
 
 
@@ -68,7 +69,7 @@ def write_figures(
 
     names: list[str] = figures.write_all(output, ordered(log, cases, runs), results)
     results["figures"] = names + insight.write(setup, output, cases, runs)
-    write_atomically(output / RESULTS, json.dumps(results, indent=1) + "\n")
+    write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
 
 
 def ordered(log: SampleLog, cases: Sequence[Case], runs: Sequence[Run]) -> list[dict[str, Any]]:

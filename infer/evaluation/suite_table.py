@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from locret.data.tasks.published.suites import PublishedRow, Suite
+from locret.tables import markdown
 
 _CLOSE = 0.1
 """Points by which a printed average may differ from its cells: they are rounded to one or two places."""
@@ -115,7 +116,7 @@ def table(found: dict[str, Any]) -> str:
     short = {task: found["labels"][task].partition("/")[2] for task in tasks}
     titles = ["method", "budget", *(short[task] for task in tasks), "average"]
     lines = [f"**{found['name']}**: {found['title']}; average = {found['average_rule']}", ""]
-    lines += [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
+    rows = []
     for row in found["rows"]:
         texts = [_shown(row["scores"][task], "missing" if task in found["missing"] else "") for task in tasks]
         average = _shown(row["average"], "")
@@ -124,7 +125,7 @@ def table(found: dict[str, Any]) -> str:
         elif row["partial"]:
             average += " (perhaps partial: size unknown)" if row["size_unknown"] else " (partial: not all rows)"
         budget = "all" if row["budget"] is None else f"{row['budget']:,}"
-        lines.append(f"| {' | '.join([_reading(row, found['rows']), budget, *texts, average])} |")
+        rows.append([_reading(row, found["rows"]), budget, *texts, average])
     notes = list(dict.fromkeys(_footnote(row) for row in found.get("published", ())))
     for row in found.get("published", ()):
         texts = [_shown(row["scores"][task], "") for task in tasks]
@@ -132,7 +133,8 @@ def table(found: dict[str, Any]) -> str:
         if row["average_of_cells"] is not None:
             average += f" (its cells give {row['average_of_cells']:.2f})"
         name = f"published: {row['method']}, {row['model']} [{notes.index(_footnote(row)) + 1}]"
-        lines.append(f"| {name} | | {' | '.join([*texts, average])} |")
+        rows.append([name, "", *texts, average])
+    lines += markdown(titles, rows)
     if found["missing"]:
         reasons = dict.fromkeys(found["missing"].values())
         for reason in reasons:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from locret.data.tasks.task import SampleSet
+from locret.tables import markdown
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers")
 
@@ -73,7 +74,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     names = {column: _title(column, found) for column in columns}
     titles += list(names.values())
     titles += ["units / KV head", "peak cache", "read tokens/s", "write tokens/s"]
-    lines = [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
+    lines = []
     for row in rows:
         policy = dict(zip(CELL[2:], row, strict=True))
         own = [by_place.get((*column, *row)) for column in columns]
@@ -86,8 +87,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         ]
         texts += [f"{max(cell['kept_units'] for cell in known):,}", size(max(cell["peak_bytes"] for cell in known))]
         texts += [_mean_rate(known, f"{phase}_tokens_per_second") for phase in ("prefill", "decode")]
-        lines.append(f"| {' | '.join(texts)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(texts)
+    return "\n".join(markdown(titles, lines)) + "\n"
 
 
 def _set(cell: dict[str, Any]) -> str:

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.cli import parse_options, print_json, run
-from locret.infer.speed.options import OPTION_CLASSES, BenchOptions, BenchOutput
-from locret.infer.warning_lines import warnings_as_lines
+from locret.cli import parse_options, print_json, run, warnings_as_lines
+from locret.files import write_text
+from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
 
 if TYPE_CHECKING:
     from locret.infer.speed.plan import BenchPlan
@@ -78,12 +78,11 @@ def _compare(plan: BenchPlan, pythons: Mapping[str, str]) -> dict[str, Any] | No
 
 def _write(record: Mapping[str, Any], page: str, paths: Mapping[str, Path]) -> None:
     """Write the record in every form that is possible here."""
-    from locret.infer.evaluation.records import write_atomically
     from locret.infer.pictures import require_matplotlib
     from locret.infer.speed import roofline
 
-    write_atomically(paths["json"], json.dumps(record, indent=1) + "\n")
-    write_atomically(paths["md"], page)
+    write_text(paths["json"], json.dumps(record, indent=1) + "\n")
+    write_text(paths["md"], page)
     if not roofline.points(record):
         return
     try:

@@ -102,13 +102,18 @@ def write_static(model: PreTrainedModel, cache: Cache, token: Tensor, new_tokens
     # What the slots hold counts as read, whatever it is: positions go on from there.
     ids = torch.cat([token.new_zeros(1, cache.get_seq_length()), token], dim=1)
     with _plain_attention(model):
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-        )
+        return generate_plainly(model, cache, ids, new_tokens)
+
+
+def generate_plainly(model: PreTrainedModel, cache: Cache, ids: Tensor, new_tokens: int) -> Tensor:
+    """Go on greedily from (1, N) ids, of which the cache has read all but the last; return (1, new) ids."""
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+    )
     return out[:, ids.shape[1] :]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,11 +15,12 @@ from locret.infer.speed.machine import MachineRates, measure_rates, now
 from locret.infer.speed.methods import BenchMethod
 from locret.infer.speed.peaks import RunPeaks, measure_peaks
 from locret.infer.speed.plan import BenchPlan
-from locret.infer.speed.runs import Setup, make_setup, new_run
+from locret.infer.speed.runs import BenchSetup, make_setup, new_run
 from locret.infer.speed.side_by_side import in_turns
 
 Key = tuple[str, int]
 """Method and prompt tokens."""
+_RATES: Key = ("machine", 0)
 T = TypeVar("T")
 
 
@@ -66,14 +67,12 @@ def measure(plan: BenchPlan) -> Measurements:
             found = guard.run((method.name, length), partial(_warm_peaks, setup, method, length))
             if found is not None:
                 peaks[method.name, length] = found
-        rates: list[MachineRates] = []
-        sides: dict[Key, Callable[[], Seconds | None]] = {
+        sides: dict[Key, Callable[[], Any]] = {
             (method.name, length): _side(guard, setup, method, length) for method, length in cases
         }
-        first = next(iter(sides))
-        sides[first] = _after(lambda: rates.append(measure_rates(device, plan.dtype)), sides[first])
-        runs = in_turns(sides, plan.repeats)
-    seconds = {key: [one for one in found if one is not None] for key, found in runs.items() if key not in guard.failed}
+        rounds = in_turns({_RATES: lambda: measure_rates(device, plan.dtype), **sides}, plan.repeats)
+        rates: list[Any] = rounds.pop(_RATES)
+    seconds = {key: found for key, found in rounds.items() if key not in guard.failed}
     return Measurements(rates, seconds, {key: peak for key, peak in peaks.items() if key in seconds})
 
 
@@ -95,7 +94,7 @@ class _Guard:
         return None
 
 
-def _side(guard: _Guard, setup: Setup, method: BenchMethod, length: int) -> Callable[[], Seconds | None]:
+def _side(guard: _Guard, setup: BenchSetup, method: BenchMethod, length: int) -> Callable[[], Seconds | None]:
     def run_once() -> Seconds | None:
         found = guard.run((method.name, length), partial(_time, setup, method, length))
         gc.collect()
@@ -104,16 +103,7 @@ def _side(guard: _Guard, setup: Setup, method: BenchMethod, length: int) -> Call
     return run_once
 
 
-def _after(before: Callable[[], object], side: Callable[[], T]) -> Callable[[], T]:
-    def both() -> T:
-        before()
-        gc.collect()
-        return side()
-
-    return both
-
-
-def _time(setup: Setup, method: BenchMethod, length: int) -> Seconds:
+def _time(setup: BenchSetup, method: BenchMethod, length: int) -> Seconds:
     device, run = setup.prompt_1N.device, new_run(setup, method, length)
     start = now(device)
     first = run.read()
@@ -124,7 +114,7 @@ def _time(setup: Setup, method: BenchMethod, length: int) -> Seconds:
     return Seconds(between - start, end - between)
 
 
-def _warm_peaks(setup: Setup, method: BenchMethod, length: int) -> RunPeaks:
+def _warm_peaks(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
     """Count bytes after a short read, so that what is set up only once is neither counted nor timed."""
     policy = setup.plan.policy
     short = min(length, policy.budget + 2 * policy.chunk_size + policy.local_len)

@@ -56,18 +56,15 @@ class Full(BenchMethod):
     name: str = "full"
 
     def reading(self, sizes: Sizes, policy: RetentionPolicy, length: int) -> list[Pass]:
-        """See `BenchMethod`."""
         layers, size = len(sizes.backbone.layers), policy.chunk_size
         starts = range(0, length, size)
         last = starts[-1]
         return [Pass(min(size, length - start), (start,) * layers, start, int(start == last)) for start in starts]
 
     def units_after(self, sizes: Sizes, policy: RetentionPolicy, length: int) -> tuple[int, ...]:
-        """See `BenchMethod`."""
         return (length,) * len(sizes.backbone.layers)
 
     def planned_cache_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
-        """See `BenchMethod`."""
         backbone, units = sizes.backbone, length + new_tokens
         sliding = backbone.num_layers - len(backbone.layers)
         held = len(backbone.layers) * units + sliding * min(units, (backbone.window or 1) - 1)
@@ -81,16 +78,13 @@ class Floor(BenchMethod):
     name: str = "floor"
 
     def reading(self, sizes: Sizes, policy: RetentionPolicy, length: int) -> list[Pass]:
-        """See `BenchMethod`."""
         _check_uniform(sizes)
         return _passes(Limits(policy, scorers.get("random"), sizes.backbone.num_layers).plan(length))
 
     def units_after(self, sizes: Sizes, policy: RetentionPolicy, length: int) -> tuple[int, ...]:
-        """See `BenchMethod`."""
         return (min(length, policy.budget + policy.local_len),) * sizes.backbone.num_layers
 
     def planned_cache_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
-        """See `BenchMethod`."""
         _check_uniform(sizes)
         slots = policy.budget + max(policy.chunk_size, policy.local_len + new_tokens)
         return sizes.backbone.num_layers * slots * _unit_bytes(sizes)
@@ -125,21 +119,17 @@ class Bounded(BenchMethod):
         return scorers.get(self.scorer, heads=heads) if self.has_heads else scorers.get(self.scorer)
 
     def reading(self, sizes: Sizes, policy: RetentionPolicy, length: int) -> list[Pass]:
-        """See `BenchMethod`."""
         return _passes(self._limits(sizes, policy).plan(length))
 
     def units_after(self, sizes: Sizes, policy: RetentionPolicy, length: int) -> tuple[int, ...]:
-        """See `BenchMethod`."""
         # The prompt's last token is taken back and fed again.
         return tuple(units - 1 for units in self._limits(sizes, policy).plan(length).last.kept)
 
     def planned_cache_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
-        """See `BenchMethod`."""
         own = self.policy(policy)
         return planned_bytes(sizes.backbone, self._placeholder(), own, sizes.element_size, length, new_tokens)
 
     def extra_weight_bytes(self, config: Any, hidden_dim: int, heads: str | None) -> int:
-        """See `BenchMethod`."""
         if not self.has_heads:
             return 0
         if heads is not None:

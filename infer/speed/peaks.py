@@ -18,7 +18,7 @@ import torch
 from locret.infer.speed.allocations import peak_bytes, phase
 from locret.infer.speed.methods import BenchMethod
 from locret.infer.speed.resident import resident_growth
-from locret.infer.speed.runs import Setup, new_run
+from locret.infer.speed.runs import BenchSetup, new_run
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class RunPeaks:
         return {"prefill": self.prefill.to_dict(), "decode": self.decode.to_dict(), "process": self.process}
 
 
-def measure_peaks(setup: Setup, method: BenchMethod, length: int) -> RunPeaks:
+def measure_peaks(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
     """Read and answer a prompt once, and return the bytes that took; the run is not timed."""
     device = setup.prompt_1N.device
     return (_on_cuda if device.type == "cuda" else _on_cpu)(setup, method, length)
 
 
-def _on_cpu(setup: Setup, method: BenchMethod, length: int) -> RunPeaks:
+def _on_cpu(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
     weights, run, caches = setup.weight_bytes(method), new_run(setup, method, length), []
     resident = resident_growth(lambda: run.write(run.read()))
     run = new_run(setup, method, length)
@@ -82,7 +82,7 @@ def _on_cpu(setup: Setup, method: BenchMethod, length: int) -> RunPeaks:
     return RunPeaks(prefill, decode, None if resident is None else weights + resident)
 
 
-def _on_cuda(setup: Setup, method: BenchMethod, length: int) -> RunPeaks:
+def _on_cuda(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
     device, weights, run = setup.prompt_1N.device, setup.weight_bytes(method), new_run(setup, method, length)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -13,6 +13,7 @@ from locret.infer.chunk_size import ChunkChoice
 from locret.infer.speed.cost import Cost, Pass, Sizes, cost, sizes_of
 from locret.infer.speed.methods import BenchMethod, Bounded
 from locret.policy.policy import RetentionPolicy
+from locret.tables import Columns, number, of_rows
 
 
 @dataclass(frozen=True)
@@ -61,20 +62,6 @@ class BenchPlan:
     peers: tuple[str, ...]
     peer_timeout: float
     """Seconds that one request to a side of a comparison may take."""
-
-    @property
-    def budget(self) -> int:
-        """Units kept per KV head after every chunk."""
-        return self.policy.budget
-
-    @property
-    def chunk_size(self) -> int:
-        """Prompt tokens per forward pass."""
-        return self.policy.chunk_size
-
-    def kept_units(self, length: int) -> int:
-        """Return the units per KV head that are there when a prompt has been read, the local tokens included."""
-        return min(length, self.policy.budget + self.policy.local_len)
 
     @property
     def dtype_name(self) -> str:
@@ -139,17 +126,16 @@ class BenchPlan:
         }
 
 
+_COLUMNS: Columns = {
+    "method": lambda row: str(row["method"]),
+    "tokens": number("length", ","),
+    "planned weights MiB": number("planned_bytes.weights", ",.1f", 2**20),
+    "planned cache MiB": number("planned_bytes.cache", ",.2f", 2**20),
+    "prefill TFLOP": number("flops.prefill", ",.3f", 1e12),
+    "decode GB": number("bytes.decode", ",.3f", 1e9),
+}
+
+
 def plan_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return rows of a plan as a Markdown table."""
-    lines = [
-        "| method | tokens | planned weights | planned cache | prefill TFLOP | decode GB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        planned = row["planned_bytes"]
-        lines.append(
-            f"| {row['method']} | {row['length']:,} | {planned['weights'] / 2**20:,.1f} MiB "
-            f"| {planned['cache'] / 2**20:,.2f} MiB | {row['flops']['prefill'] / 1e12:,.3f} "
-            f"| {row['bytes']['decode'] / 1e9:,.3f} |"
-        )
-    return lines
+    return of_rows(_COLUMNS, rows)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from locret.infer.speed.peers import lines as peer_lines
+from locret.tables import UNKNOWN, Columns, Row, number, of_rows
 
-UNKNOWN = "unknown"
 COMPILED = (
     "Compiled rows write by one program per token, which was made before the rounds; `full` and `floor` run as "
     "written, so the decode ratios of compiled rows hold what compiling gains as well as what forgetting does."
 )
 _MIB = 2**20
-Row = Mapping[str, Any]
 
 
 def page(record: Mapping[str, Any], command: str) -> str:
@@ -48,24 +47,24 @@ def tables(record: Mapping[str, Any]) -> list[str]:
         "Speed, p20 / p50 / p80. Ratios are medians of ratios within a round: how many times faster than `full`, and "
         "how many times the time of `floor`.",
         "",
-        *_table(_SPEED, [_speed(row) for row in rows]),
+        *of_rows(_SPEED, rows),
         "",
         *([COMPILED, ""] if record["config"]["compile"] else []),
         "Work done per second, counted from the shape, and its share of what the machine did at best in the same run.",
         "",
         *_machine_lines(record["machine"]),
         "",
-        *_table(_WORK, [_work(row) for row in rows]),
+        *of_rows(_WORK, rows),
         "",
         "Peak memory in MiB, planned and measured. Workspace is all that is neither weights nor cache; process is what "
         "was taken from the system or the device, free blocks included.",
         "",
-        *_table(_MEMORY, [_memory(row) for row in rows]),
+        *of_rows(_MEMORY, rows),
         "",
     ]
     if record["growth"]:
         lines += ["How prefill seconds grow with the prompt.", ""]
-        lines += [*_table(_GROWTH, [_growth(row) for row in record["growth"]]), ""]
+        lines += [*of_rows(_GROWTH, record["growth"]), ""]
     if record.get("peers") is not None:
         lines += [*peer_lines(record["peers"])]
     missing = [
@@ -74,75 +73,61 @@ def tables(record: Mapping[str, Any]) -> list[str]:
     return [*lines, *missing, *([""] if missing else [])]
 
 
-_SPEED = (
-    "method",
-    "tokens",
-    "first token s",
-    "prefill tokens/s",
-    "x `full`",
-    "of `floor`",
-    "decode tokens/s",
-    "x `full`",
-    "of `floor`",
-)
-_WORK = ("method", "tokens", "prefill GFLOP/s", "of matmul", "prefill GB/s", "decode GFLOP/s", "decode GB/s", "of copy")
-_MEMORY = (
-    "method",
-    "tokens",
-    "weights planned",
-    "weights",
-    "cache planned",
-    "cache",
-    "workspace",
-    "peak of prefill",
-    "peak of decode",
-    "process",
-)
-_GROWTH = ("method", "tokens", "x tokens", "x seconds p20", "p50", "p80")
+def _ratio(part: str, name: str) -> Callable[[Row], str]:
+    """Return what writes a ratio to full or floor: 1 for itself, nothing where that was not measured."""
+    other, write = "full" if name == "full/this" else "floor", number(f"ratios.{part}.{name}.p50", ".2f")
+
+    def shown(row: Row) -> str:
+        if row[part] is None:
+            return UNKNOWN
+        return "1" if row["method"] == other else write(row) if name in row["ratios"][part] else ""
+
+    return shown
 
 
-def _speed(row: Row) -> list[str]:
-    name = row["method"] + (", compiled" if row["compiled"] else "")
-    cells = [name, f"{row['length']:,}", _three(row["prefill"], "seconds", ".3g")]
-    for part in ("prefill", "decode"):
-        ratios = row["ratios"][part]
-        cells.append(_three(row[part], "tokens_per_second", ",.4g"))
-        own = {"full": "full/this", "floor": "this/floor"}
-        for other, name in own.items():
-            known = UNKNOWN if row[part] is None else ""
-            cells.append("1" if row["method"] == other and row[part] else _middle(ratios, name, ".2f") or known)
-    return cells
+def _quantiles(path: str, form: str) -> Callable[[Row], str]:
+    points = [number(f"{path}.{point}", form) for point in ("p20", "p50", "p80")]
+    return lambda row: UNKNOWN if points[0](row) == UNKNOWN else " / ".join(write(row) for write in points)
 
 
-def _work(row: Row) -> list[str]:
-    prefill, decode = row["prefill"], row["decode"]
-    return [
-        row["method"],
-        f"{row['length']:,}",
-        _scaled(prefill, "flops_per_second", 1e9),
-        _percent(prefill, "share_of_matmul"),
-        _scaled(prefill, "bytes_per_second", 1e9),
-        _scaled(decode, "flops_per_second", 1e9),
-        _scaled(decode, "bytes_per_second", 1e9),
-        _percent(decode, "share_of_copy"),
-    ]
-
-
-def _memory(row: Row) -> list[str]:
-    planned, peaks = row["planned_bytes"], row["peak_bytes"]
-    prefill = None if peaks is None else peaks["prefill"]
-    measured = [prefill and prefill[name] for name in ("weights", "cache", "workspace", "total")]
-    weights, cache, workspace, total = (_mib(value) for value in measured)
-    decode, process = _mib(peaks and peaks["decode"]["total"]), _mib(peaks and peaks["process"])
-    named = [row["method"], f"{row['length']:,}"]
-    expected = _mib(planned["weights"]), _mib(planned["cache"])
-    return [*named, expected[0], weights, expected[1], cache, workspace, total, decode, process]
-
-
-def _growth(row: Row) -> list[str]:
-    seconds = row["seconds"] or {}
-    grown = [f"{seconds[name]:.2f}" if seconds else UNKNOWN for name in ("p20", "p50", "p80")]
-    return [row["method"], f"{row['from']:,} to {row['to']:,}", f"{row['tokens']:.3g}", *grown]
+_NAMED: Columns = {"method": lambda row: str(row["method"]), "tokens": number("length", ",")}
+_SPEED: Columns = {
+    "method": lambda row: row["method"] + (", compiled" if row["compiled"] else ""),
+    "tokens": number("length", ","),
+    "first token s": _quantiles("prefill.seconds", ".3g"),
+    "prefill tokens/s": _quantiles("prefill.tokens_per_second", ",.4g"),
+    "prefill x `full`": _ratio("prefill", "full/this"),
+    "prefill of `floor`": _ratio("prefill", "this/floor"),
+    "decode tokens/s": _quantiles("decode.tokens_per_second", ",.4g"),
+    "decode x `full`": _ratio("decode", "full/this"),
+    "decode of `floor`": _ratio("decode", "this/floor"),
+}
+_WORK: Columns = {
+    **_NAMED,
+    "prefill GFLOP/s": number("prefill.flops_per_second.p50", ",.4g", 1e9),
+    "of matmul": number("prefill.share_of_matmul.p50", ".0%"),
+    "prefill GB/s": number("prefill.bytes_per_second.p50", ",.4g", 1e9),
+    "decode GFLOP/s": number("decode.flops_per_second.p50", ",.4g", 1e9),
+    "decode GB/s": number("decode.bytes_per_second.p50", ",.4g", 1e9),
+    "of copy": number("decode.share_of_copy.p50", ".0%"),
+}
+_MEMORY: Columns = {
+    **_NAMED,
+    "weights planned": number("planned_bytes.weights", ",.2f", _MIB),
+    "weights": number("peak_bytes.prefill.weights", ",.2f", _MIB),
+    "cache planned": number("planned_bytes.cache", ",.2f", _MIB),
+    "cache": number("peak_bytes.prefill.cache", ",.2f", _MIB),
+    "workspace": number("peak_bytes.prefill.workspace", ",.2f", _MIB),
+    "peak of prefill": number("peak_bytes.prefill.total", ",.2f", _MIB),
+    "peak of decode": number("peak_bytes.decode.total", ",.2f", _MIB),
+    "process": number("peak_bytes.process", ",.2f", _MIB),
+}
+_GROWTH: Columns = {
+    "method": _NAMED["method"],
+    "tokens": lambda row: f"{row['from']:,} to {row['to']:,}",
+    "x tokens": number("tokens", ".3g"),
+    "x seconds": _quantiles("seconds", ".2f"),
+}
 
 
 def _machine_lines(machine: Row) -> list[str]:
@@ -169,28 +154,3 @@ def _setting(record: Mapping[str, Any]) -> list[str]:
 def _origin(record: Mapping[str, Any], command: str) -> list[str]:
     found = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return [f"`{command}`", "", f"{found[:1].upper()}{found[1:]}."]
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    marks = ["---", *["---:"] * (len(heads) - 1)]
-    return ["| " + " | ".join(cells) + " |" for cells in (heads, marks, *rows)]
-
-
-def _three(speed: Row | None, name: str, form: str) -> str:
-    return UNKNOWN if speed is None else " / ".join(format(speed[name][key], form) for key in ("p20", "p50", "p80"))
-
-
-def _middle(values: Row, name: str, form: str) -> str:
-    return format(values[name]["p50"], form) if name in values else ""
-
-
-def _scaled(speed: Row | None, name: str, unit: float) -> str:
-    return UNKNOWN if speed is None else f"{speed[name]['p50'] / unit:,.4g}"
-
-
-def _percent(speed: Row | None, name: str) -> str:
-    return UNKNOWN if speed is None else f"{100 * speed[name]['p50']:.0f} %"
-
-
-def _mib(count: int | None) -> str:
-    return UNKNOWN if count is None else f"{count / _MIB:,.2f}"

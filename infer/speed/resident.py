@@ -36,14 +36,6 @@ def give_back() -> None:
         trim(0)
 
 
-def installed_bytes() -> int | None:
-    """Return the memory that this machine has; None where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 def _status_bytes(name: str) -> int:
     for line in _STATUS.read_text().splitlines():
         if line.startswith(name + ":"):

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 
-from locret import RetentionPolicy, scorers
+from locret import RetainingHeads, RetentionPolicy, loading, scorers
 from locret.cache.compiled_step import obstacle
-from locret.infer import loading
-from locret.infer.chunk_size import LARGEST
-from locret.infer.options import ModelOptions, ScorerOptions
-from locret.infer.sizing import AUTO
-from locret.infer.speed import methods, resident
-from locret.infer.speed.chunk_for_all import with_chosen_chunk
-from locret.infer.speed.options import BenchOptions
+from locret.infer import chunk_size
+from locret.infer.options import ModelOptions
+from locret.infer.sizing import AUTO, PlannedRun
+from locret.infer.speed import methods
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
+from locret.load_options import ScorerOptions
 from locret.policy.resolve import resolve
+from locret.scorers import Scorer
 
 
 def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
@@ -98,14 +101,15 @@ def _device(options: BenchOptions, preset: Preset) -> torch.device | None:
 def _chunk_size(options: BenchOptions, preset: Preset) -> int:
     if options.chunk_size is None:
         return preset.chunk_size
-    return LARGEST if isinstance(options.chunk_size, str) else options.chunk_size
+    return chunk_size.LARGEST if isinstance(options.chunk_size, str) else options.chunk_size
 
 
-def _policy(options: BenchOptions, preset: Preset, chunk_size: int) -> RetentionPolicy:
+def _policy(options: BenchOptions, preset: Preset, size: int) -> RetentionPolicy:
     usual = {name: getattr(preset, name) for name in ("budget", "stabilizers", "local_len")}
     own = {name: getattr(options, name) for name in usual if getattr(options, name) is not None}
     smaller = own.get("budget", preset.budget) < preset.budget
-    return resolve({**own, "chunk_size": chunk_size}, usual, follow_budget=smaller)
+    policy = resolve({**own, "chunk_size": size}, usual, follow_budget=smaller)
+    return policy if options.min_chunk is None else replace(policy, min_chunk=options.min_chunk)
 
 
 def _peers(options: BenchOptions) -> tuple[str, ...]:
@@ -115,6 +119,75 @@ def _peers(options: BenchOptions) -> tuple[str, ...]:
             raise ValueError(f"--vs {name} is unknown; choose from {', '.join(PEERS)}")
     find_pythons(found, options.peer_pythons())
     return tuple(found)
+
+
+def with_chosen_chunk(plan: BenchPlan, policy_of: Callable[[int], RetentionPolicy]) -> BenchPlan:
+    """Return a plan with the chunk that `locret-infer` would take here, the same for all methods so that they compare.
+
+    Bounded methods decide; `full` and `floor` follow. A chunk must fit whichever bounded method and length needs most,
+    and be as large as whichever needs the largest least. Where only `full` or `floor` is measured, `locret` decides.
+
+    Args:
+        plan: Everything but the chunk size.
+        policy_of: Its policy with a given chunk size.
+
+    Raises:
+        ValueError: If not even the smallest chunk fits.
+    """
+    runs = [(method, run) for method in _deciding(plan) for run in _runs(plan, method)]
+    draft, weights = policy_of(chunk_size.LARGEST), chunk_size.weight_bytes(plan.config, plan.dtype)
+
+    def needed(policy: RetentionPolicy) -> int:
+        return weights + max(run.bytes_beside_weights(method.policy(policy)) for method, run in runs)
+
+    choice = chunk_size.choose(
+        policy_of,
+        needed,
+        device=f"{plan.device or 'cuda'}{'' if plan.memory_cap is None else ' within --memory-cap'}",
+        free=_free_bytes(plan, weights),
+        least=max(run.least_chunk(method.policy(draft)) for method, run in runs),
+    )
+    return replace(plan, policy=policy_of(choice.chunk_size), chunk_choice=choice)
+
+
+def _deciding(plan: BenchPlan) -> list[methods.Bounded]:
+    named = [method for method in plan.methods if isinstance(method, methods.Bounded)]
+    default = methods.get("locret")
+    assert isinstance(default, methods.Bounded)
+    return named or [default]
+
+
+def _runs(plan: BenchPlan, method: methods.Bounded) -> list[PlannedRun]:
+    """Return what `locret-infer` would plan for each prompt."""
+    scorer = _scorer(plan, method)
+    return [
+        PlannedRun(
+            config=plan.config,
+            scorer=scorer,
+            dtype=plan.dtype,
+            device=plan.device or torch.device("cuda"),
+            prompt_tokens=length,
+            new_tokens=plan.new_tokens,
+        )
+        for length in plan.lengths
+    ]
+
+
+def _scorer(plan: BenchPlan, method: methods.Bounded) -> RetainingHeads | Scorer:
+    if not method.has_heads:
+        return method.make_scorer(None)
+    if plan.heads is not None:
+        return RetainingHeads.from_pretrained(plan.heads)
+    with torch.device("meta"):
+        return RetainingHeads.for_model(plan.config, plan.hidden_dim)
+
+
+def _free_bytes(plan: BenchPlan, weights: int) -> int | None:
+    """Return the bytes that a run may take; None where that is unknown, as for a GPU that is not here."""
+    free = None if plan.device is None else chunk_size.free_bytes(plan.device)
+    if free is not None:  # peers run beside ours, each with weights of its own
+        free = max(0, free - len(plan.peers) * weights)
+    return min((count for count in (free, plan.memory_cap) if count is not None), default=None)
 
 
 def _check(plan: BenchPlan) -> None:
@@ -159,9 +232,10 @@ def _check_compiled(plan: BenchPlan) -> None:
 
 def _check_memory(plan: BenchPlan, method: methods.BenchMethod, length: int) -> None:
     # A GPU says that it is out of memory; a system that is kills the process.
-    has = None if plan.device is None or plan.device.type != "cpu" else resident.installed_bytes()
-    planned = plan.planned_bytes(method, length)
-    if has is not None and (needed := planned.weights + planned.cache) > has:
+    if plan.device is None or plan.device.type != "cpu":
+        return
+    has, planned = psutil.virtual_memory().total, plan.planned_bytes(method, length)
+    if (needed := planned.weights + planned.cache) > has:
         raise ValueError(
             f"--methods {method.name} at {length:,} tokens needs {needed / 2**30:,.1f} GiB of weights and cache, but "
             f"this machine has {has / 2**30:,.1f}; leave it out, or take a smaller --shape or --lengths"

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from locret import RetainingHeads, RetentionCache, generate, prefill
-from locret.infer.speed.floor import read_static, write_static
+from locret.infer.speed.floor import generate_plainly, read_static, write_static
 from locret.infer.speed.methods import BenchMethod, Bounded, Floor
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import random_model
 
 
 @dataclass(frozen=True)
-class Setup:
+class BenchSetup:
     """What all runs share."""
 
     model: PreTrainedModel
@@ -35,10 +35,10 @@ class Setup:
         return storage_bytes(tensors)
 
 
-class Run(ABC):
+class BenchRun(ABC):
     """A prompt to be read, then answered. Both are greedy and end with ids on the host."""
 
-    def __init__(self, setup: Setup, length: int) -> None:
+    def __init__(self, setup: BenchSetup, length: int) -> None:
         self.model, self.plan = setup.model, setup.plan
         self.ids = setup.prompt_1N[:, :length]
 
@@ -59,13 +59,13 @@ class Run(ABC):
         """Return the bytes of the cache at its largest so far, counted from its tensors."""
 
 
-class FullRun(Run):
+class FullRun(BenchRun):
     """transformers' own cache and attention; the prompt comes chunk by chunk."""
 
     @torch.no_grad()
     def _logits(self) -> Tensor:
         self.cache = DynamicCache(config=self.model.config)
-        decoder, size, length = self.model.get_decoder(), self.plan.chunk_size, self.ids.shape[1]
+        decoder, size, length = self.model.get_decoder(), self.plan.policy.chunk_size, self.ids.shape[1]
         last = range(0, length, size)[-1]
         for start in range(0, last, size):
             decoder(input_ids=self.ids[:, start : start + size], past_key_values=self.cache, use_cache=True)
@@ -74,23 +74,14 @@ class FullRun(Run):
         return output.logits[:, -1]
 
     def write(self, first: int) -> list[int]:
-        """See `Run`."""
         ids = torch.cat([self.ids, self.ids.new_tensor([[first]])], dim=1)
-        out = self.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=self.cache,
-            max_new_tokens=self.plan.new_tokens,
-            do_sample=False,
-        )
-        return out[0, ids.shape[1] :].tolist()
+        return generate_plainly(self.model, self.cache, ids, self.plan.new_tokens)[0].tolist()
 
     def cache_bytes(self) -> int:
-        """See `Run`."""
         return layer_bytes(self.cache)
 
 
-class FloorRun(Run):
+class FloorRun(BenchRun):
     """The same chunks as a bounded cache reads, against a static one."""
 
     def _logits(self) -> Tensor:
@@ -101,19 +92,17 @@ class FloorRun(Run):
         return logits
 
     def write(self, first: int) -> list[int]:
-        """See `Run`."""
         token = self.ids.new_tensor([[first]])
         return write_static(self.model, self.cache, token, self.plan.new_tokens)[0].tolist()
 
     def cache_bytes(self) -> int:
-        """See `Run`."""
         return layer_bytes(self.cache)
 
 
-class BoundedRun(Run):
+class BoundedRun(BenchRun):
     """A bounded cache, read and answered as any user would."""
 
-    def __init__(self, setup: Setup, length: int, method: Bounded) -> None:
+    def __init__(self, setup: BenchSetup, length: int, method: Bounded) -> None:
         super().__init__(setup, length)
         self.scorer, self.policy = method.make_scorer(setup.heads), method.policy(setup.plan.policy)
 
@@ -130,24 +119,23 @@ class BoundedRun(Run):
         return ids[0].tolist()
 
     def cache_bytes(self) -> int:
-        """See `Run`."""
         return self.cache.memory().peak
 
 
-def new_run(setup: Setup, method: BenchMethod, length: int) -> Run:
+def new_run(setup: BenchSetup, method: BenchMethod, length: int) -> BenchRun:
     """Return a run of a method over a prompt's first tokens; nothing is allocated yet."""
     if isinstance(method, Bounded):
         return BoundedRun(setup, length, method)
     return FloorRun(setup, length) if isinstance(method, Floor) else FullRun(setup, length)
 
 
-def make_setup(plan: BenchPlan) -> Setup:
+def make_setup(plan: BenchPlan) -> BenchSetup:
     """Load or make the backbone, the heads and the prompt of a plan that has a device.
 
     Raises:
         ValueError: If weights are missing or broken, or heads do not fit.
     """
-    from locret.infer import loading
+    from locret import loading
     from locret.infer.speed.resolve import model_options
 
     assert plan.device is not None
@@ -165,7 +153,7 @@ def make_setup(plan: BenchPlan) -> Setup:
         heads.to(plan.device)
     generator = torch.Generator().manual_seed(plan.seed)
     ids = torch.randint(model.config.get_text_config().vocab_size, (1, max(plan.lengths)), generator=generator)
-    return Setup(model, heads, plan, ids.to(plan.device))
+    return BenchSetup(model, heads, plan, ids.to(plan.device))
 
 
 def layer_bytes(cache: Any) -> int:

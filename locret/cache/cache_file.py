@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from locret._version import __version__
 from locret.cache.cache import RetentionCache
+from locret.files import written_whole
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
@@ -50,18 +50,8 @@ def save_cache(cache: RetentionCache, path: str | Path) -> None:
         "scorer": cache.scorer.name,
         **numbers,
     }
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        save_file(
-            {key: tensor.cpu() for key, tensor in tensors.items()}, partial, metadata={"state": json.dumps(state)}
-        )
-        os.replace(partial, target)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(
-            f"cannot write the cache to {target}: {error}; choose a writable folder with free space"
-        ) from error
+    with written_whole(path) as fresh:
+        save_file({key: tensor.cpu() for key, tensor in tensors.items()}, fresh, metadata={"state": json.dumps(state)})
 
 
 def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scorer | str) -> RetentionCache:

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from locret.heads.config import HeadsConfig
 from locret.labels import KINDS
+from locret.tables import markdown
 
 PLACEHOLDER = "path/to/these-heads"
 """What the card's example loads while the heads are in no repository; `locret-push` puts the repository there."""
@@ -170,12 +171,7 @@ def _label(label: Mapping[str, Any] | None) -> str:
 
 
 def _table(values: Mapping[str, Any]) -> str:
-    def cell(value: Any) -> str:
-        return str(value).replace("|", "\\|").replace("\n", " ")
-
-    return "\n".join(
-        ["| | |", "| --- | --- |", *(f"| {cell(name)} | {cell(value)} |" for name, value in values.items())]
-    )
+    return "\n".join(markdown(("", ""), values.items(), numbers=False))
 
 
 def _arguments(values: Mapping[str, Any]) -> str:

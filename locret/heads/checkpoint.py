@@ -5,12 +5,9 @@ Files: `model.safetensors` (keys `heads.<layer>.fc1.weight`, `heads.<layer>.fc2.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from locret import shipped
+from locret.files import written_whole
 from locret.heads import hub
 from locret.heads.config import HeadsConfig
 
@@ -132,55 +130,25 @@ def as_float32(weight: Tensor, name: str, where: str) -> Tensor:
 
 
 def write(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor]) -> None:
-    """Write weights and config into a folder that exists; call inside `replacing`.
-
-    Raises:
-        OSError: If the disk refuses.
-    """
+    """Write weights and config into a folder that exists; call inside `replacing`, which names what goes wrong."""
     text = json.dumps(config.to_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
     tensors = {name: weight.detach().to("cpu", torch.float32).contiguous() for name, weight in weights.items()}
-    try:
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:  # safetensors hides the operating system's error in its text
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code)) from error
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Give an empty folder to write into, which takes the target's place when the block ends well.
-
-    A new target appears by one rename. In a folder of heads each file is replaced by its new version, `config.json`
-    last; other files stay.
+    """Give an empty folder whose files take the place of the target's when the block ends well; others stay.
 
     Raises:
         ValueError: If the target is a file, or holds another model.
         OSError: If it cannot be written; the message names it.
     """
-    target = Path(os.path.abspath(target))
-    # Beside the files to be replaced, since a rename cannot cross file systems and a mounted folder is one of its own.
-    staging = (target if os.path.exists(target) else target.parent) / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
-    try:
-        _refuse_foreign(target)
-        staging.mkdir(parents=True)
-        yield staging
-        for file in staging.iterdir():
-            shutil.copymode(staging / CONFIG, file)  # safetensors makes its file readable by its owner only
-            _sync(file)
-        if target.exists():
-            for file in sorted(staging.iterdir(), key=lambda file: file.name == CONFIG):
-                os.replace(file, target / file.name)
-        else:
-            os.rename(staging, target)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise type(error)(
-            f"cannot write retaining heads to {target}: {reason}; choose another folder or make room"
-        ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    _refuse_foreign(target)
+    with written_whole(target, parents=True, last=CONFIG) as fresh:
+        fresh.mkdir()
+        yield fresh
 
 
 def _refuse_foreign(target: Path) -> None:
@@ -196,11 +164,6 @@ def _refuse_foreign(target: Path) -> None:
             ) from error
     elif (target / WEIGHTS).exists():
         raise ValueError(f"{target} holds another model's {WEIGHTS}, which would be overwritten; choose another folder")
-
-
-def _sync(file: Path) -> None:
-    with open(file, "rb+") as handle:
-        os.fsync(handle.fileno())
 
 
 def _layers(names: Mapping[str, tuple[int, ...]]) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from locret.infer.evaluation.options import BudgetOptions
 from locret.infer.options import PolicyOptions
-from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.resolve import make_plan
 from locret.policy.resolve import resolve, resolve_options
 

@@ -10,9 +10,9 @@ import torch
 
 from locret import RetainingHeads, RetentionPolicy
 from locret.infer import chunk_size
-from locret.infer.sizing import Run
+from locret.infer.sizing import PlannedRun
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.command import command
-from locret.infer.speed.options import BenchOptions
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.report import numbers
 from locret.infer.speed.resolve import make_plan
@@ -38,7 +38,7 @@ def test_the_chunk_is_the_one_of_locret_infer(monkeypatch: pytest.MonkeyPatch, s
     room = int(share * plan.chunk_choice.needed_bytes / chunk_size.SHARE) + 1
     free(monkeypatch, room)
     heads = RetainingHeads.for_model(plan.config, plan.hidden_dim)
-    infer = Run(
+    infer = PlannedRun(
         config=plan.config, scorer=heads, dtype=torch.float32, device=torch.device("cpu"), prompt_tokens=None,
         new_tokens=4,
     )  # fmt: skip
@@ -68,16 +68,16 @@ def test_every_method_reads_with_the_chunk_that_all_bounded_methods_fit_into(mon
     assert follows.needed_bytes == needed["locret"]
     free(monkeypatch, int(min(needed.values()) / chunk_size.SHARE) + 1)
     tight = plan_of(methods="full,locret,streaming+linear")
-    alone = {name: plan_of(methods=name).chunk_size for name in needed}
-    assert tight.chunk_size == min(alone.values()) < max(alone.values())
+    alone = {name: plan_of(methods=name).policy.chunk_size for name in needed}
+    assert tight.policy.chunk_size == min(alone.values()) < max(alone.values())
     for method in tight.methods:
-        assert method.reading(tight.sizes, tight.policy, 3000)[0].tokens == tight.chunk_size
+        assert method.reading(tight.sizes, tight.policy, 3000)[0].tokens == tight.policy.chunk_size
 
 
 def test_runs_read_in_chunks_of_the_chosen_size(monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, None)
     plan = plan_of(budget=600, lengths="700")
-    assert plan.chunk_size == 256
+    assert plan.policy.chunk_size == 256
     setup, passes = make_setup(plan), []
     setup.model.get_decoder().register_forward_pre_hook(
         lambda _module, _args, given: passes.append(given["input_ids"].shape[1]), with_kwargs=True
@@ -102,7 +102,7 @@ def test_heads_and_the_weights_of_peers_take_room(monkeypatch: pytest.MonkeyPatc
 
 def test_a_cap_on_device_memory_bounds_the_chunk() -> None:
     numbers = {"shape": "llama-3.1-8b", "device": "cuda", "budget": 16384, "dtype": "bfloat16", "lengths": "128K"}
-    wide, narrow = (plan_of(**numbers, memory_cap=cap).chunk_size for cap in ("40GiB", "24GB"))
+    wide, narrow = (plan_of(**numbers, memory_cap=cap).policy.chunk_size for cap in ("40GiB", "24GB"))
     assert wide == 8192
     assert 64 <= narrow < wide
     with pytest.raises(

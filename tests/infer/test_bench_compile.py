@@ -13,9 +13,9 @@ from torch._dynamo.testing import CompileCounter
 
 from locret import generation
 from locret.infer.speed import machine, measure
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.command import command
 from locret.infer.speed.measure import Measurements, Seconds
-from locret.infer.speed.options import BenchOptions
 from locret.infer.speed.peers import lines
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.record import make_record

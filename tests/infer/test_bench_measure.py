@@ -11,8 +11,8 @@ from torch import nn
 
 from locret.infer.speed import machine, measure
 from locret.infer.speed.allocations import peak_bytes, phase
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.measure import Seconds
-from locret.infer.speed.options import BenchOptions
 from locret.infer.speed.peaks import measure_peaks
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.resident import resident_growth

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.peers import compare, comparison, lines, process
 from locret.infer.speed.peers.process import SideFailed, SideProcess
 from locret.infer.speed.peers.tasks import rows

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig, Phi3Config
 
 from locret.infer.speed import allocations, resident
-from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.peers import backbone_files, compare, comparison, find_pythons, lines, process
 from locret.infer.speed.peers.process import METERS, SideFailed, SideProcess
 from locret.infer.speed.peers.tasks import job

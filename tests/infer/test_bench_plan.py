@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
 
 from locret import RetentionCache, RetentionPolicy, prefill, scorers
-from locret.infer.speed import methods, resident
+from locret.infer.speed import methods
+from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions
 from locret.infer.speed.command import command
 from locret.infer.speed.cost import sizes_of
-from locret.infer.speed.options import OPTION_CLASSES, BenchOptions
 from locret.infer.speed.resolve import make_plan
 from locret.infer.speed.shapes import CPU_512, PRESETS, SHAPES, random_model
 
@@ -169,7 +171,7 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(changes: dict[str, A
 
 
 def test_what_this_machine_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident, "installed_bytes", lambda: 64 * 2**20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * 2**20))
     plan_of(methods="full", lengths="1K")
     with pytest.raises(ValueError, match="--methods full at 32,768 tokens needs 0.2 GiB of weights and cache, but"):
         plan_of(methods="locret,full", lengths="32K")

@@ -48,7 +48,7 @@ def test_a_profile_of_prefill_knows_its_stages_and_adds_up(tmp_path: Path) -> No
     assert record["where"]["options"]["stabilizers"] == 4
     page = (tmp_path / "profile.md").read_text()
     assert "| MLP |" in page
-    assert "`python -m locret.infer.speed.lab.profile --what prefill --method locret --shape tiny" in page
+    assert "`python -m locret.infer.speed.lab.profile --shape tiny" in page
 
 
 def test_a_profile_of_decoding_leaves_out_the_prompt(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from locret.infer.speed.options import BenchOptions
+from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.resolve import make_plan
-from locret.infer.speed.runs import BoundedRun, FloorRun, Setup, make_setup, new_run
+from locret.infer.speed.runs import BenchSetup, BoundedRun, FloorRun, make_setup, new_run
 
 LENGTH, NEW = 150, 5
 
@@ -21,7 +21,7 @@ def plan_of(methods: str, **changes: Any) -> BenchPlan:
     return make_plan(BenchOptions(**given), set(given))
 
 
-def watched(setup: Setup, run: Any) -> list[tuple[int, tuple[int, ...]]]:
+def watched(setup: BenchSetup, run: Any) -> list[tuple[int, tuple[int, ...]]]:
     """Return a list that grows by the new tokens, and the units each layer holds, of every forward pass."""
     passes: list[tuple[int, tuple[int, ...]]] = []
 
@@ -85,7 +85,7 @@ def test_the_floor_generates_over_as_many_units_as_a_bounded_cache() -> None:
         first = run.read()
         held.append(run.cache.layers[0].fill)
         run.write(first)
-    assert held == [plan.kept_units(LENGTH)] * 2
+    assert held == [plan.policy.budget + plan.policy.local_len] * 2
     assert setup.model.config._attn_implementation == "sdpa"
 
 

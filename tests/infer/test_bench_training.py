@@ -10,7 +10,6 @@ import torch
 from transformers import LlamaConfig
 
 from locret import RetainingHeads
-from locret.infer.speed.lab import training_choices
 from locret.infer.speed.lab import training_cost as bench
 from locret.infer.speed.lab.training_setup import TrainingSetup
 from locret.infer.speed.shapes import random_model
@@ -89,25 +88,3 @@ def test_its_own_heads_are_not_the_others() -> None:
 def test_what_cannot_be_measured_is_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bench.command(arguments)
-
-
-TINY_CHOICES = training_choices.ChoiceOptions(head_dim=8, hidden_dim=8, tokens=40, answer_tokens=6, layers=2, repeats=2)
-
-
-def test_choices_are_compared_with_what_does_the_same() -> None:
-    sides = training_choices._features(TINY_CHOICES)
-    used, tried = sides["features"](), sides["features, one by one"]()
-    for ours, theirs in zip(used, tried, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
-        assert ours.abs().max() > 1e-6
-
-
-def test_a_record_of_choices_has_a_ratio_for_all_that_was_tried(tmp_path: Path) -> None:
-    names = ("head_dim", "hidden_dim", "tokens", "answer_tokens", "layers", "repeats")
-    flags = [f"--{name.replace('_', '-')}={getattr(TINY_CHOICES, name)}" for name in names]
-    assert training_choices.command([*flags, "--output", str(tmp_path / "record")]) == 0
-    ratios = json.loads((tmp_path / "record.json").read_text())["ratios"]
-    assert {"optimizer, default / fused", "features, one by one / copied together"} < set(ratios)
-    assert sum(name.startswith("labels log_attention, 2^") for name in ratios) == 4
-    with pytest.raises(ValueError, match="--heads 8 is no multiple of --kv-heads 3; groups must be equal"):
-        training_choices.command(["--kv-heads=3"])

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from eval_runs import cases, cells, environment, finish, records, start
 
-from locret.infer.evaluation import folder_lock, processes
+from locret.files import locked
+from locret.infer.evaluation import processes
 from locret.infer.evaluation.records import PART, SampleLog, key
 
 LINE = ("--methods", "full,locret,random", "--tasks", "passkey,number", "--lengths", "300,400", "--budget", 64)
@@ -86,32 +87,15 @@ def test_shares_are_all_of_it_and_disjoint() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not within WORLD_SIZE=2"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one, LOCAL_RANK=one: not all are whole numbers"),
-    ],
-)
-def test_a_launchers_mistake_is_one_sentence(variables: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        processes.from_environment(variables)
-
-
-def test_without_a_launcher_there_is_one_process_and_with_one_its_local_number_is_kept() -> None:
-    assert processes.from_environment({}) == processes.Processes(0, 1, 0)
-    seen = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    assert processes.from_environment(seen) == processes.Processes(5, 8, 1)
-
-
-def test_processes_that_cannot_meet_say_so() -> None:
-    own = {**environment(), "RANK": "0", "WORLD_SIZE": "2"}
+@pytest.mark.parametrize("count", ["2", "two"])
+def test_processes_that_cannot_meet_say_so(count: str) -> None:
+    own = {**environment(), "RANK": "0", "WORLD_SIZE": count}
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         own.pop(name, None)
     line = [sys.executable, "-m", "locret.infer.evaluation.command", "--model", "x", "--dry-run"]
     done = subprocess.run(line, capture_output=True, text=True, env=own, timeout=100)
     assert done.returncode == 1
-    assert "process 0 of 2 cannot reach the others" in done.stderr
+    assert f"process 0 of {count} cannot reach the others" in done.stderr
     assert "start them with torchrun or accelerate launch" in done.stderr
 
 
@@ -159,26 +143,8 @@ def test_a_merge_that_is_interrupted_loses_nothing(tmp_path: Path, monkeypatch: 
 
 
 def test_a_folder_is_written_by_one_command_at_a_time(line: tuple[object, ...], tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "out"
-    with folder_lock.locked(str(out)):
-        code, _, err = finish(start(1, *line, "--output", out))
-        assert code == 2
-        assert f"is being written by process {os.getpid()} on" in err
-        assert "wait until it ends, or choose another folder" in err
-    assert list(tmp_path.iterdir()) == []  # what the lock had made is gone with it
-    with folder_lock.locked(str(out)):
-        (out / "kept").write_text("")
-    assert [path.name for path in out.iterdir()] == ["kept"]
-
-
-def test_the_lock_of_a_killed_process_holds_nobody_back(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    code = (
-        "import sys, os, signal; from locret.infer.evaluation.folder_lock import locked\n"
-        "with locked(sys.argv[1]):\n    os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(out)], env=environment(), check=False)
-    assert (out / folder_lock.LOCK).read_text().startswith("process ")
-    with folder_lock.locked(str(out)):
-        pass
-    assert list(out.iterdir()) == []
+    with locked(tmp_path / "out", "--output"):
+        code, _, err = finish(start(1, *line, "--output", tmp_path / "out"))
+    assert code == 2
+    assert f"is being written by process {os.getpid()} on" in err
+    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The command that reads prompts of millions of tokens: small runs of it, and a refusal."""
+"""The command that reads prompts of millions of tokens: small runs, and refusals."""
 
 from __future__ import annotations
 

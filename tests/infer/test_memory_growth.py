@@ -12,7 +12,6 @@ from locret.backbone.instrument import NAME, locret_attention
 from locret.infer.speed.allocations import marked, peak_bytes
 from locret.infer.speed.lab import memory_growth as benchmark
 from locret.infer.speed.lab.memory_growth import GrowthOptions, planned
-from locret.scorers import get
 
 MIB = 2**20
 
@@ -39,9 +38,7 @@ def test_marked_allocations_count_until_they_are_freed_and_the_peak_is_of_one_mo
 
 def plans(**numbers: int) -> dict[str, dict[str, object]]:
     usual = {"tokens": 8256, "budget": 512, "chunk_size": 128, "min_chunk": 64, "stabilizers": 64, "local_len": 64}
-    options = GrowthOptions(**{**usual, **numbers})
-    scorer = get("h2o")
-    return {name: planned(p, scorer, 2, options.tokens) for name, p in options.policies("compact").items()}
+    return planned(*GrowthOptions(**{**usual, **numbers}).all_plans(set()))
 
 
 def test_plans_say_what_every_pass_attends_to() -> None:
@@ -67,11 +64,11 @@ def test_with_a_budget_of_four_chunks_the_peak_falls_but_the_largest_pass_grows(
 
 @pytest.mark.parametrize("plan", ["cubic", "linear+cubic"])
 def test_an_unknown_plan_is_named(plan: str) -> None:
-    with pytest.raises(ValueError, match=r"cubic is unknown; choose from .*linear"):
-        GrowthOptions(plans=plan).policies("compact")
+    with pytest.raises(ValueError, match=r"\+cubic is unknown; did you mean"):
+        GrowthOptions(plans=plan).all_plans(set())
 
 
-@pytest.mark.parametrize("scorer", ["h2o", "retaining_heads"])
+@pytest.mark.parametrize("scorer", ["h2o", "locret"])
 def test_a_record_holds_ratios_bytes_and_plans_of_real_reads(tmp_path: Path, backbone: Path, scorer: str) -> None:
     numbers = ["--tokens", "136", "--budget", "16", "--chunk-size", "16", "--min-chunk", "4", "--stabilizers", "4"]
     more = ["--local-len", "8", "--hidden-dim", "8", "--repeats", "2", "--output", str(tmp_path / "record")]

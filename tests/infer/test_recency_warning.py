@@ -14,7 +14,7 @@ from locret import RetentionCache, prefill, scorers
 from locret.cli import run
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.command import command
-from locret.infer.recency_warning import warn_of_recency
+from locret.infer.reading_warnings import warn_of_recency
 from locret.policy.policy import RetentionPolicy
 
 SAID = "{} keeps the {} newest units whatever their scores, so that with --budget {} it keeps nothing else; raise"

@@ -26,7 +26,7 @@ def option_classes(job: str, name: str) -> tuple[type, ...]:
 
         return EVAL
     if job == "bench":
-        from locret.infer.speed.options import OPTION_CLASSES as BENCH
+        from locret.infer.speed.bench_options import OPTION_CLASSES as BENCH
 
         return BENCH
     if job == "infer":

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from locret import RetainingHeads, shipped
+from locret import RetainingHeads, loading, shipped
 from locret.cli import parse_options
-from locret.infer import loading
 from locret.infer.command import OPTION_CLASSES
 from locret.infer.options import ModelOptions
 

@@ -16,8 +16,9 @@ from training_cases import refused, token_ids, train, train_arguments, write_bac
 from locret import RetainingHeads
 from locret.heads.fingerprint import weight_fingerprint
 from locret.labels.labels import answer_labels
+from locret.load_options import BackboneSource
+from locret.loading import load_config, load_model
 from locret.train.command import command
-from locret.train.frozen_backbone import load_backbone, resolve_dtype
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = [
@@ -25,6 +26,11 @@ RECIPES = [
     for path in sorted((REPOSITORY / "recipes" / "train").rglob("*.yaml"))
     if not path.stem.startswith("compare")  # those are of locret.train.compare
 ]
+
+
+def load_backbone(folder: Path, adapter: str | None = None, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    source = BackboneSource(model=str(folder), adapter=adapter)
+    return load_model(source, load_config(source), torch.device("cpu"), dtype)
 
 
 def test_a_dry_run_prints_options_and_memory_without_weights(
@@ -52,7 +58,7 @@ def test_the_memory_plan_counts_the_backbones_bytes(
 ) -> None:
     train(paths, tmp_path / "run", "--dry-run", "--json", "--dtype=bfloat16")
     record = json.loads(capsys.readouterr().out)
-    model = load_backbone(str(paths[0]), None, dtype=torch.bfloat16, device=torch.device("cpu"))
+    model = load_backbone(paths[0], dtype=torch.bfloat16)
     assert record["memory_bytes"]["backbone"] == sum(weight.nbytes for weight in model.parameters())
     assert record["config"]["mixed_precision"] == "bf16"
 
@@ -79,7 +85,7 @@ def test_heads_say_how_they_were_trained(paths: tuple[Path, Path], tmp_path: Pat
     assert config.training is not None
     assert (config.training["dataset"], config.training["backbone"]) == ("rows.json", "model")
     assert str(tmp_path) not in (tmp_path / "run" / "config.json").read_text()
-    model = load_backbone(str(paths[0]), None, dtype=torch.float32, device=torch.device("cpu"))
+    model = load_backbone(paths[0])
     assert config.base_weights == weight_fingerprint(model)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["label_kind"] == "log_attention"
@@ -167,7 +173,7 @@ def adapter(paths: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
     """Return a LoRA adapter with random, not zero, weights."""
     from peft import LoraConfig, get_peft_model
 
-    base = load_backbone(str(paths[0]), None, dtype=torch.float32, device=torch.device("cpu"))
+    base = load_backbone(paths[0])
     lora = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     folder = tmp_path_factory.mktemp("adapter")
     lora.save_pretrained(folder)
@@ -175,9 +181,7 @@ def adapter(paths: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_a_lora_adapter_changes_labels_and_training(paths: tuple[Path, Path], adapter: Path, tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-    plain = load_backbone(str(paths[0]), None, **arguments)
-    adapted = load_backbone(str(paths[0]), None, **arguments, adapter=str(adapter))
+    plain, adapted = load_backbone(paths[0]), load_backbone(paths[0], adapter=str(adapter))
     assert not any(parameter.requires_grad for parameter in adapted.parameters())
     row = token_ids(20), token_ids(5, seed=1)
     labels = answer_labels(adapted, *row)
@@ -247,23 +251,6 @@ def test_a_warm_up_that_never_ends_is_warned_about(
     assert "--warmup-steps 2000 is not below --steps 6, so the learning rate never reaches --lr" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "expected"),
-    [
-        ("auto", "cpu", torch.float32),
-        ("auto", "cuda", torch.bfloat16),
-        ("float16", "cuda", torch.float16),
-        ("bfloat16", "cpu", torch.bfloat16),
-    ],
-)
-def test_the_automatic_dtype_is_the_checkpoints_but_float32_on_a_cpu(
-    dtype: str, device: str, expected: torch.dtype
-) -> None:
-    from transformers import LlamaConfig
-
-    assert resolve_dtype(dtype, LlamaConfig(dtype="bfloat16"), torch.device(device)) == expected
-
-
 def test_help_cites_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         command(["--help"])
@@ -292,7 +279,7 @@ def test_the_hub_id_of_a_local_backbone_is_recorded_and_other_ids_are_refused(
     assert (heads.config.base_model, heads.config.base_model_revision) == ("org/backbone", "v1")
     assert heads.config.base_weights is None
     assert "org/backbone" in (tmp_path / "run" / "README.md").read_text()
-    model = load_backbone(str(paths[0]), None, dtype=torch.float32, device=torch.device("cpu"))
+    model = load_backbone(paths[0])
     heads.check_matches(model)
     model.config._name_or_path = "org/another"
     with pytest.raises(ValueError, match="base_model is .*org/another"):

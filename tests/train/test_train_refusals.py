@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from training_cases import refused, train, train_arguments, write_backbone
+
+from locret.files import locked, visible
+from locret.train import checkpointing
 
 BAD_OPTIONS = [
     (["--alpha=-1"], "--alpha -1.0 is negative; use 0 to leave out the smoothness term"),
@@ -26,7 +33,7 @@ BAD_OPTIONS = [
     (["--dataset=LongAlpcaa"], "did you mean LongAlpaca"),
     (["--dataset=nowhere/rows.json"], "--dataset nowhere/rows.json: no such file or folder; check the path"),
     (["--data-dir=nowhere"], "--data-dir nowhere is not a folder"),
-    (["--model=no/such/model"], "--model no/such/model cannot be loaded"),
+    (["--model=no/such/model"], "--model no/such/model: there is no such folder; give"),
     (["--max-tokens=10"], "no row can be trained on (6 longer than --max-tokens 10); choose another data set"),
     (["--min-tokens=100"], "no row can be trained on (6 shorter than --min-tokens 100); choose another data set"),
     (["--min-tokens=10", "--max-tokens=9"], "--min-tokens 10 is above --max-tokens 9; no row fits"),
@@ -35,7 +42,7 @@ BAD_OPTIONS = [
         "--split train[:3] selects rows, which --streaming cannot; drop one of them",
     ),
     (["--answers=all", "--label-source=reconstruction"], "--answers all changes nothing with --label-source"),
-    (["--adapter=no/such/adapter"], "--adapter no/such/adapter cannot be loaded"),
+    (["--adapter=no/such/adapter"], "--adapter no/such/adapter cannot be put on --model"),
     (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
     (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint"),
 ]
@@ -178,3 +185,40 @@ def test_a_bad_last_row_is_refused_before_anything_is_written(
     assert "rows.json:1 (row 5 from 0) has no answer" in message
     assert "--skip-bad-rows" in message
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--resume"], ["--overwrite"]])
+def test_a_folder_that_another_run_is_writing_is_refused(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    with locked(tmp_path / "run", "--output"):
+        if more:
+            (tmp_path / "run" / "run.json").write_text("{}")
+        code, message = refused(capsys, train_arguments(paths, tmp_path / "run", *more))
+        assert (code, f"is being written by process {os.getpid()} on" in message) == (2, True)
+        assert visible(tmp_path / "run") == (["run.json"] if more else [])
+
+
+@pytest.mark.slow
+def test_of_two_runs_in_one_folder_the_second_is_refused_until_the_first_is_gone(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, steps = tmp_path / "run", ("--steps=100000", "--save-every=5")
+    first = subprocess.Popen(
+        [sys.executable, "-m", "locret.train.command", *train_arguments(paths, run, *steps)], stderr=subprocess.DEVNULL
+    )
+    try:
+        while not checkpointing.complete(run):
+            assert first.poll() is None
+            time.sleep(0.1)
+        for more in ("--resume", "--overwrite"):
+            code, message = refused(capsys, train_arguments(paths, run, *steps, more))
+            assert (code, f"is being written by process {first.pid} on" in message) == (2, True)
+    finally:
+        first.kill()
+        first.wait()
+    logged = [json.loads(line)["step"] for line in (run / "log.jsonl").read_text().splitlines()]
+    assert logged == list(range(1, len(logged) + 1))
+    code, message = refused(capsys, train_arguments(paths, run, *steps))
+    assert (code, "holds an earlier run" in message) == (2, True)
+    assert train(paths, run, "--overwrite") == 0

@@ -9,20 +9,19 @@ what the prompt and its cache cost. Without reading, only the stream is made and
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from locret import RetentionPolicy
+from locret import RetentionPolicy, loading
 from locret.cli import parse_options, print_json, run
-from locret.environment import versions
-from locret.infer import loading
-from locret.infer.options import GenerationOptions, ModelOptions, ScorerOptions
+from locret.environment import peak_resident_bytes, versions
+from locret.infer.answer import MeasuredCache, answer
+from locret.infer.options import GenerationOptions, ModelOptions
 from locret.infer.speed.lab.streamed_prompts import LongPrompt, stream_needle, stream_number
+from locret.load_options import ScorerOptions
 from locret.policy.resolve import resolve_options
 
 KINDS = ("needle", "needle-passkey", "number", "passkey")
@@ -83,65 +82,28 @@ class _Counted:
             yield block
 
 
-def peak_resident_bytes() -> int:
-    """Return the most bytes of memory that this process ever held."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def make(options: LongPromptOptions, tokenizer: Any) -> dict[str, Any]:
-    """Make the prompt, block by block, and return what it took."""
-    prompt = options.prompt(tokenizer)
-    before, start, blocks = peak_resident_bytes(), time.perf_counter(), _Counted(prompt.ids)
+def make(blocks: _Counted) -> dict[str, Any]:
+    """Make the prompt, block by block, and return what it came to."""
+    start = time.perf_counter()
     for _ in blocks:
         pass
-    return {
-        "prompt_tokens": blocks.tokens,
-        "longest_block": blocks.longest,
-        "haystack": prompt.haystack,
-        "expected": prompt.answer,
-        "seconds": time.perf_counter() - start,
-        "peak_resident_bytes": peak_resident_bytes(),
-        "resident_growth_bytes": peak_resident_bytes() - before,
-    }
+    return {"prompt_tokens": blocks.tokens, "seconds": time.perf_counter() - start}
 
 
-def read(
-    options: LongPromptOptions,
-    model_options: ModelOptions,
-    scorer_options: ScorerOptions,
-    generation: GenerationOptions,
-    flags: RetentionPolicy,
-    chosen: set[str],
-) -> dict[str, Any]:
-    """Read the prompt into a bounded cache, answer it, and return what it took.
+def reader(
+    options: ModelOptions, scorer_options: ScorerOptions, flags: RetentionPolicy, chosen: set[str]
+) -> tuple[Any, RetentionPolicy]:
+    """Return a backbone with an empty cache, and the policy of the cache.
 
     Raises:
         ValueError: If backbone, heads or policy do not fit.
     """
-    from locret.infer.answer import MeasuredCache, answer
-
-    config = loading.load_config(model_options)
-    tokenizer = loading.load_tokenizer(model_options)
+    config, device = loading.load_config(options), loading.resolve_device(options.device)
     scorer, recommended = loading.load_scorer(scorer_options)
     loading.check_matches(scorer_options, scorer, config)
     policy = resolve_options(flags, chosen, recommended)
-    device = loading.resolve_device(model_options.device)
-    model = loading.load_model(
-        model_options, config, device, loading.resolve_dtype(model_options.dtype, config, device)
-    )
-    prompt, cache = options.prompt(tokenizer), MeasuredCache(model, scorer, policy)
-    before, blocks = peak_resident_bytes(), _Counted(prompt.ids)
-    found = answer(model, tokenizer, blocks, cache, generation, attn=model_options.attn, progress=True)
-    return {
-        **asdict(found),
-        "expected": prompt.answer,
-        "haystack": prompt.haystack,
-        "longest_block": blocks.longest,
-        "policy": policy.to_dict(),
-        "peak_resident_bytes": peak_resident_bytes(),
-        "resident_growth_bytes": peak_resident_bytes() - before,
-    }
+    model = loading.load_model(options, config, device, loading.resolve_dtype(options.dtype, config, device))
+    return (model, MeasuredCache(model, scorer, policy)), policy
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -158,12 +120,21 @@ def command(argv: Sequence[str] | None = None) -> int:
         name, (__doc__ or "").split("\n")[0], classes, argv
     )
     torch.set_num_threads(options.threads)
-    found = (
-        read(options, model, scorer, generation, flags, chosen)
-        if options.read
-        else make(options, loading.load_tokenizer(model))
-    )
-    print_json({**asdict(options), "model": model.model, **found, "versions": versions()})
+    tokenizer = loading.load_tokenizer(model)
+    prompt, found = options.prompt(tokenizer), {}
+    blocks = _Counted(prompt.ids)
+    if options.read:
+        (backbone, cache), policy = reader(model, scorer, flags, chosen)
+        before = peak_resident_bytes()
+        result = answer(backbone, tokenizer, blocks, cache, generation, attn=model.attn, progress=True)
+        found = {**asdict(result), "policy": policy.to_dict()}
+    else:
+        before = peak_resident_bytes()
+        found = make(blocks)
+    found |= {"expected": prompt.answer, "haystack": prompt.haystack, "longest_block": blocks.longest}
+    peak = peak_resident_bytes()
+    memory = {"peak_resident_bytes": peak, "resident_growth_bytes": peak - before}
+    print_json({**asdict(options), "model": model.model, **found, **memory, "versions": versions()})
     return 0
 
 

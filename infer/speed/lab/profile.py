@@ -9,51 +9,35 @@ they are the device's. A profiled run is slower than a plain one: shares are wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from locret.cli import parse_options, run
+from locret.cli import run
 from locret.infer.speed.allocations import silent
+from locret.infer.speed.lab.harness import ReadingOptions, program, where
 from locret.infer.speed.lab.stages import MARK, by_stage, marked_stages
-from locret.infer.speed.lab.training_cost import plan_of, where_taken
 from locret.infer.speed.lab.training_setup import training_setup
 from locret.infer.speed.machine import now
 from locret.infer.speed.plan import BenchPlan
-from locret.infer.speed.runs import Setup, make_setup, new_run
-from locret.infer.speed.side_by_side import write
+from locret.infer.speed.runs import BenchSetup, make_setup, new_run
+from locret.tables import markdown
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
+class ProfileOptions(ReadingOptions):
     """What is profiled."""
 
     what: Literal["prefill", "decode", "training"] = "prefill"
     """prefill (reading a prompt), decode (generating after it) or training (one optimizer step)."""
     method: str = "locret"
     """For prefill and decode: full, floor, locret or a scorer, as for locret-bench."""
-    shape: str = "cpu-512"
-    """Backbone of random weights: cpu-512, cpu-deep, tiny, llama-3.1-8b, phi-3-mini-128k or qwen3-8b."""
-    model: str | None = None
-    """Instead of --shape: folder of a backbone, or its Hub id."""
-    hidden_dim: int | None = None
-    """Width between a fresh head's two layers, d_R; the shape's if not given."""
-    tokens: int = 4096
-    """Prompt tokens."""
     answer_tokens: int = 64
     """For training: answer tokens of the row. For decode: tokens generated."""
-    budget: int | None = None
-    """Cache units kept per KV head; the shape's if not given, as the next three."""
-    chunk_size: int | None = None
-    """Prompt tokens per forward pass."""
-    stabilizers: int | None = None
-    """Newest units kept after every chunk but the last."""
-    local_len: int | None = None
-    """Last tokens, never evicted."""
     top: int = 15
     """Operations to list."""
     by_shape: bool = False
@@ -62,17 +46,9 @@ class ProfileOptions:
     """Write a Chrome trace to this file."""
     threads: int | None = None
     """CPU threads; as many as PyTorch takes if not given."""
-    device: str = "auto"
-    """cpu, cuda, cuda:N; auto takes the first CUDA device, else the CPU (for the larger shapes: nothing)."""
-    dtype: str = "auto"
-    """bfloat16, float16 or float32; auto takes the backbone's own on a GPU and what suits the CPU there."""
-    output: str | None = None
-    """Write the profile to this path, once as .json and once as .md."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "answer_tokens", "top"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give 1 or more")
+        super().__post_init__()
         if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
             raise ValueError(f"--trace {self.trace}: there is no folder {Path(self.trace).parent}; make it first")
 
@@ -85,11 +61,9 @@ def measure(options: ProfileOptions, chosen: set[str]) -> dict[str, Any]:
         OSError: If a Hub refuses or cannot be reached, or the trace cannot be written.
     """
     trains = options.what == "training"
-    numbers = {name: getattr(options, name) for name in ("budget", "chunk_size", "stabilizers", "local_len")}
     length = options.tokens + (options.answer_tokens if trains else 0)
     method = "locret" if trains else options.method
-    plan = plan_of(options, chosen, method, length, new_tokens=options.answer_tokens, **numbers)
-    resolved = {name: getattr(plan.policy, name) for name in numbers}
+    plan = options.plan(chosen, method, length, new_tokens=options.answer_tokens)
     setup = make_setup(plan)
     prepare = _sides(options, setup, plan)
     prepare()()
@@ -112,11 +86,11 @@ def measure(options: ProfileOptions, chosen: set[str]) -> dict[str, Any]:
         "device_time": cuda,
         "stages": _shares(by_stage(taken.events(), lambda event: getattr(event, name))),
         "operations": _operations(taken, name, options),
-        "where": where_taken(replace(options, **resolved), plan, setup.model),
+        "where": where(options, plan),
     }
 
 
-def _sides(options: ProfileOptions, setup: Setup, plan: BenchPlan) -> Callable[[], Callable[[], object]]:
+def _sides(options: ProfileOptions, setup: BenchSetup, plan: BenchPlan) -> Callable[[], Callable[[], object]]:
     """Return what makes ready a run and returns the part of it to be profiled."""
     if options.what == "training":
         row = training_setup(setup, options.answer_tokens, "logit")
@@ -156,38 +130,29 @@ def _shares(times: dict[str, float]) -> list[dict[str, Any]]:
     return [{"name": n, "milliseconds": round(t / 1000, 3), "share": round(t / total, 4)} for n, t in ranked]
 
 
-def to_markdown(record: dict[str, Any]) -> str:
-    """Return the profile as a page for people."""
-    side = "device" if record["device_time"] else "CPU"
-    lines = [
-        f"# Where the time goes: {record['what']}",
-        "",
-        f"| stage | own {side} ms | share |",
-        "| --- | ---: | ---: |",
-    ]
-    lines += [f"| {row['name']} | {row['milliseconds']:,.1f} | {row['share']:.1%} |" for row in record["stages"]]
-    lines += ["", f"| operation | calls | own {side} ms | share |", "| --- | ---: | ---: | ---: |"]
-    for row in record["operations"]:
-        name = f"{row['name']} {row['shapes']}" if "shapes" in row else row["name"]
-        lines.append(f"| `{name}` | {row['calls']:,} | {row['milliseconds']:,.1f} | {row['share']:.1%} |")
-    place = record["where"]
-    flags = " ".join(
-        f"--{name.replace('_', '-')} {value}"
-        for name, value in place["options"].items()
-        if value is not None and name not in ("output", "trace")
+def body(record: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the page."""
+    time = f"own {'device' if record['device_time'] else 'CPU'} ms"
+    stages = ([row["name"], f"{row['milliseconds']:,.1f}", f"{row['share']:.1%}"] for row in record["stages"])
+    operations = (
+        [
+            f"`{row['name']} {row['shapes']}`" if "shapes" in row else f"`{row['name']}`",
+            f"{row['calls']:,}",
+            f"{row['milliseconds']:,.1f}",
+            f"{row['share']:.1%}",
+        ]
+        for row in record["operations"]
     )
-    versions = f"Commit {place['commit']}, torch {place['torch']}, transformers {place['transformers']}"
-    lines += ["", f"`python -m locret.infer.speed.lab.profile {flags}`", "", f"{versions}, {place['device']}.", ""]
-    return "\n".join(lines)
+    return [
+        f"Profiled: {record['what']}.",
+        "",
+        *markdown(("stage", time, "share"), stages),
+        "",
+        *markdown(("operation", "calls", time, "share"), operations),
+    ]
 
 
-def command(argv: Sequence[str] | None = None) -> int:
-    """Profile, print, and write the record if asked to."""
-    (options,), chosen = parse_options("profile", "Profile reading, generating or training.", [ProfileOptions], argv)
-    record = measure(options, chosen)
-    write(record, to_markdown(record), options.output)
-    return 0
-
+command = program("profile", "Where the time goes", ProfileOptions, measure, body)
 
 if __name__ == "__main__":
     run(command)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,15 +21,13 @@ from transformers import PreTrainedModel
 from locret import RetainingHeads
 from locret.backbone.adapters import describe, find_decoder
 from locret.infer.speed.allocations import peak_bytes
-from locret.infer.speed.runs import Setup
+from locret.infer.speed.runs import BenchSetup
 from locret.labels.labels import layer_labels, observe
+from locret.train.optimizer import head_optimizer
+from locret.train.step import train_step
+from locret.train.training_options import Loss, OptimizerOptions
 
 _CLIP = 0.5
-
-
-def training(module: str, name: str) -> Any:
-    """Return something of the trainer: inference does not depend on training, only these comparisons do."""
-    return getattr(import_module(f"locret.train.{module}"), name)
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,7 @@ class TrainingSetup:
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         """The trainer's own."""
-        return training("optimizer", "head_optimizer")(self.heads, training("training_options", "OptimizerOptions")())[
-            0
-        ]
+        return head_optimizer(self.heads, OptimizerOptions())[0]
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -69,8 +64,7 @@ class TrainingSetup:
     def row(self) -> None:
         """Read the row, and add its gradients to those of the heads."""
         with self.autocast():
-            loss = training("training_options", "Loss")(label_kind=self.kind)
-            training("step", "train_step")(self.model, self.heads, self.prompt_1T, self.answer_1A, loss)
+            train_step(self.model, self.heads, self.prompt_1T, self.answer_1A, Loss(label_kind=self.kind))
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return what the trainer chooses for a backbone of this dtype."""
@@ -97,7 +91,7 @@ class TrainingSetup:
         return TrainingSetup(self.model, copy.deepcopy(self.heads), self.prompt_1T, self.answer_1A, self.kind)
 
 
-def training_setup(setup: Setup, answer_tokens: int, kind: str) -> TrainingSetup:
+def training_setup(setup: BenchSetup, answer_tokens: int, kind: str) -> TrainingSetup:
     """Return a row whose answer is the last tokens of the longest prompt."""
     assert setup.heads is not None
     end = setup.prompt_1N.shape[1] - answer_tokens

@@ -6,26 +6,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from locret.infer.speed.peers.tasks import BASELINE, OURS
+from locret.tables import Columns, Row, number, of_rows
 
-_HEADS = (
-    "side",
-    "method",
-    "prompt",
-    "held units",
-    "first token s",
-    "later token ms",
-    "end to end s (p20 to p80)",
-    "over ours",
-    "allocated MiB",
-    "over ours",
-    "process MiB",
-)
+_MIB = 2**20
+
+
+def _total(row: Row) -> str:
+    seconds = row["seconds"].get("total")
+    return f"{seconds['p50']:.2f} ({seconds['p20']:.2f} to {seconds['p80']:.2f})" if seconds else "failed"
+
+
+_COLUMNS: Columns = {
+    "side": lambda row: str(row["side"]),
+    "method": lambda row: str(row["method"]),
+    "prompt": number("tokens", ","),
+    "held units": number("held", ","),
+    "first token s": number("seconds.first_token.p50", ".2f"),
+    "later token ms": number("seconds.later.p50", ".1f", 1e-3),
+    "end to end s (p20 to p80)": _total,
+    "seconds over ours": number("ratios.total.p50", ".2f"),
+    "allocated MiB": number("peak_bytes.allocated", ",.1f", _MIB),
+    "allocated over ours": number("ratios.allocated", ".2f"),
+    "process MiB": number("peak_bytes.process", ",.1f", _MIB),
+}
 
 
 def lines(record: Mapping[str, Any]) -> list[str]:
     """Return the lines of a page's section: what was measured, the table, versions, and what failed."""
     job, rows = record["job"], record["rows"]
-    table = ["| " + " | ".join(_HEADS) + " |", "| --- " * len(_HEADS) + "|", *(_row_line(row) for row in rows)]
     failed = [
         f"* {row['side']} {row['method']}, {row['tokens']:,} tokens: {row['error']}" for row in rows if row["error"]
     ]
@@ -36,35 +44,12 @@ def lines(record: Mapping[str, Any]) -> list[str]:
         "Bytes are peaks beyond the weights and all else that a process held before it read: what torch allocated, and "
         "what the process took from the system.",
         "",
-        *table,
+        *of_rows(_COLUMNS, rows),
         "",
         *(failed and [*failed, ""]),
         *_version_lines(record["versions"]),
         "",
     ]
-
-
-def _row_line(row: Mapping[str, Any]) -> str:
-    seconds, ratios, peaks = row["seconds"], row["ratios"], row["peak_bytes"]
-    total = seconds.get("total")
-    cells = [
-        row["side"],
-        row["method"],
-        f"{row['tokens']:,}",
-        "unknown" if row["held"] is None else f"{row['held']:,}",
-        f"{seconds['first_token']['p50']:.2f}" if total else "unknown",
-        f"{seconds['later']['p50'] * 1000:.1f}" if "later" in seconds else "unknown",
-        f"{total['p50']:.2f} ({total['p20']:.2f} to {total['p80']:.2f})" if total else "failed",
-        f"{ratios['total']['p50']:.2f}" if "total" in ratios else "unknown",
-        _mib(peaks["allocated"]),
-        f"{ratios['allocated']:.2f}" if "allocated" in ratios else "unknown",
-        _mib(peaks["process"]),
-    ]
-    return "| " + " | ".join(cells) + " |"
-
-
-def _mib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**20:,.1f}"
 
 
 def _version_lines(versions: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -15,7 +15,7 @@ from torch import nn
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, scorers, shipped
 from locret.backbone.adapters import describe
 from locret.heads import hub
-from locret.infer.options import ModelOptions, ScorerOptions
+from locret.load_options import BackboneSource, ScorerOptions
 from locret.scorers import Scorer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -64,7 +64,7 @@ def _cpu_multiplies_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
-def load_config(options: ModelOptions) -> Any:
+def load_config(options: BackboneSource) -> Any:
     """Read the backbone's config and refuse an architecture that cannot work, before any weights are touched.
 
     Raises:
@@ -104,7 +104,7 @@ def _fetch_config(name: str, revision: str | None) -> None:
             raise ValueError("it has no config.json, so it is no backbone; check --model") from None
 
 
-def load_tokenizer(options: ModelOptions) -> Any:
+def load_tokenizer(options: BackboneSource) -> Any:
     """Load the backbone's own tokenizer.
 
     Raises:
@@ -118,8 +118,8 @@ def load_tokenizer(options: ModelOptions) -> Any:
         )
 
 
-def load_model(options: ModelOptions, config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Load the backbone, with its adapter if there is one, in evaluation mode.
+def load_model(options: BackboneSource, config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Load the backbone, with its adapter if there is one, frozen and in evaluation mode.
 
     Raises:
         ValueError: If weights are missing or broken, or the adapter does not fit.
@@ -133,7 +133,7 @@ def load_model(options: ModelOptions, config: Any, device: torch.device, dtype: 
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,
             dtype=dtype,
-            attn_implementation=options.attn if options.attn == "flash_attention_2" else None,
+            attn_implementation=options.attn_implementation,
             # Straight to the device: the host need not hold the weights.
             device_map=None if device.type == "cpu" else {"": device},
         )
@@ -142,7 +142,7 @@ def load_model(options: ModelOptions, config: Any, device: torch.device, dtype: 
 
         with _one_sentence(f"--adapter {options.adapter} cannot be put on --model {options.model}"):
             model = PeftModel.from_pretrained(model, options.adapter)
-    return model.eval()
+    return model.eval().requires_grad_(False)
 
 
 def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
@@ -182,7 +182,7 @@ def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, confi
 
 
 def planned_bytes(
-    options: ModelOptions,
+    options: BackboneSource,
     config: Any,
     dtype: torch.dtype,
     scorer: RetainingHeads | Scorer,
@@ -216,7 +216,7 @@ def _one_sentence(what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = re.split(r"(?<=[a-z\])'\"])\. ", " ".join(lines[:2]))[0].rstrip(".")
         raise ValueError(f"{what} ({reason}); check that it is whole and of the right kind") from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from locret.infer.options import DTYPES
+from locret.load_options import DTYPES
 from locret.policy.budget import parse_bytes
 
 Numbers = int | str | list[int | str]
@@ -41,6 +41,8 @@ class BenchOptions:
     """Newest units kept after every chunk but the last."""
     local_len: int | None = None
     """Last tokens, never evicted."""
+    min_chunk: int | None = None
+    """Smallest chunk of methods with +decremental; the policy's if not given."""
     new_tokens: int = 32
     """Tokens generated after every prompt."""
     compile: bool = False

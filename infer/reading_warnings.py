@@ -1,12 +1,39 @@
-"""Tells when a text is read at positions that the backbone has never been trained on."""
+"""Tells when scores decide nothing, and when a text is read at positions that the backbone was never trained on."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-from locret import RetentionCache
-from locret.backbone.adapters import Backbone
 from locret.policy.policy import RetentionPolicy
+
+if TYPE_CHECKING:
+    from locret import RetentionCache
+    from locret.backbone.adapters import Backbone
+
+
+def warn_of_recency(name: str, recent: Callable[[int], int], policies: Iterable[RetentionPolicy]) -> None:
+    """Say in one line with which of the budgets a method's scores decide nothing.
+
+    Args:
+        name: The method.
+        recent: Newest units that it keeps itself out of a budget (`Scorer.recent`).
+        policies: What it is run with.
+    """
+    filled: dict[int, int] = {}
+    for policy in policies:
+        units = policy.budget + (policy.local_len if policy.when == "prompt_end" else 0)
+        if recent(units) >= units:
+            filled[policy.budget] = recent(units)
+    if filled:
+        most = max(filled.values())
+        warnings.warn(
+            f"{name} keeps the {most} newest units whatever their scores, so that with --budget "
+            f"{','.join(map(str, filled))} it keeps nothing else; raise --budget above {most}, or read its result as "
+            "that of recency",
+            stacklevel=2,
+        )
 
 
 class PositionWarning:

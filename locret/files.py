@@ -1,0 +1,143 @@
+"""Files and folders that appear whole or not at all, and a lock on the folder that a command writes into."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+LOCK = ".locret.lock"
+PARTIAL = ".*.partial"
+"""Pattern of what a killed process was about to write."""
+
+
+@contextmanager
+def written_whole(target: str | Path, *, parents: bool = False, last: str | None = None) -> Iterator[Path]:
+    """Give a path for a new file or folder, which takes the target's place when the block ends well.
+
+    A file, and a folder that is not there yet, appear by one rename. In a folder that is there each file is replaced by
+    its new version and other files stay. Whatever ends the block early leaves the target as it was.
+
+    Args:
+        target: File or folder to write. Behind a symbolic link the file that it points to is replaced.
+        parents: Make the folders above it that are missing.
+        last: File of a folder to replace after all others, since readers look for it first.
+
+    Raises:
+        OSError: If it cannot be written; the message names it.
+    """
+    path = Path(os.path.realpath(target))
+    # Beside the files to be replaced, since a rename cannot cross file systems and a mounted folder is one of its own.
+    staging = (path if path.is_dir() else path.parent) / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
+    fresh = staging / path.name
+    try:
+        if path.exists() and not (path.is_dir() or path.is_file()):
+            raise OSError("it is a device or a pipe")
+        staging.mkdir(parents=parents)
+        yield fresh
+        if path.exists() and path.is_dir() != fresh.is_dir():
+            raise OSError("it is a folder" if path.is_dir() else "it is a file")
+        for file in fresh.rglob("*") if fresh.is_dir() else [fresh]:
+            if file.is_file():
+                _finish(file, staging.stat().st_mode & 0o666)
+        if path.is_dir():
+            for file in sorted(fresh.iterdir(), key=lambda file: file.name == last):
+                os.replace(file, path / file.name)
+        else:
+            os.replace(fresh, path)
+    except (OSError, SafetensorError) as error:
+        kind = type(error) if isinstance(error, OSError) else OSError
+        raise kind(f"cannot write {target}: {_reason(error)}; choose another folder or make room") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
+    """Write a text file that appears whole or not at all; see `written_whole`.
+
+    Raises:
+        OSError: If it cannot be written; the message names it.
+    """
+    with written_whole(path, parents=parents) as fresh:
+        fresh.write_text(text, encoding="utf-8")
+
+
+def _finish(file: Path, mode: int) -> None:
+    """Bring a file to the disk, readable by whom the umask allows: safetensors writes for the owner alone."""
+    file.chmod(mode)
+    with open(file, "rb+") as handle:
+        os.fsync(handle.fileno())
+
+
+def _reason(error: Exception) -> str:
+    # safetensors hides the operating system's error in its text.
+    number = re.search(r"os error (\d+)", str(error))
+    return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)
+
+
+@contextmanager
+def locked(folder: str | Path, setting: str) -> Iterator[None]:
+    """Hold a folder against other commands until the block, or this process, ends, however it ends.
+
+    The folder is made if need be, and removed again if it stays empty.
+
+    Args:
+        folder: The folder.
+        setting: How the user named it, for messages.
+
+    Raises:
+        ValueError: If another process holds it, or it is a file.
+        OSError: If it cannot be made or written.
+    """
+    from filelock import FileLock, Timeout
+
+    path = Path(folder).expanduser()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{setting} is a file; choose a folder")
+    made = [parent for parent in (path, *path.parents) if not parent.exists()]
+    lock = FileLock(path / LOCK)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout:
+        holder = _holder(path / LOCK)
+        raise ValueError(
+            f"{setting} is being written by {holder}; wait until it ends, or choose another folder"
+        ) from None
+    except OSError as error:
+        _remove_empty(made)
+        raise OSError(f"{setting} cannot be written ({error.strerror}); choose another folder") from error
+    try:
+        with suppress(OSError):  # only for the message above
+            (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        yield
+    finally:
+        with suppress(OSError):
+            (path / LOCK).unlink()  # before it is let go: whoever locks then finds that its file is gone
+        lock.release()
+        _remove_empty(made)
+
+
+def visible(folder: Path) -> list[str]:
+    """Return what a folder holds, in order, without locks and what a killed process was about to write."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []
+
+
+def _holder(lock: Path) -> str:
+    try:
+        return lock.read_text(encoding="utf-8").strip() or "another process"
+    except OSError:
+        return "another process"
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()

@@ -1,0 +1,51 @@
+"""What is to be loaded: the options that training, reading and measuring share. Light, so that help comes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneSource:
+    """The backbone, and the type of its weights."""
+
+    model: str
+    """Folder of the backbone, or its Hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of the backbone on the Hub."""
+    adapter: str | None = None
+    """LoRA adapter (PEFT) to put on the backbone: a folder or a Hub id."""
+    dtype: str = "auto"
+    """bfloat16, float16 or float32; auto takes the backbone's own on an accelerator; on the CPU it takes float32, or
+    bfloat16 if that is the backbone's own and this CPU has instructions for it."""
+    trust_remote_code = False  # an option of its own where code may come with the backbone
+    attn_implementation = None  # what transformers chooses
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("--model is empty; give the folder of a backbone, or its Hub id")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerOptions:
+    """What decides which cache units stay: trained heads, or a training-free scorer; without either a fallback does."""
+
+    heads: str | None = None
+    """Folder of retaining heads, or their Hub id."""
+    allow_other_base: bool = False
+    """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
+    scorer: str | None = None
+    """Training-free scorer to use instead of heads."""
+    scorer_options: dict[str, Any] = field(default_factory=dict)
+    """The scorer's own options, as --scorer-options.NAME VALUE."""
+
+    def __post_init__(self) -> None:
+        if self.heads and self.scorer:
+            raise ValueError(f"--heads {self.heads} and --scorer {self.scorer} exclude each other; drop one of them")
+        if self.scorer_options and not self.scorer:
+            raise ValueError("--scorer-options belongs to --scorer, which is not given; add it or drop them")

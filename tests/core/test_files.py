@@ -1,0 +1,125 @@
+"""Files and folders appear whole or not at all, and one command at a time writes a folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from locret.files import LOCK, locked, visible, write_text, written_whole
+
+
+def held(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("there", [False, True])
+def test_what_ends_the_writing_early_leaves_all_as_it_was(tmp_path: Path, error: type[BaseException], there: bool):
+    file, folder = tmp_path / "file.txt", tmp_path / "folder"
+    if there:
+        write_text(file, "old")
+        write_text(folder / "file.txt", "old", parents=True)
+
+    def interrupted(target: Path, inside: str) -> None:
+        with written_whole(target) as fresh:
+            (fresh / inside).parent.mkdir(exist_ok=True)
+            (fresh / inside).write_text("half")
+            raise error
+
+    for target, inside in ((file, ""), (folder, "file.txt")):
+        with pytest.raises(error):
+            interrupted(target, inside)
+    assert held(tmp_path) == (["file.txt", "folder"] if there else [])
+    if there:
+        assert held(folder) == ["file.txt"]
+        assert file.read_text() == (folder / "file.txt").read_text() == "old"
+
+
+def test_a_folder_that_is_there_keeps_its_other_files_and_changes_the_last_one_last(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    for name in ("notes", "a", "z"):
+        (tmp_path / "folder" / name).write_text("old")
+    moved, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: (moved.append(paths[1].name), replace(*paths)))
+    with written_whole(tmp_path / "folder", last="a") as fresh:
+        fresh.mkdir()
+        for name in ("a", "z"):
+            (fresh / name).write_text("new")
+    assert moved == ["z", "a"]
+    assert {path.name: path.read_text() for path in (tmp_path / "folder").iterdir()} == {
+        "notes": "old",
+        "a": "new",
+        "z": "new",
+    }
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_the_umask_decides_who_may_read(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        with written_whole(tmp_path / "a") as fresh:
+            save_file({"a": torch.zeros(2)}, fresh)  # writes for the owner alone
+        (tmp_path / "b").write_text("")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+def test_what_the_system_refuses_is_one_sentence_of_the_same_kind(tmp_path: Path, monkeypatch) -> None:
+    for target, reason in ((tmp_path / "no" / "a", "No such file or directory"), (tmp_path, "it is a folder")):
+        with pytest.raises(OSError, match=f"cannot write {target}: {reason}; choose another folder or make room"):
+            write_text(target, "")
+    with pytest.raises(OSError, match="cannot write /dev/null: it is a device"):
+        write_text("/dev/null", "")
+
+    def full(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(PermissionError, match="a: Permission denied; choose"):
+        write_text(tmp_path / "a", "")
+    assert held(tmp_path) == []
+
+
+def test_behind_a_link_the_file_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    write_text(tmp_path / "file", "old")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"
+
+
+def test_a_folder_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    again = "import sys; from locret.files import locked\nwith locked(sys.argv[1], '--output x'): pass"
+    with locked(out, "--output out"):
+        other = subprocess.run([sys.executable, "-c", again, str(out)], capture_output=True, text=True, check=False)
+        assert f"--output x is being written by process {os.getpid()} on" in other.stderr
+        assert visible(out) == []
+    assert held(tmp_path) == []  # what the lock had made is gone with it
+    with locked(out, "--output out"):
+        (out / "kept").write_text("")
+    assert held(out) == ["kept"]
+    with pytest.raises(ValueError, match="--output kept is a file"), locked(out / "kept", "--output kept"):
+        pass
+
+
+def test_the_lock_of_a_killed_process_holds_nobody_back(tmp_path: Path) -> None:
+    code = (
+        "import sys, os, signal; from locret.files import locked\n"
+        "with locked(sys.argv[1], '--output'):\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert held(tmp_path) == [LOCK]
+    with locked(tmp_path, "--output"):
+        pass
+    assert held(tmp_path) == []
