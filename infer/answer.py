@@ -23,7 +23,7 @@ from locret.backbone.adapters import unwrap
 from locret.cache.compiled_step import check_can_compile
 from locret.data.text.text_stream import token_stream
 from locret.data.training.chat import render_prompt
-from locret.infer.options import GenerationOptions, PromptOptions
+from locret.infer.infer_options import GenerationOptions, PromptOptions
 from locret.infer.reading_warnings import PositionWarning
 
 
@@ -169,7 +169,7 @@ def answer(
         ids: Lists of token ids, never held as a whole if they are more than the cache can hold; or (1, N) ids.
         cache: An empty cache; holds prompt and answer afterwards.
         options: How the answer is written.
-        attn: One of `locret.infer.options.ATTENTION`.
+        attn: One of `locret.infer.infer_options.ATTENTION`.
         stream: Print the answer on standard output as it is written (a beam search prints nothing).
         progress: Show a progress bar while reading.
         on_read: Called with the cache when the prompt has been read, before the answer.

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from locret.cli import parse_options, print_json, run, warnings_as_lines
-from locret.infer.options import (
+from locret.infer.infer_options import (
     GenerationOptions,
     ModelOptions,
     OutputOptions,

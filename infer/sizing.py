@@ -13,7 +13,7 @@ from locret.backbone.adapters import describe
 from locret.cache.limits import Limits, planned_bytes
 from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
-from locret.infer.options import PolicyOptions
+from locret.infer.infer_options import PolicyOptions
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule

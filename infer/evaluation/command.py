@@ -48,7 +48,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def _command(processes: Processes, arguments: list[str]) -> None:
     from locret.infer.evaluation import job
-    from locret.infer.evaluation.options import OPTION_CLASSES
+    from locret.infer.evaluation.eval_options import OPTION_CLASSES
 
     with processes.together():
         (model, evaluation, budgets, report), chosen = parse_options(

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from locret import RetentionCache, RetentionPolicy, generate, loading, prefill
 from locret.backbone.adapters import unwrap
 from locret.cache.reader import answering
-from locret.infer.options import ModelOptions
+from locret.infer.infer_options import ModelOptions
 from locret.load_options import ScorerOptions
 from locret.policy.resolve import resolve
 

@@ -13,10 +13,10 @@ import torch
 from locret import loading
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
 from locret.infer.evaluation import output_folder, runner
-from locret.infer.evaluation.options import BudgetOptions, EvalOptions, ReportOptions
+from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions
 from locret.infer.evaluation.processes import Processes
 from locret.infer.evaluation.runner import Case, Run
-from locret.infer.options import ModelOptions
+from locret.infer.infer_options import ModelOptions
 from locret.infer.reading_warnings import warn_of_recency
 from locret.load_options import ScorerOptions
 from locret.policy.policy import RetentionPolicy

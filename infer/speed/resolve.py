@@ -14,7 +14,7 @@ import torch
 from locret import RetainingHeads, RetentionPolicy, loading, scorers
 from locret.cache.compiled_step import obstacle
 from locret.infer import chunk_size
-from locret.infer.options import ModelOptions
+from locret.infer.infer_options import ModelOptions
 from locret.infer.sizing import AUTO, PlannedRun
 from locret.infer.speed import methods
 from locret.infer.speed.bench_options import BenchOptions

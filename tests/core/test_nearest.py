@@ -7,7 +7,7 @@ import pytest
 from locret import scorers
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import methods
-from locret.infer.evaluation.options import EvalOptions
+from locret.infer.evaluation.eval_options import EvalOptions
 from locret.infer.speed import methods as bench_methods
 from locret.nearest import nearest
 

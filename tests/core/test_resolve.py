@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from locret.infer.evaluation.options import BudgetOptions
-from locret.infer.options import PolicyOptions
+from locret.infer.evaluation.eval_options import BudgetOptions
+from locret.infer.infer_options import PolicyOptions
 from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.resolve import make_plan
 from locret.policy.resolve import resolve, resolve_options

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from locret.infer.answer import AnswerStreamer, decode, prompt_ids
-from locret.infer.options import PromptOptions
+from locret.infer.infer_options import PromptOptions
 
 
 @pytest.fixture(scope="module")

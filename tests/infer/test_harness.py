@@ -14,7 +14,7 @@ import yaml
 from locret.data import tasks
 from locret.infer.evaluation import harness
 from locret.infer.evaluation.command import command as eval_command
-from locret.infer.evaluation.options import BudgetOptions
+from locret.infer.evaluation.eval_options import BudgetOptions
 
 POLICY = {"budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8}
 AMPLE = {"budget": 1000, "chunk_size": 64, "stabilizers": 0, "local_len": 8}

@@ -22,7 +22,7 @@ def option_classes(job: str, name: str) -> tuple[type, ...]:
 
         return (CompareOptions,)
     if job == "eval":
-        from locret.infer.evaluation.options import OPTION_CLASSES as EVAL
+        from locret.infer.evaluation.eval_options import OPTION_CLASSES as EVAL
 
         return EVAL
     if job == "bench":

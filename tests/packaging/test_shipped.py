@@ -9,7 +9,7 @@ import pytest
 from locret import RetainingHeads, loading, shipped
 from locret.cli import parse_options
 from locret.infer.command import OPTION_CLASSES
-from locret.infer.options import ModelOptions
+from locret.infer.infer_options import ModelOptions
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ["recipes/infer/tiny.yaml", "checkpoints/tiny", "checkpoints/tiny-heads"]

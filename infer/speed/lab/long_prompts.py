@@ -19,7 +19,7 @@ from locret import RetentionPolicy, loading
 from locret.cli import parse_options, print_json, run
 from locret.environment import peak_resident_bytes, versions
 from locret.infer.answer import MeasuredCache, answer
-from locret.infer.options import GenerationOptions, ModelOptions
+from locret.infer.infer_options import GenerationOptions, ModelOptions
 from locret.infer.speed.lab.streamed_prompts import LongPrompt, stream_needle, stream_number
 from locret.load_options import ScorerOptions
 from locret.policy.resolve import resolve_options

@@ -12,7 +12,7 @@ from locret.data.tasks.published import suites
 from locret.data.training.chat import TEMPLATES
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.methods import Method
-from locret.infer.options import ModelOptions
+from locret.infer.infer_options import ModelOptions
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import resolve
 
