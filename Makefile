@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test lint types docs check clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m locret.infer.demo
@@ -25,9 +25,13 @@ types: $(VENV)/installed
 	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --strict --allow-subclassing-any --exclude 'locret/(train|infer|data)/' locret
 	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --check-untyped-defs -p locret.train -p locret.infer -p locret.data -p checkpoints.build
 
-check: lint types test
+# The documentation site, in build/site; a warning is an error.
+docs: $(VENV)/installed
+	$(BIN)/mkdocs build --quiet --strict
 
-$(VENV)/installed: setup.cfg pyproject.toml constraints.txt
+check: lint types docs test
+
+$(VENV)/installed: setup.cfg setup.py pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from locret import shipped
 from locret.cli import parse_options, run
 from locret.data import tasks
 from locret.data.training.question_rows import question_rows, write_rows
@@ -29,7 +30,7 @@ class DemoOptions:
     """What the demonstration trains and reads."""
 
     model: str = "checkpoints/tiny"
-    """Backbone; the embedded one, from the repository's root."""
+    """Backbone; the embedded one."""
     output: str = "runs/demo"
     """Folder for rows, heads, logs, results and pictures; an earlier demonstration in it is replaced."""
     recipe: str = "recipes/train/tiny.yaml"
@@ -121,9 +122,10 @@ def command(argv: Sequence[str] | None = None) -> int:
     from transformers import AutoTokenizer
 
     (options,), _ = parse_options("locret.infer.demo", (__doc__ or "").split("\n")[0], [DemoOptions], argv)
-    if not Path(options.model, "config.json").is_file():
-        raise ValueError(f"--model {options.model} holds no backbone; run this from the repository's root")
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    backbone = Path(shipped.find(options.model))
+    if not (backbone / "config.json").is_file():
+        raise ValueError(f"--model {options.model} holds no backbone; give a folder with one, or leave --model out")
+    tokenizer = AutoTokenizer.from_pretrained(backbone)
     heads = options.heads or train(options, tokenizer)
     results = evaluate(options, heads)
     sample = tasks.get("passkey").sample(tokenizer, 4096, depth=0.3, seed=0)

@@ -53,7 +53,7 @@ class PolicyOptions(RetentionPolicy):
     """Instead of --budget: share of the prompt's tokens, such as 0.1; the prompt is tokenised as a whole first."""
 
     def __post_init__(self) -> None:
-        """Check nothing yet: what the heads recommend is still missing; `loading.resolve_policy` checks."""
+        """Check nothing yet: what the heads recommend is still missing; `resolve_options` checks."""
 
 
 @dataclass(frozen=True, kw_only=True)

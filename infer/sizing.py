@@ -14,8 +14,8 @@ from locret.cache.limits import Limits, planned_bytes
 from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.options import PolicyOptions
-from locret.loading import resolve_policy
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
+from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
 from locret.scorers import RetainingHeadScorer, Scorer
 
@@ -44,7 +44,7 @@ def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dic
                 "what either gets; give --chunk-size as a number, or --budget instead of --kv-memory"
             )
         flags = replace(flags, chunk_size=chunk_size.LARGEST)
-    policy = resolve_policy(flags, chosen, recommended, _ANY if _open(flags) else None)
+    policy = resolve_options(flags, chosen, recommended, _ANY if _open(flags) else None)
     if flags.kv_memory is not None and policy.when == "prompt_end":
         raise ValueError(
             f"--kv-memory {flags.kv_memory} bounds the cache, but --when prompt_end lets it grow with the prompt; "
@@ -138,10 +138,10 @@ def final_policy(
         assert run.prompt_tokens is not None
         budget = _share(flags, run.prompt_tokens)
     if flags.chunk_size != AUTO:
-        return resolve_policy(flags, chosen, recommended, budget), None
+        return resolve_options(flags, chosen, recommended, budget), None
 
     def policy_of(size: int) -> RetentionPolicy:
-        return resolve_policy(replace(flags, chunk_size=size), chosen, recommended, budget)
+        return resolve_options(replace(flags, chunk_size=size), chosen, recommended, budget)
 
     choice = run.choose_chunk(policy_of)
     return policy_of(choice.chunk_size), choice
@@ -151,18 +151,18 @@ def _within_memory(
     flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
 ) -> RetentionPolicy:
     def planned(budget: int) -> int:
-        return run.cache_bytes(resolve_policy(flags, chosen, recommended, budget))
+        return run.cache_bytes(resolve_options(flags, chosen, recommended, budget))
 
     memory = _memory(flags)
     least = flags.stabilizers + 1 if "stabilizers" in chosen else 1
     budget = largest_budget(planned, memory, least, memory if run.prompt_tokens is None else run.prompt_tokens)
     if budget is None:
-        policy = resolve_policy(flags, chosen, recommended, least)
+        policy = resolve_options(flags, chosen, recommended, least)
         raise ValueError(
             f"--kv-memory {flags.kv_memory} is too small: with --chunk-size {policy.chunk_size} and --max-new-tokens "
             f"{run.new_tokens} even a budget of {least} takes {planned(least):,} bytes; give more, or lower those"
         )
-    return resolve_policy(flags, chosen, recommended, budget)
+    return resolve_options(flags, chosen, recommended, budget)
 
 
 def steps(config: Any, scorer: RetainingHeads | Scorer, policy: RetentionPolicy, tokens: int | None) -> list[Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret import shipped
 from locret._version import __version__
 
 if TYPE_CHECKING:
@@ -30,10 +30,7 @@ __all__ = [
     "scorers",
 ]
 
-# The wheel holds train, infer and data inside this folder; in a checkout they lie beside it, and are found there.
-_CHECKOUT = Path(__file__).resolve().parents[1]
-if not (_CHECKOUT / "locret" / "train").is_dir() and (_CHECKOUT / "setup.cfg").is_file():
-    __path__.append(str(_CHECKOUT))
+shipped.import_from_checkout()
 
 # Loaded when first asked for, so that `--help` and a refused option do not wait for torch and transformers.
 _HOME = {

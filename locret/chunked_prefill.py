@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from locret.backbone.adapters import find_decoder, unwrap
-from locret.backbone.instrument import instrumented
 from locret.cache.cache import RetentionCache
-from locret.cache.rows import join_rows, split_rows
+from locret.cache.reader import reading
 from locret.policy.schedule import lookahead
 
 
@@ -49,6 +48,11 @@ def prefill(
 
     Raises:
         ValueError: For an empty prompt, padding on the right, or an iterator where the policy must know the length.
+
+    Examples:
+        >>> cache = RetentionCache(model, scorer=heads, policy=policy)
+        >>> prefill(model, ids, cache).shape
+        torch.Size([1, 900])
     """
     logits = read_prompt(
         model, input_ids, cache, attention_mask, new_tokens=new_tokens, progress=progress, on_chunk=on_chunk
@@ -78,10 +82,10 @@ def read_prompt(
     apart = cache.policy.memory == "adaptive" and ids.shape[0] > 1
     if cache.pad is None and not apart and (lengths == ids.shape[1]).all():
         return _read(model, _Stream(ids, device), cache, new_tokens, progress, hold_last, on_chunk)
-    logits, rows, width = [], split_rows(cache, ids.shape[0]), cache.seen + ids.shape[1]
+    logits, rows, width = [], cache.split(ids.shape[0]), cache.seen + ids.shape[1]
     for row, row_ids, length in zip(rows, ids, lengths.tolist(), strict=True):
         logits.append(_read(model, _Stream(row_ids[None, ids.shape[1] - length :], device), row, 0, progress, False))
-    join_rows(cache, rows, width, new_tokens)
+    cache.join(rows, width, new_tokens)
     if hold_last:
         cache.take_back()
         return None
@@ -163,17 +167,16 @@ def _read(
     if length is None and (enough := lookahead(policy)) > (available := stream.available(enough)):
         length = available
     bar = tqdm(total=stream.length, unit="token", unit_scale=True, desc="reading", disable=not progress or None)
-    with instrumented(model, cache), bar:
-        cache.begin_reading(length, new_tokens)
-        while (left := stream.available((size := cache.limits.chunk_size) + tail + 1)) > tail:
+    with reading(model, cache, length, new_tokens) as reader, bar:
+        while (left := stream.available((size := reader.chunk_size) + tail + 1)) > tail:
             final = left <= size + tail
             tokens = stream.take(min(size, left - tail))
-            cache.begin_chunk(final)
+            reader.begin_chunk(final)
             decoder(input_ids=tokens, past_key_values=cache, use_cache=True)
             bar.update(tokens.shape[1])
             if on_chunk is not None:
                 on_chunk(cache)
-        cache.begin_local()
+        reader.begin_local()
         # Nothing is evicted before the last token, so the local tokens may go in pieces, the last one longest; only the
         # last token needs logits.
         while (left := stream.available(tail)) > 0:
@@ -182,7 +185,7 @@ def _read(
             cache.last_tokens = tokens[:, -1:].clone()
             bar.update(tokens.shape[1])
             if last:
-                cache.begin_last()
+                reader.begin_last()
             if last and not hold_last:
                 logits = unwrap(model)(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             elif last and not at_end:
@@ -191,7 +194,7 @@ def _read(
             else:
                 decoder(input_ids=tokens, past_key_values=cache, use_cache=True)
         cache.held_back = hold_last and not at_end
-        cache.end_reading()
+        reader.end()
         if hold_last and at_end:  # it had to be read for the selection; it is fed once more for its logits
             cache.take_back()
     return None if logits is None else logits[:, -1]

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+from locret import shipped
+
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
 
@@ -91,11 +93,14 @@ def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
 
 
 def _normalised(arguments: list[str], switches: set[str]) -> list[str]:
-    """Accept `--like-this` for `--like_this`, and a bare `--switch` for `--switch=true`."""
+    """Accept `--like-this` for `--like_this`, a bare `--switch` for `--switch=true`, and shipped recipes anywhere."""
     result = []
     for index, argument in enumerate(arguments):
-        if argument.startswith("--"):
+        if index and arguments[index - 1] == "--config":
+            argument = shipped.find(argument)
+        elif argument.startswith("--"):
             name, equals, value = argument.partition("=")
+            value = shipped.find(value) if name == "--config" else value
             argument = "--" + name[2:].replace("-", "_") + equals + value
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
             if argument in switches and following.lower() not in ("true", "false"):

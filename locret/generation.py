@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from types import MethodType
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 
-from locret.backbone.adapters import find_decoder, unwrap
-from locret.backbone.instrument import instrumented
-from locret.backbone.rotary import uses_long_factors
+from locret.backbone.adapters import unwrap
 from locret.cache.cache import RetentionCache
 from locret.cache.compiled_step import check_can_compile, compiled_steps
+from locret.cache.reader import answering
 from locret.chunked_prefill import read_prompt
 
 
@@ -49,9 +46,16 @@ def generate(
         return_dict_in_generate=True the output object of transformers, whose `sequences` are these.
 
     Raises:
-        ValueError: If the cache has read more than `input_ids`, there is nothing to go on from, or the step cannot be
-            compiled.
+        ValueError: If the cache has read more than `input_ids`, there is nothing to go on from, an earlier read of the
+            cache was interrupted, or the step cannot be compiled.
+
+    Examples:
+        >>> cache = RetentionCache(model, scorer=heads, policy=policy)
+        >>> answer = generate(model, ids, cache=cache, max_new_tokens=16)
+        >>> tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
+        'The pass key is 71432.'
     """
+    cache.check_whole()
     base = unwrap(model)
     config = options.get("generation_config") or base.generation_config
     new_tokens = options.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0
@@ -83,11 +87,13 @@ def generate(
     # that only the new token is given.
     width = tokens.shape[1] if full else tokens.shape[1] + 1
     mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=base.device)
-    steps = instrumented(model, cache)
+    steps: AbstractContextManager[Any]
     if compile:
         check_can_compile(cache, new_tokens, copies)  # once more: what has been read may differ by row or layer
         steps = compiled_steps(model, cache, new_tokens, "inductor" if compile is True else compile)
-    with steps, _cache_kept(base, model), _all_rated(cache):
+    else:
+        steps = answering(model, cache)
+    with steps:
         ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
     if not full:
         if isinstance(ids, Tensor):
@@ -118,25 +124,3 @@ def _read_rest(
         read_prompt(
             model, ids[:, cache.seen :], cache, mask, new_tokens=new_tokens, progress=progress, hold_last=hold_last
         )
-
-
-@contextmanager
-def _cache_kept(base: Any, model: nn.Module) -> Iterator[None]:
-    """Keep Phi-3 from dropping its cache at the original context length: factors do not change here."""
-    if not uses_long_factors(find_decoder(model)):
-        yield
-        return
-    base.prepare_inputs_for_generation = MethodType(GenerationMixin.prepare_inputs_for_generation, base)
-    try:
-        yield
-    finally:
-        del base.prepare_inputs_for_generation
-
-
-@contextmanager
-def _all_rated(cache: RetentionCache) -> Iterator[None]:
-    """Leave no unit without its score, however generation ends."""
-    try:
-        yield
-    finally:
-        cache.rate_waiting()

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, scorers
+from locret import scorers, shipped
 from locret.backbone.adapters import describe
+from locret.cache.cache import RetentionCache
 from locret.heads import hub
+from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
-from locret.policy.policy import stabilizers_within
+from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -75,7 +76,7 @@ def load_config(options: BackboneSource) -> Any:
     """
     from transformers import AutoConfig
 
-    name = options.model
+    name = shipped.find(options.model)
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "config.json")):
             raise ValueError(f"--model {name} has no config.json; give the folder of a backbone, or its Hub id")
@@ -116,7 +117,7 @@ def load_tokenizer(options: BackboneSource) -> Any:
 
     with _one_sentence(f"--model {options.model} has no tokenizer that can be read"):
         return AutoTokenizer.from_pretrained(
-            options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
+            shipped.find(options.model), revision=options.revision, trust_remote_code=options.trust_remote_code
         )
 
 
@@ -130,7 +131,7 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
 
     with _one_sentence(f"--model {options.model} cannot be loaded"):
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            options.model,
+            shipped.find(options.model),
             config=config,
             revision=options.revision,
             trust_remote_code=options.trust_remote_code,
@@ -167,14 +168,7 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
         heads = RetainingHeads.from_pretrained(options.heads, allow_other_base=options.allow_other_base)
     except ValueError as error:
         raise ValueError(f"--heads {options.heads}: {error}") from error
-    recommended = heads.config.policy or {}
-    unknown = sorted(set(recommended) - {f.name for f in fields(RetentionPolicy)})
-    if unknown:
-        raise ValueError(
-            f"--heads {options.heads}: its config.json recommends a policy with {', '.join(unknown)}, which does not "
-            "exist; use the toolkit version that wrote it"
-        )
-    return heads, recommended
+    return heads, heads.config.policy or {}
 
 
 def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, config: Any) -> None:
@@ -188,27 +182,6 @@ def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, confi
             scorer.check_matches(config)
         except ValueError as error:
             raise ValueError(f"--heads {options.heads}: {error}") from error
-
-
-def resolve_policy(
-    flags: RetentionPolicy, chosen: Collection[str], recommended: dict[str, Any], budget: int | None = None
-) -> RetentionPolicy:
-    """Return the policy: what the user chose, else what the heads recommend, else the defaults.
-
-    A `budget` that follows from something else replaces theirs, and stabilizers that the user did not choose are then
-    at most a quarter of it.
-
-    Raises:
-        ValueError: If numbers are out of range or contradict each other.
-    """
-    own = {f.name: getattr(flags, f.name) for f in fields(RetentionPolicy) if f.name in chosen}
-    settings = {**recommended, **own}
-    if budget is not None:
-        settings["budget"] = budget
-        if "stabilizers" not in own:
-            wanted = recommended.get("stabilizers", RetentionPolicy.stabilizers)
-            settings["stabilizers"] = stabilizers_within(budget, wanted)
-    return RetentionPolicy(**settings)
 
 
 def planned_bytes(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from locret.heads import checkpoint
-from locret.heads.heads import RetainingHeads
 
 STATE = "state.pt"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -96,15 +95,6 @@ def check_same(stored: Mapping[str, Any], current: Mapping[str, Any], path: Path
             f"--resume {path}: {'; '.join(differences)}; use the options of that run, or start a new one "
             "(--init-from takes the heads alone)"
         )
-
-
-def load_heads(path: Path, heads: RetainingHeads) -> None:
-    """Copy a checkpoint's weights into heads of the same shape.
-
-    Raises:
-        ValueError: If they do not fit.
-    """
-    heads.load_state_dict(RetainingHeads.from_pretrained(path).state_dict())
 
 
 def _random_state() -> dict[str, Any]:

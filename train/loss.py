@@ -11,25 +11,23 @@ Deviates: `objective="ranking"` puts a listwise loss in the regression's place: 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ALPHA = 2.5e-3
-"""Weight of the smoothness term (Locret, section 4.1)."""
-
-
-OBJECTIVES = ("regression", "ranking")
+from locret.train.training_options import Loss
 
 
 def retention_loss(
     scores: Tensor,
     labels: Tensor,
-    alpha: float = ALPHA,
+    alpha: float = Loss.alpha,
     *,
-    objective: str = "regression",
-    floor: float | None = None,
-    temperature: float = 1.0,
+    objective: Literal["regression", "ranking"] = Loss.objective,
+    floor: float | None = Loss.label_floor,
+    temperature: float = Loss.temperature,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (total, fit, smoothness), three scalars; total = fit + alpha * smoothness.
 
@@ -42,34 +40,46 @@ def retention_loss(
         scores: (L, K, T) predicted scores, float32; or (K, T) for one layer.
         labels: Of the same shape, see `answer_labels`.
         alpha: Weight of the smoothness term.
-        objective: One of `OBJECTIVES`.
+        objective: "regression" or "ranking".
         floor: Labels below it count as this, in the labels' unit; None leaves them as they are.
         temperature: Of the labels' distribution, for "ranking" only; above 1 it looks further down the ranking.
 
     Raises:
         ValueError: If the shapes differ, or are not those above; for an unknown objective, or a temperature of
             0 or less.
+
+    Examples:
+        >>> total, fit, smoothness = retention_loss(torch.zeros(5, 4, 100), torch.ones(5, 4, 100))
+        >>> fit, smoothness
+        (tensor(0.5000), tensor(0.))
+    """
+    loss = Loss(alpha=alpha, objective=objective, label_floor=floor, temperature=temperature)
+    fit, smoothness = fit_and_smoothness(scores, labels, loss)
+    return fit + alpha * smoothness, fit, smoothness
+
+
+def fit_and_smoothness(scores: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Return the two terms of `retention_loss`, for scores and labels of its shapes.
+
+    Raises:
+        ValueError: If the shapes differ, or are others.
     """
     _check_shapes(scores, labels)
     scores_LKT, labels_LKT = _with_layers(scores), _with_layers(labels)
-    if floor is not None:
-        labels_LKT = labels_LKT.clamp(min=floor)
-    if objective == "regression":
-        fit = F.smooth_l1_loss(scores_LKT, labels_LKT, beta=1.0)
-    elif objective == "ranking":
-        fit = _listwise(scores_LKT, labels_LKT, temperature)
+    if loss.label_floor is not None:
+        labels_LKT = labels_LKT.clamp(min=loss.label_floor)
+    if loss.objective == "ranking":
+        fit = _listwise(scores_LKT, labels_LKT, loss.temperature)
     else:
-        raise ValueError(f'objective="{objective}" is no objective of ours; choose one of {", ".join(OBJECTIVES)}')
+        fit = F.smooth_l1_loss(scores_LKT, labels_LKT, beta=1.0)
     smoothness = scores_LKT.new_zeros(())
     if scores_LKT.shape[-1] > 1:
         smoothness = scores_LKT.diff(dim=-1).square().mean(dim=(1, 2)).sum()
-    return fit + alpha * smoothness, fit, smoothness
+    return fit, smoothness
 
 
 def _listwise(scores_LKT: Tensor, labels_LKT: Tensor, temperature: float) -> Tensor:
     """Return the mean over layers and KV heads of KL(softmax(labels / temperature) || softmax(scores))."""
-    if temperature <= 0:
-        raise ValueError(f"temperature={temperature} is not above 0; use 1 for the labels as they are")
     # Both as logarithms: a label far below the best underflows to a weight of exactly 0, never to 0 * inf.
     target_LKT = F.log_softmax(labels_LKT.float() / temperature, dim=-1)
     predicted_LKT = F.log_softmax(scores_LKT.float(), dim=-1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from locret.backbone.adapters import Backbone, describe
-from locret.heads.heads import RetainingHeads
+from locret.heads.config import HeadsConfig
 from locret.labels.labels import logit_bytes
 
 
@@ -57,9 +57,7 @@ def memory_plan(
         ValueError: For a backbone that retaining heads cannot work on.
     """
     backbone, text = describe(config), config.get_text_config()
-    with torch.device("meta"):
-        heads = RetainingHeads.for_model(config, hidden_dim)
-    weights = sum(parameter.numel() for parameter in heads.parameters())
+    weights = HeadsConfig.for_model(config, hidden_dim).num_weights
     sizes = dtype.itemsize, 2 if autocast else 4
     plan = {
         "backbone": parameters * dtype.itemsize,

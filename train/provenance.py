@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from locret.train.options import BackboneOptions, DataOptions, LossOptions, OptimizerOptions
+from locret import shipped
+from locret.train.training_options import BackboneOptions, DataOptions, LossOptions, OptimizerOptions
 
 
 def label_notes(loss: LossOptions) -> dict[str, Any]:
@@ -68,4 +69,5 @@ def training_notes(
 
 def _public(name: str) -> str:
     """Return a Hub id as it is, and the last part of a path, which tells nothing about this machine."""
+    name = shipped.find(name)
     return Path(name).name if os.path.exists(name) or name.count("/") > 1 else name

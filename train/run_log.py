@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from locret.environment import peak_resident_bytes
-from locret.train.loss import OBJECTIVES
 from locret.train.run_folder import LOG, TENSORBOARD
+from locret.train.training_options import OBJECTIVES
 
 
 class RunLog:

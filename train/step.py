@@ -4,27 +4,36 @@ The backbone is frozen and a head's loss touches its own layer alone, so nothing
 soon as a layer has attended, its head's inputs and labels are all there; its head goes forward and backward on the spot
 and the layer's tensors are freed. A step costs about one backbone forward, and one layer's tensors of memory whatever
 the number of layers.
+
+Under a policy it is the second stage, for heads that can already evict. In use a head reads q, k and v of a backbone
+that has lost most of its cache; in the first stage it only ever sees them with everything there. So the prompt is also
+read chunk by chunk with the current heads' own evictions, and the heads learn from what they see there, while labels
+stay those of the first stage: what the answer would look at if it could. This costs two forward passes, and keeps the
+features of all layers, (layers, tokens, (H + 2 K) D) in the backbone's dtype, because smoothness and ranking compare
+tokens of different chunks.
 """
 # K KV heads, T prompt tokens that are trained on, F features
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Attended, Chunk
+from locret.cache.cache import RetentionCache
+from locret.chunked_prefill import prefill
 from locret.heads.heads import RetainingHeads
-from locret.labels.labels import check_kind, layer_labels, observe, token_row
-from locret.train.loss import ALPHA, retention_loss, top_overlap
-
-MAX_PROMPT_TOKENS = 10240
-"""Prompt tokens trained on; labels come from the whole text all the same (the original code's truncation)."""
+from locret.labels import kinds
+from locret.labels.labels import layer_labels, observe, token_row
+from locret.policy.policy import RetentionPolicy
+from locret.scorers import Scorer
+from locret.train.loss import fit_and_smoothness, top_overlap
+from locret.train.training_options import DataOptions, Loss
 
 
 @dataclass(frozen=True)
@@ -47,14 +56,10 @@ def train_step(
     heads: RetainingHeads,
     prompt_ids: Tensor,
     answer_ids: Tensor,
+    loss: Loss | None = None,
     *,
-    alpha: float = ALPHA,
-    kind: str = "logit",
-    include_last_prompt_token: bool = False,
-    objective: str = "regression",
-    floor: float | None = None,
-    temperature: float = 1.0,
-    max_prompt_tokens: int = MAX_PROMPT_TOKENS,
+    policy: RetentionPolicy | None = None,
+    max_prompt_tokens: int = DataOptions.max_prompt_tokens,
     earlier_answers: Sequence[tuple[int, int]] = (),
     backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> StepResult:
@@ -65,48 +70,44 @@ def train_step(
         heads: The heads to train.
         prompt_ids: (1, n) or (n,).
         answer_ids: (1, m) or (m,).
-        alpha: Weight of the smoothness term.
-        kind: Label kind, see `answer_labels`.
-        include_last_prompt_token: See `answer_labels`.
-        objective: See `retention_loss`.
-        floor: See `retention_loss`; the overlap is that of the labels without it.
-        temperature: See `retention_loss`.
+        loss: Labels and loss (None: the paper's); the overlap is that of the labels without a floor.
+        policy: How the prompt is read while the heads evict; None: nothing is evicted.
         max_prompt_tokens: First prompt tokens to train on; labels are those of the whole text.
         earlier_answers: See `answer_labels`.
         backward: Called once per layer with the layer's share of the loss; the shares add up to the total.
 
     Returns:
-        The losses of the row.
+        The losses of the row; its tokens are counted once.
 
     Raises:
-        ValueError: For an unknown kind or objective, or a prompt or answer that is empty or more than one row.
+        ValueError: For an unknown kind of label, or a prompt or answer that is empty or more than one row.
     """
-    check_kind(kind)
+    loss = loss or Loss()
+    kind, last = kinds.get(loss.label_kind), loss.include_last_prompt_token
     prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
     prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)
+    labelled = trained if policy is None else prompt
     parts: list[Tensor] = []
+    waiting: dict[int, Tensor] = {}
 
-    options: LossArguments = {"alpha": alpha, "objective": objective, "floor": floor, "temperature": temperature}
+    def learn(layer: int, features_TF: Tensor, labels_KT: Tensor) -> None:
+        parts.append(learn_layer(heads, layer, features_TF, labels_KT, loss, backward))
 
-    def on_layer(chunk: Chunk) -> None:
-        labels_KT = layer_labels(
-            chunk, prompt, kind, include_last_prompt_token, labelled=trained, earlier_answers=earlier_answers
-        )
-        features_TF = _first_features(chunk, trained)
-        parts.append(learn_layer(heads, chunk.layer_idx, features_TF, labels_KT, backward, **options))
+    def on_layer(chunk: Attended) -> None:
+        labels_KT = layer_labels(chunk, prompt, kind, last, labelled=labelled, earlier_answers=earlier_answers)
+        if policy is None:
+            learn(chunk.layer_idx, _first_features(chunk, trained), labels_KT)
+        else:
+            waiting[chunk.layer_idx] = labels_KT[:, :trained]
 
     ids = torch.cat([prompt_ids, answer_ids], dim=1).to(next(model.parameters()).device)
     observe(model, ids, on_layer)
-    return step_result(parts, alpha, ids.shape[1])
-
-
-class LossArguments(TypedDict):
-    """Keyword arguments of `retention_loss`."""
-
-    alpha: float
-    objective: str
-    floor: float | None
-    temperature: float
+    if policy is not None:
+        recorder = _Recorder(heads)
+        prefill(model, prompt_ids[:, :trained], RetentionCache(model, recorder, policy))
+        for layer, labels_KT in waiting.items():
+            learn(layer, torch.cat(recorder.features.pop(layer)), labels_KT)
+    return step_result(parts, loss, ids.shape[1])
 
 
 def learn_layer(
@@ -114,35 +115,51 @@ def learn_layer(
     layer_idx: int,
     features_TF: Tensor,
     labels_KT: Tensor,
+    loss: Loss,
     backward: Callable[[Tensor], None],
-    **options: Unpack[LossArguments],
 ) -> Tensor:
     """Call `backward` with one layer's share of the total; return (3,) its fit, smoothness and overlap, detached."""
     with torch.enable_grad(), _without_cast_cache(features_TF.device.type):
         scores_KT = heads[layer_idx](features_TF).T
-        _, fit, smoothness = retention_loss(scores_KT, labels_KT, **options)
+        fit, smoothness = fit_and_smoothness(scores_KT, labels_KT, loss)
         # The fit is a mean over layers, smoothness a sum over them.
-        backward(fit / len(heads) + options["alpha"] * smoothness)
+        backward(fit / len(heads) + loss.alpha * smoothness)
     overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
     # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
     return torch.stack([fit.detach(), smoothness.detach(), overlap])
 
 
-def step_result(parts: list[Tensor], alpha: float, tokens: int) -> StepResult:
+def step_result(parts: list[Tensor], loss: Loss, tokens: int) -> StepResult:
     """Combine what `learn_layer` returned for every layer."""
     fits, smoothnesses, overlaps = torch.stack(parts, dim=1)
     fit, smoothness = fits.mean(), smoothnesses.sum()
-    return StepResult(fit + alpha * smoothness, fit, smoothness, overlaps, tokens)
+    return StepResult(fit + loss.alpha * smoothness, fit, smoothness, overlaps, tokens)
 
 
-def _first_features(chunk: Chunk, tokens: int) -> Tensor:
+class _Recorder(Scorer):
+    """Scores with the heads, and keeps what they were given."""
+
+    name: ClassVar[str] = "recorder"
+
+    def __init__(self, heads: RetainingHeads) -> None:
+        self.heads = heads
+        self.features: dict[int, list[Tensor]] = {layer: [] for layer in heads}
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (1, K, L)."""
+        features_BLF = chunk.features()
+        self.features[chunk.layer_idx].append(features_BLF[0])
+        return self.heads[chunk.layer_idx](features_BLF).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def _first_features(chunk: Attended, tokens: int) -> Tensor:
     """Return the first tokens' features, (T, F), without building those of the whole text."""
     parts = {name: part[:, :tokens] for name, part in chunk.projections.parts.items()}
     return replace(chunk.projections, parts=parts).features()[0]
 
 
 @contextlib.contextmanager
-def _without_cast_cache(device_type: str):  # type: ignore[no-untyped-def]
+def _without_cast_cache(device_type: str) -> Iterator[None]:
     """Under autocast, keep no low-precision copy of a head's weights after its layer is done."""
     if not torch.is_autocast_enabled(device_type):
         yield

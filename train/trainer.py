@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +22,11 @@ from torch import nn
 
 from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
-from locret.policy.policy import RetentionPolicy
 from locret.train import checkpointing
-from locret.train.eviction_step import train_step_under_eviction
 from locret.train.optimizer import head_optimizer
-from locret.train.options import LossOptions, OptimizerOptions
 from locret.train.run_log import RunLog, Window, peak_memory
-from locret.train.step import StepResult, train_step
+from locret.train.step import train_step
+from locret.train.training_options import LossOptions, OptimizerOptions, RunOptions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,31 +34,27 @@ if TYPE_CHECKING:
     from locret.data.training.stream import TrainingStream
 
 
-class Signals:
-    """Inside the block, the first SIGINT or SIGTERM is noted; a second one acts as it did before."""
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Inside the block, the first SIGINT or SIGTERM is put on the list; a second one acts as it did before."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
 
-    def __init__(self) -> None:
-        self.received = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
+    def restore() -> None:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore()
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        restore()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        restore()
 
 
 class Trainer:
@@ -70,15 +64,12 @@ class Trainer:
         model: The backbone, frozen, in evaluation mode, on the accelerator's device.
         heads: The heads, on the same device.
         stream: This process's rows.
-        accelerator: Made with the mixed precision and gradient accumulation of `optimizer_options`.
-        loss_options: Labels and loss.
-        optimizer_options: Optimizer and schedule.
+        accelerator: Made with the mixed precision and gradient accumulation that the options say.
+        loss: Labels and loss.
+        optimizer: Optimizer and schedule.
+        run: How often to save and to log; how rows are read where heads evict while they are trained.
         max_prompt_tokens: First prompt tokens to train on.
-        policy: How rows are read where `loss_options` says that heads evict while they are trained.
         folder: Output folder, which exists.
-        save_every: Steps between checkpoints.
-        keep_checkpoints: How many to keep.
-        log_every: Steps between records.
         config: The options that must not change when the run is resumed; stored with every checkpoint.
     """
 
@@ -89,28 +80,21 @@ class Trainer:
         stream: TrainingStream,
         accelerator: Accelerator,
         *,
-        loss_options: LossOptions,
-        optimizer_options: OptimizerOptions,
+        loss: LossOptions,
+        optimizer: OptimizerOptions,
+        run: RunOptions,
         max_prompt_tokens: int,
-        policy: RetentionPolicy,
         folder: Path,
-        save_every: int,
-        keep_checkpoints: int,
-        log_every: int,
         config: Mapping[str, Any],
     ) -> None:
         self.model, self.heads, self.stream, self.accelerator = model, heads, stream, accelerator
-        self.loss_options, self.optimizer_options = loss_options, optimizer_options
+        self.loss, self.optimizer_options, self.run = loss, optimizer, run
         self.max_prompt_tokens, self.folder, self.config = max_prompt_tokens, folder, dict(config)
-        self.save_every, self.keep_checkpoints, self.log_every = save_every, keep_checkpoints, log_every
-        self.take_step: Callable[..., StepResult] = train_step
-        if loss_options.evict_while_training:
-            self.take_step = partial(train_step_under_eviction, policy=policy)
         self.step = self.rows = self.tokens = 0
         self.learning_rate = 0.0
         self.last_record: dict[str, Any] = {}
-        optimizer, self.scheduler = head_optimizer(heads, optimizer_options)
-        self.optimizer = accelerator.prepare(optimizer)
+        adamw, self.scheduler = head_optimizer(heads, optimizer)
+        self.optimizer = accelerator.prepare(adamw)
         self.window = Window(accelerator.device)
 
     def resume(self, path: Path, state: Mapping[str, Any]) -> None:
@@ -125,7 +109,7 @@ class Trainer:
         """
         checkpointing.check_same(state["config"], self.config, path)
         self.stream.restore(state["stream"])
-        checkpointing.load_heads(path, self.heads)
+        self.heads.load_state_dict(RetainingHeads.from_pretrained(path).state_dict())
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         if self.accelerator.scaler is not None and state["scaler"] is not None:
@@ -146,15 +130,15 @@ class Trainer:
         """
         steps, layers = self.optimizer_options.steps, self.heads.layers
         main = self.accelerator.is_main_process
-        with Signals() as signals, RunLog(self.folder, self.step, steps, layers, main) as log:
+        with noted_signals() as received, RunLog(self.folder, self.step, steps, layers, main) as log:
             self.window.reset()
             while self.step < steps:
                 self._optimizer_step()
                 log.advance(self.step)
-                stopped = self._agree(signals.received)
+                stopped = self._agree(received[0] if received else 0)
                 ends = bool(stopped) or self.step == steps
-                saves = ends or self.step % self.save_every == 0
-                if saves or self.step % self.log_every == 0:
+                saves = ends or self.step % self.run.save_every == 0
+                if saves or self.step % self.run.log_every == 0:
                     self.last_record = {"step": self.step, **self._record()}
                     log.write(self.last_record)
                 if saves:
@@ -179,17 +163,13 @@ class Trainer:
     def _row(self) -> None:
         example = next(self.stream)
         with self.accelerator.autocast():
-            result = self.take_step(
+            result = train_step(
                 self.model,
                 self.heads,
                 example.prompt_ids,
                 example.answer_ids,
-                alpha=self.loss_options.alpha,
-                kind=self.loss_options.label_kind,
-                include_last_prompt_token=self.loss_options.include_last_prompt_token,
-                objective=self.loss_options.objective,
-                floor=self.loss_options.label_floor,
-                temperature=self.loss_options.temperature,
+                self.loss,
+                policy=self.run.policy if self.loss.evict_while_training else None,
                 max_prompt_tokens=self.max_prompt_tokens,
                 earlier_answers=example.earlier_answers,
                 backward=self.accelerator.backward,
@@ -231,7 +211,7 @@ class Trainer:
         self.rows, self.tokens = self.rows + window.rows * processes, self.tokens + tokens
         record = {
             "total": means[0],
-            self.loss_options.objective: means[1],
+            self.loss.objective: means[1],
             "smoothness": means[2],
             "overlap": sum(means[3:-1]) / len(self.heads),
             "overlap_per_layer": means[3:-1],
@@ -263,6 +243,6 @@ class Trainer:
                 self.step,
                 lambda folder: checkpoint.write(folder, heads.config, heads.state_dict()),
                 state,
-                self.keep_checkpoints,
+                self.run.keep_checkpoints,
             )
         self.accelerator.wait_for_everyone()

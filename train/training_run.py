@@ -24,7 +24,8 @@ from locret.loading import load_config, load_model, load_tokenizer, resolve_dtyp
 from locret.policy.policy import RetentionPolicy
 from locret.train import checkpointing, run_folder
 from locret.train.memory_plan import backbone_parameters, checkpoint_bytes, memory_plan
-from locret.train.options import (
+from locret.train.provenance import label_notes, training_notes
+from locret.train.training_options import (
     OPTION_CLASSES,
     BackboneOptions,
     DataOptions,
@@ -32,7 +33,6 @@ from locret.train.options import (
     OptimizerOptions,
     RunOptions,
 )
-from locret.train.provenance import label_notes, training_notes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
@@ -112,7 +112,8 @@ class TrainingRun:
         self.backbone = replace(self.backbone, hidden_dim=hidden_dim)
         self.options["hidden_dim"] = hidden_dim
         if self.loss.evict_while_training and "policy" not in self.chosen and heads.config.policy:
-            self.run = replace(self.run, policy=RetentionPolicy(**heads.config.policy))
+            policy = RetentionPolicy.from_dict(heads.config.policy, "the policy of --init-from")
+            self.run = replace(self.run, policy=policy)
             self.options["policy"] = heads.config.policy
             self.chosen.add("policy")
 
@@ -133,7 +134,7 @@ class TrainingRun:
             rows,
             load_tokenizer(self.backbone),
             seed=self.optimizer.seed,
-            max_length=_context(self.config),
+            max_length=describe(self.config).max_positions,
             min_tokens=data.min_tokens,
             max_tokens=data.max_tokens,
             skip_bad_rows=data.skip_bad_rows,
@@ -157,7 +158,7 @@ class TrainingRun:
 
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
-        context = _context(self.config)
+        context = describe(self.config).max_positions
         trained = min(self.data.max_prompt_tokens, context)
         read = 2 * trained if self.loss.label_source == "reconstruction" else trained
         return memory_plan(
@@ -212,14 +213,11 @@ class TrainingRun:
             heads,
             self.stream,
             accelerator,
-            loss_options=self.loss,
-            optimizer_options=self.optimizer,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            run=self.run,
             max_prompt_tokens=self.data.max_prompt_tokens,
-            policy=self.run.policy,
             folder=self.folder,
-            save_every=self.run.save_every,
-            keep_checkpoints=self.run.keep_checkpoints,
-            log_every=self.run.log_every,
             config=fixed,
         )
         if state is not None and checkpoint is not None:
@@ -266,10 +264,6 @@ class TrainingRun:
             heads.annotate(base_model=self.backbone.base_model, base_model_revision=self.backbone.revision)
         heads.annotate(base_weights=None if heads.config.base_model else weight_fingerprint(model))
         return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes)
-
-
-def _context(config: Any) -> int:
-    return describe(config).max_positions
 
 
 def _with_bare_resume(arguments: list[str]) -> list[str]:

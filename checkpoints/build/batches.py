@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from locret.data.text.embedded_tokenizer import BOS, COLORS, NAMES, VARIABLES
-from locret.data.text.filler import FillerOptions, generator
-from locret.data.tasks.generated.mixture import mixture, quiz
 from checkpoints.build.drills import drill
 from checkpoints.build.forks import Forks, fork
+from locret.data.tasks.generated.mixture import mixture, quiz
+from locret.data.text.embedded_tokenizer import BOS, COLORS, NAMES, VARIABLES
+from locret.data.text.filler import FillerOptions, generator
 
 
 @dataclass(frozen=True, kw_only=True)

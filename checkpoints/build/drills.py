@@ -11,10 +11,10 @@ import re
 
 from transformers import PreTrainedTokenizerFast
 
-from locret.data.text.embedded_tokenizer import NAMES, VARIABLES
 from locret.data.tasks.generated.base import Draw, Planted
 from locret.data.tasks.generated.multivalue import MultiValue
 from locret.data.tasks.generated.variable_tracking import VariableTracking
+from locret.data.text.embedded_tokenizer import NAMES, VARIABLES
 
 Pieces = list[tuple[str, bool]]
 """Pieces of an answer, and whether their tokens bear loss."""
@@ -35,7 +35,7 @@ def chains(rng: random.Random, count: int) -> tuple[str, Pieces]:
     """Return `count` chains of assignments in an order that defines before it uses, and their variables."""
     task, draw = VariableTracking(chains=count), Draw(rng, "train", all_keys=True)
     planted = task.plant(draw)
-    depths = task.place([rng.random() for _ in planted.statements])
+    depths = task.arranged([rng.random() for _ in planted.statements])
     statements = [text for _, text in sorted(zip(depths, planted.statements, strict=True))]
     return " ".join(statements), _after_colons(rng, planted)
 

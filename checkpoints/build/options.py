@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from locret.data import tasks
 from checkpoints.build.batches import Stage
+from locret.data import tasks
 
 
 @dataclass(frozen=True, kw_only=True)

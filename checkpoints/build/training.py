@@ -16,12 +16,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from locret.data.text.embedded_tokenizer import build_tokenizer
-from locret.train import checkpointing
 from checkpoints.build import attention
 from checkpoints.build.batches import Batch, steps
 from checkpoints.build.model import build_model
 from checkpoints.build.options import BackboneTraining
+from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.train import checkpointing
 
 LOG_EVERY = 50
 _NOT_OF_THE_RUN = (

@@ -1,44 +1,79 @@
-"""The tasks of `locret-eval`. To add one: one file beside these, one line in `_TASKS`."""
+"""The tasks of `locret-eval`. To add one: one file, and one line in `_FAMILIES` or in the file of its family.
+
+A task is a frozen dataclass whose options are fields; see `task.Task` for what each has to answer.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
-from locret.data.tasks.generated.base import Draw, Planted, Question, Sample, Task
-from locret.data.tasks.generated.multikey import MultiKey
-from locret.data.tasks.generated.multivalue import MultiValue
-from locret.data.tasks.generated.number import Number
-from locret.data.tasks.generated.passkey import PassKey
-from locret.data.tasks.generated.two_stage import TwoStage
-from locret.data.tasks.generated.variable_tracking import VariableTracking
+from locret.data.tasks.task import Sample, Task
 from locret.nearest import nearest
 
-__all__ = ["Draw", "Planted", "Question", "Sample", "Task", "get", "names"]
+__all__ = ["Sample", "Task", "families", "get", "names"]
 
-_TASKS: tuple[type[Task], ...] = (PassKey, Number, MultiKey, MultiValue, VariableTracking, TwoStage)
+# Family -> the module whose `TASKS` are its tasks, in the order of tables.
+_FAMILIES = {
+    "generated": "locret.data.tasks.generated",
+    "infinitebench": "locret.data.tasks.published.infinitebench",
+    "leval": "locret.data.tasks.published.leval",
+    "longbench": "locret.data.tasks.published.longbench",
+    "infinitebench_generated": "locret.data.tasks.published.infinitebench_generated",
+    "ruler": "locret.data.tasks.ruler",
+    "niah": "locret.data.tasks.published.niah",
+    "twostage": "locret.data.tasks.published.omnikv",
+    "sirllm": "locret.data.tasks.published.sirllm",
+}
 
 
-def names() -> list[str]:
-    """Return the names that `get` knows, in the order of tables."""
-    return [task.name for task in _TASKS]
+def families() -> list[str]:
+    """Return the names of the families: "generated", whose tasks need no data, and the published benchmarks."""
+    return list(_FAMILIES)
+
+
+def names(family: str | None = "generated") -> list[str]:
+    """Return the names of a family's tasks in the order of tables; of all tasks for None.
+
+    Raises:
+        ValueError: If there is no such family.
+    """
+    if family is not None and family not in _FAMILIES:
+        raise ValueError(f'benchmark "{family}" is unknown; known are {", ".join(_FAMILIES)}')
+    return [task.name for name in _FAMILIES if family in (None, name) for task in _tasks(name)]
 
 
 def get(name: str, **options: Any) -> Task:
-    """Return the task called `name` with its options.
+    """Return the task called `name`, such as "passkey" or "longbench/qasper", with its options.
 
     Raises:
         ValueError: If there is no such task (the message lists the nearest names), it has no such option, or an
-            option is not a whole number in range.
+            option has a value it cannot have.
+
+    Examples:
+        >>> tasks.get("multikey", keys=4).keys
+        4
     """
-    for task in _TASKS:
+    for task in _tasks(name.split("/")[0] if "/" in name else "generated"):
         if task.name == name:
-            known = [option.name for option in fields(task)]
-            for option in options:
-                if option not in known:
-                    close = get_close_matches(str(option), known, n=1) or known
-                    raise ValueError(f'task {name}: it has no option "{option}"; did you mean {" or ".join(close)}?')
-            return task(**options)
-    near = nearest(name, names()) or names()
+            _check_options(task, options)
+            return replace(task, **options)
+    known = names(None)
+    near = nearest(name, known) or (families() if "/" in name else names())
     raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')
+
+
+def _tasks(family: str) -> Sequence[Task]:
+    return import_module(_FAMILIES[family]).TASKS if family in _FAMILIES else ()
+
+
+def _check_options(task: Task, options: dict[str, Any]) -> None:
+    for option, value in options.items():
+        if option not in task.settable:
+            close = get_close_matches(str(option), task.settable, n=1) or list(task.settable)
+            raise ValueError(f'task {task.name}: it has no option "{option}"; did you mean {" or ".join(close)}?')
+        if isinstance(getattr(task, option), bool) and not isinstance(value, bool):
+            raise ValueError(f"task {task.name}: {option}={value!r} must be true or false")

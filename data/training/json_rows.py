@@ -1,7 +1,8 @@
-"""Rows of local JSON files, found by one scan and read when asked for, each with the file and line where it begins.
+"""Rows of JSON files, found by one scan and read when asked for, each with the file and line where it begins.
 
-A row that cannot be read stops nothing but itself: it keeps its number, and says what is wrong when it is loaded.
-Memory holds where rows lie (32 bytes a row), never the rows.
+The one reader of training rows and of published benchmarks, with one error. A row that cannot be read stops nothing but
+itself: it keeps its number, and says what is wrong when it is loaded. Memory holds where rows lie (32 bytes a row),
+never the rows.
 """
 
 from __future__ import annotations
@@ -9,22 +10,35 @@ from __future__ import annotations
 import json
 import mmap
 import re
+import shutil
+import tempfile
+import zipfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 SUFFIXES = (".json", ".jsonl")
+MAX_ROW_BYTES = 4_900_000
+"""Just under 5 MB: 1.2 million tokens of English."""
 _STRUCTURE = re.compile(rb'["\[\]{},]')
 
 
-class UnreadableRow(ValueError):
-    """A row that cannot be read at all; `reason` is a few words that a count of dropped rows is kept under."""
+class BadRow(ValueError):
+    """A row that cannot be used.
 
-    def __init__(self, reason: str, detail: str):
-        super().__init__(detail)
-        self.reason, self.detail = reason, detail
+    Args:
+        place: Where it stands.
+        reason: A few words that a count of rows left out is kept under.
+        detail: What is wrong, after "the row": "has no answer".
+        remedy: What to do about it.
+    """
+
+    def __init__(self, place: str, reason: str, detail: str, remedy: str = "mend or drop the row"):
+        super().__init__(f"{place} {detail}; {remedy}, or pass --skip-bad-rows to leave out such rows")
+        self.place, self.reason, self.detail = place, reason, detail
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,7 @@ class Entry:
     place: str
     """Where it stands: "rows.jsonl:17 (row 16 from 0)", or "row 16 (counted from 0)" where there are no lines."""
     load: Callable[[], Mapping[str, Any]]
-    """Reads it; raises UnreadableRow."""
+    """Reads it; raises BadRow."""
 
 
 class Span(NamedTuple):
@@ -85,7 +99,7 @@ class JsonRows(Sequence[Mapping[str, Any]]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
-        """Read a row; raises UnreadableRow if it cannot be."""
+        """Read a row; raises BadRow if it cannot be."""
         if isinstance(index, slice):
             return self.select(range(len(self))[index])
         return self.entry(index).load()
@@ -94,36 +108,92 @@ class JsonRows(Sequence[Mapping[str, Any]]):
         """Return a row with its place, without reading it."""
         row = self._selected[index]
         span = Span(self._starts[row], self._ends[row], self._lines[row])
-        return _entry(index, self._files[self._numbers[row]], span, self._max_row_bytes)
+        file = self._files[self._numbers[row]]
+        return _entry(index, file, file, span, self._max_row_bytes)
 
 
-def stream_entries(files: Sequence[str | Path], *, max_row_bytes: int) -> Iterator[Entry]:
-    """Yield the rows of files one after the other, with no index of them; errors as those of `JsonRows`."""
-    found = ((str(file), span) for file in files for span in spans(str(file)))
-    for number, (file, span) in enumerate(found):
-        yield _entry(number, file, span, max_row_bytes)
+def stream_entries(files: Sequence[str | Path], *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Entry]:
+    """Yield the rows of files one after the other, with no index of them; each is to be read before the next is taken.
+
+    Args:
+        files: Paths; `archive.zip!a/b.jsonl` is a file inside an archive, a `.parquet` file is read as a table.
+        max_row_bytes: Longer rows are unreadable.
+
+    Raises:
+        ValueError: If a file is empty, or no archive or table although its name says so.
+        OSError: If one cannot be read.
+    """
+    number = 0
+    for named in map(str, files):
+        if named.endswith(".parquet"):
+            for row in _table(named):
+                yield Entry(number, f"{named}: row {number} (counted from 0)", lambda row=row: row)  # type: ignore[misc]
+                number += 1
+            continue
+        with _on_disk(named) as file:
+            for span in spans(file, named):
+                yield _entry(number, named, file, span, max_row_bytes)
+                number += 1
 
 
-def spans(file: str) -> Iterator[Span]:
+@contextmanager
+def _on_disk(named: str) -> Iterator[str]:
+    """Give the path of a file, or of a copy of a member of an archive, which can be searched as it cannot inside."""
+    archive, _, member = named.partition("!")
+    if not member:
+        yield named
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / Path(member).name
+        try:
+            with zipfile.ZipFile(archive) as files, files.open(member) as packed, copy.open("wb") as unpacked:
+                shutil.copyfileobj(packed, unpacked)
+        except KeyError:
+            raise ValueError(f"{archive} has no file {member} inside; check that it is the published archive") from None
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{archive} is no intact zip archive ({error}); fetch it again") from None
+        except OSError as error:
+            raise OSError(f"{named} cannot be read ({error.strerror or error}); check its permissions") from None
+        yield str(copy)
+
+
+def _table(path: str) -> Iterator[dict[str, Any]]:
+    import datasets
+    import pyarrow  # type: ignore[import-untyped]
+
+    try:
+        yield from datasets.load_dataset("parquet", data_files=path, split="train", streaming=True)
+    except FileNotFoundError:
+        raise OSError(f"{path} cannot be read (no such file); check the path") from None
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not Parquet ({' '.join(str(error).split())}); fetch it again") from None
+
+
+def spans(file: str, named: str = "") -> Iterator[Span]:
     """Yield where the rows of a file lie, in bounded memory: the elements of a list, or lines that are not blank.
+
+    Args:
+        file: Its path.
+        named: What messages call it; the path if empty.
 
     Raises:
         ValueError: If there is none.
         OSError: If the file cannot be read.
     """
+    named = named or file
     try:
         with open(file, "rb") as stream:
             if not stream.read(4096).strip(b"\xef\xbb\xbf \t\r\n[]"):
                 stream.seek(0)
                 if not stream.read().strip(b"\xef\xbb\xbf \t\r\n[]"):
-                    raise ValueError(f"{file} is empty; it needs at least one row")
+                    raise ValueError(f"{named} is empty; it needs at least one row")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 start = 3 if content[:3] == b"\xef\xbb\xbf" else 0
                 first = re.compile(rb"\S").search(content, start)
                 is_list = not file.endswith(".jsonl") and first is not None and first.group() == b"["
                 yield from _elements(content, first.start() + 1) if is_list and first else _filled_lines(content, start)
     except OSError as error:
-        raise OSError(f"{file} cannot be read ({error.strerror or error}); check its permissions") from None
+        raise OSError(f"{named} cannot be read ({error.strerror or error}); check its permissions") from None
 
 
 def _filled_lines(content: mmap.mmap, start: int) -> Iterator[Span]:
@@ -183,27 +253,87 @@ def _string_end(content: mmap.mmap, start: int) -> int:
     return len(content)
 
 
-def _entry(number: int, file: str, span: Span, max_row_bytes: int) -> Entry:
+def _entry(number: int, named: str, file: str, span: Span, max_row_bytes: int) -> Entry:
+    place = f"{named}:{span.line} (row {number} from 0)"
+
     def load() -> Mapping[str, Any]:
         size = span.end - span.start
         if size > max_row_bytes:
-            allowed = f"{max_row_bytes:,} are allowed (--max-row-bytes)"
-            raise UnreadableRow("row too long", f"has {size:,} bytes where {allowed}")
+            allowed = f"{max_row_bytes:,} are allowed (max_row_bytes)"
+            raise BadRow(place, "row too long", f"has {size:,} bytes where {allowed}")
         with open(file, "rb") as stream:
             stream.seek(span.start)
-            return _parsed(stream.read(size))
+            return _parsed(place, stream.read(size))
 
-    return Entry(number, f"{file}:{span.line} (row {number} from 0)", load)
+    return Entry(number, place, load)
 
 
-def _parsed(text: bytes) -> Mapping[str, Any]:
+def _parsed(place: str, text: bytes) -> Mapping[str, Any]:
     try:
         record = json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} of the row (0x{text[error.start]:02x})"
-        raise UnreadableRow("invalid UTF-8", f"is not UTF-8 at {byte}") from None
+        raise BadRow(place, "invalid UTF-8", f"is not UTF-8 at {byte}") from None
     except (ValueError, RecursionError) as error:
-        raise UnreadableRow("not JSON", f"is no JSON object ({error})") from None
+        raise BadRow(place, "not JSON", f"is no JSON object ({error})") from None
     if not isinstance(record, Mapping):
-        raise UnreadableRow("wrong type", f"is of type {type(record).__name__} where an object is needed")
+        raise BadRow(place, "wrong type", f"is of type {type(record).__name__} where an object is needed")
     return record
+
+
+# --- fields of a row ---
+
+
+def text_of(
+    record: Mapping[str, Any], place: str, field: str, *, may_be_empty: bool = False, may_be_missing: bool = False
+) -> str:
+    """Return a text field; one that may be missing is empty where it is absent or null.
+
+    Raises:
+        BadRow: If it is missing, empty, no text, or holds half a surrogate pair, which is no valid UTF-8.
+    """
+    value = record.get(field) if may_be_missing else _present(record, place, field)
+    if value is None and may_be_missing:
+        return ""
+    if not isinstance(value, str):
+        detail = f"has a field {field!r} of type {type(value).__name__} where text is needed"
+        raise BadRow(place, "wrong type", detail)
+    return _valid(value, place, field, may_be_empty or may_be_missing)
+
+
+def texts_of(record: Mapping[str, Any], place: str, field: str, *, may_be_empty: bool = False) -> tuple[str, ...]:
+    """Return a field that holds a list of texts or numbers, or a single one; numbers as they are written.
+
+    Raises:
+        BadRow: As `text_of`, and if an entry is a list, an object or null, or there is none.
+    """
+    value = _present(record, place, field)
+    entries = value if isinstance(value, list) else [] if value is None else [value]
+    if not may_be_empty and not entries:
+        raise BadRow(place, f"no {field}", f"has an empty field {field!r}")
+    found = []
+    for number, entry in enumerate(entries):
+        name = f"{field}[{number}]" if isinstance(value, list) else field
+        if isinstance(entry, bool) or not isinstance(entry, str | int | float):
+            detail = f"has a field {name!r} of type {type(entry).__name__} where text or a number is needed"
+            raise BadRow(place, "wrong type", detail)
+        found.append(_valid(entry, place, name, may_be_empty) if isinstance(entry, str) else str(entry))
+    return tuple(found)
+
+
+def _present(record: Mapping[str, Any], place: str, field: str) -> Any:
+    if field not in record:
+        raise BadRow(place, f"no {field}", f"has no field {field!r} (it has {', '.join(record) or 'none'})")
+    return record[field]
+
+
+def _valid(value: str, place: str, field: str, may_be_empty: bool) -> str:
+    if not may_be_empty and not value.strip():
+        raise BadRow(place, f"no {field.split('[')[0]}", f"has an empty field {field!r}")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            detail = f"has half a surrogate pair at character {error.start} of field {field!r}, which is not UTF-8"
+            raise BadRow(place, "invalid UTF-8", detail) from None
+    return value

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from locret import shipped
 from locret.data import tasks
 from locret.data.tasks.generated.mixture import mixture
 from locret.data.text.embedded_tokenizer import build_tokenizer
@@ -149,7 +150,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     if options.tokenizer:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(shipped.find(options.tokenizer))
     else:
         tokenizer = build_tokenizer()
     made = question_rows(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Union
 
-from locret.data.training.json_rows import Entry, JsonRows, UnreadableRow
+from locret.data.training.json_rows import BadRow, Entry, JsonRows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -57,15 +57,15 @@ class RowOrder(ABC):
         """Return the names of the columns.
 
         Raises:
-            UnreadableRow: If no row among the first can be read.
+            BadRow: If no row among the first can be read.
         """
         found: dict[str, None] = {}
         problem = None
         for entry in islice(self.in_file_order(), _SCHEMA_ROWS):
             try:
                 found.update(dict.fromkeys(entry.load()))
-            except UnreadableRow as error:
-                problem = problem or UnreadableRow(error.reason, f"{entry.place} {error.detail}")
+            except BadRow as error:
+                problem = problem or error
         if problem is not None and not found:
             raise problem
         return list(found)
@@ -105,7 +105,7 @@ class Permuted(RowOrder):
         try:
             return self._rows[index]
         except UnicodeDecodeError as error:  # Arrow stores text without checking it
-            raise UnreadableRow("invalid UTF-8", f"holds text that is not UTF-8 ({error.reason})") from None
+            raise BadRow(numbered(index), "invalid UTF-8", f"holds text that is not UTF-8 ({error.reason})") from None
 
 
 class Buffered(RowOrder):

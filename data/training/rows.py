@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from locret.data.training.json_rows import BadRow, text_of
+
 ROLES = {
     "user": "user",
     "human": "user",
@@ -44,20 +46,6 @@ class Row:
         return [message._asdict() for message in self.messages]
 
 
-class RowError(ValueError):
-    """A row that cannot be trained on; `reason` is a few words that a count of dropped rows is kept under."""
-
-    def __init__(self, source: str, place: str, reason: str, detail: str, remedy: str = "mend or drop the row"):
-        super().__init__(
-            f"--dataset {source}: {place} {detail}; {remedy}, or pass --skip-bad-rows to leave out such rows"
-        )
-        self.reason = reason
-
-
-class _Problem(Exception):  # noqa: N818 - never leaves this module: read_row adds source and place
-    """Reason and detail of a RowError, before the place is known."""
-
-
 @dataclass(frozen=True)
 class Schema:
     """A row layout: its name, the columns that tell it, and how a record becomes messages ending with the answer."""
@@ -65,7 +53,8 @@ class Schema:
     name: str
     columns: str
     matches: Callable[[set[str]], bool]
-    turns: Callable[[Mapping[str, Any]], list[Message]]
+    turns: Callable[[Mapping[str, Any], str], list[Message]]
+    """From a record and its place."""
 
 
 def detect_schema(columns: Iterable[str], source: str) -> Schema:
@@ -89,7 +78,7 @@ def detect_schema(columns: Iterable[str], source: str) -> Schema:
     )
 
 
-def read_row(record: Mapping[str, Any], schema: Schema, *, source: str, place: str, answer_needed: bool = True) -> Row:
+def read_row(record: Mapping[str, Any], schema: Schema, *, place: str, answer_needed: bool = True) -> Row:
     """Turn one record into a Row.
 
     Turns after the last assistant turn are left out: nothing answers them.
@@ -97,43 +86,27 @@ def read_row(record: Mapping[str, Any], schema: Schema, *, source: str, place: s
     Args:
         record: One row of the data set, as `datasets` yields it.
         schema: What `detect_schema` found for the data set.
-        source: The data set as the user named it, for messages.
         place: Where the record stands, such as "rows.jsonl:4", for messages.
         answer_needed: Whether a row without an answer is refused; else its answer is empty, and all turns count.
 
     Raises:
-        RowError: A ValueError naming data set, row, field and the way out, if the answer, the prompt or the document is
-            missing or empty, or a field has the wrong type or is not UTF-8.
+        BadRow: Naming row, field and the way out, if the answer, the prompt or the document is missing or empty, or a
+            field has the wrong type or is not UTF-8.
     """
-    try:
-        turns = schema.turns(record)
-        answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
-        if answer_needed and (not answers or not turns[answers[-1]].content.strip()):
-            raise _Problem("no answer", f"no answer ({schema.name} schema, {schema.columns})")
-        end = answers[-1] if answers else len(turns)
-        messages = tuple(turns[:end])
-        if not any(message.role == "user" and message.content.strip() for message in messages):
-            raise _Problem("empty prompt", f"an empty prompt ({schema.name} schema, {schema.columns})")
-    except _Problem as problem:
-        reason, detail = problem.args
-        raise RowError(source, place, reason, f"has {detail}") from None
+    turns = schema.turns(record, place)
+    answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
+    if answer_needed and (not answers or not turns[answers[-1]].content.strip()):
+        raise BadRow(place, "no answer", f"has no answer ({schema.name} schema, {schema.columns})")
+    end = answers[-1] if answers else len(turns)
+    messages = tuple(turns[:end])
+    if not any(message.role == "user" and message.content.strip() for message in messages):
+        raise BadRow(place, "empty prompt", f"has an empty prompt ({schema.name} schema, {schema.columns})")
     return Row(messages, turns[end].content if answers else "")
 
 
-def _text(record: Mapping[str, Any], field: str) -> str:
+def _text(record: Mapping[str, Any], place: str, field: str) -> str:
     """The field as text; a null or absent one is empty, as `input` is on LongAlpaca's long rows."""
-    value = record.get(field)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise _Problem("wrong type", f"a field {field!r} of type {type(value).__name__} where text is needed")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            detail = f"half a surrogate pair at character {error.start} of field {field!r}, which is not UTF-8"
-            raise _Problem("invalid UTF-8", detail) from None
-    return value
+    return text_of(record, place, field, may_be_missing=True)
 
 
 def _single_turn(prompt: str, answer: str) -> list[Message]:
@@ -144,46 +117,48 @@ def _joined(separator: str, *parts: str) -> str:
     return separator.join(part for part in parts if part.strip())
 
 
-def _alpaca_turns(record: Mapping[str, Any]) -> list[Message]:
-    return _single_turn(_joined("\n", _text(record, "instruction"), _text(record, "input")), _text(record, "output"))
+def _alpaca_turns(record: Mapping[str, Any], place: str) -> list[Message]:
+    return _single_turn(
+        _joined("\n", _text(record, place, "instruction"), _text(record, place, "input")),
+        _text(record, place, "output"),
+    )
 
 
-def _document_turns(record: Mapping[str, Any]) -> list[Message]:
-    document = _text(record, "document")
+def _document_turns(record: Mapping[str, Any], place: str) -> list[Message]:
+    document = _text(record, place, "document")
     if not document.strip():
-        raise _Problem("empty context", "an empty field 'document'")
+        raise BadRow(place, "empty context", "has an empty field 'document'")
     # Document first: a retaining head is trained to keep what a later question needs.
-    prompt = _joined("\n\n", document, _text(record, "question"))
-    return _single_turn(prompt, _text(record, "answer"))
+    prompt = _joined("\n\n", document, _text(record, place, "question"))
+    return _single_turn(prompt, _text(record, place, "answer"))
 
 
-def _prompt_turns(record: Mapping[str, Any]) -> list[Message]:
+def _prompt_turns(record: Mapping[str, Any], place: str) -> list[Message]:
     answer = next(column for column in ANSWER_COLUMNS if column in record)
-    return _single_turn(_text(record, "prompt"), _text(record, answer))
+    return _single_turn(_text(record, place, "prompt"), _text(record, place, answer))
 
 
-def _list_turns(field: str, role_key: str, content_key: str) -> Callable[[Mapping[str, Any]], list[Message]]:
-    def turns(record: Mapping[str, Any]) -> list[Message]:
+def _list_turns(field: str, role_key: str, content_key: str) -> Callable[[Mapping[str, Any], str], list[Message]]:
+    def turns(record: Mapping[str, Any], place: str) -> list[Message]:
         value = record.get(field)
         if isinstance(value, Mapping):  # `datasets` keeps an old Sequence of structs as a struct of lists
             value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=True)]
         if value is None:
             return []
         if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
-            raise _Problem("wrong type", f"a field {field!r} that is not a list of {role_key}/{content_key} objects")
-        return [_message(turn, field, role_key, content_key) for turn in value]
+            detail = f"has a field {field!r} that is not a list of {role_key}/{content_key} objects"
+            raise BadRow(place, "wrong type", detail)
+        return [_message(turn, place, field, role_key, content_key) for turn in value]
 
     return turns
 
 
-def _message(turn: Mapping[str, Any], field: str, role_key: str, content_key: str) -> Message:
-    role = ROLES.get(_text(turn, role_key).lower())
+def _message(turn: Mapping[str, Any], place: str, field: str, role_key: str, content_key: str) -> Message:
+    role = ROLES.get(_text(turn, place, role_key).lower())
     if role is None:
-        raise _Problem(
-            "unknown role",
-            f"the {role_key} {turn.get(role_key)!r} in field {field!r} where one of {', '.join(ROLES)} is needed",
-        )
-    return Message(role, _text(turn, content_key))
+        found = f"has the {role_key} {turn.get(role_key)!r} in field {field!r}"
+        raise BadRow(place, "unknown role", f"{found} where one of {', '.join(ROLES)} is needed")
+    return Message(role, _text(turn, place, content_key))
 
 
 # The first that fits wins: a data set with `messages` often carries `prompt` beside it as a copy.
@@ -222,6 +197,6 @@ SCHEMAS = (
         "text",
         "text, for --label-source reconstruction",
         lambda columns: "text" in columns,
-        lambda record: [Message("user", _text(record, "text"))],
+        lambda record, place: [Message("user", _text(record, place, "text"))],
     ),
 )

@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.data.tasks.published.base import MAX_ROW_BYTES
-from locret.data.training.json_rows import SUFFIXES, Entry, JsonRows, stream_entries
+from locret.data.training.json_rows import MAX_ROW_BYTES, SUFFIXES, Entry, JsonRows, stream_entries
 from locret.data.training.row_order import Rows, StreamedRows, numbered
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from locret.data.training.chat import check_template, earlier_answers, tokenise_row
 from locret.data.training.dropped import DropReport
-from locret.data.training.json_rows import Entry, UnreadableRow
+from locret.data.training.json_rows import BadRow, Entry
 from locret.data.training.reconstruction import reconstruction
 from locret.data.training.row_order import SHUFFLE_BUFFER, Rows, order_of
-from locret.data.training.rows import Row, RowError, detect_schema, read_row
+from locret.data.training.rows import Row, detect_schema, read_row
 from locret.data.training.sources import load_rows
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ class TrainingStream(Iterator[TrainingExample]):
     def _columns(self) -> list[str]:
         try:
             return self._order.columns()
-        except UnreadableRow as error:
-            raise ValueError(f"--dataset {self._source}: no row can be read; {error}") from None
+        except BadRow as error:
+            raise ValueError(f"--dataset {self._source}: no row can be read; {error.place} {error.detail}") from None
 
     def _go_to(self, epoch: int, cursor: int, used_in_epoch: int) -> None:
         self._epoch, self._cursor, self._used_in_epoch = epoch, cursor, used_in_epoch
@@ -179,7 +179,7 @@ class TrainingStream(Iterator[TrainingExample]):
                 example = self._tokenise(entry)
             except _FilteredError as error:
                 self._drop(str(error), entry)
-            except RowError as error:
+            except BadRow as error:
                 if not self._skip:
                     raise
                 self._drop(error.reason, entry)
@@ -201,11 +201,13 @@ class TrainingStream(Iterator[TrainingExample]):
     def _read(self, entry: Entry) -> Row:
         try:
             record = entry.load()
-        except UnreadableRow as error:
-            raise RowError(self._source, entry.place, error.reason, error.detail) from None
-        needed = not self._reconstruct
-        given = read_row(record, self.schema, source=self._source, place=entry.place, answer_needed=needed)
+        except BadRow as error:
+            raise BadRow(self._place(entry), error.reason, error.detail) from None
+        given = read_row(record, self.schema, place=self._place(entry), answer_needed=not self._reconstruct)
         return reconstruction(given) if self._reconstruct else given
+
+    def _place(self, entry: Entry) -> str:
+        return f"--dataset {self._source}: {entry.place}"
 
     def _tokenise(self, entry: Entry) -> TrainingExample:
         row = self._read(entry)
@@ -215,18 +217,18 @@ class TrainingStream(Iterator[TrainingExample]):
             earlier: tuple[tuple[int, int], ...] = ()
             if self._answers == "all":
                 earlier = earlier_answers(self._tokenizer, row, self._template, prompt_ids)
-        except RowError:
+        except BadRow:
             raise
         except ValueError as error:
             detail = f"has turns that do not fit ({error})"
-            raise RowError(self._source, entry.place, "refused by template", detail) from None
+            raise BadRow(self._place(entry), "refused by template", detail) from None
         return TrainingExample(torch.tensor([prompt_ids]), torch.tensor([answer_ids]), entry.number, earlier)
 
     def _check_lengths(self, prompt: int, answer: int, entry: Entry) -> None:
         if not prompt:
-            raise RowError(self._source, entry.place, "empty prompt", "has a prompt without any token")
+            raise BadRow(self._place(entry), "empty prompt", "has a prompt without any token")
         if not answer:
-            raise RowError(self._source, entry.place, "no answer", "has an answer without any token")
+            raise BadRow(self._place(entry), "no answer", "has an answer without any token")
         if self._min_tokens is not None and prompt + answer < self._min_tokens:
             raise _FilteredError(f"shorter than --min-tokens {self._min_tokens}")
         if self._max_tokens is not None and prompt + answer > self._max_tokens:
@@ -240,4 +242,4 @@ class TrainingStream(Iterator[TrainingExample]):
         else:
             reason = "longer than the context"
             detail = f"has {prompt} prompt and {answer} answer tokens, together longer"
-        raise RowError(self._source, entry.place, reason, f"{detail} than the context of {limit} tokens", remedy)
+        raise BadRow(self._place(entry), reason, f"{detail} than the context of {limit} tokens", remedy)

@@ -103,7 +103,7 @@ def _execute(job: Job) -> None:
             sys.stderr.write(f"{len(log.records)} answers are in {log.path}; the same command with --resume goes on\n")
         raise
     if log is not None:
-        log.merge(order_of(job.places, job.runs))
+        log.merge(order_of(job.cases, job.runs))
         _report(job, setup, log, settings, draw)
 
 
@@ -113,21 +113,16 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     from locret.heads.fingerprint import weight_fingerprint
     from locret.infer.evaluation import output_folder
     from locret.infer.evaluation.methods import Setup
-    from locret.infer.evaluation.published import tokenizer_facts
 
     report = job.report
     tokenizer = loading.load_tokenizer(job.model)
-    for task in job.tasks:
-        task.check(tokenizer)
-        # The shortest text may have no room for what the task hides.
-        min((place for place in job.places if place.task is task), key=lambda place: place.tokens).sample(tokenizer)
-    job.published.check(tokenizer)
+    job.check(tokenizer)
     draw = report.figures == "all" and job.processes.is_main and _can_draw()
     model = loading.load_model(job.model, job.config, job.own_device, job.dtype)
     trained = job.heads.to(job.own_device) if job.evaluation.heads else None
     # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.
     weights = {"model": weight_fingerprint(model), "heads": trained and weight_fingerprint(trained)}
-    settings = {**job.settings(), "weights": weights, "tokenizer": tokenizer_facts(tokenizer)}
+    settings = {**job.settings(), "weights": weights, "tokenizer": output_folder.tokenizer_facts(tokenizer)}
     output_folder.check_output(report.output, settings, resume=report.resume, overwrite=report.overwrite)
     return Setup(model, tokenizer, trained, job.evaluation.seed), settings, draw
 
@@ -138,7 +133,7 @@ def _open(job: Job, settings: dict[str, Any]) -> SampleLog:
     from locret.infer.evaluation.report import order_of
 
     log = output_folder.open_output(job.report.output, settings, overwrite=job.report.overwrite)
-    log.merge(order_of(job.places, job.runs))
+    log.merge(order_of(job.cases, job.runs))
     return log
 
 
@@ -166,10 +161,10 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
     from locret.infer.evaluation.records import key
 
     done, runs = log.done(), job.runs
-    missing = [p for p in job.places if any(key(p.axes | one.axes) not in done for one in runs)]
-    places = job.processes.share(missing)
-    waiting = sum(place.tokens for place in places for one in runs if key(place.axes | one.axes) not in done)
-    finished = sum(place.tokens for place in job.places) * len(runs) - waiting if job.processes.count == 1 else 0
+    missing = [case for case in job.cases if any(key(case.axes | run.axes) not in done for run in runs)]
+    cases = job.processes.share(missing)
+    waiting = sum(case.tokens for case in cases for run in runs if key(case.axes | run.axes) not in done)
+    finished = sum(case.tokens for case in job.cases) * len(runs) - waiting if job.processes.count == 1 else 0
     with tqdm(
         total=finished + waiting,
         initial=finished,
@@ -179,7 +174,7 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
         disable=True if job.report.quiet or not job.processes.is_main else None,
     ) as bar:
         try:
-            for record in runner.evaluate(setup, places, runs, done):
+            for record in runner.evaluate(setup, cases, runs, done):
                 log.append(record)
                 bar.set_postfix_str(f"{record['task']} {record['tokens']} {record['method']}", refresh=False)
                 bar.update(record["tokens"])
@@ -200,9 +195,9 @@ def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], dr
     if draw:
         if not job.report.quiet:
             sys.stderr.write("locret-eval: all answers are known; drawing pictures, which can take minutes\n")
-        report.write_figures(output, log, results, setup, job.places, job.runs)
+        report.write_figures(output, log, results, setup, job.cases, job.runs)
         if not job.report.quiet:
-            for line in left_out(results["figures"], job.places, job.runs):
+            for line in left_out(results["figures"], job.cases, job.runs):
                 sys.stderr.write(f"locret-eval: {line}\n")
     if job.report.json:
         print_json(results)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Attended, Chunk
 from locret.labels.labels import observe
-from locret.scorers import RetainingHeadScorer, Scorer
+from locret.scorers import Rated, RetainingHeadScorer, Scorer
 
 CURVES = ("itself", "everywhere", "oracle", "eviction")
 ATTENTION = "accumulated attention"
@@ -102,12 +102,20 @@ class _Recorder(Scorer):
         self.scorer = RetainingHeadScorer(heads=scorer) if isinstance(scorer, RetainingHeads) else scorer
         self.rows: dict[int, list[Tensor]] = {}
 
-    def prepare(self, model: nn.Module) -> None:
-        self.scorer.prepare(model)
+    def prepare(self, model: nn.Module) -> object:
+        return self.scorer.prepare(model)
+
+    def sink_tokens(self, budget: int, recent: int) -> int:
+        return self.scorer.sink_tokens(budget, recent)
 
     def score(self, chunk: Chunk) -> Tensor:
-        scores = self.scorer.score(chunk)
-        self.rows.setdefault(chunk.layer_idx, []).append(scores[0].detach().float().cpu())
+        rated = self.scorer.score(chunk)
+        scores = rated.scores if isinstance(rated, Rated) else rated
+        # Units are compared by what they scored when they entered, whether or not the method rates them again.
+        newest = scores[:, :, -chunk.new_tokens :]
+        if chunk.sinks:
+            newest = newest.masked_fill(chunk.positions < chunk.sinks, torch.inf)
+        self.rows.setdefault(chunk.layer_idx, []).append(newest[0].detach().float().cpu())
         return scores
 
 
@@ -131,7 +139,7 @@ def attention_sums(model: nn.Module, ids: Tensor, prefixes: Sequence[int]) -> li
     return [torch.stack([layer[index] for layer in rows]) for index in range(len(prefixes))]
 
 
-def _layer_attention_sums(chunk: Chunk, prefixes: Sequence[int]) -> list[Tensor]:
+def _layer_attention_sums(chunk: Attended, prefixes: Sequence[int]) -> list[Tensor]:
     """Return the (K, n) sums of one layer for every prefix."""
     keys_KDN, kv_heads = chunk.key[0].float().mT, chunk.key.shape[1]
     queries_KGND = chunk.query[0].float().unflatten(0, (kv_heads, -1)) * chunk.scaling

@@ -54,18 +54,18 @@ def draw_consistency(result: Consistency, path: str | Path) -> None:
     figure = new_figure(11.5, 6.6)
     grid = figure.subplots(2, 2, sharex=True, sharey=True)
     legend: dict[str, Any] = {}
-    for place, curve in zip(grid.flatten(), CURVES, strict=True):
+    for axes, curve in zip(grid.flatten(), CURVES, strict=True):
         # Backwards: where lines cover each other, the method that was named first stays visible.
         for index, name in reversed(list(enumerate(result.means))):
-            line = _draw_line(place, result, name, curve, *style(index))
+            line = _draw_line(axes, result, name, curve, *style(index))
             if line is not None:
                 legend.setdefault(name, line)
         # Two choices of the same share at random agree on that share of themselves.
-        legend["chance"] = place.axhline(100 * result.share, color="#7F7F7F", linestyle=":", linewidth=1.2)
-        place.set_title(_TITLES[curve], fontsize=10, loc="left", color=INK)
-        place.set_ylim(-3, 103)
-        place.grid(alpha=0.25, linewidth=0.6)
-        place.spines[["top", "right"]].set_visible(False)
+        legend["chance"] = axes.axhline(100 * result.share, color="#7F7F7F", linestyle=":", linewidth=1.2)
+        axes.set_title(_TITLES[curve], fontsize=10, loc="left", color=INK)
+        axes.set_ylim(-3, 103)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
     labels = [label for label in (*result.means, "chance") if label in legend]
     figure.legend([legend[label] for label in labels], labels, loc="outside right upper", frameon=False, fontsize=9)
     figure.supxlabel("length of the prefix (tokens); bands: one standard error over texts", fontsize=10, color=INK)
@@ -75,7 +75,7 @@ def draw_consistency(result: Consistency, path: str | Path) -> None:
     save(figure, path)
 
 
-def _draw_line(place: Any, result: Consistency, name: str, curve: str, color: str, marker: str) -> Any:
+def _draw_line(axes: Any, result: Consistency, name: str, curve: str, color: str, marker: str) -> Any:
     """Draw one method's curve and return its line; None where it is not defined."""
     points = [
         (n, 100 * mean, 100 * error)
@@ -86,5 +86,5 @@ def _draw_line(place: Any, result: Consistency, name: str, curve: str, color: st
         return None
     x, y = [n for n, _, _ in points], [mean for _, mean, _ in points]
     low, high = [mean - error for _, mean, error in points], [mean + error for _, mean, error in points]
-    place.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
-    return place.plot(x, y, color=color, marker=marker, markersize=4.5, linewidth=1.6)[0]
+    axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+    return axes.plot(x, y, color=color, marker=marker, markersize=4.5, linewidth=1.6)[0]

@@ -93,19 +93,19 @@ def draw_panels(panels: Sequence[Panel], axis: str, path: str | Path) -> None:
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
     styles = _styles([line for panel in panels for line in panel.lines])
     legend: dict[str, Any] = {}
-    for place, panel in zip(grid, panels, strict=False):
-        place.set_title(f"{panel.task}, {panel.tokens:,} tokens", fontsize=10, loc="left", color=INK)
+    for axes, panel in zip(grid, panels, strict=False):
+        axes.set_title(f"{panel.task}, {panel.tokens:,} tokens", fontsize=10, loc="left", color=INK)
         # Backwards: where lines cover each other, the method that was named first stays visible.
         for line in reversed(panel.lines):
-            legend.setdefault(line.label, _draw_line(place, line, *styles[line.label]))
-        _x_axis(place, panel, axis)
-        place.set_ylim(-3, 103)
-        place.grid(alpha=0.25, linewidth=0.6)
-        place.spines[["top", "right"]].set_visible(False)
-    for place in grid[len(panels) :]:
-        place.set_visible(False)
-    for place in grid[::columns]:
-        place.set_ylabel("score (0 to 100)")
+            legend.setdefault(line.label, _draw_line(axes, line, *styles[line.label]))
+        _x_axis(axes, panel, axis)
+        axes.set_ylim(-3, 103)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    for axes in grid[::columns]:
+        axes.set_ylabel("score (0 to 100)")
     labels = [label for label in styles if label in legend]
     figure.legend([legend[label] for label in labels], labels, loc="outside right upper", frameon=False, fontsize=9)
     figure.supxlabel(f"{AXIS_LABELS[axis]}; bands: one standard error", fontsize=10, color=INK)
@@ -125,25 +125,25 @@ def _styles(lines: Sequence[Line]) -> dict[str, tuple[str, str]]:
     return everywhere | {label: style(index) for index, label in enumerate(labels)}
 
 
-def _draw_line(place: Any, line: Line, color: str, marker: str) -> Any:
+def _draw_line(axes: Any, line: Line, color: str, marker: str) -> Any:
     if line.everywhere:
         point = line.points[0]
-        place.axhspan(point.score - point.error, point.score + point.error, color=color, alpha=0.08, linewidth=0)
-        return place.axhline(point.score, color=color, linestyle="--", linewidth=1.4)
+        axes.axhspan(point.score - point.error, point.score + point.error, color=color, alpha=0.08, linewidth=0)
+        return axes.axhline(point.score, color=color, linestyle="--", linewidth=1.4)
     x, y = [point.x for point in line.points], [point.score for point in line.points]
     low, high = [p.score - p.error for p in line.points], [p.score + p.error for p in line.points]
-    place.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
-    return place.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.8)[0]
+    axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+    return axes.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.8)[0]
 
 
-def _x_axis(place: Any, panel: Panel, axis: str) -> None:
+def _x_axis(axes: Any, panel: Panel, axis: str) -> None:
     ticks = sorted({point.x for line in panel.lines if not line.everywhere for point in line.points})
     if ticks[0] > 0 and ticks[-1] >= 4 * ticks[0]:
-        place.set_xscale("log", base=2)
+        axes.set_xscale("log", base=2)
     elif ticks[-1] >= 8 * max(ticks[1], 1):
-        place.set_xscale("symlog", base=2, linthresh=max(ticks[1], 1))
-    place.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    place.minorticks_off()
+        axes.set_xscale("symlog", base=2, linthresh=max(ticks[1], 1))
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
 
 
 def draw_heat_maps(maps: dict[str, HeatMap], title: str, path: str | Path) -> None:
@@ -161,21 +161,21 @@ def draw_heat_maps(maps: dict[str, HeatMap], title: str, path: str | Path) -> No
     from_lengths = max(len(heat.lengths) for heat in maps.values())
     figure = new_figure((1.5 + max(2.2, 0.8 * from_lengths)) * len(maps) + 1.2, 4.6)
     grid = figure.subplots(1, len(maps), squeeze=False)[0]
-    for place, (task, heat) in zip(grid, maps.items(), strict=True):
-        image = _draw_heat_map(place, heat)
-        place.set_title(task, fontsize=10, loc="left", color=INK)
-        place.set_xlabel("prompt (tokens)")
+    for axes, (task, heat) in zip(grid, maps.items(), strict=True):
+        image = _draw_heat_map(axes, heat)
+        axes.set_title(task, fontsize=10, loc="left", color=INK)
+        axes.set_xlabel("prompt (tokens)")
     grid[0].set_ylabel("depth of the needle (%)")
     figure.colorbar(image, ax=list(grid), label="mean score (0 to 100); grey: not read", fraction=0.05, pad=0.02)
     figure.suptitle(title, fontsize=11, color=INK)
     save(figure, path)
 
 
-def _draw_heat_map(place: Any, heat: HeatMap) -> Any:
+def _draw_heat_map(axes: Any, heat: HeatMap) -> Any:
     values = [[math.nan if score is None else score for score in row] for row in heat.scores]
     edges = [100 * edge for edge in heat.depths]
-    place.set_facecolor("#D0D0D0")
-    image = place.pcolormesh(
+    axes.set_facecolor("#D0D0D0")
+    image = axes.pcolormesh(
         range(len(heat.lengths) + 1), edges, values, cmap="viridis", vmin=0, vmax=100, edgecolors="white", linewidth=0.8
     )
     for row, scores in enumerate(heat.scores):
@@ -184,9 +184,9 @@ def _draw_heat_map(place: Any, heat: HeatMap) -> Any:
                 # Viridis is dark below, bright above.
                 color = "white" if score < 60 else "black"
                 middle = (edges[row] + edges[row + 1]) / 2
-                place.text(column + 0.5, middle, f"{score:.0f}", ha="center", va="center", fontsize=8, color=color)
-    place.set_xticks([i + 0.5 for i in range(len(heat.lengths))], [f"{tokens:,}" for tokens in heat.lengths])
-    place.tick_params(axis="x", labelrotation=30 if len(heat.lengths) > 4 else 0)
+                axes.text(column + 0.5, middle, f"{score:.0f}", ha="center", va="center", fontsize=8, color=color)
+    axes.set_xticks([i + 0.5 for i in range(len(heat.lengths))], [f"{tokens:,}" for tokens in heat.lengths])
+    axes.tick_params(axis="x", labelrotation=30 if len(heat.lengths) > 4 else 0)
     # The text starts at the top.
-    place.invert_yaxis()
+    axes.invert_yaxis()
     return image

@@ -19,9 +19,10 @@ from tqdm import tqdm
 
 from locret import RetentionCache, RetentionPolicy, generate, loading, prefill
 from locret.backbone.adapters import unwrap
-from locret.backbone.instrument import instrumented
-from locret.infer.options import ModelOptions, PolicyOptions
+from locret.cache.reader import answering
+from locret.infer.options import ModelOptions
 from locret.load_options import ScorerOptions
+from locret.policy.resolve import resolve
 
 _MODEL_KEYS = {field.name for field in fields(ModelOptions)} - {"model", "device"}
 _SCORER_KEYS = {field.name for field in fields(ScorerOptions)}
@@ -67,8 +68,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         self.scorer, recommended = loading.load_scorer(scorer)
         loading.check_matches(scorer, self.scorer, config)
         own = {k: v for k, v in settings.items() if k in _POLICY_KEYS}
-        budget = own.get("budget", recommended.get("budget", RetentionPolicy.budget))
-        self.policy = loading.resolve_policy(PolicyOptions(**own), own.keys(), recommended, budget)
+        self.policy = resolve(own, recommended, follow_budget=True)
         dtype = loading.resolve_dtype(model.dtype, config, self._device)
         self.model = loading.load_model(model, config, self._device, dtype)
         self.max_gen_toks, self._name = int(max_gen_toks), pretrained
@@ -201,7 +201,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
             return first_V[None]
         twin, base = cache.copy(), unwrap(self.model)
         twin.reserve(0, len(continuation))
-        with instrumented(self.model, twin):
+        with answering(self.model, twin):
             tokens = self._ids(continuation[:-1])
             rest_LV = base(input_ids=tokens, past_key_values=twin, use_cache=True).logits[0]
         return torch.cat([first_V[None], rest_LV])

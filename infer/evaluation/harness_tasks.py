@@ -5,13 +5,13 @@ Imported only where lm-evaluation-harness is installed.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
 from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 
+from locret import shipped
 from locret.data import tasks
 from locret.data.tasks import Sample
 
@@ -43,8 +43,8 @@ class HarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no type
                 "output_type": "generate_until",
                 "custom_dataset": self._documents,
                 "test_split": "test",
-                "doc_to_text": _content,
-                "doc_to_target": _reply,
+                "doc_to_text": lambda doc: doc["content"],
+                "doc_to_target": lambda doc: doc["reply"],
                 "process_results": self._results,
                 "metric_list": [
                     {"metric": f"score@{tokens}", "aggregation": "mean", "higher_is_better": True}
@@ -66,26 +66,14 @@ class HarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no type
         for index in range(self.samples):
             for tokens in self.lengths:
                 # The samples of `locret-eval` with the same seed.
-                depth = (index + 0.5) / self.samples
-                sample = self.own.sample(tokenizer, tokens, depth=depth, seed=f"{self.seed}/{index}")
-                rows.append({**asdict(sample), "tokens": tokens})
+                sample = self.own.sampler(tokenizer, tokens, samples=self.samples, seed=self.seed)(index)
+                kept = {name: getattr(sample, name) for name in ("content", "question", "targets", "reply", "depths")}
+                rows.append({**kept, "tokens": tokens})
         return {"test": Dataset.from_list(rows)}
 
     def _results(self, doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-        return {f"score@{doc['tokens']}": self.own.score(results[0], _sample(doc))}
-
-
-def _sample(doc: dict[str, Any]) -> Sample:
-    fields = {name: doc[name] for name in ("introduction", "text", "question", "reply")}
-    return Sample(**fields, targets=tuple(doc["targets"]), depths=tuple(doc["depths"]))
-
-
-def _content(doc: dict[str, Any]) -> str:
-    return _sample(doc).content
-
-
-def _reply(doc: dict[str, Any]) -> str:
-    return str(doc["reply"])
+        sample = Sample(content=doc["content"], targets=tuple(doc["targets"]), reply=doc["reply"])
+        return {f"score@{doc['tokens']}": self.own.score(results[0], sample)}
 
 
 def _task_options(metadata: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -129,4 +117,4 @@ def _tokenizer_name(metadata: dict[str, Any]) -> str:
 def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(shipped.find(name))

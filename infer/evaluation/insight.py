@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from locret import RetainingHeads
-from locret.data.tasks import Sample
 from locret.infer.evaluation import consistency
 from locret.infer.evaluation.consistency_figure import write_consistency
 from locret.infer.evaluation.methods import Prompt, Setup
 from locret.infer.evaluation.retention_steps import write_retention_steps
-from locret.infer.evaluation.runner import AnyPlace, Place, Run, prompt_ids
+from locret.infer.evaluation.runner import Case, Run, ask
 from locret.scorers import Scorer
 
 TEXTS = 3
@@ -20,20 +19,20 @@ MOST_TOKENS = 6144
 """Longest text whose consistency is measured (Locret, Figure 1: 6K tokens); its time grows with the square."""
 
 
-def write(setup: Setup, output: Path, places: Sequence[AnyPlace], runs: Sequence[Run]) -> list[str]:
+def write(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequence[Run]) -> list[str]:
     """Draw what each method keeps of one sample, and the consistency of its scores.
 
     Args:
         setup: The backbone and what scorers are made from.
         output: Folder that exists.
-        places: The samples of the evaluation.
+        cases: The samples of the evaluation.
         runs: Its methods and policies; each method is shown with its smallest budget.
 
     Returns:
         Names of the files written; none if only the plain cache, or published tasks alone, were evaluated.
     """
-    generated = [place for place in places if isinstance(place, Place)]
-    if not generated:
+    shown = [case for case in cases if case.task.pictured]
+    if not shown:
         return []
     smallest: dict[str, Run] = {}
     for run in runs:
@@ -44,28 +43,25 @@ def write(setup: Setup, output: Path, places: Sequence[AnyPlace], runs: Sequence
             smallest[run.method.name] = run
     if not smallest:
         return []
-    longest = max(place.tokens for place in generated)
-    candidates = [place for place in generated if place.tokens == longest and place.task is generated[0].task]
-    place = candidates[len(candidates) // 3]
-    prompt = _prompt(setup, place)
+    longest = max(case.tokens for case in shown)
+    candidates = [case for case in shown if case.tokens == longest and case.task is shown[0].task]
+    prompt, _ = ask(setup, candidates[len(candidates) // 3])
     names: list[str] = []
     for name, run in smallest.items():
         assert run.policy is not None
         if prompt.ids_1N.shape[1] <= run.policy.chunk_size + run.policy.local_len:
             continue  # one chunk: nothing is ever evicted step by step
         sources = {name: _source(run, prompt)}
-        assert isinstance(prompt.sample, Sample)
-        names += write_retention_steps(output, setup.model, setup.tokenizer, sources, prompt.sample, run.policy)
-    short = [one for one in generated if one.task.name == generated[0].task.name and one.tokens <= MOST_TOKENS]
+        names += write_retention_steps(output, prompt, sources, run.policy)
+    short = [case for case in shown if case.task.name == shown[0].task.name and case.tokens <= MOST_TOKENS]
     if short:
         names += _consistency(setup, output, short, list(smallest.values()))
     return names
 
 
-def _consistency(setup: Setup, output: Path, places: Sequence[Place], runs: Sequence[Run]) -> list[str]:
-    longest = max(place.tokens for place in places)
-    chosen = [place for place in places if place.tokens == longest][:TEXTS]
-    prompts = [_prompt(setup, place) for place in chosen]
+def _consistency(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequence[Run]) -> list[str]:
+    longest = max(case.tokens for case in cases)
+    prompts = [ask(setup, case)[0] for case in cases if case.tokens == longest][:TEXTS]
     # Prompts fill the length asked for to within a sentence; means need prefixes that all of them have.
     prefixes = consistency.default_prefixes(min(prompt.ids_1N.shape[1] for prompt in prompts))
     measured = []
@@ -75,12 +71,6 @@ def _consistency(setup: Setup, output: Path, places: Sequence[Place], runs: Sequ
         methods = {run.method.name: _source(run, prompt) for run in runs if run.method.name != "oracle"}
         measured.append(consistency.measure(setup.model, prompt.ids_1N, methods, policy, prefixes, prompt.labels))
     return write_consistency(output, consistency.average(prefixes, measured))
-
-
-def _prompt(setup: Setup, place: Place) -> Prompt:
-    sample = place.sample(setup.tokenizer)
-    ids_1N = prompt_ids(setup.tokenizer, sample).to(next(setup.model.parameters()).device)
-    return Prompt(ids_1N, sample, setup)
 
 
 def _source(run: Run, prompt: Prompt) -> RetainingHeads | Scorer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from locret import loading
-from locret.data.tasks import Task
-from locret.infer.evaluation import output_folder, published, runner
-from locret.infer.evaluation.options import SAMPLES, BudgetOptions, EvalOptions, ReportOptions
+from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
+from locret.infer.evaluation import output_folder, runner
+from locret.infer.evaluation.options import BudgetOptions, EvalOptions, ReportOptions
 from locret.infer.evaluation.processes import Processes
-from locret.infer.evaluation.published import PublishedPlan
-from locret.infer.evaluation.runner import AnyPlace, Run
+from locret.infer.evaluation.runner import Case, Run
 from locret.infer.options import ModelOptions
 from locret.infer.reading_warnings import warn_of_recency
 from locret.load_options import ScorerOptions
@@ -32,11 +31,11 @@ class Job:
     evaluation: EvalOptions
     report: ReportOptions
     processes: Processes
-    tasks: list[Task]
-    """The generated ones."""
-    published: PublishedPlan
-    """The published ones."""
-    places: list[AnyPlace]
+    selections: list[Selection]
+    """What is asked, task by task."""
+    missing: dict[str, str]
+    """Tasks of the suite whose rows there are not, and why."""
+    cases: list[Case]
     runs: list[Run]
     policies: list[RetentionPolicy]
     heads: Any
@@ -51,10 +50,24 @@ class Job:
             return torch.device("cuda", self.processes.local_rank % torch.cuda.device_count())
         return self.device
 
+    def check(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer that cannot express a task or its turns, and a metric whose library is missing.
+
+        Raises:
+            ValueError: Saying what to change.
+        """
+        for one in self.selections:
+            one.task.check(tokenizer)
+            # The shortest text may have no room for what the task hides.
+            case = min((case for case in self.cases if case.task is one.task), key=lambda case: case.tokens)
+            sample = case.sample(tokenizer)
+            case.built(tokenizer, sample)
+            one.task.score(sample.reply, sample)
+
     def settings(self) -> dict[str, Any]:
         """Return everything that results depend on, resolved."""
         model, evaluation = self.model, self.evaluation
-        longest = {} if evaluation.max_new_tokens is None else {"max_new_tokens": evaluation.max_new_tokens}
+        usual = SAMPLES if any(one.task.family == "generated" for one in self.selections) else "all"
         return {
             "model": model.model,
             "revision": model.revision,
@@ -64,12 +77,9 @@ class Job:
             "attn": model.attn,
             "heads": evaluation.heads,
             "methods": [method.name for method in evaluation.chosen_methods()],
-            "tasks": {
-                **{task.name: {"version": task.version, **task.options(), **longest} for task in self.tasks},
-                **self.published.facts,
-            },
+            "tasks": {one.task.name: one.facts for one in self.selections},
             "lengths": evaluation.token_lengths(),
-            "samples": evaluation.samples or (SAMPLES if self.tasks else "all"),
+            "samples": evaluation.samples or usual,
             "seed": evaluation.seed,
             "policies": [policy.to_dict() for policy in self.policies],
             "decoding": "greedy",
@@ -78,21 +88,21 @@ class Job:
 
     def plan(self) -> dict[str, Any]:
         """Return what would be done: runs, tokens, and the bytes of each policy's cache."""
-        new_tokens = max(place.new_tokens for place in self.places)
+        new_tokens = max(one.task.max_new_tokens for one in self.selections)
         planned = []
         for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
             scorer, _ = loading.load_scorer(self.scorer)
             grows = policy.needs_length or policy.when == "prompt_end"
-            tokens = max(place.tokens for place in self.places) or None if grows else None
+            tokens = max(case.tokens for case in self.cases) or None if grows else None
             size = loading.planned_bytes(
                 self.model, self.config, self.dtype, scorer, policy, new_tokens, prompt_tokens=tokens
             )
             planned.append({**policy.to_dict(), "planned_cache_bytes": size})
         return {
-            "runs": len(self.runs) * len(self.places),
-            "tokens": sum(place.tokens for place in self.places) * len(self.runs),
+            "runs": len(self.runs) * len(self.cases),
+            "tokens": sum(case.tokens for case in self.cases) * len(self.runs),
             "policies": planned,
-            "missing": self.published.missing,
+            "missing": self.missing,
             "config": self.settings(),
         }
 
@@ -112,7 +122,7 @@ def prepare(
         OSError: If a Hub or a disk fails.
     """
     _check_choices(evaluation, chosen)
-    methods, tasks = evaluation.chosen_methods(), evaluation.chosen_tasks()
+    methods = evaluation.chosen_methods()
     if report.threads:
         torch.set_num_threads(report.threads)
     device = loading.resolve_device(model.device)
@@ -128,22 +138,71 @@ def prepare(
     loading.check_matches(scorer, heads, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
     runs = runner.plan_runs(methods, policies, chosen)
-    own = [task for task in tasks if isinstance(task, Task)]
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    theirs = [task for task in tasks if not isinstance(task, Task)]
-    found = published.plan(theirs, evaluation, positions, partial(loading.load_tokenizer, model))
-    samples, lengths = evaluation.samples or SAMPLES, evaluation.token_lengths()
-    made = runner.plan_places(own, lengths, samples, evaluation.seed, evaluation.max_new_tokens)
-    places: list[AnyPlace] = [*made, *found.places]
+    found, missing = _selected(evaluation, positions, partial(loading.load_tokenizer, model))
     job = Job(
-        model, scorer, evaluation, report, processes, own, found, places, runs, policies, heads, config, device, dtype
+        model=model,
+        scorer=scorer,
+        evaluation=evaluation,
+        report=report,
+        processes=processes,
+        selections=found,
+        missing=missing,
+        cases=runner.plan_cases(found, evaluation.seed, evaluation.template),
+        runs=runs,
+        policies=policies,
+        heads=heads,
+        config=config,
+        device=device,
+        dtype=dtype,
     )
     if not report.dry_run:
         output_folder.check_output(report.output, job.settings(), resume=report.resume, overwrite=report.overwrite)
-    _warn_about_positions(positions, runs, [place.tokens for place in places])
+    _warn_about_positions(positions, runs, [case.tokens for case in job.cases])
     for method in methods:
         warn_of_recency(method.name, method.recent, [r.policy for r in runs if r.method is method and r.policy])
     return job
+
+
+def _selected(
+    evaluation: EvalOptions, positions: int | None, tokenizer: Callable[[], Any]
+) -> tuple[list[Selection], dict[str, str]]:
+    """Return what is asked of every task, and which tasks of a suite are left out because their rows are missing.
+
+    Raises:
+        ValueError: If rows are missing (of a suite only if all are), bad, or leave no room.
+        OSError: If the Hub or a file cannot be read.
+    """
+    folders, found, missing = evaluation.data_folders(), list[Selection](), dict[str, str]()
+    wanted = Wanted(
+        tokenizer=tokenizer,
+        lengths=evaluation.token_lengths(),
+        samples=evaluation.samples,
+        seed=evaluation.seed,
+        folders=folders,
+        revision=evaluation.data_revision,
+        skip_bad_rows=evaluation.skip_bad_rows,
+        positions=positions,
+        max_prompt=evaluation.max_prompt,
+        max_new_tokens=evaluation.max_new_tokens,
+        template=evaluation.template,
+    )
+    # Tasks that need no data come first.
+    for task in sorted(evaluation.chosen_tasks(), key=lambda task: task.family != "generated"):
+        try:
+            found.append(task.select(wanted))
+        except NoSamples as error:
+            if evaluation.suite is None:
+                raise
+            missing[task.name] = error.reason
+    if not found:
+        where = "the Hub" if folders is None else f"--data-dir {', '.join(folders)}"
+        name, reason = next(iter(missing.items()))
+        raise ValueError(
+            f"{where} has no rows of any task of --suite {evaluation.suite} ({name}: {reason}); give the folder of a "
+            "local copy in its published layout"
+        )
+    return found, missing
 
 
 def _check_choices(evaluation: EvalOptions, chosen: set[str]) -> None:

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from locret.infer.evaluation.insight import MOST_TOKENS
-from locret.infer.evaluation.runner import AnyPlace, Place, Run
+from locret.infer.evaluation.runner import Case, Run
 
 _NO_BUDGET = "a method with a budget, such as --methods random"
 _NO_TEXTS = "a task whose texts are generated here, such as --tasks passkey"
 _ONE_CHUNK = "a prompt longer than --chunk-size and --local-len together; lower --chunk-size or raise --lengths"
 
 
-def left_out(drawn: Collection[str], places: Sequence[AnyPlace], runs: Sequence[Run]) -> list[str]:
+def left_out(drawn: Collection[str], cases: Sequence[Case], runs: Sequence[Run]) -> list[str]:
     """Return a sentence for each reason why pictures are missing, with the way out.
 
     Args:
         drawn: Names of the pictures there are.
-        places: The samples of the evaluation.
+        cases: The samples of the evaluation.
         runs: Its methods and policies.
     """
     bounded = list(dict.fromkeys(run.method.name for run in runs if run.policy is not None))
-    generated = any(isinstance(place, Place) for place in places)
+    generated = any(case.task.pictured for case in cases)
     needed = None if bounded and generated else _NO_TEXTS if bounded else _NO_BUDGET
     reasons: dict[str, list[str]] = {}
 

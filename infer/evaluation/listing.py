@@ -5,28 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from locret.data import tasks
-from locret.data.tasks import published as benchmarks
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import methods
 
 
 def as_record() -> dict[str, Any]:
     """Return everything by name, for --json."""
-    known = {name: tasks.get(name) for name in tasks.names()}
-    facts = {
-        name: {"version": t.version, "metric": t.metric, "source": t.source, "options": t.options()}
-        for name, t in known.items()
-    }
-    for name in benchmarks.names():
-        task = benchmarks.get(name)
-        facts[name] = {
-            "version": task.version,
-            "metric": task.metric,
-            "source": task.source,
-            "options": task.options(),
-            "max_new_tokens": task.max_new_tokens,
-            "size": task.size,
-        }
+    known = {name: tasks.get(name) for name in tasks.names(None)}
+    about = ("version", "metric", "source", "max_new_tokens", "size")
+    facts = {name: {one: getattr(t, one) for one in about} | {"options": t.options()} for name, t in known.items()}
     described = {name: methods.get(name).description for name in methods.names()}
     tables = {name: {"title": suites.get(name).title, "tasks": suites.get(name).tasks} for name in suites.names()}
     return {"tasks": facts, "suites": tables, "methods": described, "modifiers": methods.MODIFIERS}

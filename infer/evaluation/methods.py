@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from locret import RetainingHeads, scorers
 from locret.data.tasks import Sample
-from locret.data.tasks.published import Item
 from locret.labels.labels import answer_labels
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
@@ -44,7 +43,7 @@ class Prompt:
     """One sample as token ids."""
 
     ids_1N: Tensor
-    sample: Sample | Item
+    sample: Sample
     setup: Setup
     _labels: Tensor | None = field(default=None, repr=False)
 

@@ -8,21 +8,16 @@ from typing import Any
 
 from locret.data import tasks
 from locret.data.tasks import Task
-from locret.data.tasks import published as benchmarks
-from locret.data.tasks.published import PublishedTask, suites
+from locret.data.tasks.published import suites
 from locret.data.training.chat import TEMPLATES
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.methods import Method
 from locret.infer.options import ModelOptions
-from locret.nearest import nearest
-from locret.policy.policy import RetentionPolicy, stabilizers_within
+from locret.policy.policy import RetentionPolicy
+from locret.policy.resolve import resolve
 
 Numbers = int | str | list[int]
 Names = str | list[str]
-
-
-SAMPLES = 100
-"""Samples of a generated task per length, if the user does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +105,7 @@ class EvalOptions(PublishedOptions):
         suite = self.chosen_suite()
         return numbers(self.lengths if suite is None or suite.tokens is None else suite.tokens, "--lengths")
 
-    def chosen_tasks(self) -> list[Task | PublishedTask]:
+    def chosen_tasks(self) -> list[Task]:
         """Return the tasks with their options.
 
         Raises:
@@ -118,7 +113,7 @@ class EvalOptions(PublishedOptions):
         """
         suite = self.chosen_suite()
         names = words(self.tasks, "--tasks") if suite is None else suite.tasks
-        return [_task(name, self.task_options.get(name, {})) for name in names]
+        return [tasks.get(name, **self.task_options.get(name, {})) for name in names]
 
     def chosen_methods(self) -> list[Method]:
         """Return the methods.
@@ -183,20 +178,19 @@ class BudgetOptions:
         values |= {name: value for name, value in recommended.items() if name in values and name not in chosen}
         budgets = numbers(values["budget"], "--budget")
         sizes = numbers(values["chunk_size"], "--chunk-size")
+        kept = numbers(values.pop("stabilizers"), "--stabilizers")
+        asked = [{"stabilizers": units} for units in kept] if "stabilizers" in chosen else [{}]
         result = []
         for budget in budgets:
-            kept = numbers(values["stabilizers"], "--stabilizers")
-            if "stabilizers" not in chosen:
-                kept = [stabilizers_within(budget, kept[0])]
-            for stabilizers in kept:
-                if stabilizers >= budget > 0:
+            for own in asked:
+                if own and own["stabilizers"] >= budget > 0:
                     raise ValueError(
-                        f"--budget {budget} has no room beside the {stabilizers} units that --stabilizers protects; "
-                        "lower --stabilizers or raise --budget"
+                        f"--budget {budget} has no room beside the {own['stabilizers']} units that --stabilizers "
+                        "protects; lower --stabilizers or raise --budget"
                     )
                 for size in sizes:
-                    varied = {"budget": budget, "chunk_size": size, "stabilizers": stabilizers}
-                    result.append(RetentionPolicy(**{**values, **varied}))
+                    varied = {**values, **own, "budget": budget, "chunk_size": size}
+                    result.append(resolve(varied, {"stabilizers": kept[0]}, follow_budget=True))
         return result
 
 
@@ -233,14 +227,6 @@ class ReportOptions:
 
 
 OPTION_CLASSES = (ModelOptions, EvalOptions, BudgetOptions, ReportOptions)
-
-
-def _task(name: str, options: dict[str, Any]) -> Task | PublishedTask:
-    known = tasks.names()
-    if "/" not in name and name not in known:
-        near = nearest(name, [*known, *benchmarks.names()]) or known
-        raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')
-    return (benchmarks if "/" in name else tasks).get(name, **options)
 
 
 def numbers(value: Numbers, flag: str) -> list[int]:

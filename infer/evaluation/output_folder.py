@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from pathlib import Path
@@ -14,6 +15,18 @@ from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, 
 CONFIGURATION = "configuration.json"
 VERSIONS = "versions"
 """What stands beside the settings in that file, and is no setting: the versions each process that wrote here ran on."""
+
+
+def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
+    """Return what tells a tokenizer and its chat template from others."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    template = tokenizer.chat_template
+    text = json.dumps(template, sort_keys=True) if isinstance(template, dict) else template
+    return {
+        "class": type(tokenizer).__name__,
+        "vocabulary_sha256": hashlib.sha256(vocabulary).hexdigest(),
+        "template_sha256": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
+    }
 
 
 def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from locret.files import write_text
-from locret.infer.evaluation import budget_table, games, output_folder, suite_table, summary
+from locret.infer.evaluation import budget_table, output_folder, suite_table, summary
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key
-from locret.infer.evaluation.runner import AnyPlace, Run
+from locret.infer.evaluation.runner import Case, Run
 
 
 def fingerprint(settings: dict[str, Any]) -> str:
@@ -27,8 +27,8 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
     Raises:
         OSError: If they cannot be written.
     """
-    places, runs, published = job.places, job.runs, job.published
-    records = ordered(log, places, runs)
+    cases, runs = job.cases, job.runs
+    records = ordered(log, cases, runs)
     *earlier, found = output_folder.versions_of(output)
     results: dict[str, Any] = {
         "config": settings,
@@ -37,29 +37,27 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
         "commit": found.get("commit"),
         **({"resumed_from": earlier} if earlier else {}),
         "seed": settings["seed"],
-        "complete": len(records) == len(places) * len(runs),
-        "cells": summary.cells(records, published.sets()),
-        "games": games.results(records),
+        "complete": len(records) == len(cases) * len(runs),
+        "cells": summary.cells(records, {(case.task.name, case.tokens): case.samples for case in cases}),
         "figures": [],
     }
     if suite := job.evaluation.chosen_suite():
         shown = job.evaluation.published
-        results["suite"] = suite_table.results(suite, results["cells"], published.missing, settings, shown)
+        results["suite"] = suite_table.results(suite, results["cells"], job.missing, settings, shown)
     write_text(output / TABLE, tables(results))
     write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
     return results
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Return the results as Markdown: a suite's table first; budgets side by side, and games, last."""
+    """Return the results as Markdown: a suite's table first, budgets side by side last."""
     suite = suite_table.table(results["suite"]) + "\n" if "suite" in results else ""
     beside = budget_table.table(results["cells"])
-    played = "".join(f"\n{line}\n" for line in games.sentences(results["games"]))
-    return suite + summary.table(results["cells"]) + (f"\n{beside}" if beside else "") + played
+    return suite + summary.table(results["cells"]) + (f"\n{beside}" if beside else "")
 
 
 def write_figures(
-    output: Path, log: SampleLog, results: dict[str, Any], setup: Setup, places: Sequence[AnyPlace], runs: Sequence[Run]
+    output: Path, log: SampleLog, results: dict[str, Any], setup: Setup, cases: Sequence[Case], runs: Sequence[Run]
 ) -> None:
     """Draw all pictures and add their names to results.json; numbers are on disk before the first one is drawn.
 
@@ -69,17 +67,17 @@ def write_figures(
     """
     from locret.infer.evaluation import figures, insight
 
-    names: list[str] = figures.write_all(output, ordered(log, places, runs), results)
-    results["figures"] = names + insight.write(setup, output, places, runs)
+    names: list[str] = figures.write_all(output, ordered(log, cases, runs), results)
+    results["figures"] = names + insight.write(setup, output, cases, runs)
     write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
 
 
-def ordered(log: SampleLog, places: Sequence[AnyPlace], runs: Sequence[Run]) -> list[dict[str, Any]]:
+def ordered(log: SampleLog, cases: Sequence[Case], runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the records in the order of an evaluation without interruption."""
-    return in_order(log.records, order_of(places, runs))
+    return in_order(log.records, order_of(cases, runs))
 
 
-def order_of(places: Sequence[AnyPlace], runs: Sequence[Run]) -> dict[tuple[Any, ...], int]:
-    """Return the place of every record in an evaluation without interruption, by its key."""
-    keys = [key(place.axes | run.axes) for place in places for run in runs]
+def order_of(cases: Sequence[Case], runs: Sequence[Run]) -> dict[tuple[Any, ...], int]:
+    """Return the rank of every record in an evaluation without interruption, by its key."""
+    keys = [key(case.axes | run.axes) for case in cases for run in runs]
     return {name: index for index, name in enumerate(keys)}

@@ -22,7 +22,7 @@ from locret.data.tasks import Sample
 from locret.data.training.chat import render
 from locret.data.training.rows import Message
 from locret.infer.evaluation.figures import new_figure
-from locret.infer.evaluation.runner import prompt_ids
+from locret.infer.evaluation.methods import Prompt
 from locret.infer.pictures import INK, NEEDLE, column_edges, save
 from locret.scorers import Scorer
 
@@ -62,7 +62,7 @@ def record_steps(model: nn.Module, ids: Tensor, cache: RetentionCache, title: st
     read: list[int] = []
 
     def on_chunk(cache: RetentionCache) -> None:
-        # The cache evicts in place, so what it holds now must be copied.
+        # The cache evicts in axes, so what it holds now must be copied.
         now = {layer: cache.kept_positions(layer)[0].cpu().clone() for layer in cache.backbone.layers}
         kept.append({layer: [head[head >= 0] for head in heads] for layer, heads in now.items()})
         read.append(cache.seen)
@@ -142,13 +142,13 @@ def draw_steps(
 
 
 def _draw_panel(
-    place: Any, share: Tensor, steps: RetentionSteps, highest: float, spans: Sequence[tuple[int, int]]
+    axes: Any, share: Tensor, steps: RetentionSteps, highest: float, spans: Sequence[tuple[int, int]]
 ) -> Any:
     from matplotlib.colors import PowerNorm
 
-    place.set_facecolor("#D0D0D0")
+    axes.set_facecolor("#D0D0D0")
     # A square root shows a single kept position of a long stretch, which a linear scale would leave white.
-    image = place.imshow(
+    image = axes.imshow(
         100 * share.numpy(),
         aspect="auto",
         interpolation="nearest",
@@ -157,20 +157,20 @@ def _draw_panel(
         extent=(0.5, len(steps.kept) + 0.5, steps.prompt_tokens, 0),
     )
     for first, last in spans:
-        place.plot(
+        axes.plot(
             1.0,
             (first + last) / 2,
             "<",
             color=NEEDLE,
             markersize=6,
-            transform=place.get_yaxis_transform(),
+            transform=axes.get_yaxis_transform(),
             clip_on=False,
         )
     return image
 
 
 def answer_spans(tokenizer: Any, sample: Sample) -> list[tuple[int, int]]:
-    """Return the first and last prompt position of every place in the document that states a target.
+    """Return the first and last prompt position of every axes in the document that states a target.
 
     Args:
         tokenizer: The backbone's; a fast one, which knows which characters a token stands for.
@@ -197,20 +197,16 @@ def answer_spans(tokenizer: Any, sample: Sample) -> list[tuple[int, int]]:
 
 def write_retention_steps(
     output: str | Path,
-    model: nn.Module,
-    tokenizer: Any,
+    prompt: Prompt,
     scorers: Mapping[str, RetainingHeads | Scorer | str],
-    sample: Sample,
     policy: RetentionPolicy,
 ) -> list[str]:
     """Draw what each method keeps of one sample while it is read, a file `retention_steps_<method>.png` each.
 
     Args:
         output: Folder that exists.
-        model: The backbone.
-        tokenizer: Its tokenizer.
+        prompt: What is read, with the backbone.
         scorers: By method: retaining heads, a scorer, or the name of a training-free one.
-        sample: What is read.
         policy: Budget and chunk size.
 
     Returns:
@@ -220,8 +216,8 @@ def write_retention_steps(
         ValueError: If matplotlib is not installed, or the prompt is too short for a step.
         OSError: If a file cannot be written.
     """
-    ids, names = prompt_ids(tokenizer, sample), []
-    spans = answer_spans(tokenizer, sample) if getattr(tokenizer, "is_fast", False) else []
+    ids, model, tokenizer, names = prompt.ids_1N, prompt.setup.model, prompt.setup.tokenizer, []
+    spans = answer_spans(tokenizer, prompt.sample) if getattr(tokenizer, "is_fast", False) else []
     for method, scorer in scorers.items():
         title = f"{method}: {ids.shape[1]:,} tokens read with a budget of {policy.budget:,} units per KV head"
         steps = record_steps(model, ids, RetentionCache(model, scorer, policy), title)

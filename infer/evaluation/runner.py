@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.data.tasks import Sample, Task
-from locret.data.tasks.published.sirllm import GameTask
-from locret.infer.evaluation import games
+from locret.data.tasks.prompts import BuiltPrompt, build_prompt
+from locret.data.tasks.task import SampleSet, Selection
 from locret.infer.evaluation.methods import Method, Prompt, Setup
-from locret.infer.evaluation.published import ItemPlace, cut_at
 from locret.infer.evaluation.records import key
+from locret.infer.evaluation.sessions import answer_turns
 from locret.policy.policy import RetentionPolicy
 
 _ALWAYS = ("budget", "chunk_size", "stabilizers", "local_len")
@@ -48,46 +48,43 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Place:
-    """One sample: a task, a length, and which of the samples."""
+class Case:
+    """One sample that every run answers."""
 
+    samples: SampleSet = field(compare=False, repr=False)
     task: Task
-    tokens: int
+    number: int
+    """Of the sample in its set."""
     index: int
-    samples: int
+    tokens: int
+    """Most tokens of a prompt, or of prompt and answer together where rows have a length; 0 where nothing limits it."""
     seed: int
-    max_new_tokens: int | None = None
-    """Longest answer, instead of the task's own."""
-
-    @property
-    def new_tokens(self) -> int:
-        """Most tokens of an answer."""
-        return self.max_new_tokens or self.task.max_new_tokens
-
-    @property
-    def depth(self) -> float:
-        """Where the first needle is, from 0 to 1: even over the samples."""
-        return (self.index + 0.5) / self.samples
+    template: str = "chat"
 
     @property
     def axes(self) -> dict[str, Any]:
         """What tells the sample from others, as it stands in a record."""
+        depth = self.task.depth(self.index, len(self.samples.chosen))
         return {
             "task": self.task.name,
             "version": self.task.version,
             "tokens": self.tokens,
             "index": self.index,
-            "depth": self.depth,
+            **({} if depth is None else {"depth": depth}),
             "seed": self.seed,
         }
 
     def sample(self, tokenizer: Any) -> Sample:
         """Return the sample."""
-        return self.task.sample(tokenizer, self.tokens, depth=self.depth, seed=f"{self.seed}/{self.index}")
+        return self.samples.sample(self.number, tokenizer)
 
+    def built(self, tokenizer: Any, sample: Sample) -> BuiltPrompt:
+        """Return the sample's prompt, truncated and framed as the task's protocol says.
 
-AnyPlace = Place | ItemPlace
-"""A generated sample or an item of a published task."""
+        Raises:
+            ValueError: If the tokenizer has no chat template, or the prompt cannot be cut.
+        """
+        return build_prompt(self.task, sample, tokenizer, template=self.template)
 
 
 def plan_runs(
@@ -102,75 +99,60 @@ def plan_runs(
     return runs
 
 
-def plan_places(
-    tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int, max_new_tokens: int | None = None
-) -> list[Place]:
-    """Return all samples, task by task and length by length; `max_new_tokens` replaces the tasks' own."""
+def plan_cases(selections: Iterable[Selection], seed: int, template: str = "chat") -> list[Case]:
+    """Return all samples, task by task and length by length; texts that are made here are always chat turns."""
     return [
-        Place(task, tokens, index, samples, seed, max_new_tokens)
-        for task in tasks
-        for tokens in lengths
-        for index in range(samples)
+        Case(samples, one.task, number, index, tokens, seed, "chat" if one.task.pictured else template)
+        for one in selections
+        for tokens, samples in one.samples.items()
+        for index, number in enumerate(samples.chosen)
     ]
 
 
-def evaluate(setup: Setup, places: Sequence[AnyPlace], runs: Sequence[Run], done: set[Any]) -> Iterator[dict[str, Any]]:
+def evaluate(setup: Setup, cases: Sequence[Case], runs: Sequence[Run], done: set[Any]) -> Iterator[dict[str, Any]]:
     """Yield the record of every run that is not done yet; each sample is written and tokenised once."""
-    for place in places:
-        missing = [run for run in runs if key(place.axes | run.axes) not in done]
+    for case in cases:
+        missing = [run for run in runs if key(case.axes | run.axes) not in done]
         if not missing:
             continue
-        prompt, facts = ask(setup, place)
+        prompt, facts = ask(setup, case)
         digest = hashlib.sha256(prompt.ids_1N.cpu().numpy().tobytes()).hexdigest()
         for run in missing:
-            measured = _answered(prompt, run, place)
+            measured = _answered(prompt, run, case.task)
             yield {
-                **place.axes,
+                **case.axes,
                 **run.axes,
                 **facts,
                 "prompt_tokens": prompt.ids_1N.shape[1],
                 "prompt_sha256": digest,
                 "targets": list(prompt.sample.targets),
-                "score": place.task.score(measured["prediction"], prompt.sample),  # type: ignore[arg-type]
+                "score": case.task.score(measured["prediction"], prompt.sample),
                 **measured,
             }
 
 
-def ask(setup: Setup, place: AnyPlace) -> tuple[Prompt, dict[str, Any]]:
-    """Return a place's prompt on the backbone's device, and what its record says of it besides.
+def ask(setup: Setup, case: Case) -> tuple[Prompt, dict[str, Any]]:
+    """Return a case's prompt on the backbone's device, and what its record says of the row it comes from.
 
     Raises:
         ValueError: If a row or the tokenizer is unfit.
     """
-    device = next(setup.model.parameters()).device
-    if isinstance(place, Place):
-        sample = place.sample(setup.tokenizer)
-        return Prompt(prompt_ids(setup.tokenizer, sample).to(device), sample, setup), {}
-    item = place.sample(setup.tokenizer)
-    built = place.built(setup.tokenizer, item)
-    facts = {"item": item.id, "tokens_before": built.tokens_before, "tokens_after": built.tokens_after}
-    if item.depths:
-        facts["depth"] = item.depths[0]
-    return Prompt(torch.tensor([built.ids], device=device), item, setup), facts
+    sample = case.sample(setup.tokenizer)
+    built = case.built(setup.tokenizer, sample)
+    facts: dict[str, Any] = {}
+    if sample.id:
+        facts = {"item": sample.id, "tokens_before": built.tokens_before, "tokens_after": built.tokens_after}
+        facts |= {"depth": sample.depths[0]} if sample.depths else {}
+    return Prompt(torch.tensor([built.ids], device=next(setup.model.parameters()).device), sample, setup), facts
 
 
-def _answered(prompt: Prompt, run: Run, place: AnyPlace) -> dict[str, Any]:
-    task = place.task
-    if isinstance(task, GameTask):
-        return games.played(prompt, run.method, run.policy, task)
-    if isinstance(task, Task):
-        return answer(prompt, run, place.new_tokens)
-    measured = answer(prompt, run, place.new_tokens, task.stop, task.min_new_tokens)
-    return {**measured, "prediction": cut_at(measured["prediction"], task.stop)}
-
-
-def prompt_ids(tokenizer: Any, sample: Sample) -> Tensor:
-    """Return (1, N) ids of a sample in the backbone's chat template."""
-    messages = [{"role": "user", "content": sample.content}]
-    ids_1N: Tensor = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )["input_ids"]
-    return ids_1N
+def _answered(prompt: Prompt, run: Run, task: Task) -> dict[str, Any]:
+    if prompt.sample.turns:
+        return answer_turns(prompt, run.method, run.policy, task.name)
+    measured = answer(prompt, run, task.max_new_tokens, task.stop, task.min_new_tokens)
+    prediction = measured["prediction"]
+    ends = [prediction.find(text) for text in task.stop if text in prediction]
+    return {**measured, "prediction": prediction[: min(ends, default=len(prediction))]}
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ Plain arithmetic on the cells of results.json and the lines of samples.jsonl; dr
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,6 @@ from locret.data import tasks
 AXES = ("budget", "chunk_size", "stabilizers")
 """Settings that a figure can have on its x-axis; the others tell lines apart where they differ."""
 _WORDS = {"budget": "budget", "chunk_size": "chunk", "stabilizers": "stabilizers"}
-_SINGLE_NEEDLES = ("niah/", "ruler/niah_single_", "infinitebench_generated/")
-"""Published tasks whose rows say where their only needle is."""
 _EVEN_ROWS = 10
 _MOST_ROWS = 12
 
@@ -178,7 +175,12 @@ class Reading:
 def readings(records: Iterable[dict[str, Any]]) -> dict[Reading, dict[str, list[dict[str, Any]]]]:
     """Group the samples of tasks with a single needle by the way they were read, then by task."""
     settings: dict[tuple[str, int | None], set[tuple[int | None, int | None]]] = {}
-    eligible = [record for record in records if record.get("depth") is not None and has_single_needle(record["task"])]
+    known = {name: tasks.get(name) for name in tasks.names(None)}
+    eligible = [
+        record
+        for record in records
+        if record.get("depth") is not None and record["task"] in known and known[record["task"]].single_needle
+    ]
     for record in eligible:
         combination = (record.get("chunk_size"), record.get("stabilizers"))
         settings.setdefault((record["method"], record["budget"]), set()).add(combination)
@@ -190,16 +192,3 @@ def readings(records: Iterable[dict[str, Any]]) -> dict[Reading, dict[str, list[
         reading = Reading(record["method"], record["budget"], extra)
         grouped.setdefault(reading, {}).setdefault(record["task"], []).append(record)
     return grouped
-
-
-def has_single_needle(name: str) -> bool:
-    """Return whether one statement holds the whole answer, so that a sample's depth says where it is.
-
-    A depth is that of the first statement; multi-key texts have others, but the first is the one asked for.
-    """
-    if name.startswith(_SINGLE_NEEDLES):
-        return True
-    if name not in tasks.names():
-        return False
-    planted = tasks.get(name).plant(tasks.Draw(random.Random(0), "eval"))
-    return all(target in planted.statements[0] for target in planted.questions[0].targets)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from locret.data.tasks.published.published_rows import PublishedRow
-from locret.data.tasks.published.suites import Suite
+from locret.data.tasks.published.suites import PublishedRow, Suite
 from locret.tables import markdown
 
 _CLOSE = 0.1

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from locret.data.tasks.published import PublishedTask
+from locret.data.tasks.task import SampleSet
 from locret.tables import markdown
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers")
 
 
-@dataclass(frozen=True)
-class PublishedSet:
-    """What cells of a published task have to say besides."""
-
-    task: PublishedTask
-    of: int | None
-    """Items of the whole set; None where that is unknown."""
-    generated: bool = False
-    """Whether rows are made for the run, so that there is no whole set."""
-
-    def label(self, count: int) -> str:
-        """Return the task's name, with what part of the set was asked."""
-        if self.generated or count == self.of:
-            return self.task.name
-        part = f"of {self.of:,}" if self.of is not None else "row" if count == 1 else "rows"
-        return f"{self.task.name} ({count:,} {part})"
-
-
 def cells(
-    records: Sequence[dict[str, Any]], published: Mapping[tuple[str, int], PublishedSet] | None = None
+    records: Sequence[dict[str, Any]], sets: Mapping[tuple[str, int], SampleSet] | None = None
 ) -> list[dict[str, Any]]:
     """Return one cell per task, length, method and policy, in the order of the records.
 
@@ -47,10 +28,10 @@ def cells(
     found = []
     for group, members in groups.items():
         cell = dict(zip(CELL, group, strict=True)) | _summary(members)
-        whole = (published or {}).get((cell["task"], cell["tokens"]))
-        if whole is not None:
+        whole = (sets or {}).get((cell["task"], cell["tokens"]))
+        if whole is not None and "item" in members[0]:
             cell |= {"set": cell["task"], "task": whole.label(len(members))}
-            cell |= {} if whole.generated else {"of": whole.of}
+            cell |= {} if whole.made else {"of": whole.of}
             answers = [(record["prediction"], tuple(record["targets"])) for record in members]
             cell["score"] = round(100 * whole.task.summarise([record["score"] for record in members], answers), 4)
             cell["tokens_before"], cell["tokens_after"] = (

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from locret.backbone.attention import MaskMemo, attend
+from locret.backbone.attention import MaskMemo, View, attend
 
 NAME = "locret-floor"
 _MEMO = MaskMemo()
@@ -24,7 +24,7 @@ _MEMO = MaskMemo()
 def _attention(
     _module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    return attend(query, key, value, scaling=scaling, memo=_MEMO).transpose(1, 2).contiguous(), None
+    return attend(query, View(key, value), scaling=scaling, memo=_MEMO).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attention)

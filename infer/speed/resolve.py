@@ -22,7 +22,7 @@ from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
 from locret.load_options import ScorerOptions
-from locret.policy.policy import stabilizers_within
+from locret.policy.resolve import resolve
 from locret.scorers import Scorer
 
 
@@ -105,15 +105,10 @@ def _chunk_size(options: BenchOptions, preset: Preset) -> int:
 
 
 def _policy(options: BenchOptions, preset: Preset, size: int) -> RetentionPolicy:
-    def value(name: str) -> int:
-        given = getattr(options, name)
-        return getattr(preset, name) if given is None else given
-
-    budget, stabilizers = value("budget"), value("stabilizers")
-    if options.stabilizers is None and budget < preset.budget:  # a smaller budget takes its share with it
-        stabilizers = stabilizers_within(budget, stabilizers)
-    policy = RetentionPolicy(budget=budget, chunk_size=size, stabilizers=stabilizers, local_len=value("local_len"))
-    return policy if options.min_chunk is None else replace(policy, min_chunk=options.min_chunk)
+    usual = {name: getattr(preset, name) for name in ("budget", "stabilizers", "local_len")}
+    own = {name: getattr(options, name) for name in (*usual, "min_chunk") if getattr(options, name) is not None}
+    smaller = own.get("budget", preset.budget) < preset.budget
+    return resolve({**own, "chunk_size": size}, usual, follow_budget=smaller)
 
 
 def _peers(options: BenchOptions) -> tuple[str, ...]:

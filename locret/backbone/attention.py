@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -38,34 +38,68 @@ class MaskMemo:
         return held[1][rows - new :, columns - slots :]
 
 
+@dataclass(frozen=True)
+class View:
+    """What queries of one layer attend to: units that a store holds, wherever and however it holds them."""
+
+    keys: Tensor
+    """(B, K, S, D), post-rotary, the new tokens last; with `segments` (B, 1, slots, D), all heads back to back."""
+    values: Tensor
+    """Shaped like the keys."""
+    row_start: Tensor | None = None
+    """(B,) first slot of each row that holds something, where rows differ; None if all slots do."""
+    segments: list[list[slice]] | None = None
+    """Per row and KV head its slots, the new tokens' last, where heads hold different numbers of units."""
+
+
 def attend(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    view: View,
     *,
     scaling: float,
     memo: MaskMemo,
     softcap: float | None = None,
     window: int | None = None,
-    row_start: Tensor | None = None,
     flash: bool = False,
 ) -> Tensor:
-    """Attend causally: new token i of L sees slots 0 .. S - L + i.
+    """Attend causally: new token i of L sees slots 0 .. S - L + i of its head.
 
     Args:
         query: (B, N, L, D), post-rotary.
-        key: (B, K, S, D), post-rotary; its last L slots belong to the new tokens.
-        value: (B, K, S, D).
+        view: What there is to attend to. With segments, each row and KV head takes one kernel call.
         scaling: Factor of the logits.
         memo: Where masks shared by the layers are kept.
         softcap: Bound of the logits, as in Gemma-2.
         window: Tokens a sliding-window layer sees, the own one included.
-        row_start: (B,) first slot of each row that holds something, where rows differ.
         flash: Use the flash-attn package where it can do the job; it has no form for rows that differ.
 
     Returns:
         (B, N, L, D).
     """
+    if view.segments is None:
+        return _attend(query, view.keys, view.values, scaling, memo, softcap, window, view.row_start, flash)
+    group = query.shape[1] // len(view.segments[0])
+    out = query.new_empty(*query.shape[:-1], view.values.shape[-1])
+    for row, heads in enumerate(view.segments):
+        for head, span in enumerate(heads):
+            asking = slice(head * group, (head + 1) * group)
+            key, value = (states[row : row + 1, :, span] for states in (view.keys, view.values))
+            part = _attend(query[row : row + 1, asking], key, value, scaling, memo, softcap, window, None, flash)
+            out[row, asking] = part[0]
+    return out
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    memo: MaskMemo,
+    softcap: float | None,
+    window: int | None,
+    row_start: Tensor | None,
+    flash: bool,
+) -> Tensor:
     new, slots = query.shape[-2], key.shape[-2]
     if window is not None and slots <= window:
         window = None
@@ -115,29 +149,6 @@ def _masked(
             return part
         out[..., start:end, :] = part
     assert out is not None
-    return out
-
-
-def attend_segments(query: Tensor, key: Tensor, value: Tensor, segments: list[list[slice]], **options: Any) -> Tensor:
-    """Attend causally where every row and KV head holds its own number of units, with one kernel call for each of them.
-
-    Args:
-        query: (B, N, L, D), post-rotary.
-        key: (B, 1, slots, D), the units of all heads back to back, post-rotary.
-        value: (B, 1, slots, D).
-        segments: Per row, per KV head: its slots, the new tokens' last.
-        **options: As for `attend`.
-
-    Returns:
-        (B, N, L, D).
-    """
-    group = query.shape[1] // len(segments[0])
-    out = query.new_empty(*query.shape[:-1], value.shape[-1])
-    for row, heads in enumerate(segments):
-        for head, span in enumerate(heads):
-            asking = slice(head * group, (head + 1) * group)
-            own = (query[row : row + 1, asking], key[row : row + 1, :, span], value[row : row + 1, :, span])
-            out[row, asking] = attend(*own, **options)[0]
     return out
 
 

@@ -1,122 +1,46 @@
 """Watch and steer a backbone's attention from outside, for the duration of a `with` block, without touching its code.
 
 Inside the block the model runs the "locret" attention of this module; hooks record the projections it computes anyway,
-and an observer is asked for the positions of new tokens and told when a layer has attended. Afterwards the model is
-what it was before.
+and an observer is asked for the positions of new tokens, asked what their queries attend to, and told when a layer has
+attended. The observer comes with the call: it is the reader of the cache that the backbone is given, so several caches
+of one model may be read and answered in turns, or from several threads. When the last block of a model ends, its hooks
+are gone and it is what it was before.
 """
 
-# B batch, N query heads, K KV heads, L new tokens, S slots, D head dim, F = (N + 2 K) D features
+# B batch, N query heads, K KV heads, L new tokens, S slots, D head dim, E hidden size
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from threading import RLock
+from types import MethodType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
 from locret.backbone.adapters import FUSED, Backbone, attention_modules, describe, find_decoder, unwrap
-from locret.backbone.attention import MaskMemo, attend, attend_segments
-from locret.backbone.rotary import long_factors
+from locret.backbone.attention import MaskMemo, View, attend
+from locret.backbone.chunk import Attended, Projections
+from locret.backbone.rotary import long_factors, uses_long_factors
 
-
-@dataclass
-class Chunk:
-    """What one full-attention layer has just computed for L new tokens; the one input of every scorer."""
-
-    layer_idx: int
-    query: Tensor
-    """(B, N, L, D), post-rotary."""
-    key: Tensor
-    """(B, K, S, D), post-rotary, the new tokens last."""
-    value: Tensor
-    """(B, K, S, D)."""
-    scaling: float
-    softcap: float | None
-    projections: Projections
-    positions: Tensor | None = None
-    """(1 or B, 1, L) original positions of the new tokens, where a cache keeps count of them."""
-    unit_positions: Tensor | None = None
-    """(B, K, S) original positions of all units, new ones included; -1 in empty slots."""
-    stored_scores: Tensor | None = None
-    """(B, K, S - L) float32 scores of the units that were there before, as the scorer gave them last."""
-    next_position: int | None = None
-    """Rotary position of the token to come, on the scale by which queries and keys were rotated."""
-    row_start: Tensor | None = None
-    """(B,) first slot of each row that holds a unit, where rows differ; None if all slots do."""
-    budget: int | None = None
-    """Units of this layer that stay per KV head, on average, by these scores, now or before the next generated token;
-    else None."""
-    protected: int = 0
-    """Newest units that stay whatever their score, out of `budget`: the policy's or the scorer's, if those are more."""
-    last: bool = False
-    """Whether these are the last tokens of the prompt."""
-    generating: bool = False
-    """Whether the tokens are of an answer, or the prompt's last one that `generate` feeds itself."""
-
-    @property
-    def new_tokens(self) -> int:
-        """L."""
-        return self.query.shape[-2]
-
-    def features(self) -> Tensor:
-        """Return (B, L, F): all query heads, all key heads, all value heads of each new token, before rotation."""
-        return self.projections.features()
-
-
-@dataclass
-class Projections:
-    """Outputs of one layer's projections, before the rotary embedding and after q/k norms where there are any."""
-
-    backbone: Backbone
-    parts: dict[str, Tensor] = field(default_factory=dict)
-
-    def features(self) -> Tensor:
-        """Return (B, L, F)."""
-        parts = self.feature_parts()
-        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-
-    def feature_parts(self) -> list[Tensor]:
-        """Return what the features are made of, to be put side by side."""
-        return [self.parts[FUSED]] if FUSED in self.parts else [self.parts[name] for name in ("q", "k", "v")]
-
-    def query(self) -> Tensor:
-        """Return the un-rotated queries, (B, N, L, D)."""
-        heads, dim = self.backbone.num_heads, self.backbone.head_dim
-        flat = self.parts["q"] if "q" in self.parts else self.parts[FUSED][..., : heads * dim]
-        return flat.reshape(*flat.shape[:-1], heads, dim).transpose(1, 2)
-
-    def key(self) -> Tensor:
-        """Return the un-rotated keys, (B, K, L, D)."""
-        heads, kv_heads, dim = self.backbone.num_heads, self.backbone.num_kv_heads, self.backbone.head_dim
-        flat = self.parts["k"] if "k" in self.parts else self.parts[FUSED][..., heads * dim : (heads + kv_heads) * dim]
-        return flat.reshape(*flat.shape[:-1], kv_heads, dim).transpose(1, 2)
-
-    def of_head(self, row: int, head: int) -> Projections:
-        """Return what belongs to one KV head of one row and its query heads."""
-        heads, kv_heads, dim = self.backbone.num_heads, self.backbone.num_kv_heads, self.backbone.head_dim
-        group = heads // kv_heads
-        starts = {"q": 0, "k": heads * dim, "v": (heads + kv_heads) * dim} if FUSED in self.parts else {}
-        parts = {}
-        for name, width in (("q", group * dim), ("k", dim), ("v", dim)):
-            first = starts.get(name, 0) + head * width
-            parts[name] = self.parts[FUSED if starts else name][row : row + 1, :, first : first + width]
-        return Projections(replace(self.backbone, num_heads=group, num_kv_heads=1), parts)
-
-    def clear(self) -> None:
-        """Free the tensors once the layer is done."""
-        self.parts.clear()
+NAME = "locret"
 
 
 class Observer(Protocol):
-    """What `instrumented` talks to: a cache, or the label pass of training."""
+    """What a forward pass talks to: the reader of a cache, or the label pass of training."""
 
-    def connect(self, projections: dict[int, Projections]) -> None:
-        """Receive, per full-attention layer, the record that its hooks fill before its keys go to the cache."""
+    @property
+    def projections(self) -> Mapping[int, Projections]:
+        """Per full-attention layer, the record that its hooks fill before its keys go to the cache."""
+
+    @property
+    def masks(self) -> MaskMemo:
+        """Attention masks, which forward passes share."""
 
     def positions(self, tokens: Tensor) -> Tensor | None:
         """Return (B, L) rotary positions for the coming pass over `tokens`, or None for 0, 1, 2, ...
@@ -124,16 +48,10 @@ class Observer(Protocol):
         `tokens` are (B, L) ids, or (B, L, E) embeddings where the backbone was given those.
         """
 
-    def row_start(self, layer_idx: int) -> Tensor | None:
-        """Return (B,) first filled slot of each row of a layer, or None if all rows are full."""
+    def view(self, layer_idx: int, query: Tensor) -> View | None:
+        """Return what (B, N, L, D) queries of a layer attend to; None: the keys and values of this pass alone."""
 
-    def segments(self, layer_idx: int) -> list[list[slice]] | None:
-        """Return, per row and KV head, which slots of a layer's keys are its own; None where all heads hold as many.
-
-        With segments, keys and values are (B, 1, slots, D): the units of all heads back to back.
-        """
-
-    def attended(self, chunk: Chunk) -> None:
+    def attended(self, layer: Attended) -> None:
         """Receive a full-attention layer's tensors right after its attention."""
 
     def finished(self, hidden: Tensor) -> None:
@@ -141,59 +59,143 @@ class Observer(Protocol):
 
 
 @dataclass
-class _Layer:
-    index: int
-    governed: bool
-    observer: Observer
-    projections: Projections
-    memo: MaskMemo
+class _Instrument:
+    """What is known of a model while somebody reads it."""
+
+    layers: dict[nn.Module, int]
+    """Index of every attention module."""
+    full: frozenset[int]
+    """Layers of full attention."""
     flash: bool
+    """A backbone loaded with flash_attention_2 goes on using that package; else PyTorch's kernels serve."""
+    readers: int = 0
+    exclusive: bool = False
+    undo: ExitStack = field(default_factory=ExitStack)
 
 
-_ACTIVE: WeakKeyDictionary[nn.Module, _Layer] = WeakKeyDictionary()
-NAME = "locret"
+_INSTRUMENTS: WeakKeyDictionary[nn.Module, _Instrument] = WeakKeyDictionary()
+_LOCK = RLock()
+# The pass that runs in this thread, and the observer of passes without a cache.
+_PASS: ContextVar[tuple[Observer, _Instrument] | None] = ContextVar("locret_pass", default=None)
+_WATCHER: ContextVar[Observer | None] = ContextVar("locret_watcher", default=None)
 
 
 @contextmanager
-def instrumented(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Run the model's forward passes under the eyes of `observer` until the block ends.
+def instrumented(model: nn.Module, watcher: Observer | None = None) -> Iterator[None]:
+    """Let the model's forward passes be observed until the block ends.
+
+    Args:
+        model: The backbone. Blocks of one model may be nested, and overlap in several threads.
+        watcher: Observer of this thread's passes without a cache; a pass with a cache is observed by its `reader`.
 
     Raises:
-        ValueError: If the model's attention cannot be found, or is instrumented already.
+        ValueError: If the model's attention cannot be found, or runs compiled steps at the moment.
     """
-    backbone, base, decoder = describe(model), unwrap(model), find_decoder(model)
-    modules, memo = attention_modules(model), MaskMemo()
-    if any(module in _ACTIVE for module in modules):
-        raise ValueError("this model is being read by another cache; finish that prefill or generate call first")
+    decoder = find_decoder(model)
+    with _LOCK:
+        instrument = _INSTRUMENTS.get(decoder)
+        if instrument is None:
+            instrument = _INSTRUMENTS[decoder] = _set_up(model, decoder)
+        elif instrument.exclusive:
+            raise ValueError(_BUSY)
+        instrument.readers += 1
+    outer = _PASS.get(), _WATCHER.get()
+    _WATCHER.set(watcher or outer[1])
+    try:
+        yield
+    finally:
+        _PASS.set(outer[0])  # an interrupt may have ended a pass without a hook's notice
+        _WATCHER.set(outer[1])
+        with _LOCK:
+            instrument.readers -= 1
+            if not instrument.readers:
+                del _INSTRUMENTS[decoder]
+                instrument.undo.close()
+
+
+_BUSY = "this model is being read by another cache; finish that prefill or generate call first"
+
+
+@contextmanager
+def exclusively(model: nn.Module) -> Iterator[None]:
+    """Keep every other reader away from a model until the block ends.
+
+    Raises:
+        ValueError: If the model is being read.
+    """
+    decoder = find_decoder(model)
+    with _LOCK:
+        if decoder in _INSTRUMENTS:
+            raise ValueError(_BUSY)
+        _INSTRUMENTS[decoder] = _Instrument({}, frozenset(), flash=False, exclusive=True)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            del _INSTRUMENTS[decoder]
+
+
+def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
+    backbone, base, modules = describe(model), unwrap(model), attention_modules(model)
     implementation = base.config._attn_implementation
-    # A backbone loaded with flash_attention_2 goes on using that package; with anything else PyTorch's kernels serve.
-    flash = implementation == "flash_attention_2"
+    full = frozenset(backbone.layers)
+    layers = {module: index for index, module in enumerate(modules)}
+    instrument = _Instrument(layers, full, flash=implementation == "flash_attention_2")
     with ExitStack() as stack:
-        for index, module in enumerate(modules):
-            layer = _Layer(index, index in backbone.layers, observer, Projections(backbone), memo, flash)
-            _ACTIVE[module] = layer
-            stack.callback(_ACTIVE.pop, module, None)
-            if layer.governed:
-                for source, hook in recorders(module, layer.projections):
+        for module, index in layers.items():
+            if index in full:
+                for source, hook in recorders(module, backbone, _finder(index)):
                     stack.callback(source.register_forward_hook(hook).remove)
-        observer.connect({i: _ACTIVE[m].projections for i, m in enumerate(modules) if i in backbone.layers})
-        before = decoder.register_forward_pre_hook(_steer(observer), with_kwargs=True)
-        after = decoder.register_forward_hook(_finish(observer), with_kwargs=True)
-        stack.callback(before.remove)
-        stack.callback(after.remove)
+        begin, finish, leave = _pass_hooks(instrument)
+        stack.callback(decoder.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        stack.callback(decoder.register_forward_hook(finish, with_kwargs=True).remove)
+        stack.callback(decoder.register_forward_hook(leave, with_kwargs=True, always_call=True).remove)
         base.set_attn_implementation(NAME)
         stack.callback(base.set_attn_implementation, implementation)
-        stack.enter_context(long_factors(decoder))
-        yield
+        stack.enter_context(fixed_factors(base, decoder))
+        instrument.undo = stack.pop_all()
+    return instrument
 
 
-def recorders(module: nn.Module, projections: Projections) -> list[tuple[nn.Module, Any]]:
-    """Return which modules of an attention module to hook, and with what, to record its projections (or the norms)."""
-    backbone = projections.backbone
+@contextmanager
+def fixed_factors(base: Any, decoder: Any) -> Iterator[None]:
+    """Make a LongRoPE backbone use its long factors at every length, and keep its cache when it would change them."""
+    with long_factors(decoder):
+        if not uses_long_factors(decoder) or not hasattr(base, "prepare_inputs_for_generation"):
+            yield
+            return
+        # Phi-3 drops its cache at the original context length.
+        base.prepare_inputs_for_generation = MethodType(GenerationMixin.prepare_inputs_for_generation, base)
+        try:
+            yield
+        finally:
+            del base.prepare_inputs_for_generation
+
+
+def _finder(index: int) -> Callable[[], Projections | None]:
+    def find() -> Projections | None:
+        running = _PASS.get()
+        return None if running is None else running[0].projections.get(index)
+
+    return find
+
+
+def recorders(
+    module: nn.Module, backbone: Backbone, find: Callable[[], Projections | None]
+) -> list[tuple[nn.Module, Any]]:
+    """Return which modules of an attention module to hook, and with what, to record its projections (or the norms).
+
+    Args:
+        module: An attention module.
+        backbone: Its backbone's shape.
+        find: Says where to record what is computed now; None: nowhere.
+    """
 
     def record(name: str, heads: int) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            projections.parts[name] = _token_major(output, inputs[0], heads) if output.ndim == 4 else output
+            projections = find()
+            if projections is not None:
+                projections.parts[name] = _token_major(output, inputs[0], heads) if output.ndim == 4 else output
 
         return hook
 
@@ -215,11 +217,15 @@ def _token_major(output: Tensor, source: Tensor, heads: int) -> Tensor:
     return (output.transpose(1, 2) if head_major else output).flatten(2)
 
 
-def _steer(observer: Observer) -> Any:
-    def hook(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _pass_hooks(instrument: _Instrument) -> tuple[Any, Any, Any]:
+    """Return the decoder's hooks before a pass, after it, and after it even if it failed."""
+
+    def begin(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        if isinstance(observer, Cache) and kwargs.get("past_key_values") is not observer:
+        cache = kwargs.get("past_key_values")
+        observer: Observer | None = getattr(cache, "reader", None) if cache is not None else _WATCHER.get()
+        if observer is None:
             raise ValueError(
                 "the backbone was called without this RetentionCache, as decoding with guidance_scale or an assistant "
                 "model does; use sampling or beams"
@@ -229,16 +235,18 @@ def _steer(observer: Observer) -> Any:
         kwargs["attention_mask"] = None
         if positions is not None:
             kwargs["position_ids"] = positions
+        _PASS.set((observer, instrument))
         return args, kwargs
 
-    return hook
+    def finish(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
+        running = _PASS.get()
+        assert running is not None
+        running[0].finished(output[0])
 
+    def leave(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], _output: Any) -> None:
+        _PASS.set(None)
 
-def _finish(observer: Observer) -> Any:
-    def hook(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
-        observer.finished(output[0])
-
-    return hook
+    return begin, finish, leave
 
 
 def locret_attention(
@@ -254,39 +262,46 @@ def locret_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend, then tell the observer. The signature is that of a transformers attention function.
+    """Ask the observer what to attend to, attend, and tell it. The signature is that of a transformers attention.
 
     Raises:
         ValueError: Outside `instrumented`, or where the backbone asks for learned sinks or attention dropout.
     """
-    layer = _ACTIVE.get(module)
-    if layer is None:
+    running = _PASS.get()
+    if running is None or module not in running[1].layers:
         raise ValueError('attention "locret" works inside locret.prefill and locret.generate; choose "sdpa" elsewhere')
     if s_aux is not None or dropout:
         raise ValueError(
             "attention with learned sinks or dropout is not supported; call model.eval() or use another model"
         )
+    observer, instrument = running
+    index = instrument.layers[module]
+    full = index in instrument.full
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    segments = layer.observer.segments(layer.index) if layer.governed else None
-    if segments is not None:
-        out = attend_segments(
-            query, key, value, segments, scaling=scaling, memo=layer.memo, softcap=softcap, flash=layer.flash
+    view = observer.view(index, query) or View(key, value)
+    out = attend(
+        query,
+        view,
+        scaling=scaling,
+        memo=observer.masks,
+        softcap=softcap,
+        window=None if full else sliding_window,
+        flash=instrument.flash,
+    )
+    if full:
+        projections = observer.projections[index]
+        observer.attended(
+            Attended(
+                layer_idx=index,
+                query=query,
+                key=view.keys,
+                value=view.values,
+                scaling=scaling,
+                softcap=softcap,
+                projections=projections,
+            )
         )
-    else:
-        out = attend(
-            query,
-            key,
-            value,
-            scaling=scaling,
-            memo=layer.memo,
-            softcap=softcap,
-            window=None if layer.governed else sliding_window,
-            row_start=layer.observer.row_start(layer.index),
-            flash=layer.flash,
-        )
-    if layer.governed:
-        layer.observer.attended(Chunk(layer.index, query, key, value, scaling, softcap, layer.projections))
-        layer.projections.clear()
+        projections.clear()
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -1,34 +1,63 @@
-"""The bounded cache: keeps the best units of every KV head after each chunk, and forgets the rest for good."""
+"""The bounded cache: what has been read, as far as it was kept."""
 
-# B batch, K KV heads, L new tokens, S slots, D head dim
+# B batch, K KV heads, L new tokens, S slots, E hidden size
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
-from locret.backbone.adapters import describe, find_decoder, unwrap
-from locret.backbone.instrument import Chunk, Projections
+from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.rotary import Rotary, RotationCheck
-from locret.cache.cache_contents import CacheContents
 from locret.cache.layer import RetentionLayer
-from locret.cache.limits import check_pair
+from locret.cache.limits import Limits, check_pair, column_bytes
+from locret.cache.ragged import RaggedStore
 from locret.cache.sliding import SlidingLayer
-from locret.cache.unscored import Unscored
+from locret.cache.store import DenseStore, Store, Workspace
 from locret.heads.heads import RetainingHeads
+from locret.policy.budget import cache_bytes
 from locret.policy.policy import RetentionPolicy
-from locret.scorers import RetainingHeadScorer, Scorer, TokenPass, TokenScorer, get
+from locret.policy.selectors import OverHeads, PerHead, Selector
+from locret.scorers import RetainingHeadScorer, Scorer, get
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from locret.cache.reader import Reader
 
-class RetentionCache(CacheContents):
+STORES: dict[str, type[Store]] = {store.name: store for store in (DenseStore, RaggedStore)}
+"""Every way of holding units. To add one: a file beside `ragged.py`, and its class here."""
+_PER_ROW = {"pad": "pad", "_shift": "shift", "last_tokens": "last_tokens", "_context": "newest_hidden"}
+"""Tensors with a row per row of the batch: names in a file, and here."""
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """Bytes of a cache. `planned` follows from the policy alone; `actual` and `peak` are counted from the tensors."""
+
+    planned: int
+    actual: int
+    peak: int
+    units: int
+    """Units held per KV head, on average, in the fullest layer."""
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the numbers as plain data."""
+        return asdict(self)
+
+
+class RetentionCache(Cache):
     """A transformers cache that never holds more than `budget` units per KV head between chunks.
+
+    It holds what has been read; `locret.prefill` and `locret.generate` fill it, through a reader of their own.
 
     Args:
         model: The backbone the cache is for.
@@ -37,6 +66,14 @@ class RetentionCache(CacheContents):
 
     Raises:
         ValueError: If the model has no keys and values to evict, or scorer and model do not match.
+
+    Examples:
+        >>> cache = RetentionCache(model, scorer="snapkv", policy=policy)
+        >>> logits = prefill(model, ids, cache)
+        >>> cache.kept_positions(0).shape  # of layer 0: (batch, KV heads, units)
+        torch.Size([1, 4, 80])
+        >>> cache.memory().units
+        80
     """
 
     def __init__(
@@ -47,251 +84,367 @@ class RetentionCache(CacheContents):
             scorer = get(scorer)
         if isinstance(scorer, RetainingHeads):
             if policy is None and scorer.config.policy:
-                policy = RetentionPolicy(**scorer.config.policy)
+                policy = RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy")
             scorer = RetainingHeadScorer(heads=scorer)
-        scorer.prepare(model)
+        self.model, self.backbone, self.scorer = model, backbone, scorer
+        self.policy = policy or RetentionPolicy()
+        self.prepared = scorer.prepare(model)
+        """What the scorer needs of this backbone."""
         if not backbone.layers:
             warnings.warn("no layer of this backbone has full attention: budget and scorer are ignored", stacklevel=2)
-        policy = policy or RetentionPolicy()
-        check_pair(scorer, policy)
-        super().__init__(model, backbone, scorer, policy, Rotary(find_decoder(model)))
-        self._place = {layer_idx: place for place, layer_idx in enumerate(backbone.layers)}
-        self._ids: Tensor | None = None
-        self._phase = "decode"
-        self._last = False
-        self._answer_tokens = 0
-        self._projections: dict[int, Projections] = {}
-        self._unit_positions: Tensor | None = None
-        self._chunk_start = 0
-        self._rotation_check = RotationCheck(backbone.model_type)
-        self.unscored = Unscored(self.governed)
-        """Generated units without scores."""
+        check_pair(scorer, self.policy)
+        self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
+        self._rotation = RotationCheck(backbone.model_type)
+        self._limits = Limits(self.policy, scorer, len(backbone.layers))
+        super().__init__(layers=[self._new_layer(index) for index in range(backbone.num_layers)])
+        self.reader: Reader | None = None
+        """The read or answer in progress, which observes the backbone's forward passes."""
+        self._interrupted = False
+        self.seen = 0
+        """Tokens read or generated so far, padding included."""
+        self.next_position = 0
+        """Rotary position of the coming token: how far positions reach."""
+        self.last_tokens: Tensor | None = None
+        """(B, 1) the prompt's last token, while it is the newest unit."""
+        self.held_back = False
+        """Whether `last_tokens` is still to be fed."""
+        self.fed_again = False
+        """Whether it has been fed before."""
+        self.newest_hidden: Tensor | None = None
+        """(B, 1 or 2, E) hidden states of the newest tokens, for a scorer that rates tokens."""
+        self.pad: Tensor | None = None
+        """(B,) left padding of each row, where rows differ."""
+        self.shift: Tensor | None = None
+        """(B,) by how much rotary positions of each row lag behind `next_position`, where rows differ."""
+        self._peak = 0
+        self._largest = [0] * len(backbone.layers)
 
-    # -- phases: prefill and generate move the cache through them ---------------------------------------------------
+    def _new_layer(self, index: int) -> RetentionLayer | SlidingLayer:
+        if index not in self.backbone.layers:
+            assert self.backbone.window is not None
+            return SlidingLayer(self.backbone.window)
+        selector: Selector = PerHead()
+        if self.policy.head_budgets == "adaptive":
+            selector = OverHeads(self.policy.head_floor, self.scorer.relative(self.prepared))
+        store = STORES[selector.store](self._rotary, self._workspace, self.scorer.columns)
+        return RetentionLayer(store, selector, self.policy.positions == "compact")
 
-    def begin_reading(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
-        """Get ready for a prompt of `prompt_tokens` (None: unknown), to be followed by `new_tokens` generated ones."""
-        if self.pad is not None:
-            raise ValueError("rows of different length are read one at a time; use locret.prefill")
-        if self._phase != "decode":
+    @property
+    def governed(self) -> list[RetentionLayer]:
+        """The layers of full attention, whose units compete for the budget."""
+        return [layer for layer in self.layers if isinstance(layer, RetentionLayer)]
+
+    # -- looking inside -----------------------------------------------------------------------------------------------
+
+    def kept_positions(self, layer: int) -> Tensor:
+        """Return the original text positions of the units held in one layer.
+
+        Args:
+            layer: Index of a full-attention layer of the backbone.
+
+        Returns:
+            (batch, kv_heads, units) int64, ascending; -1 in front where a row or head holds fewer units than others.
+
+        Raises:
+            ValueError: If that layer slides over a window and holds no scored units.
+        """
+        return self._held(layer, "positions").long()
+
+    def kept_scores(self, layer: int) -> Tensor:
+        """Return the (batch, kv_heads, units) float32 scores of the units held in one layer."""
+        self._rate_waiting()
+        return self._held(layer, "scores").clone()
+
+    def _held(self, index: int, name: str) -> Tensor:
+        layer = self.layers[index]
+        if not isinstance(layer, RetentionLayer):
+            raise ValueError(f"layer {index} slides over a window; layers with scored units: {self.backbone.layers}")
+        if not layer.is_initialized:
+            return torch.empty(1, self.backbone.num_kv_heads, 0)
+        return layer.store.held(name)
+
+    def memory(self) -> CacheMemory:
+        """Return planned and counted bytes of all buffers, the shared workspace included."""
+        units = max((layer.fill for layer in self.governed), default=0)
+        return CacheMemory(self._plan(), self._bytes(), max(self._peak, self._bytes()), units)
+
+    def _bytes(self) -> int:
+        held: int = sum(layer.nbytes for layer in self.layers)
+        return self._workspace.nbytes + held
+
+    def _plan(self) -> int:
+        rows = max((layer.store.batch for layer in self.governed), default=0) or 1
+        self._note_largest()
+        slots = self._largest
+        if not any(slots) and not self.policy.needs_length:
+            slots = list(self._limits.plan(None).peak)
+        element_size = next(self.model.parameters()).element_size()
+        return cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
+
+    def _note_largest(self) -> None:
+        self._largest = list(map(max, self._largest, [layer.capacity for layer in self.governed]))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens read so far, padding included: what `generate` need not feed again."""
+        return self.seen
+
+    # -- what a reader does with it -----------------------------------------------------------------------------------
+
+    def check_whole(self) -> None:
+        """Refuse to go on from a read that did not end.
+
+        Raises:
+            ValueError: If an earlier read was interrupted, or one is in progress.
+        """
+        if self._interrupted:
             raise ValueError("an earlier read of this cache was interrupted; start again with cache.fresh()")
-        self.rate_waiting()
-        schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.governed])
-        self.limits.begin(schedule)
-        for place, layer in enumerate(self.governed):
-            layer.unsettle(self._next_position)
-            if self.policy.when == "chunk":
-                layer.evict(*self.limits.before_reading(place))
-        self._reserve(self.limits.capacity(schedule, new_tokens))
-        self._answer_tokens = new_tokens
-        self._phase = "read"
+        if self.reader is not None and self.reader.torn:
+            raise ValueError("this cache is being read; go on when that read has ended, or with cache.fresh()")
 
-    def begin_chunk(self, final: bool) -> None:
-        """Announce the next chunk of the prompt; after the final one no stabilizers are protected."""
-        ratios = None
-        if self.limits.wants_ratios:
-            ratios = [float(layer.share_from_before(self._chunk_start)) for layer in self.governed]
-        self.limits.next_chunk(final, ratios)
-        self._chunk_start = self.seen
-        self._align()
+    @contextmanager
+    def read_by(self, reader: Reader) -> Iterator[Reader]:
+        """Let a reader fill the cache until the block ends; if it ends in the middle of something, remember that.
 
-    def _align(self) -> None:
-        """Choose the rotary position of the coming token, and make room where a prompt's length is unknown."""
-        if self.limits.unbounded:
-            for layer in self.governed:
-                if layer.fill + self.policy.chunk_size > layer.capacity:
-                    layer.reserve(2 * layer.fill + self.policy.chunk_size)
-        if self.policy.positions == "compact" and self.backbone.uniform:
-            # Rotary attention sees only distances, so units are aligned to the right, to the chunk, and the fullest
-            # head starts at 0. Where some layers slide, positions stay true and the aligned units end at the chunk.
-            self._next_position = max(layer.longest for layer in self.governed)
+        Raises:
+            ValueError: If there is a reader already, or an earlier one was interrupted.
+        """
+        self.check_whole()
+        if self.reader is not None:
+            raise ValueError("this cache is answering; go on when that answer has ended, or with cache.copy()")
+        self.reader = reader
+        try:
+            yield reader
+        finally:
+            self._interrupted, self.reader = reader.torn, None
+            if not self._interrupted:
+                reader.rate_waiting()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add the units of L new tokens to a layer; called by the backbone's attention. See `transformers.Cache`.
+
+        Returns:
+            The new states as they came: what to attend to is asked of the reader's `view`.
+        """
+        layer: RetentionLayer | SlidingLayer = self.layers[layer_idx]
+        if self.reader is None:
+            raise ValueError(
+                "a RetentionCache is filled by locret.prefill and locret.generate, not by calling the model"
+            )
+        if isinstance(layer, SlidingLayer):
+            layer.update(key_states, value_states)
         else:
-            self._next_position = self.seen
+            self.reader.update(key_states, value_states, layer_idx)
+        return key_states, value_states
 
-    def begin_local(self) -> None:
-        """Announce the local tokens: kept keys are final now, so they are rotated once."""
-        self._align()
-        for layer in self.governed:
-            layer.settle(self._next_position)
-        self._phase = "local"
+    def number(self, steps: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Return (1 or B, 1, L) original and (B, L) rotary positions of the coming tokens; `steps` are 0 .. L - 1."""
+        original = (steps + self.seen).to(torch.int32).expand(1, 1, len(steps))
+        rotary = (steps + self.next_position).expand(batch, len(steps))
+        if self.pad is not None and self.shift is not None:
+            original = original - self.pad[:, None, None].to(torch.int32)
+            rotary = rotary - self.shift[:, None]
+        return original, rotary
 
-    def end_reading(self) -> None:
-        """From here on tokens are generated."""
-        self._phase, self._last = "decode", False
+    def check_rotation(self, layer_idx: int, raw_keys: Tensor, keys: Tensor) -> None:
+        """Compare the backbone's rotation with ours, once per layer; `report_rotation` tells what came out."""
+        self._rotation.compare(layer_idx, self._rotary, self.next_position, raw_keys, keys)
+
+    def report_rotation(self) -> None:
+        """Raise what `check_rotation` has found.
+
+        Raises:
+            ValueError: If the backbone rotates keys in another way.
+        """
+        self._rotation.report()
+
+    def finished(self, hidden: Tensor) -> None:
+        """Count the tokens of a forward pass with (B, L, E) last hidden states."""
+        length = hidden.shape[1]
+        self.seen += length
+        self.held_back = self.fed_again = False
+        self.next_position += length
+        self._peak = max(self._peak, self._bytes())
+
+    def end_reading(self, new_tokens: int) -> None:
+        """Give back what only reading needed, but for room for `new_tokens` generated ones."""
         self._rotary.forget()
         if self.policy.when == "prompt_end":
-            for place, layer in enumerate(self.governed):
-                layer.shrink(self.limits.answer_capacity(place, layer.fill + self._answer_tokens))
+            for nth, layer in enumerate(self.governed):
+                layer.store.shrink(self._limits.answer_capacity(nth, layer.fill + new_tokens))
             self._workspace.clear()
-
-    def begin_last(self) -> None:
-        """Announce the forward pass that ends with the prompt's last token."""
-        self._last = True
 
     def reserve(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
         """Make buffers large enough for what is to come, in one allocation. Sets the planned bytes."""
         held = [layer.fill for layer in self.governed]
         if prompt_tokens == 0:
-            self._reserve([self.limits.answer_capacity(p, units + new_tokens) for p, units in enumerate(held)])
+            self.reserve_slots(
+                [self._limits.answer_capacity(nth, units + new_tokens) for nth, units in enumerate(held)]
+            )
         else:
-            self._reserve(self.limits.capacity(self.limits.plan(prompt_tokens, held), new_tokens))
+            self.reserve_slots(self._limits.capacity(self._limits.plan(prompt_tokens, held), new_tokens))
 
-    def _reserve(self, slots: Sequence[int]) -> None:
+    def reserve_slots(self, slots: Sequence[int]) -> None:
+        """Make room for so many units in each full-attention layer."""
         for layer, capacity in zip(self.governed, slots, strict=True):
-            layer.reserve(max(capacity, layer.fill))
+            layer.store.reserve(max(capacity, layer.fill))
         self._note_largest()
 
-    # -- what `instrumented` asks and tells --------------------------------------------------------------------------
+    def _rate_waiting(self) -> None:
+        if self.reader is not None:
+            self.reader.rate_waiting()
 
-    def connect(self, projections: dict[int, Projections]) -> None:
-        """Remember where the hooks put each layer's projections."""
-        self._projections = projections
-
-    def positions(self, tokens: Tensor) -> Tensor:
-        """Return the (B, L) rotary positions of the coming tokens."""
-        batch, length = tokens.shape[:2]
-        self._ids = tokens if tokens.ndim == 2 else None
-        steps = torch.arange(length, device=tokens.device)
-        self._unit_positions = (steps + self.seen).to(torch.int32).expand(1, 1, length)
-        rotary = (steps + self._next_position).expand(batch, length)
-        if self.pad is not None and self._shift is not None:
-            self._unit_positions = self._unit_positions - self.pad[:, None, None].to(torch.int32)
-            rotary = rotary - self._shift[:, None]
-        return rotary
-
-    def row_start(self, layer_idx: int) -> Tensor | None:
-        """Return (B,) the first filled slot of each row, where rows differ."""
-        start: Tensor | None = self.layers[layer_idx].row_start
-        return start
-
-    def segments(self, layer_idx: int) -> list[list[slice]] | None:
-        """Return each head's slots where heads hold different numbers of units."""
-        spans: list[list[slice]] | None = self.layers[layer_idx].segments
-        return spans
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add the units of L new tokens to a layer; called by the backbone's attention. See `transformers.Cache`."""
-        layer: RetentionLayer | SlidingLayer = self.layers[layer_idx]
-        if isinstance(layer, SlidingLayer):
-            return layer.update(key_states, value_states)
-        if layer_idx not in self._projections or self._unit_positions is None:
-            raise ValueError(
-                "a RetentionCache is filled by locret.prefill and locret.generate, not by calling the model"
-            )
-        raw_keys = None
-        if self._phase == "read" and layer.compact:
-            raw_keys = self._projections[layer_idx].key()
-            self._rotation_check.compare(layer_idx, self._rotary, self._next_position, raw_keys, key_states)
-        elif self._phase == "decode":
-            new, place = key_states.shape[-2], self._place[layer_idx]
-            most = self.limits.most_answering(place)
-            if most is not None and layer.fill + new > most:
-                self.rate_waiting()
-                layer.evict(*self.limits.answering(place, new))
-        return layer.append(key_states, value_states, raw_keys, self._unit_positions, self._next_position)
-
-    def attended(self, chunk: Chunk) -> None:
-        """Score a layer's units and, when it is time, evict down to the budget at once."""
-        place = self._place[chunk.layer_idx]
-        if self._phase == "decode" and chunk.new_tokens == 1 and self.scorer.by_features:
-            due = self.unscored.add(place, chunk.projections.feature_parts())
-            if due is not None:
-                self._rate(place, due)
-            return
-        layer = self.layers[chunk.layer_idx]
-        assert self._unit_positions is not None
-        chunk.positions = self._unit_positions.to(chunk.key.device)
-        chunk.next_position = self._next_position + chunk.new_tokens
-        chunk.row_start, chunk.last, chunk.generating = layer.row_start, self._last, self._phase == "decode"
-        chunk.budget, chunk.protected = self._limits_now(place)
-        evicts_now = chunk.budget is not None
-        most = None if self._phase == "read" else self.limits.most_answering(place)
-        if most is not None and not evicts_now and layer.fill >= most:
-            # The next token will find no room: these are the scores that decide what makes way for it.
-            chunk.budget, chunk.protected = self.limits.answering(place, 1)
-        for part, where in layer.parts(chunk, self.scorer.causal):
-            scores = self.scorer.score(part)
-            if self._again:  # a token fed twice counts once: units before it have been rated with it already
-                scores = scores[:, :, -chunk.new_tokens :]
-            layer.set_scores(scores, where)
-        if evicts_now and not self.scorer.needs_hidden:
-            assert chunk.budget is not None
-            layer.evict(chunk.budget, chunk.protected)
-
-    @torch.no_grad()
-    def rate_waiting(self) -> None:
-        """Give the newest units the scores they have been waiting for."""
-        for place, features_BWF in self.unscored.take():
-            self._rate(place, features_BWF)
-
-    def _rate(self, place: int, features_BWF: Tensor) -> None:
-        scores = self.scorer.score_features(self.backbone.layers[place], features_BWF)
-        self.governed[place].set_scores(scores)
-
-    def _limits_now(self, place: int) -> tuple[int | None, int]:
-        """Return the units that stay after this forward pass, and how many of the newest are protected."""
-        if self._phase == "read" and self.policy.when == "chunk":
-            return self.limits.after_chunk(place)
-        if self._last and self.policy.when == "prompt_end":
-            return self.limits.at_prompt_end(place)
-        return None, 0
-
-    def _rate_tokens(self, hidden: Tensor) -> None:
-        """Rate the tokens of a forward pass that is over, in all layers alike, and evict where it is time."""
-        assert isinstance(self.scorer, TokenScorer)
-        assert self._unit_positions is not None
-        if self._ids is None:
-            raise ValueError(f"scorer {self.scorer.name} rates token ids, but the backbone was given embeddings")
-        before = None if self._context is None else self._context[:, -1:]
-        tokens = TokenPass(
-            ids_BL=self._ids, hidden_BLE=hidden, before_B1E=before, positions_BL=self._unit_positions[:, 0]
-        )
-        scores = self.scorer.score_tokens(unwrap(self.model), tokens)
-        states = hidden if self._context is None else torch.cat([self._context, hidden], dim=1)
-        self._context = states[:, -2:].clone()
-        for place, layer in enumerate(self.governed):
-            layer.set_scores(scores[:, None].to(layer.scores.device).expand(-1, self.backbone.num_kv_heads, -1))
-            budget, protected = self._limits_now(place)
-            if budget is not None:
-                layer.evict(budget, protected)
-
-    def finished(self, hidden: Tensor) -> None:
-        """Count the tokens of a forward pass."""
-        length = hidden.shape[1]
-        self._rotation_check.report()
-        if self.scorer.needs_hidden:
-            self._rate_tokens(hidden)
-        self.seen += length
-        self.held_back = self._again = False
-        self._next_position += length
-        if self._phase == "decode":
-            self.last_tokens = None
-        self._peak = max(self._peak, self._bytes())
-
-    def kept_scores(self, layer: int) -> Tensor:
-        """Return the (batch, kv_heads, units) float32 scores of the units held in one layer."""
-        self.rate_waiting()
-        return super().kept_scores(layer)
-
-    def take_back(self) -> None:
-        """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing."""
-        self.rate_waiting()
-        super().take_back()
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch; `rows` is (new batch,) int64."""
-        self.rate_waiting()
-        super().select_rows(rows)
-
-    def copy(self) -> Self:
-        """Return an independent copy: a document read once answers many questions, each on its own copy."""
-        self.rate_waiting()
-        twin = super().copy()
-        twin._projections, twin.unscored = {}, Unscored(twin.governed)
-        return twin
+    # -- whole caches -------------------------------------------------------------------------------------------------
 
     def fresh(self) -> RetentionCache:
         """Return an empty cache for the same model, scorer and policy."""
         return RetentionCache(self.model, self.scorer, self.policy)
+
+    def copy(self) -> Self:
+        """Return an independent copy: a document read once answers many questions, each on its own copy.
+
+        Raises:
+            ValueError: If a read of this cache was interrupted, or is in progress.
+        """
+        self.check_whole()
+        self._rate_waiting()
+        twin = copy.copy(self)
+        twin.reader, twin._workspace, twin._largest = None, Workspace(), list(self._largest)
+        twin.layers = [layer.copy(twin._workspace) for layer in self.layers]
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the units but not the backbone."""
+        return self.copy()
+
+    def take_back(self) -> None:
+        """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing."""
+        self.check_whole()
+        if self.held_back:
+            return
+        self._rate_waiting()
+        self.held_back = self.fed_again = True
+        if self.newest_hidden is not None:
+            self.newest_hidden = self.newest_hidden[:, :-1] if self.newest_hidden.shape[1] > 1 else None
+        for layer in self.layers:
+            layer.take_back()
+        self.seen -= 1
+        self.next_position -= 1
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch; `rows` is (new batch,) int64.
+
+        Raises:
+            ValueError: If a read of this cache was interrupted, or is in progress.
+        """
+        self.check_whole()
+        self._rate_waiting()
+        for layer in self.layers:
+            layer.select_rows(rows)
+        for name in _PER_ROW.values():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams of a beam search."""
+        self.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row, as `generate` does with its inputs for beams and several answers."""
+        rows = max((layer.store.batch for layer in self.governed), default=0)
+        self.select_rows(torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows."""
+        self.select_rows(indices)
+
+    def crop(self, *_: Any, **__: Any) -> None:
+        """Refuse: an evicted unit cannot come back, so speculative tokens cannot be taken back."""
+        raise ValueError(
+            "a RetentionCache cannot be cropped, so assisted and prompt-lookup decoding do not work with it; "
+            "leave out assistant_model and prompt_lookup_num_tokens"
+        )
+
+    def split(self, batch: int) -> list[RetentionCache]:
+        """Return one cache per row, without the empty slots in front of short rows; new ones if nothing was read."""
+        if not self.seen:
+            return [self.fresh() for _ in range(batch)]
+        rows = []
+        for index in range(batch):
+            row = self.copy()
+            row.select_rows(torch.tensor([index]))
+            row.seen -= 0 if self.pad is None else int(self.pad[index])
+            row.next_position -= 0 if self.shift is None else int(self.shift[index])
+            row.pad = row.shift = None
+            for layer in row.layers:
+                layer.trim(row.seen)
+            rows.append(row)
+        return rows
+
+    def join(self, rows: list[RetentionCache], width: int, new_tokens: int = 0) -> None:
+        """Take over the units of single rows, aligned to the right, with room for `new_tokens` more.
+
+        Args:
+            rows: Caches of one row each, which are used up.
+            width: Tokens of the longest row, padding of the others included.
+            new_tokens: Tokens that will be generated.
+        """
+        self.check_whole()
+        device = next(self.model.parameters()).device
+        seen = torch.tensor([row.seen for row in rows], device=device)
+        following = torch.tensor([row.next_position for row in rows], device=device)
+        self.seen, self.next_position, self.held_back = width, int(following.max()), False
+        self.pad, self.shift = self.seen - seen, self.next_position - following
+        last_tokens = [row.last_tokens for row in rows if row.last_tokens is not None]
+        self.last_tokens = torch.cat(last_tokens) if last_tokens else None
+        states = [row.newest_hidden for row in rows if row.newest_hidden is not None]
+        if states:
+            self.newest_hidden = torch.cat([s[:, -min(other.shape[1] for other in states) :] for s in states])
+        nth = {layer_idx: nth for nth, layer_idx in enumerate(self.backbone.layers)}
+        for index, layer in enumerate(self.layers):
+            most = self._limits.most_answering(nth[index]) if index in nth else None
+            layer.join([row.layers[index] for row in rows], self.seen, new_tokens, most)
+            for row in rows:
+                row.layers[index] = None
+        self._peak = max(self._peak, self._bytes())
+        self.end_reading(0)
+
+    # -- on disk ------------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and numbers that say everything, for `load`.
+
+        Raises:
+            ValueError: If a read of this cache was interrupted, or is in progress.
+        """
+        self.check_whole()
+        self._rate_waiting()
+        tensors: dict[str, Tensor] = {}
+        layers = []
+        for index, layer in enumerate(self.layers):
+            held, numbers = layer.state()
+            tensors |= {f"layers.{index}.{name}": tensor for name, tensor in held.items()}
+            layers.append(numbers)
+        for name, attribute in _PER_ROW.items():
+            tensor = getattr(self, attribute)
+            if tensor is not None:
+                tensors[f"rows.{name}"] = tensor.contiguous()
+        counters = {"seen": self.seen, "held_back": self.held_back, "next_position": self.next_position}
+        return tensors, {**counters, "layers": layers}
+
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Take over what `state` returned, on the backbone's device and in its dtype."""
+        parameter = next(self.model.parameters())
+        self.seen, self.held_back = numbers["seen"], numbers["held_back"]
+        self.next_position = numbers["next_position"]
+        for name, attribute in _PER_ROW.items():
+            if f"rows.{name}" in tensors:
+                setattr(self, attribute, tensors[f"rows.{name}"].to(parameter.device))
+        for index, (layer, counters) in enumerate(zip(self.layers, numbers["layers"], strict=True)):
+            prefix = f"layers.{index}."
+            held = {k.removeprefix(prefix): t.to(parameter.device) for k, t in tensors.items() if k.startswith(prefix)}
+            for name in ("keys", "values"):
+                held[name] = held[name].to(parameter.dtype)
+            layer.load(held, counters)

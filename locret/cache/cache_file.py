@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from locret._version import __version__
 from locret.cache.cache import RetentionCache
-from locret.cache.layer import RetentionLayer
 from locret.files import written_whole
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
 FORMAT = "locret-cache-1"
-_ROW_TENSORS = ("pad", "_shift", "last_tokens", "_context")
 
 
 def save_cache(cache: RetentionCache, path: str | Path) -> None:
@@ -32,33 +30,25 @@ def save_cache(cache: RetentionCache, path: str | Path) -> None:
         path: File to write; an existing one is replaced once the new one is complete.
 
     Raises:
-        ValueError: If the cache is empty.
+        ValueError: If the cache is empty, or a read of it was interrupted.
         OSError: If the file cannot be written; nothing half-written stays.
+
+    Examples:
+        >>> cache = RetentionCache(model, scorer=heads, policy=policy)
+        >>> logits = prefill(model, ids, cache)
+        >>> save_cache(cache, "book.safetensors")
     """
+    cache.check_whole()
     if not cache.seen:
         raise ValueError(f"{path}: the cache has read nothing yet; call locret.prefill before saving it")
-    cache.rate_waiting()
-    tensors: dict[str, Tensor] = {}
-    layers = []
-    for index, layer in enumerate(cache.layers):
-        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in layer.saved().items()}
-        if layer.held_row_start is not None:
-            tensors[f"layers.{index}.row_start"] = layer.held_row_start
-        fill = layer.fill if isinstance(layer, RetentionLayer) else layer.cumulative_length
-        layers.append({"fill": fill, "rotated": getattr(layer, "rotated", False)})
-    for name in _ROW_TENSORS:
-        if getattr(cache, name) is not None:
-            tensors[f"rows.{name}"] = getattr(cache, name).contiguous()
+    tensors, numbers = cache.state()
     state = {
         "format": FORMAT,
         "toolkit_version": __version__,
         "backbone": asdict(cache.backbone),
         "policy": cache.policy.to_dict(),
         "scorer": cache.scorer.name,
-        "seen": cache.seen,
-        "held_back": cache.held_back,
-        "next_position": cache._next_position,
-        "layers": layers,
+        **numbers,
     }
     with written_whole(path) as fresh:
         save_file({key: tensor.cpu() for key, tensor in tensors.items()}, fresh, metadata={"state": json.dumps(state)})
@@ -75,32 +65,25 @@ def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scor
     Raises:
         ValueError: If the file is no cache, or belongs to a backbone of another shape; the message shows both sides.
         OSError: If the file cannot be read.
+
+    Examples:
+        >>> cache = RetentionCache(model, scorer=heads, policy=policy)
+        >>> logits = prefill(model, ids, cache)
+        >>> save_cache(cache, "book.safetensors")
+        >>> cache = load_cache("book.safetensors", model, heads)
+        >>> answer = generate(model, cache=cache, max_new_tokens=16)
+        >>> tokenizer.decode(answer[0], skip_special_tokens=True)
+        'The pass key is 71432.'
     """
     state, tensors = _read(path)
-    cache = RetentionCache(model, scorer, RetentionPolicy(**state["policy"]))
+    cache = RetentionCache(model, scorer, RetentionPolicy.from_dict(state["policy"], f"{path}: policy"))
     saved, here = state["backbone"], json.loads(json.dumps(asdict(cache.backbone)))
     different = [
         f"{key} {saved.get(key)} in the file, {here[key]} in the model" for key in here if saved.get(key) != here[key]
     ]
     if different:
         raise ValueError(f"{path} was made with another backbone ({'; '.join(different)}); load that backbone")
-    parameter = next(model.parameters())
-    cache.seen, cache._next_position = state["seen"], state["next_position"]
-    cache.held_back = state["held_back"]
-    for name in _ROW_TENSORS:
-        if f"rows.{name}" in tensors:
-            setattr(cache, name, tensors[f"rows.{name}"].to(parameter.device))
-    for index, (layer, numbers) in enumerate(zip(cache.layers, state["layers"], strict=True)):
-        held = {
-            k.rpartition(".")[2]: t.to(parameter.device) for k, t in tensors.items() if k.startswith(f"layers.{index}.")
-        }
-        held["keys"], held["values"] = held["keys"].to(parameter.dtype), held["values"].to(parameter.dtype)
-        row_start = held.pop("row_start", None)
-        if not isinstance(layer, RetentionLayer):
-            layer.fill_rows(held["keys"], held["values"], row_start, numbers["fill"])
-            continue
-        layer.restore(held, numbers["fill"], numbers["rotated"])
-        layer.row_start = row_start
+    cache.load(tensors, state)
     return cache
 
 

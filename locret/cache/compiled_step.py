@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from locret.backbone.adapters import Backbone, attention_modules, describe, find_decoder, unwrap
-from locret.backbone.instrument import Projections, recorders
-from locret.backbone.rotary import long_factors
+from locret.backbone.chunk import Projections
+from locret.backbone.instrument import exclusively, fixed_factors, recorders
 from locret.cache.cache import RetentionCache
+from locret.cache.reader import Reader
+from locret.cache.store import DenseStore
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
@@ -34,20 +36,17 @@ _HOOK = -1
 class Step(Cache):
     """The cache as a compiled step sees it: whole buffers, and the slot that the coming token takes."""
 
-    def __init__(self, cache: RetentionCache, projections: list[Projections], new_tokens: int) -> None:
+    def __init__(self, reader: Reader, projections: list[Projections], new_tokens: int) -> None:
         super().__init__(layers=[])
-        cache.rate_waiting()
-        layers, fill = cache.governed, cache.governed[0].fill
-        slots = min(fill + new_tokens, layers[0].capacity)
-        self.projections = projections
-        self.keys, self.values, self.unit_positions = (
-            [getattr(layer, name)[:, :, :slots] for layer in layers] for name in ("keys", "values", "positions")
-        )
-        for buffer in (*self.keys, *self.values):
-            buffer[:, :, fill:] = 0  # masked slots count nothing, unless they hold NaN
-        batch, kv_heads = self.keys[0].shape[:2]
+        cache, fill = reader.cache, reader.layers[0].fill
+        self.reader, self.projections = reader, projections
+        self.stores = [layer.store for layer in reader.layers]
+        # Slots behind the units are opened as zeros: masked slots count nothing, unless they hold NaN.
+        opened = [store.open_slots(new_tokens) for store in self.stores if isinstance(store, DenseStore)]
+        self.keys, self.values, self.unit_positions = ([slots[i] for slots in opened] for i in range(3))
+        batch, kv_heads, slots = self.keys[0].shape[:3]
         device, dtype = self.keys[0].device, self.keys[0].dtype
-        self.rooms = cache.unscored.rooms(cache.backbone.feature_dim, dtype, least=1)
+        self.rooms = reader.waiting.rooms(cache.backbone.feature_dim, dtype, least=1)
         for buffer in (*self.keys, *self.values, *self.unit_positions, *self.rooms):
             torch._dynamo.mark_static_address(buffer)
         self.slot = torch.tensor([fill], device=device)
@@ -68,15 +67,16 @@ class Step(Cache):
         self.projections[layer_idx].clear()
         return self.keys[layer_idx], self.values[layer_idx]
 
-    def advance(self, cache: RetentionCache, hidden: Tensor) -> None:
-        """Tell the cache about the token, and move on to the next slot."""
+    def advance(self, hidden: Tensor) -> None:
+        """Tell the reader about the token, and move on to the next slot."""
         self._count, self._left = self._count + 1, self._left - 1
-        for layer in cache.governed:
-            layer.fill += 1
-        cache.unscored.hold(self.rooms, self._count)
-        cache.finished(hidden)
+        for store in self.stores:
+            assert isinstance(store, DenseStore)
+            store.advance()
+        self.reader.waiting.hold(self.rooms, self._count)
+        self.reader.finished(hidden)
         if self._count == self.rooms[0].shape[1]:
-            cache.rate_waiting()
+            self.reader.rate_waiting()
             self._count = 0
         if self._left:
             self.slot += 1
@@ -160,24 +160,27 @@ def compiled_steps(model: nn.Module, cache: RetentionCache, new_tokens: int, bac
     implementation = base.config._attn_implementation
     records = _records(model, decoder)
     with ExitStack() as stack:
+        stack.enter_context(exclusively(model))
+        reader = stack.enter_context(cache.read_by(Reader(cache, answering=True)))
         for module, hook in records.hooks:
             module._forward_hooks[_HOOK] = hook
             stack.callback(module._forward_hooks.pop, _HOOK, None)
         base.set_attn_implementation(NAME)
         stack.callback(base.set_attn_implementation, implementation)
-        stack.enter_context(long_factors(decoder))
-        decoder.forward = _forward(decoder, cache, Step(cache, records.projections, new_tokens), backend)
+        stack.enter_context(fixed_factors(base, decoder))
+        decoder.forward = _forward(decoder, Step(reader, records.projections, new_tokens), backend)
         stack.callback(delattr, decoder, "forward")
         yield
 
 
-def _forward(decoder: Any, cache: RetentionCache, step: Step, backend: Any) -> Callable[..., Any]:
+def _forward(decoder: Any, step: Step, backend: Any) -> Callable[..., Any]:
+    cache = step.reader.cache
     program = _program(type(decoder).forward, backend, cuda=step.mask.is_cuda)
 
     def forward(input_ids: Tensor, past_key_values: Any = None, **_: Any) -> Any:
         if past_key_values is not cache or input_ids.shape[1] != 1:
             raise ValueError("a compiled step takes one token and this RetentionCache; leave out compile")
-        positions = cache.positions(input_ids)
+        positions = step.reader.positions(input_ids)
         try:
             out = program(
                 decoder, input_ids=input_ids, attention_mask=step.mask, position_ids=positions, past_key_values=step,
@@ -187,7 +190,7 @@ def _forward(decoder: Any, cache: RetentionCache, step: Step, backend: Any) -> C
             reason = str(error.inner_exception).strip().splitlines()[0]
             raise ValueError(f"this machine cannot compile a step ({reason}); leave out compile") from error
         out.past_key_values = cache
-        step.advance(cache, out.last_hidden_state)
+        step.advance(out.last_hidden_state)
         return out
 
     return forward
@@ -212,8 +215,15 @@ class _Records:
         backbone = describe(model)
         self.projections = [Projections(backbone) for _ in range(backbone.num_layers)]
         modules = attention_modules(model)
-        pairs = zip(modules, self.projections, strict=True)
-        self.hooks = [found for module, projections in pairs for found in recorders(module, projections)]
+        self.hooks = [
+            found
+            for module, projections in zip(modules, self.projections, strict=True)
+            for found in recorders(module, backbone, _always(projections))
+        ]
+
+
+def _always(projections: Projections) -> Callable[[], Projections]:
+    return lambda: projections
 
 
 _RECORDS: WeakKeyDictionary[nn.Module, _Records] = WeakKeyDictionary()

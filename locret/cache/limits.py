@@ -9,6 +9,7 @@ from locret.policy.budget import cache_bytes
 from locret.policy.growth import adaptive_sizes
 from locret.policy.policy import RetentionPolicy
 from locret.policy.schedule import Schedule, decode_budgets, plan, protected
+from locret.policy.selectors import Stay
 from locret.scorers import Scorer
 
 
@@ -45,11 +46,17 @@ def planned_bytes(
 ) -> int:
     """Return the bytes of a fresh cache that reads a prompt (None: a long one) and answers, before any is made."""
     limits = Limits(policy, scorer, len(backbone.layers))
-    return cache_bytes(backbone, limits.capacity(limits.plan(prompt_tokens), new_tokens), element_size)
+    slots = limits.capacity(limits.plan(prompt_tokens), new_tokens)
+    return cache_bytes(backbone, slots, element_size, column_bytes=column_bytes(scorer))
+
+
+def column_bytes(scorer: Scorer) -> int:
+    """Return the bytes per unit of the columns that a scorer declares."""
+    return sum(dtype.itemsize for dtype in scorer.columns.values())
 
 
 class Limits:
-    """Says what stays; a place is a layer's rank among the governed ones. Limits are (units, newest ones protected)."""
+    """Says what stays in the `nth` full-attention layer."""
 
     def __init__(self, policy: RetentionPolicy, scorer: Scorer, layers: int) -> None:
         self.policy, self.scorer, self.layers = policy, scorer, layers
@@ -72,9 +79,9 @@ class Limits:
             return tuple(units + (new_tokens if schedule.endless else 0) for units in schedule.peak)
         return schedule.capacity(new_tokens, self._answering)
 
-    def answer_capacity(self, place: int, units: int) -> int:
+    def answer_capacity(self, nth: int, units: int) -> int:
         """Return the slots a layer needs to grow to `units` while an answer is written."""
-        return units if self._answering is None else min(units, self._answering[place])
+        return units if self._answering is None else min(units, self._answering[nth])
 
     # -- one read ---------------------------------------------------------------------------------------------------
 
@@ -108,30 +115,30 @@ class Limits:
 
     # -- what stays -------------------------------------------------------------------------------------------------
 
-    def before_reading(self, place: int) -> tuple[int, int]:
+    def before_reading(self, nth: int) -> Stay:
         """Return what of an earlier text and its answer stays when another text comes."""
-        units = self._plan.budgets[place]
-        return self._at_least_recent(units, protected(self.policy, units))
+        units = self._plan.budgets[nth]
+        return self._with_own(units, protected(self.policy, units))
 
-    def after_chunk(self, place: int) -> tuple[int, int]:
+    def after_chunk(self, nth: int) -> Stay:
         """Return what stays after the chunk; after the final one no stabilizers are protected."""
-        units = self._budgets[place]
-        return self._at_least_recent(units, 0 if self._final else protected(self.policy, units))
+        units = self._budgets[nth]
+        return self._with_own(units, 0 if self._final else protected(self.policy, units))
 
-    def at_prompt_end(self, place: int) -> tuple[int, int]:
+    def at_prompt_end(self, nth: int) -> Stay:
         """Return what stays when everything is selected at the prompt's end, the local tokens included."""
         local = self.policy.local_len
-        return self._at_least_recent(self._plan.budgets[place] + local, local)
+        return self._with_own(self._plan.budgets[nth] + local, local)
 
-    def answering(self, place: int, new: int) -> tuple[int, int]:
+    def answering(self, nth: int, new: int) -> Stay:
         """Return what stays when `new` generated tokens find no room."""
         assert self._answering is not None
-        budget = max(1, self._answering[place] - max(self.policy.decode_interval, new))
-        return self._at_least_recent(budget, self.policy.local_len)
+        budget = max(1, self._answering[nth] - max(self.policy.decode_interval, new))
+        return self._with_own(budget, self.policy.local_len)
 
-    def most_answering(self, place: int) -> int | None:
+    def most_answering(self, nth: int) -> int | None:
         """Return the units that a layer may hold while an answer is written; None: no limit."""
-        return None if self._answering is None else self._answering[place]
+        return None if self._answering is None else self._answering[nth]
 
     @property
     def _plan(self) -> Schedule:
@@ -141,5 +148,7 @@ class Limits:
     def _recent(self, budget: int) -> int:
         return min(budget, self.scorer.recent(budget))
 
-    def _at_least_recent(self, budget: int, protected: int) -> tuple[int, int]:
-        return budget, max(protected, self._recent(budget))
+    def _with_own(self, budget: int, recent: int) -> Stay:
+        """Add what the scorer keeps whatever its score."""
+        recent = max(recent, self._recent(budget))
+        return Stay(budget, recent, self.scorer.sink_tokens(budget, recent))

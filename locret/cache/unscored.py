@@ -13,36 +13,37 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from locret.cache.layer import RetentionLayer
+from locret.cache.store import Store
 
 MOST = 16
 """Tokens that wait at most. With 16 of them the heads' weights are a hundredth of what a step reads and less."""
 
 
 class Unscored:
-    """Features of the newest units of each layer, in order, as far as they have no scores yet."""
+    """Features of the newest units of each layer, in order, as far as they have no scores yet.
 
-    def __init__(self, layers: Sequence[RetentionLayer]) -> None:
-        self.layers = layers
+    Args:
+        stores: Where the units of each full-attention layer are.
+    """
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self.stores = stores
         self._rooms: list[Tensor] = []
         self._counts: dict[int, int] = {}
 
     def rooms(self, width: int, dtype: torch.dtype, least: int = 0) -> list[Tensor]:
         """Return where features of each layer may wait, (B, W, F), in the workspace; W is at least `least`."""
         # As many as fit into the workspace that the plan grants, which is as large as the largest layer's keys.
-        numbers = max(layer.keys[0].numel() for layer in self.layers)
-        most = max(least, min(MOST, numbers // (len(self.layers) * width)))
-        shape = (len(self.layers), self.layers[0].keys.shape[0], most, width)
-        return [
-            layer.workspace.take(shape, 0, layer.keys.new_empty(0, dtype=dtype))[place]
-            for place, layer in enumerate(self.layers)
-        ]
+        numbers = max(store.key_numbers for store in self.stores)
+        most = max(least, min(MOST, numbers // (len(self.stores) * width)))
+        shape = (len(self.stores), self.stores[0].batch, most, width)
+        return [store.scratch(shape, dtype)[nth] for nth, store in enumerate(self.stores)]
 
-    def add(self, place: int, parts: list[Tensor]) -> Tensor | None:
+    def add(self, nth: int, parts: list[Tensor]) -> Tensor | None:
         """Let the newest unit of a layer wait.
 
         Args:
-            place: The layer's place in `layers`.
+            nth: The layer's index in `stores`.
             parts: (B, 1, ...) tensors that make up the token's features side by side.
 
         Returns:
@@ -50,13 +51,13 @@ class Unscored:
         """
         if not self._rooms:
             self._rooms = self.rooms(sum(part.shape[-1] for part in parts), parts[0].dtype)
-        room = self._rooms[place]
+        room = self._rooms[nth]
         most = room.shape[1]
         if not most:
             return torch.cat(parts, dim=-1)
-        count = self._counts.get(place, 0) + 1
+        count = self._counts.get(nth, 0) + 1
         torch.cat(parts, dim=-1, out=room[:, count - 1 : count])
-        self._counts[place] = count % most
+        self._counts[nth] = count % most
         return room if count == most else None
 
     def hold(self, rooms: list[Tensor], count: int) -> None:
@@ -64,9 +65,9 @@ class Unscored:
         self._rooms, self._counts = rooms, dict.fromkeys(range(len(rooms)), count)
 
     def take(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the place and the (B, W, F) features of each layer with waiting tokens, which then wait no longer."""
+        """Yield the index and the (B, W, F) features of each layer with waiting tokens, which then wait no longer."""
         rooms, counts = self._rooms, self._counts
         self._rooms, self._counts = [], {}
-        for place, count in counts.items():
+        for nth, count in counts.items():
             if count:
-                yield place, rooms[place][:, :count]
+                yield nth, rooms[nth][:, :count]

@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from locret.heads.config import HeadsConfig
+from locret.labels import KINDS
 from locret.tables import markdown
 
 PLACEHOLDER = "path/to/these-heads"
@@ -81,11 +82,6 @@ Locret, [arXiv 2410.01805]({{ paper_url }}):
 Written by locret {{ toolkit_version }}.
 """
 
-_LABELS = {
-    "logit": "the scaled attention logit after rotary embedding, before the softmax",
-    "log_attention": "the attention logit minus its row's log-sum-exp, that is the log of the attention",
-}
-
 
 def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values: Any) -> ModelCard:
     """Fill the template.
@@ -141,7 +137,6 @@ def _front_matter(info: Any, config: HeadsConfig) -> ModelCardData:
 
 
 def _dimensions(config: HeadsConfig) -> dict[str, Any]:
-    weights = len(config.layers) * config.hidden_dim * (config.feature_dim + config.num_key_value_heads)
     return {
         "Backbone": f"{config.base_name} ({config.base_architecture or config.base_model_type})",
         "Backbone revision": config.base_model_revision or "not recorded",
@@ -153,7 +148,7 @@ def _dimensions(config: HeadsConfig) -> dict[str, Any]:
         "Input width": config.feature_dim,
         "Hidden width (d_R)": config.hidden_dim,
         "Activation": config.hidden_act,
-        "Weights": f"{weights:,} in float32",
+        "Weights": f"{config.num_weights:,} in float32",
     }
 
 
@@ -167,8 +162,8 @@ def _training(notes: Mapping[str, Any]) -> str:
 def _label(label: Mapping[str, Any] | None) -> str:
     if not label:
         return "Not recorded."
-    kind = str(label.get("kind"))
-    meaning = _LABELS.get(kind, kind)
+    name = str(label.get("kind"))
+    meaning = KINDS[name].meaning if name in KINDS else name
     repeated = label.get("source") == "reconstruction"
     queries = "the tokens of the text's repetition" if repeated else "the answer's tokens"
     sentence = f"A token's label is {meaning}, maximum over {queries} and the query heads of the group."

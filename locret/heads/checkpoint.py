@@ -17,11 +17,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from locret import shipped
 from locret.files import written_whole
 from locret.heads import hub
 from locret.heads.config import HeadsConfig
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DOWNLOAD_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
 
 
@@ -32,6 +34,7 @@ def find(name: str, *, revision: str | None = None, **download: object) -> Path:
         ValueError: If it is neither a folder nor a repository of heads.
         OSError: If the Hub refuses or cannot be reached.
     """
+    name = shipped.find(name)
     if os.path.isdir(name):
         return Path(name)
     if os.path.exists(name):
@@ -58,12 +61,12 @@ def read_config(folder: Path) -> HeadsConfig:
         )
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON ({error}); write the heads again") from error
     return HeadsConfig.from_json(values, str(file))
 
 
-def read_weights(folder: Path, shapes: Mapping[str, torch.Size], device: str = "cpu") -> dict[str, Tensor]:
+def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]], device: str = "cpu") -> dict[str, Tensor]:
     """Read `model.safetensors` as float32, after comparing every key and shape with `shapes`.
 
     Raises:
@@ -77,7 +80,7 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size], device: str = "
         )
     try:
         with safe_open(file, framework="pt", device=device) as tensors:
-            found_shapes = {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+            found_shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
             compare(found_shapes, shapes, str(file), f"its {CONFIG}")
             weights = {name: as_float32(tensors.get_tensor(name), name, str(file)) for name in shapes}
     except SafetensorError as error:
@@ -85,7 +88,9 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size], device: str = "
     return weights
 
 
-def compare(found: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size], where: str, source: str) -> None:
+def compare(
+    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], where: str, source: str
+) -> None:
     """Refuse weights whose key set, layers or shapes are not those wanted.
 
     Raises:
@@ -118,7 +123,7 @@ def as_float32(weight: Tensor, name: str, where: str) -> Tensor:
     Raises:
         ValueError: If a value is not finite, or not a float: one NaN makes every score of its layer NaN.
     """
-    if not weight.is_floating_point() or not bool(weight.isfinite().all()):
+    if weight.dtype not in _DTYPES or not bool(weight.isfinite().all()):
         raise ValueError(f"{name} in {where} holds values that are not finite numbers; train the heads again")
     with torch.inference_mode(False):  # a tensor made under inference mode could never be trained
         return weight.to(torch.float32, copy=True).contiguous()
@@ -161,7 +166,7 @@ def _refuse_foreign(target: Path) -> None:
         raise ValueError(f"{target} holds another model's {WEIGHTS}, which would be overwritten; choose another folder")
 
 
-def _layers(names: Mapping[str, torch.Size]) -> list[int]:
+def _layers(names: Mapping[str, tuple[int, ...]]) -> list[int]:
     return sorted({int(match[1]) for name in names if (match := re.match(r"heads\.(\d+)\.", name))})
 
 

@@ -10,11 +10,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 from locret._version import __version__
 from locret.backbone.adapters import Backbone, describe, unwrap
+from locret.field_values import check_fields, checked, checked_values
+from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
 
 FORMAT_VERSION = 1
@@ -68,10 +70,11 @@ class HeadsConfig:
     def __post_init__(self) -> None:
         for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_dim"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not isinstance(value, int) or value < 1:
                 raise ValueError(
                     f"{name}={value!r} is not a number of at least 1; retaining heads need a positive {name}"
                 )
+        check_fields(self)
         layers = self.layers
         if (
             not layers
@@ -82,18 +85,32 @@ class HeadsConfig:
                 f"layers={list(layers)} must be ascending indices below num_hidden_layers={self.num_hidden_layers}; "
                 "list the full-attention layers"
             )
-
-        known = [f.name for f in fields(RetentionPolicy)]
-        for name in self.policy or {}:
-            if name not in known:
-                raise ValueError(
-                    f"policy has an unknown key '{name}'; the keys are those of RetentionPolicy: {', '.join(known)}"
-                )
+        if self.initializer_range < 0:
+            raise ValueError(f"initializer_range={self.initializer_range} is negative; give one such as 0.02")
+        # Whether the numbers agree is known only with those that the user gives.
+        checked_values(RetentionPolicy, self.policy or {}, "policy")
 
     @property
     def feature_dim(self) -> int:
         """Width of a head's input, (H + 2 K) * D."""
         return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight by name, without making any."""
+        return {
+            f"heads.{layer}.{name}.weight": shape
+            for layer in self.layers
+            for name, shape in (
+                ("fc1", (self.hidden_dim, self.feature_dim)),
+                ("fc2", (self.num_key_value_heads, self.hidden_dim)),
+            )
+        }
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of all heads."""
+        return sum(prod(shape) for shape in self.weight_shapes.values())
 
     @property
     def base_name(self) -> str:
@@ -140,15 +157,25 @@ class HeadsConfig:
         known = {f.name: f for f in fields(cls)}
         for key in values:
             if key not in known:
-                near = get_close_matches(key, known, n=1)
+                near = nearest(key, known)
                 raise ValueError(
                     f"{where} has an unknown key '{key}'" + (f"; did you mean '{near[0]}'?" if near else "")
                 )
         missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
         if missing:
             raise ValueError(f"{where} lacks {', '.join(missing)}; the file is incomplete, write the heads again")
-        _check_types(values, where)
-        return cls(**{**values, "layers": tuple(values["layers"])})
+        for name, value in values.items():
+            try:
+                checked(cls, name, value)
+            except ValueError:
+                raise ValueError(
+                    f"{where} has {name}={value!r}, which is not of type {known[name].type} (numbers must be finite); "
+                    "write the heads again"
+                ) from None
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `json` can write and `from_json` reads back."""
@@ -212,19 +239,6 @@ def _dimensions(backbone: Backbone, config: Any) -> dict[str, Any]:
         "head_dim": backbone.head_dim,
         "hidden_act": backbone.hidden_act,
     }
-
-
-def _check_types(values: Mapping[str, Any], where: str) -> None:
-    kinds = {"dict": dict, "str": str, "int": int, "float": (int, float), "tuple": list}
-    for field in fields(HeadsConfig):
-        value = values.get(field.name, field.default)
-        optional = "None" in str(field.type)
-        kind = kinds[re.match(r"\w+", str(field.type))[0]]  # type: ignore[index]
-        if field.name == "layers" and isinstance(value, list) and all(type(index) is int for index in value):
-            continue
-        fits = isinstance(value, kind) and not isinstance(value, bool) and field.name != "layers"  # type: ignore[arg-type]
-        if not fits and not (optional and value is None):
-            raise ValueError(f"{where} has {field.name}={value!r}, which is not of type {field.type}")
 
 
 def _show(value: Any) -> str:

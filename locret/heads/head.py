@@ -46,9 +46,11 @@ class RetainingHead(nn.Module):
             raise ValueError(
                 f"activation '{activation}' is unknown to transformers; use one of {', '.join(sorted(ACT2FN))}"
             )
-        # skip_init: torch's own initialisation would draw from the global generator, and take as long again.
-        self.fc1 = skip_init(nn.Linear, feature_dim, hidden_dim, bias=False, dtype=torch.float32)
-        self.fc2 = skip_init(nn.Linear, hidden_dim, num_kv_heads, bias=False, dtype=torch.float32)
+        # skip_init: torch's own initialisation would draw from the global generator, and take as long again. It leaves
+        # the meta device, where heads are only sketched, unless told to stay.
+        device = "meta" if torch.get_default_device().type == "meta" else "cpu"
+        self.fc1 = skip_init(nn.Linear, feature_dim, hidden_dim, bias=False, dtype=torch.float32, device=device)
+        self.fc2 = skip_init(nn.Linear, hidden_dim, num_kv_heads, bias=False, dtype=torch.float32, device=device)
         self.activation = ACT2FN[activation]
         self._cast: tuple[Any, Tensor] | None = None
         for layer in (self.fc1, self.fc2):

@@ -40,6 +40,13 @@ class RetainingHeads(
     Args:
         config: Shape and provenance; see `for_model`, which fills it in.
         generator: Source of the fresh weights; torch's global one if None.
+
+    Examples:
+        >>> heads = RetainingHeads.from_pretrained("checkpoints/tiny-heads")
+        >>> heads.layers
+        (0, 1, 2, 3, 4)
+        >>> untrained = RetainingHeads.for_model(model, hidden_dim=64, seed=0)
+        >>> untrained.save_pretrained("untrained")
     """
 
     def __init__(self, config: HeadsConfig, generator: torch.Generator | None = None) -> None:
@@ -150,14 +157,13 @@ class RetainingHeads(
 
     def _warn_of_other_weights(self, model_or_config: Any) -> None:
         expected = self.config.base_weights
-        if expected and isinstance(model_or_config, nn.Module):
-            # Every cache asks again; reading all parameters once per pair is enough.
-            known = _COMPARED.setdefault(self, WeakSet())
-            if model_or_config in known:
-                return
-            known.add(model_or_config)
-        found = weight_fingerprint(model_or_config) if expected and isinstance(model_or_config, nn.Module) else None
-        if expected and found and found != expected:
+        # Every cache asks again; reading all parameters once per pair is enough.
+        known = _COMPARED.setdefault(self, WeakSet())
+        if not expected or not isinstance(model_or_config, nn.Module) or model_or_config in known:
+            return
+        known.add(model_or_config)
+        found = weight_fingerprint(model_or_config)
+        if found and found != expected:
             warnings.warn(
                 f"the retaining heads were trained on other weights of this shape (fingerprint {expected[:12]}, the "
                 f"model's is {found[:12]}), so their scores may mean little here; load the backbone they were trained "
@@ -217,9 +223,8 @@ class RetainingHeads(
             raise ValueError("strict=False is not possible; retaining heads with missing weights give arbitrary scores")
         folder = Path(model_id)
         heads_config = checkpoint.read_config(folder)
-        with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in cls(heads_config).state_dict().items()}
-        heads = cls._with_weights(heads_config, checkpoint.read_weights(folder, shapes, map_location))
+        weights = checkpoint.read_weights(folder, heads_config.weight_shapes, map_location)
+        heads = cls._with_weights(heads_config, weights)
         heads.allow_other_base = allow_other_base
         return heads
 

@@ -12,7 +12,6 @@ import pickle
 import re
 import zipfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
+from locret.labels.logit import LOGIT
 
 _ENTRY = re.compile(r"(?:module\.)?(?:model\.)?layers\.(\d+)\.self_attn\.(fc[12]\.(?:weight|bias))")
 
@@ -52,23 +52,14 @@ def read(path: Path, model_or_config: Any) -> tuple[HeadsConfig, dict[str, Tenso
             f"({', '.join(seen[:3])}{', ...' if len(seen) > 3 else ''}); give the weights published for Locret"
         )
     hidden_dim = next((weight.shape[0] for name, weight in weights.items() if name.endswith("fc1.weight")), 1)
-    config = _provenance(HeadsConfig.for_model(model_or_config, hidden_dim), path)
-    wanted = {}
-    for layer in config.layers:
-        wanted[f"heads.{layer}.fc1.weight"] = torch.Size((hidden_dim, config.feature_dim))
-        wanted[f"heads.{layer}.fc2.weight"] = torch.Size((config.num_key_value_heads, hidden_dim))
+    config = HeadsConfig.for_model(model_or_config, hidden_dim).annotated(
+        label={"kind": LOGIT.name, "include_last_prompt_token": False},  # as the published code has it
+        training={"source": f"weights published by the authors of Locret ({path.name})"},
+    )
+    wanted = config.weight_shapes
     shapes = {name: weight.shape for name, weight in weights.items()}
     checkpoint.compare(shapes, wanted, str(path), f"the config of {config.base_name}")
     return config, {name: weights[name] for name in wanted}
-
-
-def _provenance(config: HeadsConfig, path: Path) -> HeadsConfig:
-    """Note what the published code says about its labels (answer tokens as queries, raw logits)."""
-    return replace(
-        config,
-        label={"kind": "logit", "include_last_prompt_token": False},
-        training={"source": f"weights published by the authors of Locret ({path.name})"},
-    )
 
 
 def _files(path: Path) -> list[Path]:

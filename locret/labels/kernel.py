@@ -1,8 +1,8 @@
 """Labels without logits in memory: Triton kernels that keep a running maximum in registers. Needs triton.
 
 One program of `_largest_logit` holds a block of keys and walks over all queries of its KV head, so keys are read once
-and nothing but the labels is written. `kind="log_attention"` first needs every query's log-sum-exp over the keys it
-sees; `_log_sum_exp` finds it in one walk, as flash attention does. Their slow twin is `layer_labels(fused=False)`.
+and nothing but the labels is written. Relative labels first need every query's log-sum-exp over the keys it sees;
+`_log_sum_exp` finds it in one walk, as flash attention does. Their slow twin is `layer_labels(fused=False)`.
 
 Products are accumulated in float32 from operands as they are, so labels differ from the twin's by rounding alone.
 """

@@ -1,8 +1,8 @@
 """What a retaining head learns to predict: how strongly the answer will look at each prompt token.
 
 Paper:    Locret, arXiv 2410.01805, Eq. 2: the largest attention logit that any answer token gives a prompt token, over
-          the query heads of a KV head's group. After rotary embedding and scaling, before softmax.
-Deviates: `kind="log_attention"` subtracts each query's log-sum-exp over all it sees, which makes queries comparable;
+          the query heads of a KV head's group.
+Deviates: What takes the logit's place is one object per kind of label (`locret.labels.kinds`);
           `include_last_prompt_token` adds the query that produces the answer's first token, which the paper's index
           range includes and the original code leaves out.
 """
@@ -13,15 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import find_decoder
-from locret.backbone.instrument import Chunk, Projections, instrumented
-from locret.heads.heads import RetainingHeads
+from locret.backbone.adapters import Backbone, describe, find_decoder
+from locret.backbone.attention import MaskMemo, View
+from locret.backbone.chunk import Attended, Projections
+from locret.backbone.instrument import instrumented
+from locret.labels import kinds
+from locret.labels.base import LabelKind
 
-LABEL_KINDS = ("logit", "log_attention")
+if TYPE_CHECKING:
+    from locret.heads.heads import RetainingHeads
+
 _BLOCK_ELEMENTS = 2**22
 """Most logits in memory at once: 16 MiB. Products of fewer are too thin, more do not stay in the cache of a CPU."""
 
@@ -29,22 +35,17 @@ _BLOCK_ELEMENTS = 2**22
 class LayerObserver:
     """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
 
-    def __init__(self, on_layer: Callable[[Chunk], None]) -> None:
+    def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None]) -> None:
+        self.projections = {index: Projections(backbone) for index in backbone.layers}
+        self.masks = MaskMemo()
         self.attended = on_layer
-
-    def connect(self, projections: dict[int, Projections]) -> None:
-        """Need nothing: chunks carry their projections."""
 
     def positions(self, tokens: Tensor) -> Tensor | None:
         """Number the tokens 0, 1, 2, ..."""
         return None
 
-    def row_start(self, layer_idx: int) -> Tensor | None:
-        """Have no padding."""
-        return None
-
-    def segments(self, layer_idx: int) -> list[list[slice]] | None:
-        """Have as many units in all heads."""
+    def view(self, layer_idx: int, query: Tensor) -> View | None:
+        """Attend to the pass's own tokens."""
         return None
 
     def finished(self, hidden: Tensor) -> None:
@@ -52,12 +53,12 @@ class LayerObserver:
 
 
 @torch.no_grad()
-def observe(model: nn.Module, input_ids: Tensor, on_layer: Callable[[Chunk], None]) -> None:
+def observe(model: nn.Module, input_ids: Tensor, on_layer: Callable[[Attended], None]) -> None:
     """Run the decoder once over (1, S) token ids, without cache and without the language-model head.
 
     `on_layer` is called for each full-attention layer, in order, and may switch gradients on for its own arithmetic.
     """
-    with instrumented(model, LayerObserver(on_layer)):
+    with instrumented(model, LayerObserver(describe(model), on_layer)):
         find_decoder(model)(input_ids=input_ids, use_cache=False)
 
 
@@ -65,7 +66,7 @@ def answer_labels(
     model: nn.Module,
     prompt_ids: Tensor,
     answer_ids: Tensor,
-    kind: str = "logit",
+    kind: str | LabelKind = "logit",
     include_last_prompt_token: bool = False,
     earlier_answers: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
@@ -75,7 +76,7 @@ def answer_labels(
         model: The backbone, in evaluation mode.
         prompt_ids: (1, n) or (n,).
         answer_ids: (1, m) or (m,).
-        kind: "logit" (paper) or "log_attention", the logit minus its row's log-sum-exp.
+        kind: One of `locret.labels.names()`, such as "logit" (paper), or a kind of one's own.
         include_last_prompt_token: Count the last prompt token among the answer's queries.
         earlier_answers: First and past-the-end positions of answers within the prompt, such as those to earlier turns;
             each labels the tokens before it too. A token's label is the largest of all.
@@ -85,12 +86,17 @@ def answer_labels(
 
     Raises:
         ValueError: For an unknown kind, or a prompt or answer that is empty or more than one row.
+
+    Examples:
+        >>> answer = torch.tensor([tokenizer.encode("The pass key is 71432.")])
+        >>> answer_labels(model, ids[:, :100], answer).shape  # (layers, KV heads, prompt tokens)
+        torch.Size([5, 4, 100])
     """
     prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
-    check_kind(kind)
+    kind = kinds.get(kind)
     rows: list[Tensor] = []
 
-    def on_layer(chunk: Chunk) -> None:
+    def on_layer(chunk: Attended) -> None:
         prompt = prompt_ids.shape[1]
         rows.append(layer_labels(chunk, prompt, kind, include_last_prompt_token, earlier_answers=earlier_answers))
 
@@ -120,9 +126,9 @@ def prompt_scores(model: nn.Module, heads: RetainingHeads, prompt_ids: Tensor) -
 
 
 def layer_labels(
-    chunk: Chunk,
+    chunk: Attended,
     prompt: int,
-    kind: str,
+    kind: str | LabelKind,
     include_last_prompt_token: bool,
     *,
     labelled: int | None = None,
@@ -135,7 +141,7 @@ def layer_labels(
     Args:
         chunk: The layer's tensors of prompt and answer, batch 1.
         prompt: Number of prompt tokens.
-        kind: One of `LABEL_KINDS`.
+        kind: See `answer_labels`.
         include_last_prompt_token: Whether queries start one token before the answer.
         labelled: T, the first prompt tokens to label; all if None.
         earlier_answers: See `answer_labels`.
@@ -144,8 +150,9 @@ def layer_labels(
         fused: Whether the Triton kernels of `locret.labels.kernel` do it, without any logits in memory; by default,
             where tensors are on CUDA and the kernels run.
     """
+    kind = kinds.get(kind)
     labelled = prompt if labelled is None else min(labelled, prompt)
-    fused = _kernels_work(chunk.key) if fused is None else fused
+    fused = kind.kernel is not None and (_kernels_work(chunk.key) if fused is None else fused)
     labels_KT = chunk.key.new_full((chunk.key.shape[1], labelled), -torch.inf, dtype=torch.float32)
     # Float32 even under autocast: labels rounded to bfloat16 tie, and the log-sum-exp is a difference of large numbers.
     with torch.autocast(chunk.query.device.type, enabled=False):
@@ -168,49 +175,45 @@ def _kernels_work(key: Tensor) -> bool:
     return works(key.device, key.dtype, key.shape[-1])
 
 
-def _raise_by_kernel(chunk: Chunk, labels_KT: Tensor, start: int, end: int, kind: str) -> None:
+def _raise_by_kernel(chunk: Attended, labels_KT: Tensor, start: int, end: int, kind: LabelKind) -> None:
     from locret.labels.kernel import raise_labels
 
-    raise_labels(
-        chunk.query[0],
-        chunk.key[0],
-        labels_KT,
-        start=start,
-        end=end,
-        scaling=chunk.scaling,
-        softcap=chunk.softcap,
-        relative=kind == "log_attention",
-    )
+    assert kind.kernel is not None
+    given = {"start": start, "end": end, "scaling": chunk.scaling, "softcap": chunk.softcap, **kind.kernel}
+    raise_labels(chunk.query[0], chunk.key[0], labels_KT, **given)
 
 
 def _raise_by_blocks(
-    chunk: Chunk, keys_KDS: Tensor, labels_KT: Tensor, start: int, end: int, kind: str, block_elements: int | None
+    chunk: Attended,
+    keys_KDS: Tensor,
+    labels_KT: Tensor,
+    start: int,
+    end: int,
+    kind: LabelKind,
+    block_elements: int | None,
 ) -> None:
     """Raise labels, in place, to the largest that queries `start` to `end` - 1 give, a block of queries at a time."""
-    looked_at = labels_KT.shape[1] if kind == "logit" else end
+    labelled = labels_KT.shape[1]
     most = min(_BLOCK_ELEMENTS, chunk.query.numel()) if block_elements is None else block_elements
-    rows = max(1, most // max(1, chunk.query.shape[1] * looked_at))
+    rows = max(1, most // max(1, chunk.query.shape[1] * (end if kind.whole_rows else labelled)))
     for first in range(start, end, rows):
-        queries_NRD = chunk.query[0, :, first : min(first + rows, end)].float()
-        block_KT = _block_labels(queries_NRD, keys_KDS, chunk, labels_KT.shape[1], first, kind)
-        torch.maximum(labels_KT, block_KT, out=labels_KT)
+        last = min(first + rows, end)
+        queries_NRD = chunk.query[0, :, first:last].float()
+        logits_KQS = _logits(queries_NRD, keys_KDS[:, :, : last if kind.whole_rows else labelled], chunk)
+        if kind.whole_rows:  # only the block's own tokens can be in the future of some of its queries
+            future_RR = torch.ones(last - first, last - first, dtype=torch.bool, device=keys_KDS.device).triu(1)
+            group = logits_KQS.shape[1] // (last - first)
+            logits_KQS[:, :, first:].masked_fill_(future_RR.repeat(group, 1), -torch.inf)
+        torch.maximum(labels_KT, kind.block(logits_KQS, labelled), out=labels_KT)
 
 
-def _block_labels(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Chunk, labelled: int, start: int, kind: str) -> Tensor:
-    """Return (K, T): the largest label that the queries at positions start, start + 1, ... give each prompt token."""
-    kv_heads, rows = keys_KDS.shape[0], queries_NRD.shape[1]
-    end = labelled if kind == "logit" else start + rows
-    grouped_KGRD = queries_NRD.unflatten(0, (kv_heads, -1))
-    logits_KQS: Tensor = (grouped_KGRD.flatten(1, 2) * chunk.scaling) @ keys_KDS[:, :, :end]
+def _logits(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Attended) -> Tensor:
+    """Return (K, Q, S): the logits of a block of queries, of all query heads of a KV head's group."""
+    queries_KQD = queries_NRD.unflatten(0, (keys_KDS.shape[0], -1)).flatten(1, 2)
+    logits_KQS: Tensor = (queries_KQD * chunk.scaling) @ keys_KDS
     if chunk.softcap is not None:
         logits_KQS.div_(chunk.softcap).tanh_().mul_(chunk.softcap)
-    if kind == "logit":
-        return logits_KQS.amax(dim=1)
-    # Only the block's own tokens can be in the future of some of its queries.
-    future_RR = torch.ones(rows, rows, dtype=torch.bool, device=logits_KQS.device).triu(1)
-    logits_KQS[:, :, start:].masked_fill_(future_RR.repeat(grouped_KGRD.shape[1], 1), -torch.inf)
-    totals_KQ1 = logits_KQS.logsumexp(dim=-1, keepdim=True)
-    return logits_KQS[:, :, :labelled].sub_(totals_KQ1).amax(dim=1)
+    return logits_KQS
 
 
 def logit_bytes(heads: int, head_dim: int, tokens: int) -> int:
@@ -222,16 +225,6 @@ def logit_bytes(heads: int, head_dim: int, tokens: int) -> int:
         tokens: S.
     """
     return 3 * 4 * min(_BLOCK_ELEMENTS, heads * head_dim * tokens)
-
-
-def check_kind(kind: str) -> None:
-    """Refuse an unknown kind of label.
-
-    Raises:
-        ValueError: With the kinds there are.
-    """
-    if kind not in LABEL_KINDS:
-        raise ValueError(f'kind="{kind}" is no label of ours; choose one of {", ".join(LABEL_KINDS)}')
 
 
 def token_row(ids: Tensor, name: str) -> Tensor:

@@ -7,24 +7,32 @@ from collections.abc import Callable, Sequence
 
 from locret.backbone.adapters import Backbone
 
-SCORE_AND_POSITION_BYTES = 8
+_SCORE_AND_POSITION_BYTES = 8
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def cache_bytes(backbone: Backbone, capacities: Sequence[int], element_size: int, rows: int = 1) -> int:
+def unit_bytes(head_dim: int, element_size: int, column_bytes: int = 0) -> int:
+    """Return the bytes of a cache unit: its key, its value, its score, its position and a method's own columns."""
+    return 2 * head_dim * element_size + _SCORE_AND_POSITION_BYTES + column_bytes
+
+
+def cache_bytes(
+    backbone: Backbone, capacities: Sequence[int], element_size: int, rows: int = 1, column_bytes: int = 0
+) -> int:
     """Return the bytes of a cache: its layers' buffers, and the workspace they share.
 
     Args:
         backbone: The backbone's shape.
-        capacities: Slots per KV head of each governed layer.
+        capacities: Slots per KV head of each full-attention layer.
         element_size: Bytes of one number of a key or value.
         rows: Rows of the batch.
+        column_bytes: Bytes per unit of the columns that a scorer declares.
     """
-    unit = 2 * backbone.head_dim * element_size
+    key = backbone.head_dim * element_size
     heads = rows * backbone.num_kv_heads
-    sliding = (backbone.num_layers - len(capacities)) * heads * ((backbone.window or 0) + 1) * unit
-    scored = sum(capacities) * (unit + SCORE_AND_POSITION_BYTES)
-    return heads * (scored + max(capacities, default=0) * (unit // 2)) + sliding
+    sliding = (backbone.num_layers - len(capacities)) * heads * ((backbone.window or 0) + 1) * 2 * key
+    scored = sum(capacities) * unit_bytes(backbone.head_dim, element_size, column_bytes)
+    return heads * (scored + max(capacities, default=0) * key) + sliding
 
 
 def parse_bytes(text: str) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from locret.field_values import check_fields, checked_values
+
 POSITIONS = ("compact", "original")
 MOMENTS = ("chunk", "prompt_end")
 LAYER_BUDGETS = ("uniform", "pyramid")
@@ -18,7 +20,12 @@ class RetentionPolicy:
     """The memory a prompt may use. Defaults are those of the original package (Phi-3-mini-128K, Locret section 4.1).
 
     Raises:
-        ValueError: If a number is out of range or two of them contradict each other.
+        ValueError: If a value is of another type or not finite, out of range, or two of them contradict each other.
+
+    Examples:
+        >>> policy = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
+        >>> policy.budget + policy.local_len  # units per KV head when a prompt has been read
+        80
     """
 
     budget: int = 6000
@@ -56,6 +63,7 @@ class RetentionPolicy:
     """Smallest chunk in tokens with decremental."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("budget", "chunk_size", "local_len", "decode_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; it must be 1 or more")
@@ -124,14 +132,19 @@ class RetentionPolicy:
         """Most units a KV head ever holds while a prompt is read, with uniform budgets and fixed memory."""
         return self.budget + max(self.chunk_size, self.local_len)
 
+    @classmethod
+    def from_dict(cls, values: Any, where: str) -> RetentionPolicy:
+        """Return the policy that a file holds under the name `where`; what it leaves out has its default.
+
+        Raises:
+            ValueError: For anything but numbers that make a policy; the message begins with `where`.
+        """
+        given = checked_values(cls, values, where)
+        try:
+            return cls(**given)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as plain data, for config.json and reports."""
         return asdict(self)
-
-
-def stabilizers_within(budget: int, wanted: int) -> int:
-    """Return the stabilizers where the user chose none: those wanted, but at most a quarter of the budget.
-
-    What heads recommend belongs to their own budget; a smaller one must keep room for scored units.
-    """
-    return min(wanted, budget // 4)

@@ -1,15 +1,130 @@
-"""The one place where it is decided which cache units stay."""
+"""The one place where it is decided which cache units stay, and the names of what is decided."""
 
 # B batch, K KV heads, S slots, C kept slots, U units of all heads of a row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from locret.backbone.chunk import pinned_units
+
 _INT32_MAX = 2**31 - 1
+
+
+class Stay(NamedTuple):
+    """How many units of a layer stay, and which of them whatever their score."""
+
+    budget: int
+    """Units per KV head, on average."""
+    recent: int
+    """Newest of them that stay whatever their score."""
+    sinks: int
+    """First tokens of the text whose units stay whatever their score."""
+
+
+class Kept(Protocol):
+    """Which units of a layer stay, by their rank in it, and which go."""
+
+    def gone(self) -> Any:
+        """Return the ranks of the units that go, in the form of those that stay."""
+
+
+@dataclass(frozen=True)
+class KeptPerHead:
+    """As many units in every head."""
+
+    units: Tensor
+    """(B, K, C) int64 ranks of those that stay, ascending."""
+    held: int
+    """S, units per head before."""
+
+    def gone(self) -> Tensor:
+        """Return (B, K, S - C) int64 ranks of those that go, ascending."""
+        stays = torch.zeros(*self.units.shape[:2], self.held, dtype=torch.int8, device=self.units.device)
+        order = stays.scatter_(-1, self.units, 1).argsort(dim=-1, stable=True)
+        return order[..., : self.held - self.units.shape[-1]]
+
+
+@dataclass(frozen=True)
+class KeptOverHeads:
+    """Heads with different numbers of units."""
+
+    units: tuple[Tensor, ...]
+    """Per row, (U,) int64 ranks of those that stay, ascending, counted through all heads."""
+    counts: Tensor
+    """(B, K) int64 on the CPU: how many of them are in each head."""
+    held: tuple[int, ...]
+    """Per row, units of all heads before."""
+
+    def gone(self) -> tuple[Tensor, ...]:
+        """Return, per row, the ranks of those that go."""
+        masks = [torch.ones(n, dtype=torch.bool, device=u.device) for n, u in zip(self.held, self.units, strict=True)]
+        return tuple(mask.index_fill(0, u, False).nonzero()[:, 0] for mask, u in zip(masks, self.units, strict=True))
+
+
+class _DenseUnits(Protocol):
+    def held(self, name: str) -> Tensor:
+        """Return a column, (B, K, S)."""
+
+
+class _RaggedUnits(Protocol):
+    def rows(self) -> Iterable[tuple[Tensor, Tensor, list[int]]]:
+        """Yield each row's scores and positions, (U,), and how many units each head has."""
+
+
+class Selector(Protocol):
+    """Decides from scores which units stay."""
+
+    store: ClassVar[str]
+    """Name of the store that can hold what it chooses."""
+
+    def select(self, units: Any, stay: Stay) -> Kept:
+        """Choose among the units of a store."""
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """Every KV head keeps its own best units (Locret, Algorithm 1)."""
+
+    store: ClassVar[str] = "dense"
+
+    def select(self, units: _DenseUnits, stay: Stay) -> KeptPerHead:
+        """See `Selector`."""
+        scores, pinned = units.held("scores"), None
+        if stay.recent or stay.sinks:
+            pinned = pinned_units(units.held("positions"), stay.recent, stay.sinks)
+        return KeptPerHead(select_kept(scores, stay.budget, pinned), scores.shape[-1])
+
+
+@dataclass(frozen=True)
+class OverHeads:
+    """The heads of a layer compete for its budget (Ada-KV)."""
+
+    store: ClassVar[str] = "ragged"
+
+    floor: float
+    """Share of the budget that every head keeps."""
+    relative: bool
+    """See `select_over_heads`."""
+
+    def select(self, units: _RaggedUnits, stay: Stay) -> KeptOverHeads:
+        """See `Selector`."""
+        floor = int(self.floor * stay.budget)
+        kept, counts, held = [], [], []
+        for scores, positions, numbers in units.rows():
+            sinks = positions < stay.sinks if stay.sinks else None
+            units_U, units_K = select_over_heads(
+                scores, positions, numbers, stay.budget, stay.recent, floor, self.relative, sinks
+            )
+            kept.append(units_U)
+            counts.append(units_K.to("cpu"))
+            held.append(len(scores))
+        return KeptOverHeads(tuple(kept), torch.stack(counts), tuple(held))
 
 
 def select_kept(scores_BKS: Tensor, budget: int, protected_S: Tensor | None = None) -> Tensor:
@@ -21,7 +136,8 @@ def select_kept(scores_BKS: Tensor, budget: int, protected_S: Tensor | None = No
     Args:
         scores_BKS: (batch, kv_heads, slots), any float dtype; larger means keep.
         budget: Slots to keep per KV head.
-        protected_S: (slots,) bool; these slots stay whatever their score, the newest first if there are too many.
+        protected_S: (slots,) or (batch, kv_heads, slots) bool; these slots stay whatever their score, the newest first
+            if there are too many.
 
     Returns:
         (batch, kv_heads, min(budget, slots)) int64 slot indices, strictly ascending.
@@ -44,6 +160,7 @@ def select_over_heads(
     protected: int = 0,
     floor: int = 0,
     relative: bool = False,
+    sinks_U: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the best units of one row over all KV heads together (Ada-KV, arXiv 2407.11550, Algorithm 1).
 
@@ -59,6 +176,7 @@ def select_over_heads(
         protected: Newest units of each head that stay whatever their score.
         floor: Units that each head keeps at least, the protected ones included.
         relative: Scores are logarithms up to a constant of each head, so heads are compared by their softmax.
+        sinks_U: (units,) bool; these stay whatever their score too, after the newest ones if there are too many.
 
     Returns:
         (min(heads x budget, units),) int64 kept indices, ascending; and (heads,) int64, how many are in each head.
@@ -70,6 +188,8 @@ def select_over_heads(
     protected = min(protected, budget)
     guaranteed = max(protected, min(floor, budget))
     order, compared = _order(scores_U), scores_U.float()
+    if sinks_U is not None:
+        order = order.masked_fill(sinks_U, _INT32_MAX)
     head_U = torch.repeat_interleave(torch.tensor(counts, device=scores_U.device), output_size=units)
     tie_U = positions_U.to(torch.int64) * heads + head_U
     own, stays = (order.to(torch.int64) << 32) + tie_U, torch.zeros_like(head_U, dtype=torch.bool)
@@ -83,7 +203,10 @@ def select_over_heads(
         left = min(guaranteed - (span.stop - newest), newest - span.start)
         if left > 0:
             stays[span.start + own[span.start : newest].topk(left, sorted=False).indices] = True
-    keys = own if not relative else (_order(compared).to(torch.int64) << 32) + tie_U
+    if relative:
+        order = _order(compared)
+        order = order if sinks_U is None else order.masked_fill(sinks_U, _INT32_MAX)
+    keys = (order.to(torch.int64) << 32) + tie_U
     keys = keys.masked_fill(stays, torch.iinfo(torch.int64).max)
     kept = keys.topk(heads * budget, sorted=False).indices.sort().values
     ends = torch.searchsorted(kept, bounds)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from locret.backbone.chunk import Chunk
 from locret.nearest import nearest
-from locret.scorers.base import Scorer, TokenPass, TokenScorer
+from locret.scorers.base import Rated, Scorer, TokenPass, TokenScorer
 from locret.scorers.expected_attention import ExpectedAttentionScorer
 from locret.scorers.h2o import H2OScorer
 from locret.scorers.key_difference import KeyDifferenceScorer
@@ -23,6 +24,7 @@ from locret.scorers.tova import TOVAScorer
 
 __all__ = [
     "FALLBACK",
+    "Chunk",
     "ExpectedAttentionScorer",
     "H2OScorer",
     "KeyDifferenceScorer",
@@ -30,6 +32,7 @@ __all__ = [
     "NACLScorer",
     "OracleScorer",
     "RandomScorer",
+    "Rated",
     "RetainingHeadScorer",
     "SageKVScorer",
     "ScissorhandsScorer",
@@ -76,6 +79,10 @@ def get(name: str, **options: Any) -> Scorer:
 
     Raises:
         ValueError: If there is no such scorer (the message lists the nearest names), or it has no such option.
+
+    Examples:
+        >>> scorers.get("snapkv", window=32).window
+        32
     """
     try:
         return find(name)(**options)

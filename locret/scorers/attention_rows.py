@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 
 _LEAST_ROWS = 16
 _LOGITS_CPU, _LOGITS_GPU = 2**16, 2**25
@@ -91,7 +91,7 @@ def _logits(chunk: Chunk, start: int, end: int, see_all: bool) -> Tensor:
     if end - start > 1 and not see_all:
         later = torch.ones(end - start, end - start, dtype=torch.bool, device=logits.device).triu(1)
         logits[..., start - end :].masked_fill_(later, -torch.inf)
-    if chunk.row_start is not None:
+    if chunk.padded:
         empty_BS = torch.arange(seen, device=logits.device) < chunk.row_start[:, None]
         logits.masked_fill_(empty_BS[:, None, None, None], -torch.inf)
     return logits
@@ -101,5 +101,5 @@ def _visible(chunk: Chunk, steps_R: Tensor, see_all: bool) -> Tensor:
     """Return (1 or B, 1, 1, R, 1): how many units each of these queries sees."""
     slots, new = chunk.key.shape[2], chunk.new_tokens
     visible_R = torch.full_like(steps_R, slots) if see_all else slots - new + 1 + steps_R
-    visible_BR = visible_R[None] if chunk.row_start is None else visible_R - chunk.row_start[:, None]
+    visible_BR = visible_R - chunk.row_start[:, None] if chunk.padded else visible_R[None]
     return visible_BR[:, None, None, :, None]

@@ -5,19 +5,32 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
+
+
+class Rated(NamedTuple):
+    """What a scorer with columns of its own returns."""
+
+    scores: Tensor
+    """As `Scorer.score` returns them."""
+    columns: Mapping[str, Tensor]
+    """(B, K, L) or (B, K, S), as many units as `scores`."""
 
 
 class Scorer(ABC):
-    """Rates cache units; larger means keep. Holds options and weights, never anything of a sequence.
+    """Rates cache units; larger means keep. Holds options, never anything of a model or of a sequence.
 
-    What outlives a chunk is the scores: the cache stores them with the units, evicts them with the units, and hands
-    them back as `Chunk.stored_scores`.
+    What it needs of a model `prepare` returns, and the cache keeps it. What outlives a chunk is the scores, and the
+    columns that a scorer declares: the cache stores them with the units, evicts them with the units, and hands them
+    back as `Chunk.stored_scores` and `Chunk.columns`. Subclasses are frozen dataclasses.
     """
 
     name: ClassVar[str]
@@ -35,13 +48,19 @@ class Scorer(ABC):
     needs_hidden: ClassVar[bool] = False
     """Whether units are rated by `score_tokens` after the whole forward pass, instead of layer by layer."""
 
+    columns: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType({})
+    """What the method remembers of every unit besides its score and position."""
+
     def recent(self, budget: int) -> int:
         """Return how many of the newest units the method itself keeps whatever their score, out of `budget`."""
         return 0
 
-    @property
-    def relative(self) -> bool:
-        """Whether scores are logarithms up to a constant of each head; they are comparable among heads otherwise."""
+    def sink_tokens(self, budget: int, recent: int) -> int:
+        """Return how many first tokens of the text the method keeps whatever their score, beside `recent` units."""
+        return 0
+
+    def relative(self, prepared: Any) -> bool:
+        """Return whether scores are logarithms up to a constant of each head, rather than comparable among heads."""
         return False
 
     @property
@@ -49,19 +68,21 @@ class Scorer(ABC):
         """Last tokens of the prompt that must come in one forward pass when everything is rated at the prompt's end."""
         return 1
 
-    def prepare(self, model: nn.Module) -> None:  # noqa: B027 - training-free scorers have nothing to prepare
-        """Check that the scorer fits the model and put its weights on the model's devices. Called once per cache."""
+    def prepare(self, model: nn.Module) -> Any:
+        """Check that the scorer fits the model, and return what it needs of it; called once per cache."""
+        return None
 
     @abstractmethod
-    def score(self, chunk: Chunk) -> Tensor:
+    def score(self, chunk: Chunk) -> Tensor | Rated:
         """Rate units of one layer.
 
         Returns:
             (B, K, L) float32 scores of the new units, which the cache keeps as they are; or (B, K, S) scores of all
             units, which replace those stored. What is returned for an empty slot (`Chunk.row_start`) does not matter.
+            With `columns`, a `Rated` of both.
         """
 
-    def score_features(self, layer_idx: int, features_BLF: Tensor) -> Tensor:
+    def score_features(self, prepared: Any, layer_idx: int, features_BLF: Tensor) -> Tensor:
         """Rate units of one layer by (B, L, F) features alone (`Chunk.features`), where `by_features` says so.
 
         Returns:

@@ -4,7 +4,7 @@ Paper:     Expected Attention, arXiv 2510.00636, section 3; kvpress: ExpectedAtt
 Formula:   coming queries ~ N(R m, R C R'), m and C the mean and covariance of the queries at hand before rotation,
            R the mean rotation of the next `future` positions; c = 1 / sqrt(D);
            a[j] = softmax over j of (c R m . k_j + c^2 k_j' R C R' k_j / 2), mean of the group;
-           s[j] = (a[j] + epsilon) ||v_j||; sinks score above everything and are no part of the softmax.
+           s[j] = (a[j] + epsilon) ||v_j||; sinks stay, and the softmax leaves them out.
 Deviates:  the paper rates once, after a whole prompt, by all its queries; by chunks, the queries at hand are those of
            the chunk, and with when="prompt_end" those of the last forward pass, `queries` at least. A bound on logits
            (Gemma-2) is left out of the expectation.
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from locret.backbone.adapters import find_decoder
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.backbone.rotary import Rotary, rotate
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_at_least
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpectedAttentionScorer(Scorer):
     """Keep what the coming queries are expected to look at."""
 
@@ -62,16 +62,19 @@ class ExpectedAttentionScorer(Scorer):
         """Queries needed."""
         return self.queries
 
-    def prepare(self, model: nn.Module) -> None:
-        """Find the backbone's rotary embedding."""
-        self._rotary = Rotary(find_decoder(model))
+    def sink_tokens(self, budget: int, recent: int) -> int:
+        """Return the sinks."""
+        return self.sinks
+
+    def prepare(self, model: nn.Module) -> Rotary:
+        """Return the backbone's rotary embedding."""
+        return Rotary(find_decoder(model))
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S); (B, K, L) zeros where nothing is selected by them."""
         batch, kv_heads = chunk.key.shape[:2]
-        if chunk.generating or (chunk.budget is None and not chunk.last):
+        if chunk.generating or not (chunk.selects or chunk.last):
             return torch.zeros(batch, kv_heads, chunk.new_tokens, device=chunk.key.device)
-        assert chunk.unit_positions is not None
         # While a prompt is read no slot is empty.
         sinks_BKS = chunk.unit_positions < self.sinks
         mean_BND, covariance_BNDD = self._coming_queries(chunk)
@@ -87,12 +90,10 @@ class ExpectedAttentionScorer(Scorer):
             scores += logits_BKS.masked_fill(sinks_BKS, -torch.inf).softmax(-1) / group
         if self.value_norm:
             scores = (scores + self.epsilon) * chunk.value.float().norm(dim=-1)
-        return scores.masked_fill(sinks_BKS, torch.inf)
+        return scores
 
     def _coming_queries(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return mean (B, N, D) and covariance (B, N, D, D) of the coming queries, rotated, float32."""
-        assert chunk.positions is not None
-        assert chunk.next_position is not None
         counted_L = chunk.positions[0, 0] >= self.sinks
         queries = chunk.projections.query().float()
         queries = queries[:, :, counted_L] if counted_L.any() else queries
@@ -100,6 +101,6 @@ class ExpectedAttentionScorer(Scorer):
         scatter = queries - mean
         covariance = scatter.transpose(-1, -2) @ scatter / queries.shape[2]
         # A rotation is linear in its cosines and sines, so the mean rotation has their means.
-        cos, sin = (x.mean(0, keepdim=True) for x in self._rotary.table(chunk.next_position, self.future, queries))
+        cos, sin = (x.mean(0, keepdim=True) for x in chunk.prepared.table(chunk.next_position, self.future, queries))
         by_rows = rotate(covariance, cos, sin).transpose(-1, -2)
         return rotate(mean, cos, sin)[:, :, 0], rotate(by_rows, cos, sin)

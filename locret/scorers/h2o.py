@@ -15,13 +15,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_choice, check_shares
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class H2OScorer(Scorer):
     """Keep what has been attended most."""
 
@@ -47,14 +47,11 @@ class H2OScorer(Scorer):
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S): attention accumulated until now."""
-        assert chunk.stored_scores is not None
         totals = reduce_group(attention_sums(chunk), chunk.key.shape[1], self.reduce)
         old = totals[:, :, : -chunk.new_tokens]
         if not self.normalise:
             old += chunk.stored_scores
             return totals
-        assert chunk.positions is not None
-        assert chunk.unit_positions is not None
         # A unit that is still here has been seen by every query since its own.
         seen_before = (chunk.positions[..., :1] - chunk.unit_positions).clamp_min(0)[:, :, : -chunk.new_tokens]
         old += chunk.stored_scores * seen_before

@@ -15,14 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.scorers.base import Scorer
 
 _LEAST_NORM = 1e-8
 """A key of zeros has no direction: it counts as orthogonal to all others."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KeyDifferenceScorer(Scorer):
     """Keep keys that are unlike the others."""
 
@@ -36,7 +36,7 @@ class KeyDifferenceScorer(Scorer):
         key = chunk.key.float()
         lengths_BKS = key.norm(dim=-1).clamp_min(_LEAST_NORM)
         weights_BKS = 1 / lengths_BKS
-        if chunk.row_start is not None:
+        if chunk.padded:
             empty_BS = torch.arange(key.shape[2], device=key.device) < chunk.row_start[:, None]
             weights_BKS = weights_BKS.masked_fill(empty_BS[:, None], 0.0)
         # A cosine does not depend on the anchor's length, so the sum serves as the mean.

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_at_least, check_choice, check_shares
@@ -30,7 +30,7 @@ from locret.scorers.random import uniform_draw
 _MOST_SINKS = 256
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class NACLScorer(Scorer):
     """Keep what proxies look at, and a random sample of the rest."""
 
@@ -76,13 +76,16 @@ class NACLScorer(Scorer):
         """Return the newest units that stay: what the sinks leave of the protected share, at least one."""
         return max(1, int(budget * self.protect_share) - self._sinks(budget))
 
+    def sink_tokens(self, budget: int, recent: int) -> int:
+        """Return the sinks: half of the protected share at most."""
+        return self._sinks(budget)
+
     def _sinks(self, budget: int) -> int:
         return min(_MOST_SINKS, int(budget * self.protect_share) // 2)
 
     def _proxies(self, chunk: Chunk) -> int:
         tokens = chunk.new_tokens
         if chunk.last:
-            assert chunk.positions is not None
             tokens = int(chunk.positions.max()) + 1
         return max(1, min(math.ceil(self.proxy_share * tokens), self.most_proxies, chunk.new_tokens))
 
@@ -93,19 +96,14 @@ class NACLScorer(Scorer):
         sums_BNS = attention_sums(chunk, first, see_all=self.proxy_mask == "full")
         # The official code indexes scores of N query heads with the number of a KV head.
         sums_BKS = sums_BNS[:, :kv_heads] if self.group == "official" else reduce_group(sums_BNS, kv_heads, "sum")
-        if chunk.budget is None or slots <= chunk.budget:
-            return sums_BKS
-        return self._selected(chunk, chunk.budget, sums_BKS)
+        return self._selected(chunk, sums_BKS) if slots > chunk.budget else sums_BKS
 
-    def _selected(self, chunk: Chunk, budget: int, sums_BKS: Tensor) -> Tensor:
-        assert chunk.unit_positions is not None
-        positions, slots = chunk.unit_positions, sums_BKS.shape[-1]
-        newest = torch.arange(slots, device=sums_BKS.device) >= slots - chunk.protected
-        sinks = (positions >= 0) & (positions < self._sinks(budget)) & ~newest
-        free = (positions >= 0) & ~sinks & ~newest
-        places = (budget - chunk.protected - sinks.sum(-1, keepdim=True)).clamp_min(0)
+    def _selected(self, chunk: Chunk, sums_BKS: Tensor) -> Tensor:
+        positions, pinned, budget = chunk.unit_positions, chunk.pinned, chunk.budget
+        free = (positions >= 0) & ~pinned
+        places = (budget - pinned.sum(-1, keepdim=True)).clamp_min(0)
         # What the policy protects beyond the method's own share comes off before the budget is split.
-        own = budget - (chunk.protected - self.recent(budget))
+        own = budget - (chunk.recent - self.recent(budget))
         by_lot = places.clamp_max(round(self.random_share * own))
         best = free & (_ranks(sums_BKS.masked_fill(~free, -torch.inf)) < places - by_lot)
         draw = uniform_draw(positions, self.seed, chunk.layer_idx, positions.shape[1]).clamp_min(2.0**-32)
@@ -114,7 +112,7 @@ class NACLScorer(Scorer):
             luck = luck + sums_BKS
         drawn = free & ~best & (_ranks(luck.masked_fill(~free | best, -torch.inf)) < by_lot)
         above_all = sums_BKS.amax(-1, keepdim=True) + 1
-        return torch.where(best | drawn, sums_BKS + above_all, sums_BKS).masked_fill(sinks, torch.inf)
+        return torch.where(best | drawn, sums_BKS + above_all, sums_BKS)
 
 
 def _ranks(values_BKS: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from locret.backbone.adapters import describe
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.scorers.base import Scorer
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OracleScorer(Scorer):
     """Keep the units that the true answer looks at most."""
 
@@ -27,8 +27,8 @@ class OracleScorer(Scorer):
     labels: Tensor
     """(layers, kv_heads, n): labels of the prompt's n tokens; layers are the full-attention ones, in order."""
 
-    def prepare(self, model: nn.Module) -> None:
-        """Check that the labels fit the model.
+    def prepare(self, model: nn.Module) -> dict[int, int]:
+        """Return which row of the labels belongs to which layer.
 
         Raises:
             ValueError: If they have another number of layers or KV heads.
@@ -40,13 +40,12 @@ class OracleScorer(Scorer):
                 f"labels of shape {tuple(self.labels.shape)} do not fit this backbone; give (layers, kv_heads, n) = "
                 f"({wanted[0]}, {wanted[1]}, n)"
             )
-        self._rows = {layer: row for row, layer in enumerate(backbone.layers)}
+        return {layer: row for row, layer in enumerate(backbone.layers)}
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L); tokens after the labelled ones, generated ones, score below all."""
-        assert chunk.positions is not None
         positions_L = chunk.positions.reshape(-1, chunk.positions.shape[-1])[0]
-        labels_KN = self.labels[self._rows[chunk.layer_idx]].to(chunk.key.device)
+        labels_KN = self.labels[chunk.prepared[chunk.layer_idx]].to(chunk.key.device)
         known_L = positions_L < labels_KN.shape[1]
         scores_KL = labels_KN[:, positions_L.clamp(max=labels_KN.shape[1] - 1)]
         scores_KL = torch.where(known_L, scores_KL, torch.full_like(scores_KL, torch.finfo(torch.float32).min))

@@ -12,13 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.scorers.base import Scorer
 
 _MASK = (1 << 31) - 1
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RandomScorer(Scorer):
     """Keep units drawn at random."""
 
@@ -29,7 +29,6 @@ class RandomScorer(Scorer):
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
-        assert chunk.positions is not None
         batch, kv_heads = chunk.key.shape[:2]
         return uniform_draw(chunk.positions, self.seed, chunk.layer_idx, kv_heads).float().expand(batch, -1, -1)
 

@@ -14,12 +14,13 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from locret.backbone.adapters import attention_modules
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.heads.heads import RetainingHeads
+from locret.labels import KINDS
 from locret.scorers.base import Scorer
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RetainingHeadScorer(Scorer):
     """Rank units with trained retaining heads."""
 
@@ -29,28 +30,30 @@ class RetainingHeadScorer(Scorer):
     heads: RetainingHeads | str
     """Trained heads, or the folder or Hub id to load them from."""
 
-    def prepare(self, model: nn.Module) -> None:
-        """Load the heads if need be, check that they fit, and put each on its layer's device."""
-        if isinstance(self.heads, str):
-            self.heads = RetainingHeads.from_pretrained(self.heads)
-        self.heads.check_matches(model)
-        for index, module in enumerate(attention_modules(model)):
-            if index in self.heads.layers:
-                self.heads[index].to(next(module.parameters()).device)
+    def prepare(self, model: nn.Module) -> RetainingHeads:
+        """Return the heads, loaded if need be, each on its layer's device.
 
-    @property
-    def relative(self) -> bool:
-        """Yes: neither a ranking loss nor raw logits fix the level of a head. A regression on log_attention does."""
-        assert isinstance(self.heads, RetainingHeads)
-        label, training = self.heads.config.label or {}, self.heads.config.training or {}
-        return label.get("kind") != "log_attention" or training.get("objective") != "regression"
+        Raises:
+            ValueError: If they do not fit the model.
+        """
+        heads = RetainingHeads.from_pretrained(self.heads) if isinstance(self.heads, str) else self.heads
+        heads.check_matches(model)
+        for index, module in enumerate(attention_modules(model)):
+            if index in heads.layers:
+                heads[index].to(next(module.parameters()).device)
+        return heads
+
+    def relative(self, prepared: RetainingHeads) -> bool:
+        """Yes, unless a regression taught labels that compare across heads: a ranking leaves each head's level open."""
+        label, training = prepared.config.label or {}, prepared.config.training or {}
+        kind = KINDS.get(str(label.get("kind")))
+        return kind is None or not kind.comparable or training.get("objective") != "regression"
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
-        return self.score_features(chunk.layer_idx, chunk.features())
+        return self.score_features(chunk.prepared, chunk.layer_idx, chunk.features())
 
-    def score_features(self, layer_idx: int, features_BLF: Tensor) -> Tensor:
+    def score_features(self, prepared: RetainingHeads, layer_idx: int, features_BLF: Tensor) -> Tensor:
         """Return scores (B, K, L)."""
-        assert isinstance(self.heads, RetainingHeads)
-        scores_BLK: Tensor = self.heads[layer_idx](features_BLF)
+        scores_BLK: Tensor = prepared[layer_idx](features_BLF)
         return scores_BLK.transpose(1, 2)

@@ -19,15 +19,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.scorers.attention_rows import last_logits
 from locret.scorers.base import Scorer
 
 _BELOW_ALL = 2.0**24
 """Recent units score their position less this, exact in float32 for texts of 16 million tokens."""
+_SINK = 3.0
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SageKVScorer(Scorer):
     """Keep what the prompt's last token looks at, every query head on its own."""
 
@@ -39,22 +40,22 @@ class SageKVScorer(Scorer):
         """Return the recent quarter of the budget."""
         return budget // 4
 
+    def sink_tokens(self, budget: int, recent: int) -> int:
+        """Return the first quarter; where the policy protects more recent units, the selection gives way."""
+        return max(0, min(budget // 4, budget - recent))
+
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S) where units are selected, else (B, K, L): new units enter the recent window."""
-        assert chunk.positions is not None
         batch, kv_heads = chunk.key.shape[:2]
-        if chunk.generating or chunk.budget is None:
+        if chunk.generating or not chunk.selects:
             return (chunk.positions.float() - _BELOW_ALL).expand(batch, kv_heads, -1)
-        return self._selected(chunk, chunk.budget)
+        return self._selected(chunk)
 
-    def _selected(self, chunk: Chunk, budget: int) -> Tensor:
-        assert chunk.unit_positions is not None
+    def _selected(self, chunk: Chunk) -> Tensor:
         positions, (kv_heads, slots) = chunk.unit_positions, chunk.key.shape[1:3]
-        # Where the policy protects more than a quarter, the sinks keep theirs and the selection gives way.
-        sinks = min(budget // 4, budget - chunk.protected)
-        places = budget - chunk.protected - sinks
-        newest = torch.arange(slots, device=positions.device) >= slots - chunk.protected
-        first = (positions >= 0) & (positions < sinks)
+        places = chunk.budget - chunk.recent - chunk.sinks
+        newest = torch.arange(slots, device=positions.device) >= slots - chunk.recent
+        first = (positions >= 0) & (positions < chunk.sinks)
         between = (positions >= 0) & ~first & ~newest
         logits = last_logits(chunk).unflatten(1, (kv_heads, -1))
         group = logits.shape[2]
@@ -63,4 +64,5 @@ class SageKVScorer(Scorer):
         # 1 / (1 - x) keeps the order of log-probabilities and lies in 0 .. 1, between recent and listed units.
         best = 1 / (1 - logits.log_softmax(-1).amax(2))
         scores = torch.where(newest & ~first, positions.float() - _BELOW_ALL, best + listed)
-        return scores.masked_fill(first, torch.inf)
+        # Sinks come before listed units while answering too, when the budget may be smaller.
+        return scores.masked_fill(first, _SINK)

@@ -18,13 +18,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_at_least
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ScissorhandsScorer(Scorer):
     """Drop what was looked past most often."""
 
@@ -53,7 +53,6 @@ class ScissorhandsScorer(Scorer):
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S): minus the counts of low attention."""
-        assert chunk.stored_scores is not None
         new, (kv_heads, slots) = chunk.new_tokens, chunk.key.shape[1:3]
         first, fade = max(0, new - self.history), 1 - 1 / self.history
         whole = new >= self.history

@@ -1,8 +1,8 @@
 """SirLLM: tokens that surprised the model stay, the same ones in all layers and heads.
 
 Paper:     SirLLM, arXiv 2405.12528, section 3 ("token entropy").
-Formula:   s_t = -ln p(x_t | x_<t), under the model with the cache it had; the first `sinks` tokens score above
-           everything, and the `keep_recent` newest ones stay.
+Formula:   s_t = -ln p(x_t | x_<t), under the model with the cache it had; the first `sinks` tokens
+           and the `keep_recent` newest ones stay.
            definition="official" repeats the released code: s_t is what the logits at t - 1 say of x_{t-1} itself, and
            the first token of every forward pass gets the largest value of its pass.
 Deviates:  budget units stay after every chunk (the released code: budget less the chunk to come). Nothing precedes
@@ -32,7 +32,7 @@ _LOGITS = 2**23
 """Logits of a slice: 32 MiB."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SirLLMScorer(TokenScorer):
     """Keep surprising tokens."""
 
@@ -53,6 +53,10 @@ class SirLLMScorer(TokenScorer):
         """Return the newest units that stay."""
         return self.keep_recent
 
+    def sink_tokens(self, budget: int, recent: int) -> int:
+        """Return the sinks."""
+        return self.sinks
+
     def prepare(self, model: nn.Module) -> None:
         """Check that there is a language-model head.
 
@@ -68,8 +72,7 @@ class SirLLMScorer(TokenScorer):
 
     def score_tokens(self, model: nn.Module, tokens: TokenPass) -> Tensor:
         """Return scores (B, L)."""
-        scores_BL = self._official(model, tokens) if self.definition == "official" else self._surprisal(model, tokens)
-        return scores_BL.masked_fill(tokens.positions_BL.to(scores_BL.device) < self.sinks, torch.inf)
+        return self._official(model, tokens) if self.definition == "official" else self._surprisal(model, tokens)
 
     def _surprisal(self, model: nn.Module, tokens: TokenPass) -> Tensor:
         states_BLE, ids_BL = tokens.hidden_BLE[:, :-1], tokens.ids_BL

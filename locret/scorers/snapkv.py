@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_at_least, check_choice
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SnapKVScorer(Scorer):
     """Keep what the last queries look at, and its neighbours."""
 
@@ -66,7 +66,7 @@ class SnapKVScorer(Scorer):
         """Return scores (B, K, S); (B, K, L) zeros where nothing is selected by them."""
         batch, kv_heads, slots = chunk.key.shape[:3]
         new = chunk.new_tokens
-        if chunk.generating or (chunk.budget is None and not chunk.last):
+        if chunk.generating or not (chunk.selects or chunk.last):
             return torch.zeros(batch, kv_heads, new, device=chunk.key.device)
         if self.queries == "chunk":
             sums_BNS = self._pooled(attention_sums(chunk))

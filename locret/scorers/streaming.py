@@ -1,7 +1,7 @@
 """StreamingLLM: the first tokens (attention sinks) and the most recent ones stay.
 
 Paper:     StreamingLLM, arXiv 2309.17453, section 3.2.
-Formula:   s = position; sinks score above everything.
+Formula:   s = position; the first tokens stay.
 Deviates:  eviction follows every chunk instead of preceding every token; budget = sinks + window.
 Cost:      none. Runs with compact positions (the official form) or original ones.
 """
@@ -11,14 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.scorers.base import Scorer
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamingScorer(Scorer):
     """Keep the first and the most recent tokens."""
 
@@ -27,9 +26,11 @@ class StreamingScorer(Scorer):
     sinks: int = 4
     """First tokens of the text that always stay (the paper: 4)."""
 
+    def sink_tokens(self, budget: int, recent: int) -> int:
+        """Return the sinks."""
+        return self.sinks
+
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
-        assert chunk.positions is not None
         batch, kv_heads = chunk.key.shape[:2]
-        scores = chunk.positions.float().masked_fill(chunk.positions < self.sinks, torch.inf)
-        return scores.expand(batch, kv_heads, -1)
+        return chunk.positions.float().expand(batch, kv_heads, -1)

@@ -13,12 +13,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.scorers.attention_rows import attention_sums
 from locret.scorers.base import Scorer
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TOVAScorer(Scorer):
     """Keep what the newest token looks at."""
 

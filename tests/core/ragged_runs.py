@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from locret import RetainingHeads, RetentionPolicy, scorers
-from locret.cache.ragged import RaggedLayer
+from locret.cache.ragged import RaggedStore
 
 BY_HEAD = [scorer.name for scorer in scorers._SCORERS if scorer.by_head]
 REFUSED = [scorer.name for scorer in scorers._SCORERS if not scorer.causal and not scorer.by_head]
@@ -42,39 +42,38 @@ def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Watch:
-    """Records, for each forward pass and layer, the positions that each head holds while it attends."""
+    """Records, for each forward pass and store, the positions that each head holds while it attends."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passes: dict[int, list[tuple[int, Tensor]]] = {}
-        """Per layer, by id: new tokens, and positions held by the heads of the first row."""
-        self.layers: list[RaggedLayer] = []
-        append = RaggedLayer.append
+        """Per store, by id: new tokens, and positions held by the heads of the first row."""
+        self.stores: list[RaggedStore] = []
+        append = RaggedStore.append
 
-        def watched(layer: RaggedLayer, key_states: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-            result = append(layer, key_states, *rest)
-            if id(layer) not in self.passes:
-                self.layers.append(layer)
-            held = layer.held("positions")[0].clone()
-            self.passes.setdefault(id(layer), []).append((key_states.shape[2], held))
-            self._check_slots(layer)
-            return result
+        def watched(store: RaggedStore, key_states: Tensor, *rest: Any, **named: Any) -> None:
+            append(store, key_states, *rest, **named)
+            if id(store) not in self.passes:
+                self.stores.append(store)
+            held = store.held("positions")[0].clone()
+            self.passes.setdefault(id(store), []).append((key_states.shape[2], held))
+            self._check_slots(store)
 
-        monkeypatch.setattr(RaggedLayer, "append", watched)
+        monkeypatch.setattr(RaggedStore, "append", watched)
 
     @staticmethod
-    def _check_slots(layer: RaggedLayer) -> None:
+    def _check_slots(store: RaggedStore) -> None:
         """Check that no two heads share a slot, and none leaves the buffer."""
-        for spans in layer.segments:
-            for one, following in zip(spans, [*spans[1:], slice(layer.keys.shape[1], None)], strict=True):
+        for spans in store.segments:
+            for one, following in zip(spans, [*spans[1:], slice(store.keys.shape[1], None)], strict=True):
                 assert 0 <= one.start <= one.stop <= following.start
 
     def masks(self, tokens: int) -> list[Tensor]:
-        """Return per layer (K, tokens, tokens): 0 where a head's queries look, -inf elsewhere."""
+        """Return per store (K, tokens, tokens): 0 where a head's queries look, -inf elsewhere."""
         result = []
-        for layer in self.layers:
-            kv_heads = layer.counts.shape[1]
+        for store in self.stores:
+            kv_heads = store.counts.shape[1]
             mask = torch.full((kv_heads, tokens, tokens), -torch.inf)
-            for new, held in self.passes[id(layer)]:
+            for new, held in self.passes[id(store)]:
                 for head in range(kv_heads):
                     units = held[head][held[head] >= 0].long()
                     for query in range(int(units[-1]) - new + 1, int(units[-1]) + 1):

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from families import prompt
 from torch import Tensor
 
 from locret import RetentionCache, RetentionPolicy, generate, reference, scorers
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
@@ -28,15 +29,20 @@ def read_and_answer(model: Any, scorer: scorers.Scorer, **changes: Any) -> Reten
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, scorer: scorers.Scorer, see: Callable[[Chunk, Tensor], None]) -> None:
-    """Call `see` with every chunk and the scores it got."""
-    score = scorer.score
+    """Call `see` with every chunk and the scores it got, which are infinite for units that stay as sinks."""
+    kind = type(scorer)
+    score = kind.score
 
-    def watched(chunk: Chunk) -> Tensor:
-        scores = score(chunk)
-        see(chunk, scores)
+    def watched(self: scorers.Scorer, chunk: Chunk) -> Tensor:
+        scores = score(self, chunk)
+        if self is scorer:
+            whole = scores.shape[-1] == chunk.key.shape[2] and (chunk.selects or chunk.last) and not chunk.generating
+            sinks = self.sink_tokens(chunk.budget, chunk.recent) if whole else 0
+            positions = chunk.unit_positions
+            see(chunk, scores.masked_fill((positions >= 0) & (positions < sinks), torch.inf) if sinks else scores)
         return scores
 
-    monkeypatch.setattr(scorer, "score", watched)
+    monkeypatch.setattr(kind, "score", watched)
 
 
 def dense(chunk: Chunk) -> Tensor:

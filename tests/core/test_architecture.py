@@ -1,49 +1,102 @@
-"""Imports point one way: train and infer to data to the core, which knows none of them; the oracle needs only torch."""
+"""Imports point one way: train and infer to data to locret, and inside locret from generation down to the backbone."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-FORBIDDEN = {
-    "locret": ("locret.train", "locret.infer", "locret.data"),
-    "data": ("locret.train", "locret.infer"),
-    "train": ("locret.infer",),
-    "infer": ("locret.train",),
+PACKAGES = ("locret", "data", "train", "infer")
+MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": ("locret",), "locret": ()}
+"""The demonstration of infer uses the trainer too, as a process of its own."""
+STOREYS = (
+    ("shipped", "_version", "nearest", "environment", "field_values", "files", "tables", "cli", "load_options"),
+    ("backbone",),
+    ("policy",),
+    ("labels",),
+    ("heads",),
+    ("scorers",),
+    ("cache",),
+    ("chunked_prefill", "generation"),
+    ("loading", "context"),
+)
+"""The rooms of locret from the ground up; each may import those below it and its own storey."""
+STOREY = {room: number for number, rooms in enumerate(STOREYS) for room in rooms}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {
+    module_of(path): path
+    for folder in (*PACKAGES, "checkpoints/build")
+    for path in sorted((ROOT / folder).rglob("*.py"))
 }
-# The demo is a user of both commands and starts the trainer as a process of its own; the lab compares both.
-FILES = [path for folder in FORBIDDEN for path in sorted((ROOT / folder).rglob("*.py")) if path.parent.name != "lab"]
 
 
-def imported(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(module: str) -> Iterator[str]:
+    """Yield what a module imports, `train` and so on for `locret.train`; what only type checkers read is left out."""
+    waiting: list[ast.AST] = [ast.parse(FILES[module].read_text())]
+    while waiting:
+        node = waiting.pop()
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            waiting += ast.iter_child_nodes(node)
+        names = []
         if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            inner = name.removeprefix("locret.")
+            yield inner if within(inner, *PACKAGES[1:]) else name
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    folder = path.relative_to(ROOT).parts[0]
-    wrong = [name for name in imported(path) for banned in FORBIDDEN[folder] if (name + ".").startswith(banned + ".")]
-    assert not wrong
+def within(name: str, *packages: str) -> bool:
+    return any((name + ".").startswith(package + ".") for package in packages)
 
 
-def test_the_oracle_needs_only_torch_and_nobody_imports_it() -> None:
-    oracle = sorted((ROOT / "locret" / "reference").glob("*.py"))
-    needed = {name for path in oracle for name in imported(path) if not name.startswith("locret.reference.")}
-    assert {name.split(".")[0] for name in needed} <= {"__future__", "math", "torch", "typing"}
-    users = [path for path in FILES if any((name + ".").startswith("locret.reference.") for name in imported(path))]
-    assert set(users) <= set(oracle)
+def objection(module: str, name: str) -> str | None:
+    """Say why a module may not import a name."""
+    (package, _, inner), (target, _, wanted) = module.partition("."), name.partition(".")
+    if within(module, "locret.reference"):
+        torch_only = within(name, "__future__", "math", "torch", "typing", "locret.reference")
+        return None if torch_only else "the oracle needs only torch"
+    if within(name, "locret.reference"):
+        return "the oracle is for tests"
+    if within(name, "infer.speed.lab") and not within(module, "infer.speed.lab"):
+        return "the lab is not in the wheel"
+    if target == "checkpoints" and package in PACKAGES:
+        return "what builds the embedded backbone is not in the wheel"
+    lab = within(module, "infer.speed.lab") and target == "train"  # it compares both
+    if not lab and package in MAY_IMPORT and target in MAY_IMPORT and target not in (package, *MAY_IMPORT[package]):
+        return f"{package} is below {target}, or beside it"
+    if package == target == "locret" and inner:
+        room, other = inner.split(".")[0], wanted.split(".")[0]
+        if room not in STOREY or other not in STOREY:
+            return "a room has no storey in this test"
+        if STOREY[other] > STOREY[room]:
+            return f"{room} is below {other}"
+    return None
+
+
+def test_imports_point_down() -> None:
+    found = ((module, name, objection(module, name)) for module in FILES for name in imported(module))
+    wrong = [f"{module} imports {name}: {reason}" for module, name, reason in found if reason]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_an_import_that_points_up_is_seen() -> None:
+    assert objection("locret.backbone.rotary", "locret.cache.cache.RetentionCache") == "backbone is below cache"
+    assert objection("data.tasks", "infer.command.main") == "data is below infer, or beside it"
+    assert objection("infer.speed.report", "infer.speed.lab.stages.MARK") == "the lab is not in the wheel"
+    assert objection("locret.reference.retaining", "locret.nearest.nearest") == "the oracle needs only torch"
+    assert {"locret.policy.policy.RetentionPolicy", "data.training.row_order.SHUFFLE_BUFFER"} <= set(
+        imported("train.training_options")
+    )
 
 
 def test_importing_the_core_loads_nothing_heavy() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from locret import reference
 from locret.backbone import attention
-from locret.backbone.attention import MaskMemo, attend
+from locret.backbone.attention import MaskMemo, View, attend
 
 
 def tensors(new: int, slots: int, heads: int = 4, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
@@ -23,14 +23,14 @@ def tensors(new: int, slots: int, heads: int = 4, kv_heads: int = 2) -> tuple[to
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attention_equals_the_oracle(new: int, slots: int, kv_heads: int) -> None:
     query, key, value = tensors(new, slots, kv_heads=kv_heads)
-    out = attend(query, key, value, scaling=0.3, memo=MaskMemo())
+    out = attend(query, View(key, value), scaling=0.3, memo=MaskMemo())
     torch.testing.assert_close(out[0], reference.attend(query[0], key[0], value[0], 0.3), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("new", "slots", "window"), [(1, 9, 4), (6, 20, 4), (6, 6, 3), (3, 5, 50)])
 def test_a_window_hides_everything_further_back(new: int, slots: int, window: int) -> None:
     query, key, value = tensors(new, slots)
-    out = attend(query, key, value, scaling=0.3, memo=MaskMemo(), window=window)
+    out = attend(query, View(key, value), scaling=0.3, memo=MaskMemo(), window=window)
     for i in range(new):
         end = slots - new + i + 1
         start = max(end - window, 0)
@@ -42,14 +42,14 @@ def test_a_window_hides_everything_further_back(new: int, slots: int, window: in
 def test_slots_in_front_of_a_short_row_are_never_attended(softcap: float | None) -> None:
     query, key, value = (t.expand(2, -1, -1, -1).clone() for t in tensors(1, 20))
     key[1, :, :6], value[1, :, :6] = 1e4, 1e4
-    out = attend(query, key, value, scaling=0.3, memo=MaskMemo(), row_start=torch.tensor([0, 6]), softcap=softcap)
-    alone = attend(query[1:], key[1:, :, 6:], value[1:, :, 6:], scaling=0.3, memo=MaskMemo(), softcap=softcap)
+    out = attend(query, View(key, value, torch.tensor([0, 6])), scaling=0.3, memo=MaskMemo(), softcap=softcap)
+    alone = attend(query[1:], View(key[1:, :, 6:], value[1:, :, 6:]), scaling=0.3, memo=MaskMemo(), softcap=softcap)
     torch.testing.assert_close(out[1:], alone, atol=1e-5, rtol=0)
 
 
 def test_capped_logits_equal_the_formula() -> None:
     query, key, value = tensors(300, 310)
-    out = attend(query, key, value, scaling=2.0, memo=MaskMemo(), softcap=3.0)
+    out = attend(query, View(key, value), scaling=2.0, memo=MaskMemo(), softcap=3.0)
     logits = query.unflatten(1, (2, 2)) @ key[:, :, None].transpose(-1, -2) * 2.0
     hidden = torch.ones(300, 310, dtype=torch.bool).triu(11)
     weights = (3.0 * torch.tanh(logits / 3.0)).masked_fill(hidden, -torch.inf).softmax(-1)
@@ -85,10 +85,10 @@ def test_a_chunk_in_blocks_of_rows_attends_as_one(
     monkeypatch: pytest.MonkeyPatch, window: int | None, row_start: torch.Tensor | None
 ) -> None:
     query, key, value = (tensor.repeat(2, 1, 1, 1) for tensor in tensors(150, 211))
-    settings = {"scaling": 0.3, "window": window, "row_start": row_start}
-    blocks = attend(query, key, value, memo=MaskMemo(), **settings)
+    settings, view = {"scaling": 0.3, "window": window}, View(key, value, row_start)
+    blocks = attend(query, view, memo=MaskMemo(), **settings)
     monkeypatch.setattr(attention, "_ROWS_CPU", 211)
-    torch.testing.assert_close(blocks, attend(query, key, value, memo=MaskMemo(), **settings), atol=1e-5, rtol=0)
+    torch.testing.assert_close(blocks, attend(query, view, memo=MaskMemo(), **settings), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (4, 5.0)])
@@ -115,6 +115,6 @@ def test_flash_attn_is_called_with_its_own_conventions(
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     query, key, value = tensors(6, 20)
     options = {"scaling": 0.3, "window": window, "softcap": softcap}
-    ours = attend(query, key, value, memo=MaskMemo(), **options)
-    theirs = attend(query, key, value, memo=MaskMemo(), flash=True, **options)
+    ours = attend(query, View(key, value), memo=MaskMemo(), **options)
+    theirs = attend(query, View(key, value), memo=MaskMemo(), flash=True, **options)
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)

@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from chunks import make_chunk
 from families import build, prompt
 from scorer_passes import GREEDY, dense, policy, watch
 from torch import Tensor
 
 from locret import RetentionCache, generate, prefill, reference, scorers
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.scorers import attention_rows
 
 Slow = Callable[[Chunk, Tensor], Tensor]
 
 
 def selects(chunk: Chunk) -> bool:
-    return not chunk.generating and (chunk.budget is not None or chunk.last)
+    return not chunk.generating and (chunk.selects or chunk.last)
 
 
 def slow_h2o(how: str) -> Slow:
@@ -116,7 +117,7 @@ def test_blocks_of_rows_equal_the_slow_sums_where_rows_of_the_batch_differ(rows:
     torch.manual_seed(0)
     query, key = torch.randn(2, 6, 7, 8), torch.randn(2, 2, 19, 8)
     start = torch.tensor([0, 5])
-    chunk = Chunk(0, query, key, key, 0.4, softcap, None, row_start=start)  # type: ignore[arg-type]
+    chunk = make_chunk(query, key, 0.4, softcap=softcap, row_start=start)
     for first in (0, 4, 6):
         sums = attention_rows.attention_sums(chunk, first, rows=rows)
         for b in range(2):
@@ -130,7 +131,7 @@ def test_blocks_of_rows_equal_the_slow_sums_where_rows_of_the_batch_differ(rows:
 
 def test_queries_that_see_all_see_later_ones() -> None:
     query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
-    chunk = Chunk(0, query, key, key, 0.4, None, None)  # type: ignore[arg-type]
+    chunk = make_chunk(query, key, 0.4)
     sums = attention_rows.attention_sums(chunk, 3, see_all=True, rows=1)
     expected = (query[0, :, 3:] @ key[0].transpose(-1, -2) * 0.4).softmax(-1).sum(1)
     torch.testing.assert_close(sums[0], expected)
@@ -141,13 +142,13 @@ def test_the_workspace_is_one_block_of_rows(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention_rows, "_LOGITS_CPU", 1)
     monkeypatch.setattr(attention_rows, "_logits", lambda *a: sizes.append(logits(*a).numel()) or logits(*a))
     query, key = torch.randn(1, 4, 100, 8), torch.randn(1, 2, 150, 8)
-    attention_rows.attention_sums(Chunk(0, query, key, key, 0.4, None, None))  # type: ignore[arg-type]
+    attention_rows.attention_sums(make_chunk(query, key, 0.4))
     assert max(sizes) == 4 * 16 * (150 - 100 + 96)  # heads x block x units seen; the last block has 4 rows only
 
 
 def test_half_precision_is_scored_in_float32() -> None:
     query, key = torch.randn(1, 4, 9, 8).bfloat16(), torch.randn(1, 2, 15, 8).bfloat16()
-    chunk = Chunk(0, query, key, key, 0.3, None, None)  # type: ignore[arg-type]
+    chunk = make_chunk(query, key, 0.3)
     sums = attention_rows.attention_sums(chunk)
     assert sums.dtype == torch.float32
     torch.testing.assert_close(sums[0], reference.attention(query[0], key[0], 0.3).sum(1), atol=0.1, rtol=0)

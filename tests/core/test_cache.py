@@ -60,7 +60,7 @@ def test_no_layer_ever_holds_more_than_a_budget_and_a_chunk(model: Any, heads: R
     prefill(model, prompt(150), cache, on_chunk=watch)
     assert most == 24
     assert all(layer.capacity == 24 + 10 for layer in cache.governed)
-    assert all(layer.keys.shape[2] == 34 for layer in cache.governed)
+    assert all(layer.store.keys.shape[2] == 34 for layer in cache.governed)
 
 
 def test_answering_allocates_the_new_tokens_at_once(model: Any, heads: RetainingHeads) -> None:
@@ -102,14 +102,17 @@ def test_decode_eviction_leaves_keys_as_if_rotated_for_their_new_slots(model: An
     free = RetentionCache(model, heads, SMALL)
     prefill(model, ids[:, :60], free)
     before = free.copy().governed[0]
-    before.unsettle(free._next_position)
-    raw = {int(p): before.keys[0, 0, slot] for slot, p in enumerate(before.positions[0, 0, : before.fill])}
+    before.unsettle(free.next_position)
+    raw = {
+        int(p): before.store.keys[0, 0, slot]
+        for slot, p in enumerate(before.store.columns["positions"][0, 0, : before.fill])
+    }
     layer = bounded.governed[0]
-    layer.unsettle(bounded._next_position)
+    layer.unsettle(bounded.next_position)
     compared = 0
-    for slot, position in enumerate(layer.positions[0, 0, : layer.fill].tolist()):
+    for slot, position in enumerate(layer.store.columns["positions"][0, 0, : layer.fill].tolist()):
         if position in raw:
-            torch.testing.assert_close(layer.keys[0, 0, slot], raw[position], atol=1e-5, rtol=0)
+            torch.testing.assert_close(layer.store.keys[0, 0, slot], raw[position], atol=1e-5, rtol=0)
             compared += 1
     assert compared >= 5
 
@@ -219,11 +222,11 @@ def test_a_second_turn_stays_within_the_budget_and_old_units_compete_again(model
 def test_a_copy_answers_without_touching_the_first_cache(model: Any, heads: RetainingHeads) -> None:
     cache = RetentionCache(model, heads, SMALL)
     prefill(model, prompt(80), cache)
-    before = [layer.keys.clone() for layer in cache.governed]
+    before = [layer.store.keys.clone() for layer in cache.governed]
     first = greedy(model, None, cache.copy())
     again = greedy(model, None, cache.copy())
     assert torch.equal(first, again)
-    assert all(torch.equal(a, layer.keys) for a, layer in zip(before, cache.governed, strict=True))
+    assert all(torch.equal(a, layer.store.keys) for a, layer in zip(before, cache.governed, strict=True))
     assert cache.seen == 80
 
 
@@ -395,5 +398,5 @@ def test_bfloat16_reads_and_answers(heads: RetainingHeads) -> None:
     model = build("llama").to(torch.bfloat16)
     cache = RetentionCache(model, heads, SMALL)
     assert greedy(model, prompt(80), cache).shape == (1, 88)
-    assert cache.governed[0].keys.dtype == torch.bfloat16
+    assert cache.governed[0].store.keys.dtype == torch.bfloat16
     assert cache.memory().planned == cache.memory().actual

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from chunks import make_chunk
 from families import build, prompt
 from scorer_passes import policy, read_and_answer, watch
 from torch import Tensor
 
 from locret import RetentionCache, prefill, reference, scorers
-from locret.backbone.instrument import Chunk, Projections
+from locret.backbone.chunk import Chunk, Projections
 from locret.backbone.rotary import rotate
 
 ROTARIES = ["llama", "llama-mha", "llama-yarn", "phi3", "phi3-partial", "phi3-longrope", "qwen3", "gemma3"]
@@ -53,7 +55,7 @@ def test_expected_attention_equals_the_slow_version_on_every_pass(
     scorer, rated = scorers.get("expected_attention", future=20, queries=9), []
 
     def compare(chunk: Chunk, scores: Tensor) -> None:
-        if chunk.generating or (chunk.budget is None and not chunk.last):
+        if chunk.generating or not (chunk.selects or chunk.last):
             assert scores.shape[2] == chunk.new_tokens
             assert not scores.any()
             return
@@ -75,11 +77,10 @@ def test_options_of_expected_attention(monkeypatch: pytest.MonkeyPatch, options:
     checked: list[Tensor] = []
 
     def compare(chunk: Chunk, scores: Tensor) -> None:
-        if chunk.budget is not None and not chunk.generating:
+        if chunk.selects and not chunk.generating:
             coming = int(chunk.positions[0, 0, -1]) + 1
             torch.testing.assert_close(scores[0], slow_expected(model, scorer, chunk, coming), atol=1e-5, rtol=1e-4)
             plain = scorers.get("expected_attention", future=7)
-            plain.prepare(model)
             assert not torch.allclose(plain.score(chunk)[0, :, 4:], scores[0, :, 4:], rtol=1e-3)
             checked.append(scores)
 
@@ -90,7 +91,6 @@ def test_options_of_expected_attention(monkeypatch: pytest.MonkeyPatch, options:
 
 def test_expected_attention_depends_on_distances_only() -> None:
     model, scorer = build("llama"), scorers.get("expected_attention", future=50)
-    scorer.prepare(model)
     generator = torch.Generator().manual_seed(0)
     flat, key = torch.randn(1, 30, 4 * 8, generator=generator), torch.randn(1, 2, 30, 8, generator=generator)
     cache = RetentionCache(model, "random")
@@ -98,13 +98,20 @@ def test_expected_attention_depends_on_distances_only() -> None:
     for start in (0, 200):
         cos, sin = model.model.rotary_emb(key, torch.arange(start, start + 30)[None])
         turned = rotate(key, cos[0], sin[0])
-        chunk = Chunk(0, key, turned, key, 8**-0.5, None, Projections(cache.backbone, {"q": flat}))
-        chunk.positions = torch.arange(30)[None, None]
-        chunk.unit_positions, chunk.budget = chunk.positions.expand(1, 2, -1), 9
-        chunk.next_position = start + 30
+        chunk = make_chunk(
+            key,
+            turned,
+            8**-0.5,
+            value=key,
+            projections=Projections(cache.backbone, {"q": flat}),
+            selects=True,
+            budget=9,
+            next_position=start + 30,
+            prepared=scorer.prepare(model),
+        )
         scores.append(scorer.score(chunk))
     torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-5)
-    chunk.next_position = 230 + 40
+    chunk = replace(chunk, next_position=230 + 40)
     assert not torch.allclose(scorer.score(chunk), scores[0], rtol=1e-2)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import FAMILIES, LLAMA3, LONGROPE, build, prompt
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, reference
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, reference, scorers
 from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.rotary import long_factors
 
@@ -81,8 +81,7 @@ def test_sliding_layers_keep_true_positions_while_the_others_are_compacted(famil
     for positions in ("compact", "original"):
         # The newest 40 units stay, contiguous, so their distances are the same in both modes.
         policy = RetentionPolicy(budget=40, chunk_size=10, stabilizers=39, local_len=1, positions=positions)
-        cache = RetentionCache(model, "streaming", policy)
-        cache.scorer.sinks = 0
+        cache = RetentionCache(model, scorers.get("streaming", sinks=0), policy)
         logits[positions] = prefill(model, ids, cache)
         assert cache.kept_positions(1)[0, 0].tolist() == list(range(79, 120))
     torch.testing.assert_close(logits["compact"], logits["original"], atol=1e-4, rtol=0)

@@ -26,6 +26,12 @@ def same_weights(one: RetainingHeads, other: RetainingHeads) -> bool:
 # ---- one head
 
 
+def test_a_head_on_the_meta_device_is_no_memory_at_all():
+    with torch.device("meta"):
+        head = RetainingHead(64, 10**12, 2)
+    assert {weight.device.type for weight in head.parameters()} == {"meta"}
+
+
 def test_a_head_is_two_products_with_the_activation_between():
     head = RetainingHead(6, 5, 2, "gelu_pytorch_tanh")
     features = torch.randn(3, 4, 6)

@@ -104,6 +104,14 @@ def test_config_json_holds_dimensions_and_provenance(saved):
         ({"layers": [1, 0]}, r"layers=\[1, 0\] must be ascending indices below num_hidden_layers=2"),
         ({"layers": [0, 2]}, r"layers=\[0, 2\] must be ascending indices below num_hidden_layers=2"),
         ({"policy": 5}, "has policy=5, which is not of type dict"),
+        ({"policy": "small"}, "has policy='small', which is not of type dict"),
+        ({"hidden_dim": 12.5}, "has hidden_dim=12.5, which is not of type int"),
+        ({"hidden_dim": float("inf")}, "has hidden_dim=inf, which is not of type int"),
+        ({"num_hidden_layers": True}, "has num_hidden_layers=True, which is not of type int"),
+        ({"hidden_dim": 0}, "hidden_dim=0 is not a number of at least 1"),
+        ({"hidden_dim": 10**12}, r"fc1.weight is \[12, 64\] in .* but \[1000000000000, 64\] by its config.json"),
+        ({"initializer_range": float("nan")}, r"has initializer_range=nan, .* float \(numbers must be finite\); write"),
+        ({"initializer_range": -0.1}, "initializer_range=-0.1 is negative; give one such as 0.02"),
         (
             {"policy": {"budgt": 5}},
             "policy has an unknown key 'budgt'; the keys are those of RetentionPolicy: budget, ",
@@ -117,8 +125,9 @@ def test_a_config_that_is_not_exactly_right_is_refused(saved, changes, message):
         RetainingHeads.from_pretrained(saved)
 
 
-def test_broken_json_is_named(saved):
-    (saved / "config.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[" * 100_000])
+def test_broken_json_is_named(saved, text):
+    (saved / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         RetainingHeads.from_pretrained(saved)
 
@@ -157,6 +166,12 @@ def test_weights_that_do_not_fit_their_config_are_refused_with_both_sides(saved,
 def test_weights_stored_in_bfloat16_load_as_float32(saved):
     edit_weights(saved, lambda w: w.update({name: value.bfloat16() for name, value in w.items()}))
     assert {weight.dtype for weight in RetainingHeads.from_pretrained(saved).parameters()} == {torch.float32}
+
+
+def test_weights_in_eight_bits_are_refused(saved):
+    edit_weights(saved, lambda w: w.update({name: value.to(torch.float8_e4m3fn) for name, value in w.items()}))
+    with pytest.raises(ValueError, match="holds values that are not finite numbers"):
+        RetainingHeads.from_pretrained(saved)
 
 
 def test_a_cut_off_weights_file_is_named(saved):

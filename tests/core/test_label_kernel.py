@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from locret import reference
-from locret.backbone.instrument import Chunk, Projections
+from locret.backbone.chunk import Attended, Projections
 from locret.labels.labels import layer_labels
 
 if find_spec("triton") is None:
@@ -31,7 +31,7 @@ BFLOAT16 = pytest.param(
 from locret.labels import kernel as label_kernel  # noqa: E402
 
 
-def chunk(heads: int, kv_heads: int, tokens: int, dim: int, **changes: Any) -> Chunk:
+def chunk(heads: int, kv_heads: int, tokens: int, dim: int, **changes: Any) -> Attended:
     """A layer's tensors as backbones make them: views of a token-major projection."""
     generator = torch.Generator().manual_seed(heads + tokens + dim)
 
@@ -41,7 +41,15 @@ def chunk(heads: int, kv_heads: int, tokens: int, dim: int, **changes: Any) -> C
 
     key = part(kv_heads)
     nothing = Projections(None)  # type: ignore[arg-type]
-    return Chunk(0, part(heads), key, key, dim**-0.5, changes.get("softcap"), nothing)
+    return Attended(
+        layer_idx=0,
+        query=part(heads),
+        key=key,
+        value=key,
+        scaling=dim**-0.5,
+        softcap=changes.get("softcap"),
+        projections=nothing,
+    )
 
 
 @pytest.mark.parametrize("include_last", [False, True])

@@ -20,10 +20,9 @@ def test_the_budget_holds_over_4096_generated_tokens(monkeypatch: pytest.MonkeyP
     model = build("llama", num_hidden_layers=1, max_position_embeddings=8192)
     fills, append = [], RetentionLayer.append
 
-    def watched(layer: RetentionLayer, *args: Any) -> Any:
-        result = append(layer, *args)
+    def watched(layer: RetentionLayer, *args: Any) -> None:
+        append(layer, *args)
         fills.append(layer.fill)
-        return result
 
     policy = policy_of(name, decode_budget=BUDGET, decode_interval=INTERVAL)
     scorer = make(name, model)

@@ -149,7 +149,7 @@ def test_turns_and_evictions_while_answering_equal_dense_attention_with_a_mask_p
     ids = answer.sequences[:, :-1]
     expected = dense_logits(model, ids, watch.masks(ids.shape[1]))
     torch.testing.assert_close(torch.cat(answer.logits), expected[-19:], atol=1e-4, rtol=0)
-    assert cache.governed[0].counts.unique().numel() > 1
+    assert cache.governed[0].store.counts.unique().numel() > 1
 
 
 def test_evictions_while_answering_turn_keys_to_their_new_slots(model: Any, heads: RetainingHeads) -> None:
@@ -159,11 +159,11 @@ def test_evictions_while_answering_turn_keys_to_their_new_slots(model: Any, head
     prefill(model, ids[:, :-1], whole)
     whole.governed[0].unsettle(whole.next_position)
     cache.governed[0].unsettle(cache.next_position)
-    layer, raw = cache.governed[0], whole.governed[0].keys[0]
-    for head, span in enumerate(layer.segments[0]):
-        held = layer.positions[0, span].long()
-        torch.testing.assert_close(layer.keys[0, span], raw[head, held], atol=1e-5, rtol=0)
-    assert layer.counts[0, 0] != layer.counts[0, 1]
+    store, raw = cache.governed[0].store, whole.governed[0].store.keys[0]
+    for head, span in enumerate(store.segments[0]):
+        held = store.columns["positions"][0, span].long()
+        torch.testing.assert_close(store.keys[0, span], raw[head, held], atol=1e-5, rtol=0)
+    assert store.counts[0, 0] != store.counts[0, 1]
 
 
 @both_positions
@@ -205,8 +205,8 @@ def test_heads_hold_unequal_shares_of_a_uniform_caches_bytes(
     assert ragged.memory().actual <= ragged.memory().planned
     for mine, theirs in zip(ragged.governed, uniform.governed, strict=True):
         assert (mine.nbytes, mine.fill, mine.capacity) == (theirs.nbytes, theirs.fill, theirs.capacity)
-        assert mine.counts.sum() == 2 * mine.fill
-    passes = [held for layer in watch.layers for _, held in watch.passes[id(layer)]]
+        assert mine.store.counts.sum() == 2 * mine.fill
+    passes = [held for store in watch.stores for _, held in watch.passes[id(store)]]
     units = [int((held >= 0).sum()) for held in passes]
     assert max(units) <= 2 * (97 if when == "prompt_end" else 24 + 6 + 49)
     if decode:

@@ -11,7 +11,7 @@ from families import build, prompt
 from ragged_runs import BY_HEAD, GREEDY, REFUSED, both_positions, make, padded, policy
 
 from locret import RetainingHeads, RetentionCache, generate, load_cache, prefill, save_cache
-from locret.cache.ragged import RaggedLayer
+from locret.cache.ragged import RaggedStore
 
 
 @pytest.fixture(scope="module")
@@ -91,4 +91,4 @@ def test_a_scorer_that_selects_equally_many_units_for_every_head_is_refused(mode
 
 def test_layers_of_a_uniform_policy_are_not_ragged(model: Any) -> None:
     cache = RetentionCache(model, "random", policy(head_budgets="uniform"))
-    assert not any(isinstance(layer, RaggedLayer) for layer in cache.layers)
+    assert not any(isinstance(layer.store, RaggedStore) for layer in cache.governed)

@@ -25,7 +25,7 @@ def test_the_example_rates_units_and_answers_within_the_budget() -> None:
     wide = RetentionPolicy(budget=90, chunk_size=17, stabilizers=0, local_len=1)
     whole = RetentionCache(names["model"], names["ValueNormScorer"](), wide)
     prefill(names["model"], names["ids"], whole)
-    torch.testing.assert_close(whole.kept_scores(1), whole.layers[1].values[:, :, :90].norm(dim=-1))
+    torch.testing.assert_close(whole.kept_scores(1), whole.layers[1].store.values[:, :, :90].norm(dim=-1))
 
 
 def test_the_example_is_as_short_as_the_guide_says() -> None:

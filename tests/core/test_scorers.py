@@ -14,7 +14,7 @@ from families import build, prompt
 from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, scorers
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.cache.layer import RetentionLayer
 
 NUMBERS = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6}
@@ -74,17 +74,17 @@ def test_scores_are_float32_one_per_unit_and_no_worse_than_finite(
 ) -> None:
     model = build("llama")
     scorer, calls = make(name, model), []
-    score = scorer.score
+    score = type(scorer).score
 
-    def watched(chunk: Chunk) -> Tensor:
-        scores = score(chunk)
+    def watched(self: scorers.Scorer, chunk: Chunk) -> Tensor:
+        scores = score(self, chunk)
         assert scores.dtype == torch.float32
         assert scores.shape in ((1, 2, chunk.new_tokens), (1, 2, chunk.key.shape[2]))
-        assert (scores > -torch.inf).all()  # neither NaN nor lost; what stays by right may be infinite
+        assert scores.isfinite().all()  # what stays by right stays by a mask
         calls.append(chunk.layer_idx)
         return scores
 
-    monkeypatch.setattr(scorer, "score", watched)
+    monkeypatch.setattr(type(scorer), "score", watched)
     cache = RetentionCache(model, scorer, policy_of(name, when=when))
     generate(model, prompt(60), cache=cache, max_new_tokens=3, **GREEDY)
     assert set(calls) == {0, 1, 2}
@@ -147,10 +147,9 @@ def test_units_and_bytes_never_exceed_the_budget(monkeypatch: pytest.MonkeyPatch
     model, fills = build("llama"), []
     append = RetentionLayer.append
 
-    def watched(layer: RetentionLayer, *args: Any) -> Any:
-        result = append(layer, *args)
+    def watched(layer: RetentionLayer, *args: Any) -> None:
+        append(layer, *args)
         fills.append(layer.fill)
-        return result
 
     monkeypatch.setattr(RetentionLayer, "append", watched)
     decode = {"decode_budget": 36, "decode_interval": 7} if name in RATES_ANSWERS else {}

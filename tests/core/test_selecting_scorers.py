@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from chunks import make_chunk
 from families import build, prompt
 from scorer_passes import GREEDY, dense, policy, watch
 from torch import Tensor
 
 from locret import RetentionCache, RetentionPolicy, generate, prefill, reference, scorers
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Chunk
 from locret.policy.selectors import select_kept
 from locret.scorers.random import uniform_draw
 
@@ -25,11 +27,10 @@ def selections(
     seen: list[Any] = []
 
     def see(chunk: Chunk, scores: Tensor) -> None:
-        if chunk.budget is not None and chunk.key.shape[2] > chunk.budget:
+        if chunk.selects and chunk.key.shape[2] > chunk.budget:
             held = chunk.unit_positions.clone()
-            chunk.unit_positions, chunk.key = held, chunk.key.clone()
-            newest = torch.arange(held.shape[-1]) >= held.shape[-1] - chunk.protected
-            seen.append((chunk, scores.clone(), select_kept(scores, chunk.budget, newest)))
+            chunk = replace(chunk, unit_positions=held, key=chunk.key.clone())
+            seen.append((chunk, scores.clone(), select_kept(scores, chunk.budget, chunk.pinned)))
 
     watch(monkeypatch, scorer, see)
     model = build("llama")
@@ -57,12 +58,12 @@ def test_nacl_keeps_what_the_slow_version_keeps(
         sums = reference.reduce_group(dense(chunk)[:, -proxies:].sum(1), 2, "sum")
         protect = int(budget * scorer.protect_share)
         recent = max(1, protect - min(256, protect // 2))
-        assert chunk.protected >= recent
-        by_lot = round(scorer.random_share * (budget - (chunk.protected - recent)))
+        assert chunk.recent >= recent
+        by_lot = round(scorer.random_share * (budget - (chunk.recent - recent)))
         for head in range(2):
             positions = chunk.unit_positions[0, head]
             chance = draws(chunk.unit_positions, 0, chunk.layer_idx, 2)[0, head].tolist()
-            numbers = (budget, chunk.protected, min(256, protect // 2), by_lot)
+            numbers = (budget, chunk.recent, min(256, protect // 2), by_lot)
             expected = reference.nacl_kept(
                 sums[head].tolist(), chance, positions.tolist(), numbers, scorer.sampling == "attention"
             )
@@ -71,8 +72,7 @@ def test_nacl_keeps_what_the_slow_version_keeps(
 
 def test_nacl_with_all_queries_as_proxies_scores_like_h2o_and_with_one_like_tova_head_by_head() -> None:
     torch.manual_seed(0)
-    chunk = Chunk(0, torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.empty(0), 0.4, None, None)  # type: ignore[arg-type]
-    chunk.stored_scores = torch.empty(1, 2, 0)
+    chunk = make_chunk(torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), 0.4)
     everyone = scorers.get("nacl", proxy_share=1.0).score(chunk)
     torch.testing.assert_close(everyone, scorers.get("h2o", reduce="sum").score(chunk))
     nobody = scorers.get("nacl", proxy_share=0.0).score(chunk)
@@ -84,7 +84,7 @@ def test_nacl_draws_exactly_its_share_and_never_what_was_chosen_by_score(monkeyp
     scorer = scorers.get("nacl", random_share=0.5, protect_share=0.25)
     (chunk, _, kept), *_ = selections(monkeypatch, scorer, policy(chunk_size=77, stabilizers=0))
     sums = reference.reduce_group(dense(chunk)[:, -8:].sum(1), 2, "sum")
-    assert (chunk.budget, chunk.protected) == (24, 3)
+    assert (chunk.budget, chunk.recent) == (24, 3)
     for head in range(2):
         by_right = {0, 1, 2, 74, 75, 76}
         rest = sorted(set(range(77)) - by_right, key=lambda s: float(sums[head, s]))
@@ -109,10 +109,9 @@ def test_nacl_draws_with_the_odds_of_its_attention() -> None:
                 expected[j] += chance
     runs = 4000
     # Sinks, none; one newest unit that stays; every one of many KV heads draws on its own.
-    chunk = Chunk(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, runs, 5, 1), torch.empty(0), 1.0, None, None)  # type: ignore[arg-type]
-    chunk.unit_positions, chunk.protected = torch.arange(5).expand(1, runs, 5), 1
+    chunk = make_chunk(torch.zeros(1, 1, 1, 1), torch.zeros(1, runs, 5, 1), 1.0, selects=True, budget=3, recent=1)
     scorer = scorers.get("nacl", random_share=1.0, protect_share=0.0)
-    raised = scorer._selected(chunk, 3, torch.cat([sums, torch.zeros(1)]).expand(1, runs, 5))
+    raised = scorer._selected(chunk, torch.cat([sums, torch.zeros(1)]).expand(1, runs, 5))
     drawn = (raised[0, :, :4] > sums.max()).float()
     assert (drawn.sum(-1) == 2).all()
     assert (drawn.mean(0) - expected).abs().max() < 4 * 0.5 / runs**0.5
@@ -130,7 +129,7 @@ def test_nacl_seeds_heads_and_layers_draw_differently(monkeypatch: pytest.Monkey
 def test_nacl_offers_the_official_group_and_mask() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(1, 4, 10, 8), torch.randn(1, 2, 10, 8)
-    chunk = Chunk(0, query, key, key, 0.4, None, None)  # type: ignore[arg-type]
+    chunk = make_chunk(query, key, 0.4)
     rows = reference.attention(query[0], key[0], 0.4)[:, 5:].sum(1)
     official = scorers.get("nacl", group="official", proxy_share=0.5).score(chunk)
     torch.testing.assert_close(official[0], rows[:2])
@@ -148,9 +147,9 @@ def test_sage_kv_keeps_what_the_slow_version_keeps(monkeypatch: pytest.MonkeyPat
     seen = selections(monkeypatch, scorers.get("sage_kv"), policy(when, budget=budget))
     assert len(seen) >= 3
     for chunk, _, kept in seen:
-        assert chunk.protected == max(6 if when == "prompt_end" else 5, chunk.budget // 4)
+        assert chunk.recent == max(6 if when == "prompt_end" else 5, chunk.budget // 4)
         expected = reference.sage_kept(
-            chunk.query[0, :, -1], chunk.key[0], chunk.scaling, chunk.unit_positions[0], chunk.budget, chunk.protected
+            chunk.query[0, :, -1], chunk.key[0], chunk.scaling, chunk.unit_positions[0], chunk.budget, chunk.recent
         )
         assert [set(row.tolist()) for row in kept[0]] == expected
 

@@ -99,11 +99,11 @@ def test_an_interrupted_answer_leaves_no_unit_without_its_score() -> None:
     heads = RetainingHeads.for_model(model, hidden_dim=16, seed=3)
     cache = RetentionCache(model, heads, RetentionPolicy(**POLICY))
     prefill(model, prompt(70), cache, new_tokens=20)
-    cache.governed[0].scores.fill_(torch.nan)
+    cache.governed[0].store.columns["scores"].fill_(torch.nan)
     with pytest.raises(Interrupted):
         generate(model, cache=cache, max_new_tokens=20, min_new_tokens=20, do_sample=False, streamer=Impatient())
     assert cache.governed[0].fill > 70
-    assert cache.governed[0].held("scores")[0, 0, 69:].isfinite().all()
+    assert cache.kept_scores(0)[0, 0, 69:].isfinite().all()
 
 
 def test_beams_and_a_saved_cache_hold_the_same_scores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

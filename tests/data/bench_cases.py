@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from locret.data.training.json_rows import Entry, stream_entries
 
 HERE = Path(__file__).resolve().parent
 CHATML = (
@@ -40,3 +43,28 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
     lines = [row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() for row in rows]
     path.write_bytes(b"\n".join(lines) + b"\n")
     return path
+
+
+def load(path: Path, **options: Any) -> list[Any]:
+    """Return the rows of a file."""
+    return [entry.load() for entry in stream_entries([path], **options)]
+
+
+def entries(rows: Iterable[Any], place: str = "rows.jsonl:{}") -> list[Entry]:
+    """Return rows as a file would give them."""
+    return [Entry(number, place.format(number + 1), lambda row=row: row) for number, row in enumerate(rows)]
+
+
+def made(
+    task: Any,
+    tokenizer: Any,
+    tokens: int | None,
+    samples: int,
+    *,
+    seed: int = 0,
+    data_dir: Path | None = None,
+    only: Iterable[int] | None = None,
+) -> list[dict[str, Any]]:
+    """Return rows that a task makes, all or some of them."""
+    make = task.maker(tokenizer, tokens, samples=samples, seed=seed, data_dir=data_dir)
+    return [make(index) for index in (range(samples) if only is None else only)]

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_cases import load, made
 
-from locret.data.tasks.published import infinitebench_generated, niah, two_stage
-from locret.data.tasks.published.generated import GeneratedTask
+from locret.data.tasks.prompts import build_prompt
+from locret.data.tasks.published import infinitebench_generated, niah, omnikv
 from locret.data.tasks.published.infinitebench_generated import LINES, draw_answer, needle_line
-from locret.data.tasks.published.prompts import build_prompt
-from locret.data.tasks.published.records import read_records
 from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.data.training.json_rows import stream_entries
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-TASKS = {task.name: task for task in (*infinitebench_generated.TASKS, *two_stage.TASKS, *niah.TASKS)}
+TASKS = {task.name: task for task in (*infinitebench_generated.TASKS, *omnikv.TASKS, *niah.TASKS)}
 NUMBER, PASSKEY = TASKS["infinitebench_generated/number_string"], TASKS["infinitebench_generated/passkey"]
 KV, TWO_STAGE = TASKS["infinitebench_generated/kv_retrieval"], TASKS["twostage/2stage"]
 
@@ -29,30 +29,30 @@ def tokenizer() -> Any:
     return build_tokenizer()
 
 
-def rows(task: GeneratedTask, tokenizer: Any, tokens: int | None, samples: int, **options: Any) -> list[dict[str, Any]]:
-    return [dict(row) for _, row in task.generate(tokenizer, tokens, samples, **options)]
+rows = made
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_prompt_fills_its_length_and_never_more(name: str, tokenizer: Any) -> None:
     task = TASKS[name]
-    for record in task.generate(tokenizer, 3000, 3):
-        prompt = build_prompt(task, task.item(record), tokenizer)
+    sample = task.sampler(tokenizer, 3000, samples=3, seed=0)
+    for index in range(3):
+        prompt = build_prompt(task, sample(index), tokenizer)
         assert 3000 - 170 < len(prompt.ids) + task.max_new_tokens <= 3000
         assert not prompt.truncated
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_row_does_not_depend_on_which_others_are_made(name: str, tokenizer: Any) -> None:
-    whole = list(TASKS[name].generate(tokenizer, 1200, 4, seed=3))
-    assert list(TASKS[name].generate(tokenizer, 1200, 4, seed=3, only=[2])) == [whole[2]]
-    assert [place for place, _ in whole] == [f"{name}:{index}" for index in range(4)]
-    assert [TASKS[name].item(record).id for record in whole] == ["0", "1", "2", "3"]
+    whole = made(TASKS[name], tokenizer, 1200, 4, seed=3)
+    assert made(TASKS[name], tokenizer, 1200, 4, seed=3, only=[2]) == [whole[2]]
+    sample = TASKS[name].sampler(tokenizer, 1200, samples=4, seed=3)
+    assert [sample(index).id for index in range(4)] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_true_answer_scores_1_and_silence_0(name: str, tokenizer: Any) -> None:
-    item = TASKS[name].item(next(TASKS[name].generate(tokenizer, 1200, 1)))
+    item = TASKS[name].sampler(tokenizer, 1200, samples=1, seed=0)(0)
     assert TASKS[name].score(item.reply, item) == 1
     assert TASKS[name].score("", item) == 0
     assert item.reply in item.content
@@ -96,7 +96,7 @@ def test_without_a_length_rows_have_the_published_size(tokenizer: Any) -> None:
     assert len(json.loads(kv["context"].removeprefix("JSON data:\n"))) == 2500
     path = SHARED / "infinitebench_generated" / "data" / "number_string.jsonl"
     if path.is_file():
-        published = next(row for _, row in read_records(path) if row["id"] == 233)
+        published = next(row for row in load(path) if row["id"] == 233)
         assert set(number) - {"depth"} == set(published)
         assert len(number["context"]) == len(published["context"])
 
@@ -131,14 +131,14 @@ def test_every_sequence_of_digits_repeats_neighbours() -> None:
 def test_a_dictionary_has_the_published_form_and_sizes(tokenizer: Any) -> None:
     found = rows(TWO_STAGE, tokenizer, None, 12)
     sizes = [len(re.findall(r"\d+: '", row["prompt"])) for row in found]
-    assert sizes == [*two_stage.SIZES, 40, 50]
+    assert sizes == [*omnikv.SIZES, 40, 50]
     path = SHARED / "twostage" / "2stage.jsonl"
     if not path.is_file():
         pytest.skip("needs the generated rows in ../shared/data")
     published = [json.loads(line) for line in path.read_text().splitlines()]
     assert {form(row["prompt"]) for row in published} == {form(row["prompt"]) for row in found}
     assert [len(re.findall(r"\d+: '", row["prompt"])) for row in published[:10]] == sizes[:10]
-    assert {color for row in published for color in row["answers"]} <= set(two_stage.COLORS)
+    assert {color for row in published for color in row["answers"]} <= set(omnikv.COLORS)
 
 
 def form(prompt: str) -> str:
@@ -157,9 +157,9 @@ def test_every_published_two_stage_row_reads() -> None:
         path = SHARED / "twostage" / f"{name}.jsonl"
         if not path.is_file():
             pytest.skip("needs the generated rows in ../shared/data")
-        items = list(TWO_STAGE.items(read_records(path)))
+        items = list(TWO_STAGE.items(stream_entries([path])))
         assert [(item.content, list(item.targets)) for item in items] == [
-            (row["prompt"], row["answers"]) for _, row in read_records(path)
+            (row["prompt"], row["answers"]) for row in load(path)
         ]
 
 
@@ -197,7 +197,7 @@ def test_essays_of_the_data_folder_are_the_haystack(tokenizer: Any) -> None:
 
 def test_a_part_of_the_needle_earns_a_part_of_the_score(tokenizer: Any) -> None:
     task = TASKS["niah/needle"]
-    item = task.item(next(task.generate(tokenizer, 1000, 1)))
+    item = task.sampler(tokenizer, 1000, samples=1, seed=0)(0)
     assert task.score("You should eat a SANDWICH.", item) == pytest.approx(3 / 11)
     assert build_prompt(task, item, tokenizer).text.count("You are a helpful AI bot") == 1
 
@@ -207,7 +207,5 @@ def test_impossible_settings_are_refused(tokenizer: Any) -> None:
         niah.NeedleTask(**{**vars(TASKS["niah/needle"]), "min_depth": 60, "max_depth": 50})
     with pytest.raises(ValueError, match="niah/needle has no length of its own"):
         rows(TASKS["niah/needle"], tokenizer, None, 1)
-    with pytest.raises(ValueError, match="samples=0 leaves nothing to ask"):
-        rows(KV, tokenizer, 1000, 0)
     with pytest.raises(ValueError, match=r"tokens=50 cannot hold a row of infinitebench_generated/kv_retrieval"):
         rows(KV, tokenizer, 50, 1)

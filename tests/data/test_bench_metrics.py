@@ -6,10 +6,11 @@ from importlib import import_module
 
 import pytest
 
-from locret.data.tasks.metrics import f1, infinitebench, leval, longbench, rouge, ruler
+from locret.data.tasks import Sample, get, names
+from locret.data.tasks.metrics import f1, retrieval, rouge
 from locret.data.tasks.metrics.code import edit_similarity, first_code_line
 from locret.data.tasks.metrics.libraries import library
-from locret.data.tasks.published import Item, get, names
+from locret.data.tasks.published import infinitebench, leval, longbench
 
 
 @pytest.mark.parametrize(
@@ -250,9 +251,9 @@ def test_exact_match_compares_numbers_before_texts() -> None:
 
 
 def test_ruler_gives_a_share_or_any() -> None:
-    assert ruler.score("all", "it is 12 and Blue", ["12", "blue", "34", "red"]) == 0.5
-    assert ruler.score("part", "it is 12 and Blue", ["34", "BLUE"]) == 1
-    assert ruler.score("part", "nothing", ["34"]) == 0
+    assert retrieval.all_contained("it is 12 and Blue", ["12", "blue", "34", "red"]) == 0.5
+    assert retrieval.any_contained("it is 12 and Blue", ["34", "BLUE"]) == 1
+    assert retrieval.any_contained("nothing", ["34"]) == 0
 
 
 TEXT = ("eight green apples fell",)
@@ -273,13 +274,13 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [name for name in names(None) if "/" in name])
 def test_every_published_task_tells_its_reference_from_another_answer(name: str) -> None:
     if name.split("/")[0] not in ("infinitebench", "leval", "longbench"):
         pytest.skip("its own tests show this")
     targets = TARGETS.get(name, NUMBER if name.startswith("infinitebench/") else TEXT)
     reply = "B. pack" if name == "infinitebench/code_debug" else targets[-1]
-    item = Item(id="0", content="?", targets=targets, reply=reply, choices=("other", targets[0]))
+    item = Sample(id="0", content="?", targets=targets, reply=reply, choices=("other", targets[0]))
     assert get(name).score(reply, item) == pytest.approx(1.0, abs=1e-6)
     assert get(name).score("zz 77", item) < 0.5
 

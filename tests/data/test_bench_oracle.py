@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from bench_cases import golden
+from bench_cases import entries, golden
 
-from locret.data.tasks import published as benchmarks
+from locret.data import tasks as benchmarks
 from locret.data.tasks.published.loading import open_task
 
 # References of the kind that a task has; the rest are sentences.
@@ -48,7 +48,7 @@ def test_the_reply_of_every_task_scores_full_and_another_answer_less(family, for
     row = golden(family)[form]["records"][0]
     row |= {"outputs": [reference], "answers": [reference], "all_classes": ["Other entity", "entity", "b"]}
     row |= {"answer": reference, "options": [SENTENCE, "f", "g", "h"]}
-    items = list(benchmarks.get(name).items([("rows.jsonl:1", row)]))
+    items = list(benchmarks.get(name).items(entries([row])))
     assert full_score(name, items) == pytest.approx(1)
     assert all(benchmarks.get(name).score("zzz", item) < 0.3 for item in items)
 
@@ -70,7 +70,7 @@ def test_replies_to_real_rows_score_full(shared):
 def test_code_debug_wants_the_letter_with_a_full_stop_and_the_locret_release_takes_it_alone_on_its_line():
     row = {"context": "c", "input": "q", "options": ["f", "g", "h", "i"], "answer": ["g"]}
     official, locret = (benchmarks.get("infinitebench/code_debug", scorer=scorer) for scorer in ("official", "locret"))
-    (item,) = official.items([("rows.jsonl:1", row)])
+    (item,) = official.items(entries([row]))
     assert item.reply == "B. g"
     assert [official.score(answer, item) for answer in ("B. g", "B", "B\nC")] == [1, 0, 0]
     assert [locret.score(answer, item) for answer in ("B. g", "B", "B\nC")] == [1, 0, 1]
@@ -81,7 +81,7 @@ def test_code_debug_wants_the_letter_with_a_full_stop_and_the_locret_release_tak
 def test_only_the_first_line_of_an_example_task_counts():
     row = {"context": "c", "input": "q", "answers": ["b"], "all_classes": ["a", "b"]}
     task = benchmarks.get("longbench/trec")
-    (item,) = task.items([("rows.jsonl:1", row)])
+    (item,) = task.items(entries([row]))
     assert [task.score(answer, item) for answer in ("\nb\na", "a\nb", "b a")] == [1, 0, 0.5]
 
 
@@ -89,7 +89,7 @@ def test_rouge_of_a_leval_task_is_a_geometric_mean_over_the_task():
     pytest.importorskip("rouge_score")
     task = benchmarks.get("leval/meeting_summ")
     row = {"input": "d", "instructions": ["q"], "outputs": ["one two three"], "evaluation": "rouge"}
-    (item,) = task.items([("rows.jsonl:1", row)])
+    (item,) = task.items(entries([row]))
     answers = [("one two three", item.targets), ("two", item.targets)]
     scores = [task.score(prediction, item) for prediction, _ in answers]
     assert scores == pytest.approx([1, 0])

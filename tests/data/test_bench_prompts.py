@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from bench_cases import golden, word_tokenizer
+from bench_cases import entries, golden, word_tokenizer
 
-from locret.data.tasks import published as benchmarks
-from locret.data.tasks.published.base import Item
+from locret.data import tasks as benchmarks
+from locret.data.tasks import Sample
+from locret.data.tasks.prompts import build_prompt, cut_middle, cut_words
 from locret.data.tasks.published.loading import open_task
-from locret.data.tasks.published.prompts import build_prompt
-from locret.data.tasks.published.truncation import cut_middle, cut_words
 
 PLAIN = [(family, form) for family in ("infinitebench", "longbench") for form in golden(family)]
 REAL = golden("digests")
 
 
 def items_of(name, records, **options):
-    placed = [(f"rows.jsonl:{number}", record) for number, record in enumerate(records, 1)]
-    return list(benchmarks.get(name, **options).items(placed))
+    return list(benchmarks.get(name, **options).items(entries(records)))
 
 
 @pytest.mark.parametrize(("family", "form"), PLAIN, ids=map("/".join, PLAIN))
@@ -69,7 +67,7 @@ def test_a_completion_prompt_has_its_middle_cut_out_in_tokens_and_room_left_for_
     row = {"context": " ".join(f"w{index}" for index in range(100)), "input": "w900", "answer": ["w1 w2 w3"]}
     tokenizer = word_tokenizer()
     task = benchmarks.get("infinitebench/kv_retrieval", limit=25)
-    (item,) = task.items([("x:1", row)])
+    (item,) = task.items(entries([row]))
     whole = tokenizer(item.content)["input_ids"]
     # The reference has 3 tokens and a bos: 25 - 4 = 21 are allowed, 10 at each end.
     built = build_prompt(task, item, tokenizer)
@@ -82,7 +80,7 @@ def test_a_completion_prompt_has_its_middle_cut_out_in_tokens_and_room_left_for_
 
 def test_a_long_reference_takes_fifty_tokens_at_most():
     task = benchmarks.get("infinitebench/longbook_sum_eng")
-    item = Item(id="0", content="w1", targets=("w1 " * 70,), reply="w1")
+    item = Sample(id="0", content="w1", targets=("w1 " * 70,), reply="w1")
     assert task.limit == 131072 - 1200
     assert task.allowed(item, lambda text: len(text.split())) == 131072 - 1200 - 50
 
@@ -91,7 +89,7 @@ def test_a_longbench_prompt_is_cut_decoded_and_framed_as_a_chat_turn():
     row = {"context": " ".join(f"w{index}" for index in range(50)), "input": "w900", "answers": ["w1"]}
     tokenizer = word_tokenizer()
     task = benchmarks.get("longbench/lcc", limit=11)
-    (item,) = task.items([("x:1", row)])
+    (item,) = task.items(entries([row]))
     whole = tokenizer(item.content)["input_ids"]
     built = build_prompt(task, item, tokenizer)
     # Half of 11 is 5; the bos is dropped by decoding and comes back with encoding; the halves meet without a space.
@@ -99,7 +97,7 @@ def test_a_longbench_prompt_is_cut_decoded_and_framed_as_a_chat_turn():
     assert built.text == joined
     assert built.ids == tokenizer(joined)["input_ids"]
     chat = benchmarks.get("longbench/qasper", limit=11)
-    (item,) = chat.items([("x:1", row)])
+    (item,) = chat.items(entries([row]))
     text = build_prompt(chat, item, tokenizer).text
     assert text.startswith("<|im_start|> user ")
     assert text.endswith(" <|im_end|> <|im_start|> assistant ")
@@ -113,7 +111,7 @@ def test_only_the_document_of_a_leval_prompt_is_cut_by_words():
     tokenizer = word_tokenizer()
     for name, kept in [("natural_question", range(5)), ("codeU", range(35, 40))]:
         task = benchmarks.get(f"leval/{name}", limit=10)
-        (item,) = task.items([("x:1", {**row, "evaluation": "f1"})])
+        (item,) = task.items(entries([{**row, "evaluation": "f1"}]))
         built = build_prompt(task, item, tokenizer)
         # 10 words and a bos are 11 tokens: too many; half as many fit.
         words = " ".join(f"w{index}" for index in kept)

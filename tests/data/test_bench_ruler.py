@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_cases import made
 
-from locret.data.tasks.published.base import BadRow
-from locret.data.tasks.published.generated import largest
-from locret.data.tasks.published.prompts import build_prompt
-from locret.data.tasks.published.records import read_records
-from locret.data.tasks.ruler import TASKS, published_files
+from locret.data.tasks.prompts import build_prompt
+from locret.data.tasks.published.row_maker import largest
+from locret.data.tasks.ruler import TASKS
 from locret.data.tasks.ruler.counting import _zeta
 from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.data.training.json_rows import BadRow, stream_entries
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 BY_NAME = {task.name.removeprefix("ruler/"): task for task in TASKS}
@@ -34,13 +34,12 @@ def tokenizer() -> Any:
 def test_long_rows_do_not_depend_on_who_makes_them_either(tokenizer: Any) -> None:
     # Long rows may leave some tokens unused, so how their size was found must be the same.
     task = BY_NAME["niah_multikey_2"]
-    rows = [each for _, each in task.generate(tokenizer, 120_000, 2)]
-    assert list(task.generate(tokenizer, 120_000, 2, only=[1])) == [("ruler/niah_multikey_2:1", rows[1])]
+    assert made(task, tokenizer, 120_000, 2, only=[1]) == made(task, tokenizer, 120_000, 2)[1:]
 
 
 def row(name: str, tokenizer: Any, tokens: int = 2048, index: int = 0, **options: Any) -> dict[str, Any]:
-    ((_, found),) = BY_NAME[name].generate(tokenizer, tokens, index + 1, only=[index], **options)
-    return dict(found)
+    (found,) = made(BY_NAME[name], tokenizer, tokens, index + 1, only=[index], **options)
+    return found
 
 
 def item(name: str, found: dict[str, Any]) -> Any:
@@ -70,7 +69,7 @@ def form(name: str, text: str) -> str:
 @pytest.mark.parametrize("name", [name for name in GENERATED if name != "vt"])
 def test_a_generated_row_has_the_form_of_a_published_one(name: str, tokenizer: Any) -> None:
     folder = "ruler" if name == "niah_multikey_3" else "ruler_generated"
-    path = SHARED / folder / published_files(f"ruler/{name}", 4096)[0]
+    path = SHARED / folder / "4096" / f"{name}.jsonl"
     if not path.is_file():
         pytest.skip("needs the published rows in ../shared/data")
     theirs = [item(name, json.loads(line)) for line in path.read_text().splitlines()]
@@ -84,7 +83,7 @@ def test_a_generated_row_has_the_form_of_a_published_one(name: str, tokenizer: A
 
 @pytest.mark.parametrize("name", ["vt", "niah_single_2", "niah_multikey_3"])
 def test_a_generated_row_has_the_fields_and_form_of_the_newer_layout(name: str, tokenizer: Any) -> None:
-    path = SHARED / "ruler_generated" / published_files(f"ruler/{name}", 8192)[1]
+    path = SHARED / "ruler_generated" / "8192" / name / "validation.jsonl"
     if not path.is_file():
         pytest.skip("needs the published rows in ../shared/data")
     published = [json.loads(line) for line in path.read_text().splitlines()]
@@ -106,7 +105,7 @@ def test_every_published_row_reads_whatever_its_layout() -> None:
     for path in paths:
         name = path.parent.name if path.stem == "validation" else path.stem
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        items = list(BY_NAME[name].items(read_records(path)))
+        items = list(BY_NAME[name].items(stream_entries([path])))
         assert [each.id for each in items] == [str(number) for number in range(len(rows))]
         for each, published in zip(items, rows, strict=True):
             assert each.content + each.lead == published["input"] + published.get("answer_prefix", "")
@@ -132,7 +131,7 @@ def test_a_row_fills_its_length_and_never_more(name: str, tokens: int, tokenizer
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_rows_differ_by_index_and_seed_and_do_not_depend_on_who_makes_them(name: str, tokenizer: Any) -> None:
-    rows = [each for _, each in BY_NAME[name].generate(tokenizer, 1500, 3, seed=5)]
+    rows = made(BY_NAME[name], tokenizer, 1500, 3, seed=5)
     assert rows[2] == row(name, tokenizer, 1500, index=2, seed=5)
     assert len({tuple(each["outputs"]) for each in [*rows, row(name, tokenizer, 1500, seed=6)]}) == 4
 
@@ -276,7 +275,7 @@ def test_a_question_comes_with_its_own_documents_and_distractors(
     name: str, file: str, data: Any, tmp_path: Path, tokenizer: Any
 ) -> None:
     (tmp_path / file).write_text(json.dumps(data))
-    rows = [each for _, each in BY_NAME[name].generate(tokenizer, 1000, 3, data_dir=tmp_path)]
+    rows = made(BY_NAME[name], tokenizer, 1000, 3, data_dir=tmp_path)
     asked = item(name, rows[1])
     assert asked.content.count("Document ") == (6 if name == "qa_1" else 4)
     own = "Paragraph a1." if name == "qa_1" else "Bob\nOne. Two."
@@ -309,7 +308,7 @@ def test_question_sets_that_are_missing_or_broken_are_refused(tmp_path: Path, to
 
 
 def test_a_row_that_cannot_be_asked_names_its_place_and_field() -> None:
-    with pytest.raises(BadRow, match="here:1: field 'outputs' is missing"):
+    with pytest.raises(BadRow, match="here:1 has no field 'outputs'"):
         BY_NAME["vt"].read(0, "here:1", {"input": "x"})
-    with pytest.raises(BadRow, match="here:1: field 'input' does not end with how an answer begins"):
+    with pytest.raises(BadRow, match="here:1 has a field 'input' that does not end with how an answer begins"):
         BY_NAME["vt"].read(0, "here:1", {"input": "x", "outputs": ["A"]})

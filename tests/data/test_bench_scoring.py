@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from locret.data.tasks.metrics import infinitebench, leval, longbench, rouge
+from locret.data.tasks.metrics import rouge
+from locret.data.tasks.published import infinitebench, leval, longbench
 
 INFINITEBENCH = {
     "yi-6b-200k": (

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from locret import RetentionCache, RetentionPolicy, prefill
-from locret.data.tasks.published.haystack_stream import LongPrompt, stream_needle, stream_number
-from locret.data.tasks.published.haystacks import filler_sentences
 from locret.data.tasks.published.infinitebench_generated import TASKS
 from locret.data.tasks.published.niah import NEEDLE
 from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.data.text.essays import filler_sentences
+from locret.infer.speed.lab.streamed_prompts import LongPrompt, stream_needle, stream_number
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 

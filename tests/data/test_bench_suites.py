@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from locret.data.tasks import published as benchmarks
+from locret.data import tasks as benchmarks
 from locret.data.tasks.published import suites
-from locret.data.tasks.published.published_rows import RULER_LENGTHS, PublishedRow
+from locret.data.tasks.published.suites import PublishedRow
 
 ROWS = [(suites.get(name), row) for name in suites.names() for row in suites.get(name).published]
 # Section 4 of the paper: the printed averages contradict their own cells.
@@ -17,7 +17,7 @@ def test_every_suite_names_tasks_that_there_are_once() -> None:
     assert {"infinitebench-locret", "infinitebench", "leval-locret", "longbench-en", "longbench"} <= set(suites.names())
     for name in suites.names():
         suite = suites.get(name)
-        assert set(suite.tasks) <= set(benchmarks.names())
+        assert set(suite.tasks) <= set(benchmarks.names(None))
         assert len(set(suite.tasks)) == len(suite.tasks)
         assert not suite.groups or tuple(task for _, group in suite.groups for task in group) == suite.tasks
 
@@ -51,10 +51,8 @@ def test_averages_by_hand() -> None:
 
 
 def test_rulers_reference_averages_stand_at_their_lengths() -> None:
-    from locret.data.tasks.published import published_rows
-
-    assert list(RULER_LENGTHS.values()) == [4096 * 2**step for step in range(6)]
-    assert [row.average for row in published_rows.ruler("128k")] == [77.0, 66.7]
+    assert [suites.get(f"ruler-{k}k").tokens for k in (4, 8, 16, 32, 64, 128)] == [4096 * 2**step for step in range(6)]
+    assert [row.average for row in suites.get("ruler-128k").published] == [77.0, 66.7]
 
 
 def test_an_unknown_suite_names_the_nearest() -> None:

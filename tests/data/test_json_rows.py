@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret.data.training.json_rows import JsonRows, UnreadableRow, stream_entries
+from locret.data.training.json_rows import BadRow, JsonRows, stream_entries
 
 # Values with all that could mislead a search for the end of a row.
 TEXT = st.text(st.sampled_from('a"\\{}[],:\n é\u4e2d'), max_size=12)
@@ -24,7 +24,7 @@ def rows_of(path, **options):
 def outcome(entry):
     try:
         return entry.load()
-    except UnreadableRow as error:
+    except BadRow as error:
         return error.reason
 
 
@@ -86,7 +86,7 @@ def test_a_row_that_cannot_be_read_stops_only_itself(tmp_path, name, content, ex
 
 def test_a_long_row_names_its_size_and_the_option(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"a": "x" * 5_000_000}))
-    with pytest.raises(UnreadableRow, match=r"^has 5,000,009 bytes where 4,900,000 are allowed \(--max-row-bytes\)$"):
+    with pytest.raises(BadRow, match=r"jsonl:1 .* has 5,000,009 bytes where 4,900,000 are allowed \(max_row_bytes"):
         rows_of(tmp_path / "rows.jsonl", max_row_bytes=4_900_000)[0]
 
 

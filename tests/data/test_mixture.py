@@ -24,32 +24,32 @@ def test_the_reply_restates_what_the_text_says() -> None:
     for seed in range(10):
         row = mixture(TOKENIZER, ALL, 1024, seed=seed)
         for key, number in re.findall(r"for (\w+) is: (\d+)[,.]", row.reply):
-            assert f"numbers for {key} is: {number}." in row.text
+            assert f"numbers for {key} is: {number}." in row.document
         for number in re.findall(r"The (?:pass key|sequence of digits) is (\d+)\.", row.reply):
-            assert f"is {number}. Remember it." in row.text
+            assert f"is {number}. Remember it." in row.document
         for source, name in re.findall(r"= ([\w ]+): (\w+)[,.]", row.reply):
-            assert f"VAR {name} = {source}." in row.text
+            assert f"VAR {name} = {source}." in row.document
 
 
 def test_training_keys_are_never_asked_in_evaluation_unless_all_keys_are_wanted() -> None:
     rows = [mixture(TOKENIZER, ALL, 2048, seed=seed) for seed in range(10)]
-    trained = set.union(*(keys(row.text) for row in rows))
+    trained = set.union(*(keys(row.document) for row in rows))
     evaluated = set.union(
         *(
-            keys(tasks.get(name).sample(TOKENIZER, 512, seed=seed).text)
+            keys(tasks.get(name).sample(TOKENIZER, 512, seed=seed).document)
             for name in ("multikey", "multivalue", "variable_tracking")
             for seed in range(20)
         )
     )
     assert len(trained) > 40
     assert not trained & evaluated
-    free = set.union(*(keys(mixture(TOKENIZER, ALL, 2048, seed=s, all_keys=True).text) for s in range(10)))
+    free = set.union(*(keys(mixture(TOKENIZER, ALL, 2048, seed=s, all_keys=True).document) for s in range(10)))
     assert free & set(NAMES[1::2])
     assert free & set(VARIABLES[1::2])
 
 
 def test_evaluation_rows_use_the_other_half_of_the_keys() -> None:
-    found = set.union(*(keys(mixture(TOKENIZER, ALL, 1024, seed=s, split="eval").text) for s in range(10)))
+    found = set.union(*(keys(mixture(TOKENIZER, ALL, 1024, seed=s, split="eval").document) for s in range(10)))
     assert found <= {*NAMES[1::2], *VARIABLES[1::2]}
 
 
@@ -60,11 +60,11 @@ def test_no_key_names_two_things_in_one_text() -> None:
         assert len(asked) == len(set(asked))
         assert not set(asked) & set(re.findall(r"all the special magic numbers for (\w+)", row.question))
         for key in asked:
-            assert row.text.count(f"numbers for {key} is:") == 1
-        variables = re.findall(r"VAR (\w+) =", row.text)
+            assert row.document.count(f"numbers for {key} is:") == 1
+        variables = re.findall(r"VAR (\w+) =", row.document)
         assert len(variables) == len(set(variables))
         assert all(
-            row.text.count(once) <= 1 for once in ("The pass key is", "The sequence of digits is", "The Dict is")
+            row.document.count(once) <= 1 for once in ("The pass key is", "The sequence of digits is", "The Dict is")
         )
 
 

@@ -57,7 +57,7 @@ def test_no_key_of_a_row_is_ever_asked_for_in_evaluation() -> None:
         for name in re.findall(pattern, row["instruction"])
     }
     task = tasks.get("multikey")
-    asked = {name for seed in range(20) for name in re.findall(pattern, task.sample(TOKENIZER, 512, seed=seed).text)}
+    asked = {name for seed in range(20) for name in re.findall(pattern, task.sample(TOKENIZER, 512, seed=seed).content)}
     assert len(trained) > len(NAMES) // 4
     assert len(asked) > len(NAMES) // 4
     assert not trained & asked

@@ -11,7 +11,7 @@ CHAT = [("system", "Be kind."), ("user", "Hi."), ("assistant", "Hello."), ("user
 
 
 def read(record, row=3):
-    return read_row(record, detect_schema(record, "rows.json"), source="rows.json", place=f"rows.jsonl:{row}")
+    return read_row(record, detect_schema(record, "rows.json"), place=f"rows.jsonl:{row}")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_messages_win_over_a_prompt_column_beside_them():
 )
 def test_a_row_without_an_answer_is_read_only_where_none_is_needed(record):
     schema = detect_schema(record, "rows.json")
-    row = read_row(record, schema, source="rows.json", place="rows.jsonl:3", answer_needed=False)
+    row = read_row(record, schema, place="rows.jsonl:3", answer_needed=False)
     assert row == Row((Message("user", "Who?"),), "")
     with pytest.raises(ValueError, match="rows.jsonl:3 has no answer"):
         read(record)
@@ -126,7 +126,7 @@ def test_an_unusable_row_names_data_set_row_field_and_way_out(record, reason, se
     with pytest.raises(ValueError) as caught:
         read(record)
     message = str(caught.value)
-    assert message.startswith("--dataset rows.json: rows.jsonl:3 has ")
+    assert message.startswith("rows.jsonl:3 has ")
     assert sentence in message
     assert message.endswith("or pass --skip-bad-rows to leave out such rows")
     assert caught.value.reason == reason

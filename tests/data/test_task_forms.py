@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from locret.data import tasks
-from locret.data.tasks.metrics.generated import all_contained, first_integer
+from locret.data.tasks.metrics.retrieval import all_contained, first_integer
 from locret.data.text.embedded_tokenizer import COLORS, VARIABLES, build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -66,14 +66,14 @@ def test_half_of_an_answer_scores_its_share(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_the_question_and_introduction_do_not_tell_the_answer(name: str) -> None:
     one = sample(name)
-    assert not [target for target in one.targets if target in one.introduction + one.question]
+    assert not [target for target in one.targets if target in tasks.get(name).introduction + one.question]
 
 
 @pytest.mark.parametrize("name", ["passkey", "number", "multikey"])
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_the_needle_is_at_its_depth(name: str, depth: float) -> None:
     one = sample(name, 1500, depth=depth, seed=3)
-    where = one.text.index(one.targets[0]) / len(one.text)
+    where = one.document.index(one.targets[0]) / len(one.document)
     assert one.depths[0] == depth
     assert abs(where - depth) < 0.12
 
@@ -94,7 +94,7 @@ def test_targets_are_what_the_form_says(name: str, count: int) -> None:
 def test_multikey_hides_eight_keys_of_its_own_and_options_change_them() -> None:
     def needles(**options: Any) -> list[str]:
         one = tasks.get("multikey", **options).sample(TOKENIZER, 900)
-        return re.findall(r"special magic numbers for (\w+) is: (\d+)", one.text)
+        return re.findall(r"special magic numbers for (\w+) is: (\d+)", one.document)
 
     assert len(dict(needles())) == len(needles()) == 8
     found = needles(keys=12, digits=4)
@@ -106,7 +106,7 @@ def test_variables_are_chained_in_the_order_of_the_text() -> None:
     one = sample("variable_tracking", 900, seed=5)
     value = re.search(r"the value (\d+) in", one.question).group(1)  # type: ignore[union-attr]
     held, order = {value}, []
-    for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", one.text):
+    for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", one.document):
         if source in held:
             held.add(name)
             order.append(name)
@@ -116,7 +116,7 @@ def test_variables_are_chained_in_the_order_of_the_text() -> None:
 def test_two_stage_asks_for_the_value_of_a_sum() -> None:
     one = sample("two_stage", 900, seed=5)
     first, second = map(int, re.search(r"is (\d+) \+ (\d+) =", one.question).groups())  # type: ignore[union-attr]
-    entries = dict(re.findall(r"(\d+): (\w+)", re.search(r"The Dict is: ([^.]*)\.", one.text).group(1)))  # type: ignore[union-attr]
+    entries = dict(re.findall(r"(\d+): (\w+)", re.search(r"The Dict is: ([^.]*)\.", one.document).group(1)))  # type: ignore[union-attr]
     assert one.targets == (entries[str(first + second)],)
     assert set(entries.values()) <= set(COLORS)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from locret.data import tasks
 from locret.data.tasks.generated.base import Draw
 from locret.data.tasks.generated.mixture import mixture
-from locret.data.tasks.metrics.generated import all_contained, first_integer
+from locret.data.tasks.metrics.retrieval import all_contained, first_integer
 from locret.data.text.embedded_tokenizer import NAMES, VARIABLES, build_tokenizer
 from locret.data.text.filler import NOISE, Filler, FillerOptions, generator
 from locret.data.text.haystack import count_tokens, hide, prompt_length
@@ -28,7 +28,7 @@ KEYS = {*NAMES, *VARIABLES}
 def test_the_same_seed_gives_the_same_sample_and_another_seed_another(name: str) -> None:
     task = tasks.get(name)
     assert task.sample(TOKENIZER, 512, seed=3) == task.sample(TOKENIZER, 512, seed=3)
-    assert task.sample(TOKENIZER, 512, seed=3).text != task.sample(TOKENIZER, 512, seed=4).text
+    assert task.sample(TOKENIZER, 512, seed=3).document != task.sample(TOKENIZER, 512, seed=4).document
 
 
 def test_the_same_seed_gives_the_same_text_in_another_process() -> None:
@@ -44,9 +44,11 @@ def test_the_same_seed_gives_the_same_text_in_another_process() -> None:
 @pytest.mark.parametrize("tokens", [400, 777, 2048])
 @pytest.mark.parametrize("name", tasks.names())
 def test_the_chat_prompt_has_exactly_the_tokens_asked_for_and_ends_with_the_question(name: str, tokens: int) -> None:
-    sample = tasks.get(name).sample(TOKENIZER, tokens, seed=tokens)
+    task = tasks.get(name)
+    sample = task.sample(TOKENIZER, tokens, seed=tokens)
     assert prompt_length(TOKENIZER, sample.content) == tokens
-    assert sample.content == f"{sample.introduction}\n{sample.text}\n{sample.question}"
+    assert sample.content == f"{sample.document}\n{sample.question}"
+    assert sample.document.startswith(f"{task.introduction}\n")
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
@@ -54,9 +56,9 @@ def test_the_pass_key_stands_at_its_depth(depth: float) -> None:
     sample = tasks.get("passkey").sample(TOKENIZER, 2048, depth=depth, seed=5)
     key = sample.targets[0]
     statement = f"The pass key is {key}. Remember it. {key} is the pass key."
-    assert sample.text.count(statement) == 1
-    assert sample.text.count(key) == 2
-    assert sample.text.index(statement) / (len(sample.text) - len(statement)) == pytest.approx(depth, abs=0.02)
+    assert sample.document.count(statement) == 1
+    assert sample.document.count(key) == 2
+    assert sample.document.index(statement) / (len(sample.document) - len(statement)) == pytest.approx(depth, abs=0.02)
 
 
 @pytest.mark.parametrize("name", tasks.names())
@@ -69,7 +71,7 @@ def test_a_gold_reply_scores_one_and_a_wrong_one_zero(name: str) -> None:
         assert task.score(", ".join(sample.targets), sample) == 1.0
         assert task.score(other.reply, sample) == 0.0
         assert task.score("", sample) == 0.0
-        assert all(target in sample.text for target in sample.targets)
+        assert all(target in sample.document for target in sample.targets)
 
 
 def _shared(one: tasks.Sample, other: tasks.Sample) -> bool:
@@ -108,7 +110,9 @@ def test_splits_share_no_text_and_no_key(name: str) -> None:
         for draw in (train, evaluation)
     ]
     assert not keys[0] & keys[1]
-    texts = [{task.sample(TOKENIZER, 400, seed=s, split=split).text for s in range(10)} for split in ("train", "eval")]
+    texts = [
+        {task.sample(TOKENIZER, 400, seed=s, split=split).document for s in range(10)} for split in ("train", "eval")
+    ]
     assert len(texts[0]) == len(texts[1]) == 10
     assert not texts[0] & texts[1]
 
@@ -123,18 +127,18 @@ def test_numbers_repeat_neighbours_and_have_ten_digits() -> None:
 def test_a_variable_is_assigned_before_it_is_used() -> None:
     for seed in range(10):
         sample = tasks.get("variable_tracking").sample(TOKENIZER, 1024, seed=seed)
-        places = [sample.text.index(f"VAR {name} = ") for name in sample.targets]
+        places = [sample.document.index(f"VAR {name} = ") for name in sample.targets]
         assert places == sorted(places)
-        assert sample.text.count(" = ") == 6
+        assert sample.document.count(" = ") == 6
 
 
 def test_the_numbers_of_one_key_are_anywhere_in_the_text() -> None:
     orders = set()
     for seed in range(10):
         sample = tasks.get("multivalue", values=2, others=3).sample(TOKENIZER, 1024, seed=seed)
-        places = [sample.text.index(f"is: {number}.") for number in sample.targets]
+        places = [sample.document.index(f"is: {number}.") for number in sample.targets]
         orders.add(places == sorted(places))
-        assert sample.text.count("One of the special magic numbers for") == 5
+        assert sample.document.count("One of the special magic numbers for") == 5
     assert orders == {True, False}
 
 
@@ -152,7 +156,7 @@ def test_an_option_that_is_no_count_is_refused(value: object) -> None:
 
 
 def test_a_text_may_hold_one_key_only_but_not_more_numbers_than_there_are() -> None:
-    assert tasks.get("multivalue", others=0).sample(TOKENIZER, 400).text.count("special magic") == 4
+    assert tasks.get("multivalue", others=0).sample(TOKENIZER, 400).document.count("special magic numbers for") == 4
     assert len(tasks.get("multikey", keys=9, digits=1).plant(Draw(random.Random(0), "eval")).statements) == 9
     with pytest.raises(ValueError, match="one text cannot hold that many numbers of 1 digits; ask for fewer"):
         tasks.get("multikey", keys=10, digits=1).plant(Draw(random.Random(0), "eval"))
@@ -217,17 +221,17 @@ def test_a_mixture_answers_every_question_from_the_text() -> None:
     sample = mixture(TOKENIZER, tasks.names(), 2048, seed=1)
     assert prompt_length(TOKENIZER, sample.content) == 2048
     assert len(sample.targets) > 8
-    assert all(target in sample.text for target in sample.targets)
+    assert all(target in sample.document for target in sample.targets)
     assert all(target in sample.reply for target in sample.targets)
-    assert sample.text.count("The pass key is") <= 1
-    names = set(re.findall(r"numbers for (\w+) is:", sample.text))
+    assert sample.document.count("The pass key is") <= 1
+    names = set(re.findall(r"numbers for (\w+) is:", sample.document))
     assert names <= set(NAMES[::2])  # the half of the keys that evaluation never asks for
 
 
 def test_a_mixture_asks_as_few_questions_as_wanted_and_fits_short_texts() -> None:
     sample = mixture(TOKENIZER, ["passkey", "multikey"], 512, seed=1, questions=1)
     assert sample.question.count("?") == 1
-    assert sample.introduction
+    assert sample.document.startswith(tuple(tasks.get(name).introduction for name in ("passkey", "multikey")))
     for seed in range(30):
         short = mixture(TOKENIZER, ["two_stage"], 256, seed=seed)
         assert count_tokens(TOKENIZER, short.content) < 256
@@ -253,7 +257,7 @@ def test_multivalue_has_numbers_for_more_values_than_first_digits() -> None:
 
 
 def test_numbers_with_a_first_digit_run_out_on_their_own() -> None:
-    draw = tasks.Draw(random.Random(0), "eval")
+    draw = Draw(random.Random(0), "eval")
     assert sorted(draw.number(2, first=3) for _ in range(10)) == [str(number) for number in range(30, 40)]
     with pytest.raises(ValueError, match="numbers of 2 digits"):
         draw.number(2, first=3)

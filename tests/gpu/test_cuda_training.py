@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from locret import RetainingHeads
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Attended
 from locret.infer.speed.shapes import TINY, random_model
-from locret.labels.labels import LABEL_KINDS, answer_labels, layer_labels, observe
+from locret.labels import names
+from locret.labels.labels import answer_labels, layer_labels, observe
 from locret.train.step import train_step
 
 pytestmark = [
@@ -29,12 +30,12 @@ def prompt(length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", LABEL_KINDS)
+@pytest.mark.parametrize("kind", names())
 def test_label_kernels_give_the_labels_of_the_plain_path(kind: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     model, fused, plain = random_model(TINY, dtype=dtype, device="cuda"), [], []
 
-    def note(chunk: Chunk) -> None:
+    def note(chunk: Attended) -> None:
         fused.append(layer_labels(chunk, 900, kind, True, fused=True))
         plain.append(layer_labels(chunk, 900, kind, True, fused=False))
 

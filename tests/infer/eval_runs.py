@@ -6,8 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from locret.data.tasks import Sample, Task
+from locret.data.tasks.prompts import build_prompt
+from locret.data.tasks.task import Wanted
+from locret.infer.evaluation.runner import Case, plan_cases
 
 MODULE = "locret.infer.evaluation.command"
 TIMES = ("prefill_seconds", "decode_seconds", "prefill_tokens_per_second", "decode_tokens_per_second")
@@ -45,3 +51,20 @@ def records(folder: Path, name: str = "samples.jsonl") -> list[dict[str, Any]]:
 def cells(folder: Path) -> list[dict[str, Any]]:
     found = json.loads((folder / "results.json").read_text())["cells"]
     return [{k: v for k, v in cell.items() if k not in TIMES} for cell in found]
+
+
+def cases(
+    tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int, longest: int | None = None
+) -> list[Case]:
+    """Return what `locret-eval` asks of tasks that need no data."""
+    wanted = Wanted(tokenizer=lambda: None, lengths=lengths, samples=samples, seed=seed)
+    return plan_cases([task.select(wanted) for task in tasks], seed)
+
+
+def prompt_ids(tokenizer: Any, sample: Sample) -> Any:
+    """Return (1, N) ids of a sample of a task that needs no data."""
+    import torch
+
+    from locret.data import tasks
+
+    return torch.tensor([build_prompt(tasks.get("passkey"), sample, tokenizer).ids])

@@ -12,8 +12,8 @@ import torch
 from torch.autograd import DeviceType
 
 from locret.backbone import instrument
-from locret.cache import cache
 from locret.cache import layer as layers
+from locret.cache import reader
 from locret.infer.speed.lab import profile as bench
 from locret.infer.speed.lab.stages import ELSEWHERE, MARK, by_stage, marked_stages
 from locret.infer.speed.shapes import TINY, random_model
@@ -39,7 +39,7 @@ BACKBONE = {"MLP", "q, k, v projections", "output projection", "norms", "attenti
 
 def test_a_profile_of_prefill_knows_its_stages_and_adds_up(tmp_path: Path) -> None:
     record = profiled(tmp_path, *BUDGET)
-    assert stage_names(record) >= BACKBONE | {"scores", "eviction", "cache update: append, rotate"}
+    assert stage_names(record) >= BACKBONE | {"scores", "eviction", "cache update: append"}
     assert sum(row["share"] for row in record["stages"]) == pytest.approx(1, abs=0.01)
     calls = {row["name"]: row["calls"] for row in record["operations"]}
     # 4 chunks, the last of which has 8 tokens and is followed by 8 local ones; q, k, v, o, gate, up, down, fc1, fc2 of
@@ -84,10 +84,10 @@ def test_shapes_tell_products_apart(tmp_path: Path) -> None:
 
 def test_no_mark_stays_behind() -> None:
     model = random_model(TINY)
-    before = (instrument.attend, cache.RetentionCache.attended, layers.RetentionLayer.evict)
+    before = (instrument.attend, reader.Reader.attended, layers.RetentionLayer.evict)
     with marked_stages(model, training=True):
         assert instrument.attend is not before[0]
-    assert before == (instrument.attend, cache.RetentionCache.attended, layers.RetentionLayer.evict)
+    assert before == (instrument.attend, reader.Reader.attended, layers.RetentionLayer.evict)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

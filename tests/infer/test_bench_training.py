@@ -81,7 +81,7 @@ def test_its_own_heads_are_not_the_others() -> None:
     ("arguments", "message"),
     [
         (["--answer-tokens", "0"], "--answer-tokens 0 is too small; give 1 or more"),
-        (["--label-kind", "softmax"], 'kind="softmax" is no label of ours'),
+        (["--label-kind", "softmax"], 'label kind "softmax" is unknown'),
         (["--shape", "gpt"], "--shape gpt is unknown; choose one of cpu-512"),
     ],
 )

@@ -78,6 +78,13 @@ def test_recorded_scores_include_evicted_units(tiny_llama: Any) -> None:
     assert scores[0, 0, 4:].tolist() == list(range(4, 40))
 
 
+@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "h2o"])
+def test_scores_that_change_are_recorded_as_their_units_entered(tiny_llama: Any, name: str) -> None:
+    scores = consistency.read_scores(tiny_llama, name, ids_of(40), POLICY)
+    assert scores.shape == (2, 2, 40)
+    assert not scores.isnan().any()
+
+
 def test_causal_scores_agree_with_themselves_and_attention_does_not(tiny_llama: Any) -> None:
     for layer in tiny_llama.model.layers:
         # With small random weights attention is even, and its sums only say how many queries came after.

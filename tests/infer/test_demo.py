@@ -77,10 +77,10 @@ def test_demo_ends_with_the_table_and_the_pictures(tmp_path: Path) -> None:
     assert sorted(shown) == sorted(str(folder / name) for name in pictures)
 
 
-def test_demo_away_from_the_repository_says_where_to_run(demo: Callable[..., Any], tmp_path: Path) -> None:
+def test_demo_without_a_backbone_says_what_to_give(demo: Callable[..., Any], tmp_path: Path) -> None:
     outcome = demo("--model", tmp_path, "--output", tmp_path / "out")
     assert outcome.code == 2
-    assert "holds no backbone; run this from the repository's root" in outcome.err
+    assert "holds no backbone; give a folder with one, or leave --model out" in outcome.err
     assert not (tmp_path / "out").exists()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from eval_runs import prompt_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret import RetentionCache, RetentionPolicy, generate, scorers
@@ -85,7 +86,7 @@ def test_full_is_plain_transformers_and_the_engine_with_room_for_all_says_the_sa
     for seed in range(4):
         task = tasks.get("multikey", keys=2)
         sample = task.sample(tokenizer, 300, seed=seed)
-        ids = runner.prompt_ids(tokenizer, sample)
+        ids = prompt_ids(tokenizer, sample)
         plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
         prediction = tokenizer.decode(plain[0, 300:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         full = runner.answer(methods.Prompt(ids, sample, setup), runner.Run(methods.get("full"), None), 24)

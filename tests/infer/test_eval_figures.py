@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from locret.data import tasks
 from locret.infer.evaluation import figures, series
 from locret.infer.evaluation.series import Line, Point, Reading
 
@@ -93,8 +94,8 @@ def test_heat_map_of_nothing_is_refused() -> None:
 
 
 def test_only_tasks_whose_answer_is_in_one_place_get_a_heat_map() -> None:
-    assert all(series.has_single_needle(name) for name in ("passkey", "number", "multikey"))
-    assert not any(series.has_single_needle(name) for name in ("multivalue", "variable_tracking", "unknown"))
+    assert all(tasks.get(name).single_needle for name in ("passkey", "number", "multikey"))
+    assert not any(tasks.get(name).single_needle for name in ("multivalue", "variable_tracking"))
 
 
 def test_lines_of_a_figure_look_different() -> None:
@@ -155,4 +156,4 @@ def test_missing_matplotlib_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp
     [("niah/needle", True), ("ruler/niah_single_2", True), ("ruler/niah_multikey_1", False), ("ruler/vt", False)],
 )
 def test_published_needles_get_a_heat_map_where_one_place_holds_the_answer(name: str, single: bool) -> None:
-    assert series.has_single_needle(name) is single
+    assert tasks.get(name).single_needle is single

@@ -9,12 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from eval_runs import cells, environment, finish, records, start
+from eval_runs import cases, cells, environment, finish, records, start
 
 from locret.files import locked
 from locret.infer.evaluation import processes
 from locret.infer.evaluation.records import PART, SampleLog, key
-from locret.infer.evaluation.runner import plan_places
 
 LINE = ("--methods", "full,locret,random", "--tasks", "passkey,number", "--lengths", "300,400", "--budget", 64)
 LINE = (*LINE, "--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--figures", "none")
@@ -79,7 +78,7 @@ def test_a_mistake_is_said_once_and_ends_all_processes(line: tuple[object, ...],
 def test_shares_are_all_of_it_and_disjoint() -> None:
     from locret.data import tasks
 
-    places = plan_places([tasks.get("passkey")], [300, 600], 5, 0)
+    places = cases([tasks.get("passkey")], [300, 600], 5, 0)
     shares = [processes.Processes(rank, 3).share(places) for rank in range(3)]
     assert [len(share) for share in shares] == [4, 3, 3]
     assert {place.tokens for place in shares[2]} == {300, 600}

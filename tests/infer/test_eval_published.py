@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from published_cases import infinitebench, leval, longbench, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret.cli import run
-from locret.data.tasks import published as benchmarks
-from locret.data.tasks.published import Item
-from locret.infer.evaluation import methods, published, runner
+from locret.data import tasks as benchmarks
+from locret.data.tasks import Sample, Task
+from locret.data.tasks.task import MadeSamples, SampleSet
+from locret.infer.evaluation import methods, runner
 from locret.infer.evaluation.command import command
 
 pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
@@ -71,7 +73,7 @@ def test_two_benchmarks_and_a_generated_task_run_in_one_evaluation(evaluate: Any
     )
     for record in found[4:]:
         task = benchmarks.get(record["task"])
-        item = Item(id="", content="", targets=tuple(record["targets"]), reply="")
+        item = Sample(id="", content="", targets=tuple(record["targets"]), reply="")
         assert record["score"] == task.score(record["prediction"], item)
     cells = {cell["set"]: cell for cell in results(out)["cells"] if "set" in cell}
     assert cells["infinitebench/passkey"]["task"] == "infinitebench/passkey (2 of 590)"
@@ -135,13 +137,13 @@ def test_a_long_prompt_is_cut_as_the_protocol_cuts_and_both_lengths_are_on_recor
 
 def test_the_protocols_limit_holds_where_the_backbone_has_room(ours: Path) -> None:
     task = benchmarks.get("infinitebench/passkey")
-    assert published.fitted(task, 200_000, None, None) == (task, "protocol")
-    assert published.fitted(task, None, None, None) == (task, "protocol")
-    shorter, source = published.fitted(task, 8192, None, None)
+    assert task.fitted(200_000, None, None) == (task, "protocol")
+    assert task.fitted(None, None, None) == (task, "protocol")
+    shorter, source = task.fitted(8192, None, None)
     assert (shorter.limit, source) == (8192 - 6, "backbone")
-    assert published.fitted(benchmarks.get("infinitebench/math_calc"), 131072, None, 50)[0].max_new_tokens == 50
+    assert benchmarks.get("infinitebench/math_calc").fitted(131072, None, 50)[0].max_new_tokens == 50
     with pytest.raises(ValueError, match="30,000 new tokens leave no room for a prompt within the 8,192 positions"):
-        published.fitted(benchmarks.get("infinitebench/math_calc"), 8192, None, None)
+        benchmarks.get("infinitebench/math_calc").fitted(8192, None, None)
 
 
 def test_some_rows_are_taken_evenly_from_the_file(evaluate: Any, tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_bad_rows_are_named_and_left_out_only_when_asked(evaluate: Any, ours: Pa
     line = ("--tasks", "infinitebench/passkey", "--methods", "full", "--data-dir", ours, "--output", out)
     code, _, err = evaluate(*line)
     assert code == 2
-    assert "passkey.jsonl:2: field 'answer' is empty" in err
+    assert "passkey.jsonl:2 (row 1 from 0) has an empty field 'answer'" in err
     assert "--skip-bad-rows" in err
     assert not out.exists()
     code, _, err = evaluate(*line, "--skip-bad-rows")
@@ -254,7 +256,7 @@ def test_a_stop_ends_the_answer_and_is_cut_off(backbone: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(backbone)
     setup = methods.Setup(model, tokenizer, None, 0)
     ids = torch.tensor([tokenizer("The red house stands near the river. " * 20)["input_ids"]])
-    prompt = methods.Prompt(ids, Item(id="0", content="", targets=("a",), reply="a"), setup)
+    prompt = methods.Prompt(ids, Sample(id="0", content="", targets=("a",), reply="a"), setup)
     policy = runner.RetentionPolicy(budget=64, chunk_size=32, stabilizers=8, local_len=8)
     for one in (runner.Run(methods.get("full"), None), runner.Run(methods.get("random"), policy)):
         free = runner.answer(prompt, one, 20)
@@ -263,7 +265,10 @@ def test_a_stop_ends_the_answer_and_is_cut_off(backbone: Path) -> None:
         stopped = runner.answer(prompt, one, 20, (stop,))
         assert stopped["generated_tokens"] < free["generated_tokens"]
         assert stopped["prediction"].endswith(stop)
-        assert published.cut_at(stopped["prediction"], (stop,)) == free["prediction"][: free["prediction"].index(stop)]
+        cut = runner._answered(
+            prompt, one, replace(benchmarks.get("longbench/samsum"), stop=(stop,), max_new_tokens=20)
+        )
+        assert cut["prediction"] == free["prediction"][: free["prediction"].index(stop)]
         # An answer that must have a token does not begin with its end.
         first = tokenizer.decode(tokenizer(free["prediction"], add_special_tokens=False)["input_ids"][:1])
         assert runner.answer(prompt, one, 20, (first,))["generated_tokens"] == 1
@@ -271,10 +276,11 @@ def test_a_stop_ends_the_answer_and_is_cut_off(backbone: Path) -> None:
         assert not again["prediction"].startswith(first)
 
 
-def test_a_text_is_cut_at_the_first_stop() -> None:
-    assert published.cut_at("one\ntwo###three", ("###", "\n")) == "one"
-    assert published.cut_at("one", ("\n",)) == "one"
-    assert published.cut_at("one\ntwo", ()) == "one\ntwo"
+def stub(task: Task, of: int | None) -> SampleSet:
+    """Return samples of which only the number matters."""
+    samples = MadeSamples(task, 0, 4, 0, made=False)
+    samples.of = of
+    return samples
 
 
 def test_rouge_of_a_task_is_the_geometric_mean_of_three_means() -> None:
@@ -287,25 +293,23 @@ def test_rouge_of_a_task_is_the_geometric_mean_of_three_means() -> None:
             **{"task": task.name, "tokens": 100, "method": "full", "budget": None, "chunk_size": None},
             **{"stabilizers": None, "prompt_tokens": 9, "prefill_seconds": 1, "generated_tokens": 1},
             **{"decode_seconds": 1, "kept_units": 1, "peak_units": 1, "cache_bytes": 1, "peak_bytes": 1},
-            **{"prediction": said, "targets": [right], "tokens_before": 9, "tokens_after": 9},
-            "score": task.score(said, Item(id="", content="", targets=(right,), reply=right)),
+            **{"prediction": said, "targets": [right], "item": "0", "tokens_before": 9, "tokens_after": 9},
+            "score": task.score(said, Sample(id="", content="", targets=(right,), reply=right)),
         }
         for said, right in answers
     ]
-    (cell,) = summary.cells(found, {(task.name, 100): summary.PublishedSet(task, 156)})
+    (cell,) = summary.cells(found, {(task.name, 100): stub(task, 156)})
     # ROUGE-1: 3/4 and 1/2; ROUGE-2: 2/3 and 0; ROUGE-L: 3/4 and 1/2.
     assert cell["score"] == pytest.approx(100 * ((5 / 8) * (1 / 3) * (5 / 8)) ** (1 / 3), abs=1e-3)
     assert cell["task"] == "leval/meeting_summ (2 of 156)"
 
 
 def test_a_name_says_what_part_was_asked() -> None:
-    from locret.infer.evaluation.summary import PublishedSet
-
     task = benchmarks.get("infinitebench/passkey")
-    assert PublishedSet(task, 590).label(590) == "infinitebench/passkey"
-    assert PublishedSet(task, 590).label(20) == "infinitebench/passkey (20 of 590)"
-    assert PublishedSet(task, None).label(4) == "infinitebench/passkey (4 rows)"
-    assert PublishedSet(task, None, generated=True).label(4) == "infinitebench/passkey"
+    assert stub(task, 590).label(590) == "infinitebench/passkey"
+    assert stub(task, 590).label(20) == "infinitebench/passkey (20 of 590)"
+    assert stub(task, None).label(4) == "infinitebench/passkey (4 rows)"
+    assert MadeSamples(task, 0, 4, 0).label(4) == "infinitebench/passkey"
 
 
 def test_a_file_with_nothing_to_ask_is_refused(evaluate: Any, tmp_path: Path) -> None:

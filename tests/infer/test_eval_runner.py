@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eval_runs import cases, prompt_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret import RetainingHeads, RetentionPolicy, scorers
@@ -36,7 +37,7 @@ def prompt(setup: Setup) -> Callable[..., Prompt]:
 
     def make(name: str = "passkey", tokens: int = 400, seed: int = 0) -> Prompt:
         sample = tasks.get(name).sample(setup.tokenizer, tokens, seed=seed)
-        return Prompt(runner.prompt_ids(setup.tokenizer, sample), sample, setup)
+        return Prompt(prompt_ids(setup.tokenizer, sample), sample, setup)
 
     return make
 
@@ -138,7 +139,7 @@ def test_labels_are_computed_once_per_sample_and_only_for_the_oracle(
         return answer_labels(*given)
 
     monkeypatch.setattr(methods, "answer_labels", counted)
-    places = runner.plan_places([tasks.get("passkey")], [300], 2, 0)
+    places = cases([tasks.get("passkey")], [300], 2, 0)
     budgets = [RetentionPolicy(budget=b, chunk_size=64, stabilizers=8, local_len=8) for b in (32, 64, 96)]
     list(runner.evaluate(setup, places, runner.plan_runs([methods.get("random")], budgets), set()))
     assert not calls
@@ -151,14 +152,14 @@ def test_a_sample_is_written_once_for_all_its_runs_and_not_at_all_when_all_are_d
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = []
-    sample = runner.Place.sample
+    sample = runner.Case.sample
 
-    def counted(self: runner.Place, tokenizer: Any) -> Any:
+    def counted(self: runner.Case, tokenizer: Any) -> Any:
         written.append(self.index)
         return sample(self, tokenizer)
 
-    monkeypatch.setattr(runner.Place, "sample", counted)
-    places = runner.plan_places([tasks.get("number")], [300], 3, 0)
+    monkeypatch.setattr(runner.Case, "sample", counted)
+    places = cases([tasks.get("number")], [300], 3, 0)
     runs = runner.plan_runs([methods.get("full"), methods.get("random")], [POLICY])
     done = {key(places[1].axes | run.axes) for run in runs} | {key(places[2].axes | runs[0].axes)}
     found = list(runner.evaluate(setup, places, runs, done))
@@ -167,8 +168,8 @@ def test_a_sample_is_written_once_for_all_its_runs_and_not_at_all_when_all_are_d
 
 
 def test_depths_are_even_over_the_samples_and_the_plain_cache_runs_once() -> None:
-    places = runner.plan_places([tasks.get("passkey")], [300, 400], 4, 7)
-    assert [place.depth for place in places] == [0.125, 0.375, 0.625, 0.875] * 2
+    places = cases([tasks.get("passkey")], [300, 400], 4, 7)
+    assert [place.axes["depth"] for place in places] == [0.125, 0.375, 0.625, 0.875] * 2
     budgets = [RetentionPolicy(budget=b, chunk_size=64, stabilizers=8, local_len=8) for b in (32, 64)]
     runs = runner.plan_runs([methods.get("full"), methods.get("streaming-original")], budgets)
     assert [run.axes["budget"] for run in runs] == [None, 32, 64]

@@ -90,17 +90,16 @@ def test_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @NEEDED
 def test_documents_are_the_samples_of_locret_eval(backbone: Path, tmp_path: Path) -> None:
+    from eval_runs import cases
     from transformers import AutoTokenizer
-
-    from locret.infer.evaluation.runner import plan_places
 
     tokenizer = AutoTokenizer.from_pretrained(backbone)
     loaded = load(tmp_path, "locret_number", pretrained=str(backbone), lengths=[128, 256], samples=2, seed=5)
     docs = list(loaded["locret_number"].test_docs())
-    places = plan_places([tasks.get("number")], [128, 256], samples=2, seed=5)
-    expected = {(place.tokens, place.sample(tokenizer).text) for place in places}
+    places = cases([tasks.get("number")], [128, 256], samples=2, seed=5)
+    expected = {(place.tokens, place.sample(tokenizer).content) for place in places}
     assert [doc["tokens"] for doc in docs] == [128, 256, 128, 256]
-    assert {(doc["tokens"], doc["text"]) for doc in docs} == expected
+    assert {(doc["tokens"], doc["content"]) for doc in docs} == expected
 
 
 @NEEDED
@@ -125,7 +124,7 @@ def test_task_options_reach_the_task(backbone: Path, tmp_path: Path) -> None:
         task_options={"multikey": {"keys": 2}},
     )
     (doc,) = loaded["locret_multikey"].test_docs()
-    assert doc["text"].count("special magic numbers for") >= 2
+    assert doc["content"].count("special magic numbers for") >= 2
     assert len(doc["depths"]) == 2
 
 

@@ -12,20 +12,21 @@ import torch
 
 from locret.data import tasks
 from locret.data.tasks import Sample
+from locret.data.tasks.task import MadeSamples
 from locret.infer.evaluation import insight, methods
 from locret.infer.evaluation.methods import Setup
-from locret.infer.evaluation.runner import Place, plan_runs
+from locret.infer.evaluation.runner import Case, plan_runs
 from locret.policy.policy import RetentionPolicy
 
 POLICIES = [RetentionPolicy(budget=n, chunk_size=32, stabilizers=8, local_len=8) for n in (48, 32)]
 
 
-@dataclass(frozen=True)
-class LooselyFilled(Place):
-    """A sample that falls short of its length, each by another amount, as with long sentences."""
+@dataclass
+class LooselyFilled(MadeSamples):
+    """Samples that fall short of their length, each by another amount, as with long sentences."""
 
-    def sample(self, tokenizer: Any) -> Sample:
-        return self.task.sample(tokenizer, self.tokens - 9 * self.index, depth=0.5, seed=self.index)
+    def sample(self, number: int, tokenizer: Any) -> Sample:
+        return self.task.sample(tokenizer, self.tokens - 9 * number, depth=0.5, seed=number)  # type: ignore[attr-defined]
 
 
 def setup_of(backbone: Path) -> Setup:
@@ -35,16 +36,17 @@ def setup_of(backbone: Path) -> Setup:
     return Setup(model, AutoTokenizer.from_pretrained(backbone), None, 0)
 
 
-def places(kind: type[Place]) -> list[Place]:
-    return [kind(tasks.get("passkey"), 160, index, 3, 0) for index in range(3)]
+def cases(kind: type[MadeSamples]) -> list[Case]:
+    task = tasks.get("passkey")
+    return [Case(kind(task, 160, 3, 0), task, index, index, 160, 0) for index in range(3)]
 
 
 def test_consistency_is_averaged_at_prefixes_that_every_text_has(backbone: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
     setup = setup_of(backbone)
-    shortest = insight._prompt(setup, places(LooselyFilled)[2]).ids_1N.shape[1]
+    shortest = insight.ask(setup, cases(LooselyFilled)[2])[0].ids_1N.shape[1]
     assert 128 <= shortest <= 142
-    insight.write(setup, tmp_path, places(LooselyFilled), plan_runs([methods.get("random")], POLICIES))
+    insight.write(setup, tmp_path, cases(LooselyFilled), plan_runs([methods.get("random")], POLICIES))
     written = json.loads((tmp_path / "consistency.json").read_text())
     assert written["texts"] == 3
     assert written["prefixes"] == [shortest * step // 8 for step in range(1, 9)]
@@ -56,7 +58,7 @@ def test_consistency_is_averaged_at_prefixes_that_every_text_has(backbone: Path,
 def test_each_method_is_shown_and_the_plain_cache_is_not(backbone: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
     chosen = [methods.get(name) for name in ("full", "random", "streaming", "oracle")]
-    names = insight.write(setup_of(backbone), tmp_path, places(Place), plan_runs(chosen, POLICIES))
+    names = insight.write(setup_of(backbone), tmp_path, cases(MadeSamples), plan_runs(chosen, POLICIES))
     steps = [f"retention_steps_{name}.png" for name in ("random", "streaming", "oracle")]
     assert names == [*steps, "consistency.png", "consistency.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
@@ -70,5 +72,5 @@ def test_each_method_is_shown_and_the_plain_cache_is_not(backbone: Path, tmp_pat
 
 def test_plain_cache_alone_gives_no_picture(backbone: Path, tmp_path: Path) -> None:
     runs = plan_runs([methods.get("full")], POLICIES)
-    assert insight.write(setup_of(backbone), tmp_path, places(Place), runs) == []
+    assert insight.write(setup_of(backbone), tmp_path, cases(MadeSamples), runs) == []
     assert list(tmp_path.iterdir()) == []

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import pytest
+from eval_runs import cases
 
 from locret.data import tasks
-from locret.data.tasks.published import get
+from locret.data.tasks import get
+from locret.data.tasks.task import MadeSamples
 from locret.infer.evaluation import methods
-from locret.infer.evaluation.item_rows import GeneratedRows
 from locret.infer.evaluation.left_out import left_out
-from locret.infer.evaluation.published import ItemPlace
-from locret.infer.evaluation.runner import AnyPlace, plan_places, plan_runs
+from locret.infer.evaluation.runner import Case, plan_runs
 from locret.policy.policy import RetentionPolicy
 
 POLICY = RetentionPolicy(budget=64, chunk_size=512, stabilizers=16, local_len=8)
 HEAT, CONSISTENCY = "heat_map_random_64.png", "consistency.png"
 STEPS = ["retention_steps_random.png", "retention_steps_tova.png"]
-PLACES = plan_places([tasks.get("number")], [600], 1, 0)
+PLACES = cases([tasks.get("number")], [600], 1, 0)
 CURVE = "no accuracy_by_budget.png: it needs several budgets, such as --budget 64,128"
 
 
-def published() -> list[AnyPlace]:
+def published() -> list[Case]:
     task = get("leval/quality")
-    return [ItemPlace(task, GeneratedRows(task, 0, 1, 0, None), 0, 0, 4096, 0, "chat")]  # type: ignore[arg-type]
+    return [Case(MadeSamples(task, 0, 1, 0), task, 0, 0, 4096, 0)]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def published() -> list[AnyPlace]:
         (
             [],
             "random",
-            plan_places([tasks.get("variable_tracking")], [8192], 1, 0),
+            cases([tasks.get("variable_tracking")], [8192], 1, 0),
             [
                 CURVE,
                 "no heat_map_*.png: it needs a task with a single needle, such as --tasks passkey",
@@ -73,7 +73,7 @@ def published() -> list[AnyPlace]:
     ],
 )
 def test_every_kind_that_is_missing_is_named_with_its_reason(
-    drawn: list[str], named: str, places: list[AnyPlace], lines: list[str]
+    drawn: list[str], named: str, places: list[Case], lines: list[str]
 ) -> None:
     runs = plan_runs([methods.get(name) for name in named.split(",")], [POLICY])
     assert left_out(drawn, places, runs) == lines

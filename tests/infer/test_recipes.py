@@ -34,7 +34,7 @@ def option_classes(job: str, name: str) -> tuple[type, ...]:
 
         return OPTION_CLASSES
     if job == "train":
-        from locret.train.options import OPTION_CLASSES as TRAIN
+        from locret.train.training_options import OPTION_CLASSES as TRAIN
 
         return TRAIN
     assert job == "backbone", f"recipes/{job} belongs to no command that this test knows"

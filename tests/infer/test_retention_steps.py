@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from eval_runs import prompt_ids
 
 from locret import RetentionCache, RetentionPolicy
 from locret.data import tasks
 from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.infer.evaluation.methods import Prompt, Setup
 from locret.infer.evaluation.retention_steps import (
     RetentionSteps,
     answer_spans,
@@ -20,7 +22,6 @@ from locret.infer.evaluation.retention_steps import (
     step_grid,
     write_retention_steps,
 )
-from locret.infer.evaluation.runner import prompt_ids
 
 POLICY = RetentionPolicy(budget=6, chunk_size=5, stabilizers=2, local_len=3)
 
@@ -92,8 +93,7 @@ def test_every_method_gets_a_picture_of_the_sample(tmp_path: Path) -> None:
         LlamaConfig(vocab_size=len(tokenizer), num_attention_heads=2, num_key_value_heads=1, **size)
     )
     sample = tasks.get("number").sample(tokenizer, 200, depth=0.5)
-    names = write_retention_steps(
-        tmp_path, model.eval(), tokenizer, {"random": "random", "streaming": "streaming"}, sample, POLICY
-    )
+    prompt = Prompt(prompt_ids(tokenizer, sample), sample, Setup(model.eval(), tokenizer, None, 0))
+    names = write_retention_steps(tmp_path, prompt, {"random": "random", "streaming": "streaming"}, POLICY)
     assert names == ["retention_steps_random.png", "retention_steps_streaming.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names

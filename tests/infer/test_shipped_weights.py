@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from eval_runs import prompt_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret import RetentionCache, RetentionPolicy, generate, scorers
 from locret.data import tasks
-from locret.infer.evaluation import runner
 from locret.infer.evaluation.command import command
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
@@ -42,7 +42,7 @@ def test_with_room_for_the_prompt_the_shipped_backbone_answers_as_plain_transfor
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "tiny", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "tiny")
     task = tasks.get(name)
-    ids_1N = runner.prompt_ids(tokenizer, task.sample(tokenizer, 2048, seed=0))
+    ids_1N = prompt_ids(tokenizer, task.sample(tokenizer, 2048, seed=0))
     settings = {"max_new_tokens": task.max_new_tokens, "do_sample": False}
     plain = model.generate(ids_1N, attention_mask=torch.ones_like(ids_1N), **settings)
     policy = RetentionPolicy(budget=ids_1N.shape[1], chunk_size=512, stabilizers=64, local_len=32)

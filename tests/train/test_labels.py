@@ -9,12 +9,12 @@ from training_cases import CASES, backbone, golden, token_ids
 
 from locret import RetainingHeads, reference
 from locret.backbone.adapters import describe
-from locret.backbone.instrument import Chunk
+from locret.backbone.chunk import Attended
 from locret.labels.labels import answer_labels, layer_labels, observe, prompt_scores
 
 
-def chunks_of(model: torch.nn.Module, ids: Tensor) -> list[Chunk]:
-    chunks: list[Chunk] = []
+def chunks_of(model: torch.nn.Module, ids: Tensor) -> list[Attended]:
+    chunks: list[Attended] = []
     observe(model, ids, chunks.append)
     return chunks
 
@@ -112,8 +112,10 @@ def test_labels_of_a_bfloat16_backbone_are_computed_in_float32() -> None:
 
 
 def test_a_label_kind_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match='kind="softmax" is no label of ours; choose one of logit, log_attention'):
+    with pytest.raises(ValueError, match='label kind "softmax" is unknown; did you mean logit or log_attention'):
         answer_labels(backbone(), token_ids(4), token_ids(2), kind="softmax")
+    with pytest.raises(ValueError, match='label kind "attention" is unknown; did you mean log_attention'):
+        answer_labels(backbone(), token_ids(4), token_ids(2), kind="attention")
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(2, 3, dtype=torch.long), torch.zeros(0, dtype=torch.long)])

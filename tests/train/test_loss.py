@@ -123,7 +123,7 @@ def pair(shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"objective": "pairs"}, 'objective="pairs" is no objective of ours; choose one of regression, ranking'),
+        ({"objective": "pairs"}, 'objective="pairs" is unknown; choose one of regression, ranking'),
         ({"objective": "ranking", "temperature": 0.0}, "temperature=0.0 is not above 0; use 1 for the labels as"),
     ],
 )

@@ -7,9 +7,9 @@ import torch
 from training_cases import backbone, token_ids
 
 from locret import RetainingHeads
-from locret.train.optimizer import head_optimizer, learning_rate_factor
-from locret.train.options import OptimizerOptions
+from locret.train.optimizer import head_optimizer
 from locret.train.step import train_step
+from locret.train.training_options import OptimizerOptions
 
 OPTIONS = OptimizerOptions(steps=6, warmup_steps=2, lr=1e-2)
 
@@ -24,8 +24,8 @@ def test_fused_steps_end_where_plain_ones_do() -> None:
     twin = torch.optim.AdamW(
         plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.01, foreach=False, fused=False
     )
-    for step in range(6):
-        twin.param_groups[0]["lr"] = 1e-2 * learning_rate_factor(step, 2, 6)
+    for step, factor in enumerate([0, 0.5, 1, 0.75, 0.5, 0.25]):
+        twin.param_groups[0]["lr"] = 1e-2 * factor
         for trained, stepping in ((heads, optimizer), (plain, twin)):
             train_step(backbone(), trained, token_ids(20, seed=step), token_ids(4, seed=9))
             stepping.step()
@@ -52,4 +52,5 @@ def test_one_call_of_one_kernel_steps_all_layers() -> None:
 @pytest.mark.parametrize("step", [0, 1, 1999, 2000, 2500, 2999, 3000])
 def test_the_default_schedule_is_the_papers(step: int) -> None:
     expected = step / 2000 if step < 2000 else (3000 - step) / 1000
-    assert learning_rate_factor(step, 2000, 3000) == pytest.approx(expected)
+    _, schedule = head_optimizer(made(), OptimizerOptions())
+    assert schedule.lr_lambdas[0](step) == pytest.approx(expected)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training_cases import CASES, backbone, golden, token_ids
+from training_cases import CASES, backbone, golden, loss_of, token_ids
 
 from locret import RetainingHeads, reference
 from locret.labels.labels import answer_labels, prompt_scores
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_the_naive_two_passes(family: str, label: dict[st
     model, prompt_ids, answer_ids = backbone(family), token_ids(37), token_ids(8, seed=1)
     heads, naive = (RetainingHeads.for_model(model, hidden_dim=12, seed=3) for _ in range(2))
     for cut in (10**6, 20):  # the second adds to the gradient of the first
-        result = train_step(model, heads, prompt_ids, answer_ids, max_prompt_tokens=cut, **label)
+        result = train_step(model, heads, prompt_ids, answer_ids, loss_of(**label), max_prompt_tokens=cut)
         losses = naive_step(model, naive, prompt_ids, answer_ids, cut, **label)
         assert [value.item() for value in (result.total, result.fit, result.smoothness)] == pytest.approx(losses)
     for name, grad in gradients(naive).items():
@@ -108,7 +108,8 @@ def test_gradients_are_those_of_the_naive_two_passes(family: str, label: dict[st
 def test_every_objective_has_the_gradients_of_the_naive_two_passes(loss: dict[str, Any]) -> None:
     model, prompt_ids, answer_ids = backbone(), token_ids(37), token_ids(8, seed=1)
     heads, naive = (RetainingHeads.for_model(model, hidden_dim=12, seed=3) for _ in range(2))
-    result = train_step(model, heads, prompt_ids, answer_ids, max_prompt_tokens=20, kind="log_attention", **loss)
+    learned = loss_of("log_attention", **loss)
+    result = train_step(model, heads, prompt_ids, answer_ids, learned, max_prompt_tokens=20)
     losses = naive_step(model, naive, prompt_ids, answer_ids, 20, loss, kind="log_attention")
     assert [value.item() for value in (result.total, result.fit, result.smoothness)] == pytest.approx(losses)
     for name, grad in gradients(naive).items():
@@ -168,7 +169,7 @@ def test_a_step_waits_for_the_device_no_more_often_than_a_plain_forward(kind: st
         model.get_decoder()(input_ids=torch.cat([prompt_ids, answer_ids], dim=1), use_cache=False)
     with Waits() as waits:
         result = train_step(
-            model, heads, prompt_ids, answer_ids, kind=kind, objective=objective, earlier_answers=[(5, 9)]
+            model, heads, prompt_ids, answer_ids, loss_of(kind, objective=objective), earlier_answers=[(5, 9)]
         )
     assert waits.found == plain.found  # transformers looks for several texts in a row, once
     with Waits() as told:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from locret import RetainingHeads
-from locret.backbone.instrument import Chunk, Projections
+from locret.backbone.chunk import Attended, Projections
 from locret.infer.speed.allocations import peak_bytes
 from locret.infer.speed.lab.training_setup import TrainingSetup, layer_activations
 from locret.infer.speed.shapes import random_model
@@ -111,7 +111,8 @@ def test_no_matrix_of_answer_by_prompt_exists(kind: str) -> None:
     prompt, answer, heads, dim = 3000, 1500, 4, 8
     query = torch.randn(1, heads, prompt + answer, dim)
     key = torch.randn(1, 2, prompt + answer, dim)
-    chunk = Chunk(0, query, key, key, 1.0, None, Projections(None))  # type: ignore[arg-type]
+    nothing = Projections(None)  # type: ignore[arg-type]
+    chunk = Attended(layer_idx=0, query=query, key=key, value=key, scaling=1.0, softcap=None, projections=nothing)
     with LargestTensor() as seen:
         layer_labels(chunk, prompt, kind, False)
     assert seen.elements <= query.numel() < prompt * answer / 20

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
 
 from locret import RetainingHeads
+from locret.train.training_options import Loss
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Case, and the labels to compare with: for Phi-3 the consistent ones (golden/README.md, "Phi-3 labels").
@@ -100,6 +101,11 @@ def write_rows(path: Path, rows: int = 6) -> Path:
     ]
     path.write_text(json.dumps(texts))
     return path
+
+
+def loss_of(kind: str = "logit", floor: float | None = None, **more: Any) -> Loss:
+    """What `answer_labels` and `retention_loss` call kind and floor, as one object."""
+    return Loss(label_kind=kind, label_floor=floor, **more)
 
 
 def train_arguments(paths: tuple[Path, Path], output: Path, *more: str) -> list[str]:

@@ -1,16 +1,19 @@
-"""What an evaluation task is: what it hides in a text, what it asks, and how an answer is scored.
+"""What a generated task is: what it hides in a text, what it asks, and how an answer is scored.
 
-A generated task plants statements in filler and asks for one of them; everything else (length, depth, split, chat
-template) is the same for all tasks. The question always comes after the text.
+It plants statements in filler and asks for one of them; everything else (length, depth, split, chat template) is the
+same for all. The question always comes after the text.
 """
 
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
+from locret.data.tasks.task import SAMPLES, MadeSamples, Sample, Selection, Task, Wanted
 from locret.data.text.embedded_tokenizer import NAMES, VARIABLES
 from locret.data.text.filler import Filler, FillerOptions, Split, generator
 from locret.data.text.haystack import hide
@@ -35,27 +38,10 @@ class Planted:
     questions: tuple[Question, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A text, a question about it, and what is right."""
-
-    introduction: str
-    text: str
-    question: str
-    targets: tuple[str, ...]
-    reply: str
-    depths: tuple[float, ...]
-    """Where each planted statement is, from 0 (start of the text) to 1 (end)."""
-
-    @property
-    def document(self) -> str:
-        """The introduction and the text: all that comes before the question."""
-        return f"{self.introduction}\n{self.text}" if self.introduction else self.text
-
-    @property
-    def content(self) -> str:
-        """The user's turn: the document, then the question on its own line."""
-        return f"{self.document}\n{self.question}"
+def asked_about(introduction: str, text: str, question: str) -> tuple[str, int]:
+    """Return a user's turn, the question on its own line after the document, and where the document ends in it."""
+    document = f"{introduction}\n{text}" if introduction else text
+    return f"{document}\n{question}", len(document)
 
 
 class Draw:
@@ -110,23 +96,15 @@ def _next(left: list[str], what: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(ABC):
-    """A task of `locret-eval`. To add one: a file with a subclass beside these, one line in `locret.data.tasks`.
+class GeneratedTask(Task):
+    """A task whose texts are made here: any tokenizer, any length, no data."""
 
-    The subclass's dataclass fields are its options; they are recorded with every result.
-    """
-
-    name: ClassVar[str]
-    version: ClassVar[int] = 1
-    """Raise it when samples or scores change: results of different versions are never compared."""
-    source: ClassVar[str]
-    """Where the form comes from."""
-    metric: ClassVar[str]
-    """The metric in a few words."""
-    introduction: ClassVar[str] = ""
-    max_new_tokens: ClassVar[int]
+    pictured: ClassVar[bool] = True
     may_be_zero: ClassVar[frozenset[str]] = frozenset()
     """Options that may be 0; all others are 1 or more, and all are whole numbers."""
+
+    introduction: str = ""
+    """What the text begins with."""
 
     def __post_init__(self) -> None:
         for name, value in self.options().items():
@@ -138,14 +116,16 @@ class Task(ABC):
     def plant(self, draw: Draw) -> Planted:
         """Return the statements of one text and the questions about them; the first one is asked in evaluation."""
 
-    @abstractmethod
-    def score(self, prediction: str, sample: Sample) -> float:
-        """Return the score of a generated answer, from 0 to 1."""
+    @property
+    def single_needle(self) -> bool:
+        """Whether the first statement holds the whole answer to the question that is asked."""
+        planted = self.plant(Draw(random.Random(0), "eval"))
+        return all(target in planted.statements[0] for target in planted.questions[0].targets)
 
     def sample(
         self,
         tokenizer: Any,
-        tokens: int,
+        tokens: int | None = None,
         *,
         depth: float | None = None,
         seed: int | str = 0,
@@ -166,10 +146,12 @@ class Task(ABC):
         Raises:
             ValueError: For a depth outside 0 to 1, or `tokens` too few for statements and question.
         """
+        if tokens is None:
+            raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 4096")
         rng = generator(seed, split, self.name, tokens)
         planted = self.plant(Draw(rng, split))
         depths = [rng.random() for _ in planted.statements]
-        depths = self.place(depths if depth is None else [depth, *depths[1:]])
+        depths = self.arranged(depths if depth is None else [depth, *depths[1:]])
         asked = planted.questions[0]
         text = hide(
             tokenizer,
@@ -177,33 +159,40 @@ class Task(ABC):
             depths,
             filler=Filler(rng, filler),
             tokens=tokens,
-            around=lambda text: (
-                Sample(
-                    introduction=self.introduction,
-                    text=text,
-                    question=asked.text,
-                    targets=(),
-                    reply="",
-                    depths=(),
-                ).content
-            ),
+            around=lambda text: asked_about(self.introduction, text, asked.text)[0],
         )
+        content, end = asked_about(self.introduction, text, asked.text)
         return Sample(
-            introduction=self.introduction,
-            text=text,
+            content=content,
             question=asked.text,
             targets=asked.targets,
             reply=asked.reply,
             depths=tuple(depths),
+            span=(0, end),
         )
 
-    def place(self, depths: list[float]) -> list[float]:
+    def depth(self, index: int, samples: int) -> float:
+        """Return where the first statement of sample `index` is, from 0 to 1: even over the samples."""
+        return (index + 0.5) / samples
+
+    def sampler(
+        self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None = None
+    ) -> Callable[[int], Sample]:
+        """Return what makes sample `i` of `samples`."""
+        return lambda i: self.sample(tokenizer, tokens, depth=self.depth(i, samples), seed=f"{seed}/{i}")
+
+    def select(self, wanted: Wanted) -> Selection:
+        """Return samples of every length."""
+        task, longest, count = self, dict[str, Any](), wanted.samples or SAMPLES
+        if wanted.max_new_tokens is not None:
+            longest = {"max_new_tokens": wanted.max_new_tokens}
+            task = replace(self, max_new_tokens=wanted.max_new_tokens)
+        samples = {tokens: MadeSamples(task, tokens, count, wanted.seed) for tokens in wanted.lengths}
+        return Selection(task, samples, {"version": self.version, **self.options(), **longest})
+
+    def arranged(self, depths: list[float]) -> list[float]:
         """Return the depths of the statements; a task whose statements must follow each other sorts them."""
         return depths
-
-    def options(self) -> dict[str, Any]:
-        """Return the options as a dictionary."""
-        return asdict(self)
 
     def check(self, tokenizer: Any) -> None:
         """Refuse a tokenizer that cannot express the task's words and numbers.

@@ -10,24 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from locret.data.tasks.generated.base import Draw, Planted, Question, Sample, Task
+from locret.data.tasks.generated.base import Draw, GeneratedTask, Planted, Question, asked_about
 from locret.data.tasks.generated.multikey import MultiKey
 from locret.data.tasks.generated.multivalue import MultiValue
 from locret.data.tasks.generated.number import Number
 from locret.data.tasks.generated.passkey import PassKey
 from locret.data.tasks.generated.two_stage import TwoStage
 from locret.data.tasks.generated.variable_tracking import VariableTracking
+from locret.data.tasks.task import Sample
 from locret.data.text.filler import Filler, FillerOptions, Split, generator
 from locret.data.text.haystack import count_tokens, hide
 
 
-def varied(name: str, rng: random.Random) -> Task:
+def varied(name: str, rng: random.Random) -> GeneratedTask:
     """Return the task called `name` with options drawn around those of evaluation.
 
     Raises:
         ValueError: For a task that cannot be mixed.
     """
-    variants: dict[str, Task] = {
+    variants: dict[str, GeneratedTask] = {
         "passkey": PassKey(digits=rng.choice((4, 5, 5, 6))),
         "number": Number(digits=rng.choice((8, 10, 10, 12))),
         "multikey": MultiKey(keys=rng.randint(1, 8), digits=rng.choice((6, 7, 7, 8))),
@@ -79,25 +80,22 @@ def mixture(
     question = " ".join(question.text for question, _ in wanted)
     statements, depths = _hidden(planted)
 
-    def sample(text: str) -> Sample:
-        return Sample(
-            introduction=introduction,
-            text=text,
-            question=question,
-            targets=tuple(target for asked, _ in wanted for target in asked.targets),
-            reply=" ".join(asked.reply for asked, _ in wanted),
-            depths=tuple(depths),
-        )
-
-    return sample(
-        hide(
-            tokenizer,
-            statements,
-            depths,
-            filler=Filler(rng, filler),
-            tokens=tokens,
-            around=lambda text: sample(text).content,
-        )
+    text = hide(
+        tokenizer,
+        statements,
+        depths,
+        filler=Filler(rng, filler),
+        tokens=tokens,
+        around=lambda text: asked_about(introduction, text, question)[0],
+    )
+    content, end = asked_about(introduction, text, question)
+    return Sample(
+        content=content,
+        question=question,
+        targets=tuple(target for asked, _ in wanted for target in asked.targets),
+        reply=" ".join(asked.reply for asked, _ in wanted),
+        depths=tuple(depths),
+        span=(0, end),
     )
 
 
@@ -144,18 +142,16 @@ def quiz(
     statements, depths = _hidden(planted)
     longest = max((question.text for _, question in asked), key=lambda text: count_tokens(tokenizer, text))
 
-    def document(text: str) -> str:
-        return f"{introduction}\n{text}" if introduction else text
-
     text = hide(
         tokenizer,
         statements,
         depths,
         filler=Filler(rng, filler),
         tokens=tokens,
-        around=lambda text: f"{document(text)}\n{longest}",
+        around=lambda text: asked_about(introduction, text, longest)[0],
     )
-    return Quiz(document(text), tuple(asked))
+    content, end = asked_about(introduction, text, longest)
+    return Quiz(content[:end], tuple(asked))
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,7 @@ def _plants(
         if planted and cost > room:
             continue
         room -= cost
-        depths = task.place([rng.random() for _ in plant.statements])
+        depths = task.arranged([rng.random() for _ in plant.statements])
         planted.append(_Plant(name, task.introduction, plant.statements, tuple(depths), plant.questions))
     return planted
 

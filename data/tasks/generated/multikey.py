@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from locret.data.tasks.generated.base import Draw, Planted, Question, Sample, Task
-from locret.data.tasks.metrics.generated import all_contained
+from locret.data.tasks.generated.base import Draw, GeneratedTask, Planted, Question
+from locret.data.tasks.metrics.retrieval import all_contained
+from locret.data.tasks.task import Sample
 
 INTRODUCTION = (
     "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
@@ -20,15 +21,16 @@ def needle(key: str, number: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiKey(Task):
+class MultiKey(GeneratedTask):
     """Find the number of one key among several."""
 
-    name: ClassVar[str] = "multikey"
-    source: ClassVar[str] = "RULER niah_multikey_1 (arXiv 2404.06654)"
-    metric: ClassVar[str] = "string match, all"
-    introduction: ClassVar[str] = INTRODUCTION
-    version: ClassVar[int] = 2
-    max_new_tokens: ClassVar[int] = 24
+    settable: ClassVar[tuple[str, ...]] = ("keys", "digits")
+    name: str = "multikey"
+    source: str = "RULER niah_multikey_1 (arXiv 2404.06654)"
+    metric: str = "string match, all"
+    introduction: str = INTRODUCTION
+    version: int = 2
+    max_new_tokens: int = 24
 
     keys: int = 8
     """Keys hidden in the text."""

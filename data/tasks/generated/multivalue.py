@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from locret.data.tasks.generated.base import Draw, Planted, Question, Sample, Task
+from locret.data.tasks.generated.base import Draw, GeneratedTask, Planted, Question
 from locret.data.tasks.generated.multikey import INTRODUCTION, needle
-from locret.data.tasks.metrics.generated import all_contained
+from locret.data.tasks.metrics.retrieval import all_contained
+from locret.data.tasks.task import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiValue(Task):
+class MultiValue(GeneratedTask):
     """Find all numbers of one key."""
 
-    name: ClassVar[str] = "multivalue"
-    source: ClassVar[str] = "RULER niah_multivalue (arXiv 2404.06654), other keys added, first digits consecutive"
-    metric: ClassVar[str] = "string match, all"
-    introduction: ClassVar[str] = INTRODUCTION
-    version: ClassVar[int] = 4
-    max_new_tokens: ClassVar[int] = 64
+    settable: ClassVar[tuple[str, ...]] = ("values", "others", "digits")
+    name: str = "multivalue"
+    source: str = "RULER niah_multivalue (arXiv 2404.06654), other keys added, first digits consecutive"
+    metric: str = "string match, all"
+    introduction: str = INTRODUCTION
+    version: int = 4
+    max_new_tokens: int = 64
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"others"})
 
     values: int = 4

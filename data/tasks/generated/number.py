@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from locret.data.tasks.generated.base import Draw, Planted, Question, Sample, Task
-from locret.data.tasks.metrics.generated import first_integer
+from locret.data.tasks.generated.base import Draw, GeneratedTask, Planted, Question
+from locret.data.tasks.metrics.retrieval import first_integer
+from locret.data.tasks.task import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class Number(Task):
+class Number(GeneratedTask):
     """Find the sequence of digits."""
 
-    name: ClassVar[str] = "number"
-    source: ClassVar[str] = "InfiniteBench R.Number (arXiv 2402.13718)"
-    metric: ClassVar[str] = "first integer"
-    introduction: ClassVar[str] = (
+    settable: ClassVar[tuple[str, ...]] = ("digits",)
+    name: str = "number"
+    source: str = "InfiniteBench R.Number (arXiv 2402.13718)"
+    metric: str = "first integer"
+    introduction: str = (
         "There is an important info hidden inside a lot of irrelevant text. Find it. "
         "I will quiz you about the important information there."
     )
-    max_new_tokens: ClassVar[int] = 20
+    max_new_tokens: int = 20
 
     digits: int = 10
     """Digits of the sequence; half of them repeat a neighbour."""

@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from locret.data.tasks.generated.base import Draw, Planted, Question, Sample, Task
-from locret.data.tasks.metrics.generated import first_integer
+from locret.data.tasks.generated.base import Draw, GeneratedTask, Planted, Question
+from locret.data.tasks.metrics.retrieval import first_integer
+from locret.data.tasks.task import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassKey(Task):
+class PassKey(GeneratedTask):
     """Find the pass key."""
 
-    name: ClassVar[str] = "passkey"
-    source: ClassVar[str] = "InfiniteBench R.PassKey (arXiv 2402.13718)"
-    metric: ClassVar[str] = "first integer"
-    introduction: ClassVar[str] = (
+    settable: ClassVar[tuple[str, ...]] = ("digits",)
+    name: str = "passkey"
+    source: str = "InfiniteBench R.PassKey (arXiv 2402.13718)"
+    metric: str = "first integer"
+    introduction: str = (
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
         "I will quiz you about the important information."
     )
-    max_new_tokens: ClassVar[int] = 16
+    max_new_tokens: int = 16
 
     digits: int = 5
     """Digits of the pass key."""

@@ -5,23 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from locret.data.tasks.generated.base import Draw, Planted, Question, Sample, Task
-from locret.data.tasks.metrics.generated import all_contained
+from locret.data.tasks.generated.base import Draw, GeneratedTask, Planted, Question
+from locret.data.tasks.metrics.retrieval import all_contained
+from locret.data.tasks.task import Sample
 from locret.data.text.embedded_tokenizer import COLORS
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoStage(Task):
+class TwoStage(GeneratedTask):
     """Look up the value of a sum."""
 
-    name: ClassVar[str] = "two_stage"
-    source: ClassVar[str] = "OmniKV 2StageRetr (ICLR 2025), a small Dict inside filler"
-    metric: ClassVar[str] = "string match, all"
-    introduction: ClassVar[str] = (
+    settable: ClassVar[tuple[str, ...]] = ("entries", "equations")
+    name: str = "two_stage"
+    source: str = "OmniKV 2StageRetr (ICLR 2025), a small Dict inside filler"
+    metric: str = "string match, all"
+    introduction: str = (
         "Read the text and remember the Dict in it. First find the sum of an equation, then give the value for it."
     )
-    version: ClassVar[int] = 2
-    max_new_tokens: ClassVar[int] = 24
+    version: int = 2
+    max_new_tokens: int = 24
 
     entries: int = 16
     """Keys of the dictionary: 0 to entries - 1 (OmniKV: 40 to 200)."""

@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from locret.data.tasks.generated.base import Draw, Planted, Question, Sample, Task
-from locret.data.tasks.metrics.generated import all_contained
+from locret.data.tasks.generated.base import Draw, GeneratedTask, Planted, Question
+from locret.data.tasks.metrics.retrieval import all_contained
+from locret.data.tasks.task import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariableTracking(Task):
+class VariableTracking(GeneratedTask):
     """Find all variables that hold a value, through assignments from variable to variable."""
 
-    name: ClassVar[str] = "variable_tracking"
-    source: ClassVar[str] = "RULER vt (arXiv 2404.06654), two hops and a second chain"
-    metric: ClassVar[str] = "string match, all"
-    introduction: ClassVar[str] = "Memorize and track the chain of variable assignment hidden in the following text."
-    version: ClassVar[int] = 2
-    max_new_tokens: ClassVar[int] = 64
+    settable: ClassVar[tuple[str, ...]] = ("hops", "chains", "digits")
+    name: str = "variable_tracking"
+    source: str = "RULER vt (arXiv 2404.06654), two hops and a second chain"
+    metric: str = "string match, all"
+    introduction: str = "Memorize and track the chain of variable assignment hidden in the following text."
+    version: int = 2
+    max_new_tokens: int = 64
 
     hops: int = 2
     """Assignments from variable to variable in a chain."""
@@ -47,7 +49,7 @@ class VariableTracking(Task):
             )
         return Planted(statements=tuple(statements), questions=tuple(questions))
 
-    def place(self, depths: list[float]) -> list[float]:
+    def arranged(self, depths: list[float]) -> list[float]:
         """Return the depths with those of each chain ascending: a variable is assigned before it is used."""
         length = self.hops + 1
         return [depth for start in range(0, len(depths), length) for depth in sorted(depths[start : start + length])]

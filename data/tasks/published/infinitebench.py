@@ -4,18 +4,26 @@ Paper:     arXiv 2402.13718; protocol of arXiv 2410.01805, Section 4.1.
 Source:    OpenBMB/InfiniteBench (MIT), data set xinrongzhang2022/InfiniteBench, prompts of its Yarn-Mistral set in the
            wording of the Locret release, which says **MASK** for $$MASK$$.
 Fields:    id, context, input, answer (list; a bare text or number in older copies), options (four where one is asked).
-Deviates:  the Locret release's loop emits one token more than `max_new_tokens` says; set it to reproduce that.
+Metrics:   src/compute_scores.py at 88b3daa; the Locret release's copy (benchmark/infinite_bench) for scorer "locret".
+Deviates:  M.Find cuts a fraction off where the official code stops with an error, see `numbers.first_number`. The
+           Locret release's loop emits one token more than `max_new_tokens` says; set it to reproduce that.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from locret.data.tasks.published.base import BadRow, Item, PublishedTask
-from locret.data.tasks.published.records import text_of, texts_of
+from locret.data.tasks.metrics.choice import book_choice, code_choice
+from locret.data.tasks.metrics.f1 import character_f1, word_f1
+from locret.data.tasks.metrics.numbers import first_number, last_word_as_integer, leading_values
+from locret.data.tasks.metrics.retrieval import LOCRET_MARKS, first_integer, name_among_words, value_among_words
+from locret.data.tasks.metrics.rouge import rouge_lsum
+from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.task import Sample
+from locret.data.training.json_rows import BadRow, text_of, texts_of
 
 LETTERS = "ABCD"
 CONTEXT_LENGTH = 131072
@@ -71,6 +79,50 @@ _FORMS = {
 }
 
 
+Metric = Callable[[str, Sequence[str]], float]
+Variant = Literal["official", "locret"]
+
+
+def _number(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+_METRICS: dict[str, Metric] = {
+    "passkey": lambda prediction, targets: first_integer(prediction, targets[0]),
+    "number_string": lambda prediction, targets: first_integer(prediction, targets[0]),
+    "kv_retrieval": lambda prediction, targets: value_among_words(prediction, targets[0]),
+    "longbook_sum_eng": rouge_lsum,
+    "longbook_qa_eng": word_f1,
+    "longbook_qa_chn": character_f1,
+    "longbook_choice_eng": lambda prediction, targets: book_choice(prediction, targets[0], targets[1]),
+    "longdialogue_qa_eng": lambda prediction, targets: name_among_words(prediction, targets[0]),
+    "code_debug": lambda prediction, targets: code_choice(prediction, targets[0], targets[1]),
+    "code_run": lambda prediction, targets: last_word_as_integer(prediction, int(targets[0])),
+    "math_find": lambda prediction, targets: first_number(prediction, _number(targets[0])),
+    "math_calc": lambda prediction, targets: leading_values(prediction, [int(target) for target in targets]),
+}
+_LOCRET: dict[str, Metric] = _METRICS | {
+    "kv_retrieval": lambda prediction, targets: value_among_words(prediction, targets[0], LOCRET_MARKS),
+    "code_debug": lambda prediction, targets: code_choice(prediction, targets[0], targets[1], line_end=True),
+}
+
+
+def score(task: str, prediction: str, targets: Sequence[str], variant: Variant = "official") -> float:
+    """Return the score of an answer, from 0 to 1.
+
+    Args:
+        task: The file's name in the published set, such as "passkey".
+        prediction: The generated text, as decoded.
+        targets: The references; for E.MC and C.Debug the right option's text and its letter.
+        variant: The benchmark's own code, or the Locret release's copy, which also takes a letter alone on its line in
+            C.Debug and ends R.KV's words at "</s>", "The" and "To".
+
+    Raises:
+        ValueError: If the metric's library is not installed.
+    """
+    return (_LOCRET if variant == "locret" else _METRICS)[task](prediction, targets)
+
+
 @dataclass(frozen=True, kw_only=True)
 class InfiniteBenchTask(PublishedTask):
     """One file of InfiniteBench."""
@@ -94,8 +146,8 @@ class InfiniteBenchTask(PublishedTask):
         if self.scorer not in ("official", "locret"):
             raise ValueError(f"task {self.name}: scorer={self.scorer!r} is unknown; use official or locret")
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
-        """Return the item of a row.
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+        """Return the sample of a row.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type, or the answer is not among the options.
@@ -109,7 +161,7 @@ class InfiniteBenchTask(PublishedTask):
             targets = _choice(place, targets, options)
         for target in targets:
             if not re.search(_NUMBERS.get(self.form, ""), target):
-                raise BadRow(place, "wrong answer", f"field 'answer' holds {target!r} where a number is needed")
+                raise BadRow(place, "wrong answer", f"holds {target!r} in field 'answer' where a number is needed")
         values = {
             "input": question,
             **dict(zip(LETTERS, options, strict=False)),
@@ -118,7 +170,7 @@ class InfiniteBenchTask(PublishedTask):
         head, tail = (part.format_map(values) for part in _FORMS[self.form])
         head, context, tail = (self._masked(part) for part in (head, context, tail))
         return [
-            Item(
+            Sample(
                 id=str(index),
                 content=head + context + tail,
                 targets=targets,
@@ -132,17 +184,15 @@ class InfiniteBenchTask(PublishedTask):
     def _masked(self, text: str) -> str:
         return text.replace("$$MASK$$", "**MASK**") if self.replace_mask else text
 
-    def allowed(self, item: Item, count: Callable[[str], int]) -> int | None:
+    def allowed(self, sample: Sample, count: Callable[[str], int]) -> int | None:
         """Return the tokens of the prompt: the limit, less the first reference's tokens (50 at most)."""
         if self.limit is None or not self.answer_room:
             return self.limit
-        return max(2, self.limit - min(ANSWER_ROOM, count(item.targets[0])))
+        return max(2, self.limit - min(ANSWER_ROOM, count(sample.targets[0])))
 
-    def score(self, prediction: str, item: Item) -> float:
+    def score(self, prediction: str, sample: Sample) -> float:
         """Return the task's own metric."""
-        from locret.data.tasks.metrics import infinitebench
-
-        return infinitebench.score(self.form, prediction, item.targets, self.scorer)
+        return score(self.form, prediction, sample.targets, self.scorer)
 
 
 # What a reference must be, where the metric reads a number out of it.
@@ -154,11 +204,11 @@ _ASKED = {name for name, parts in _FORMS.items() if "{input}" in parts[1]} | {"c
 def _choice(place: str, targets: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]:
     """The right option's text and its letter."""
     if len(options) != len(LETTERS):
-        raise BadRow(place, "wrong options", f"field 'options' has {len(options)} entries where 4 are needed")
+        raise BadRow(place, "wrong options", f"has {len(options)} entries in field 'options' where 4 are needed")
     if len(targets) == 2 and targets[1] in tuple(LETTERS):
         return targets
     if len(targets) != 1 or targets[0] not in options:
-        raise BadRow(place, "wrong answer", f"field 'answer' is {list(targets)!r}, which is not one of the options")
+        raise BadRow(place, "wrong answer", f"has {list(targets)!r} in field 'answer', which is not one of the options")
     return targets[0], LETTERS[options.index(targets[0])]
 
 
@@ -167,12 +217,12 @@ def _derived(form: str, place: str, question: str) -> dict[str, str]:
     if form == "code_run":
         call = re.search(r"func_[0-9]+\(-?[0-9]+\)", question)
         if call is None:
-            raise BadRow(place, "no call", f"field 'input' names no call such as func_1(2): {question[:80]!r}")
+            raise BadRow(place, "no call", f"names no call such as func_1(2) in field 'input': {question[:80]!r}")
         return {"call": call[0], "function": call[0].split("(")[0]}
     if form == "math_find":
         sought = re.search(r"The (.+) of", question)
         if sought is None:
-            raise BadRow(place, "no number", f"field 'input' does not say \"The ... of\": {question[:80]!r}")
+            raise BadRow(place, "no number", f"does not say \"The ... of\" in field 'input': {question[:80]!r}")
         return {"sought": f"the {sought[1].lower()}"}
     return {}
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from locret.data.tasks.published.base import Item, PublishedTask
-from locret.data.tasks.published.generated import GeneratedTask, counter, frame_tokens, largest, spread
-from locret.data.tasks.published.haystacks import NOISE_LINE
 from locret.data.tasks.published.infinitebench import TASKS as PUBLISHED
+from locret.data.tasks.published.infinitebench import InfiniteBenchTask
+from locret.data.tasks.published.row_maker import RowMaker, spread
+from locret.data.text.essays import NOISE_LINE
 
 LINES = {8192: 326, 16384: 652, 32768: 1305, 65536: 2610, 131072: 5220, 262144: 10440}
 """Noise lines of the published lengths; the published PassKey and Number have 5220."""
@@ -58,43 +58,24 @@ def draw_answer(form: str, rng: random.Random) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratedInfiniteBench(GeneratedTask):
-    """A retrieval task of InfiniteBench whose rows are generated; prompt and metric are the published task's."""
+class MadeInfiniteBench(RowMaker, InfiniteBenchTask):
+    """A published task whose rows are made; a prompt has its length from the start and is never cut."""
 
     settable: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
-
-    of: PublishedTask
-    """The published task."""
-    form: str
+    single_needle: ClassVar[bool] = True  # type: ignore[misc]
 
     def maker(
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
     ) -> Callable[[int], dict[str, Any]]:
-        """Return what makes row `index`; see `GeneratedTask.generate`. No source texts are needed."""
-        count = counter(tokenizer)
-        around = frame_tokens(self, tokenizer) + self.max_new_tokens
+        """Return what makes row `index`; see `RowMaker.maker`. No source texts are needed."""
         least, published = (2, _PAIRS) if self.form == "kv_retrieval" else (1, _LINES)
-        guess = published if tokens is None else max(least, tokens // 25)
 
-        def make(index: int) -> dict[str, Any]:
-            def at(size: int) -> dict[str, Any]:
-                rng = random.Random(f"{self.name}/{seed}/{tokens}/{index}")
-                return self._row(rng, index, size, spread(samples, index))
+        def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
+            return self._row(rng, index, size, spread(samples, index))
 
-            if tokens is None:
-                return at(published)
-            close = tokens // 2000 if tokens > 100_000 else 0
-            size = largest(
-                lambda size: count(self.of.read(index, "", at(size))[0].content) + around,
-                tokens,
-                least=least,
-                guess=guess,
-                what=f"a row of {self.name}",
-                close=close,
-            )
-            return at(size)
-
-        return make
+        if tokens is None:
+            return lambda index: row(random.Random(f"{self.name}/{seed}/{tokens}/{index}"), index, published)
+        return self.filled(tokenizer, tokens, seed, row, guess=max(least, tokens // 25), least=least)
 
     def _row(self, rng: random.Random, index: int, size: int, depth: float) -> dict[str, Any]:
         if self.form == "kv_retrieval":
@@ -105,22 +86,6 @@ class GeneratedInfiniteBench(GeneratedTask):
             lines.insert(round(depth * size), needle_line(self.form, answer))
             context = "".join(f"{line} " for line in lines)
         return {"id": index, "context": context, "input": asked, "answer": [answer], "options": [], "depth": depth}
-
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
-        """Return the item of a row, published or generated.
-
-        Raises:
-            BadRow: As the published task.
-        """
-        return self.of.read(index, place, record)
-
-    def score(self, prediction: str, item: Item) -> float:
-        """Return the published task's score."""
-        return self.of.score(prediction, item)
-
-    def allowed(self, item: Item, count: Callable[[str], int]) -> int | None:
-        """Return None: a generated prompt has its length from the start and is never cut."""
-        return None
 
 
 def _pairs(rng: random.Random, size: int, depth: float) -> tuple[str, str, str]:
@@ -134,15 +99,16 @@ def _uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def _generated(task: PublishedTask) -> GeneratedInfiniteBench:
-    form = task.name.partition("/")[2]
-    common = {field.name: getattr(task, field.name) for field in fields(PublishedTask)}
-    own = {"name": f"infinitebench_generated/{form}", "limit": None, "truncation": "none", "repo": "", "revision": ""}
-    return GeneratedInfiniteBench(of=task, form=form, **{**common, **own, "hub_file": "", "size": None})
-
-
 TASKS = tuple(
-    _generated(task)
+    MadeInfiniteBench(
+        name=f"infinitebench_generated/{task.form}",
+        source=task.source,
+        metric=task.metric,
+        max_new_tokens=task.max_new_tokens,
+        chat=task.chat,
+        file=task.file,
+        form=task.form,
+    )
     for task in PUBLISHED
     if task.name.partition("/")[2] in ("passkey", "number_string", "kv_retrieval")
 )

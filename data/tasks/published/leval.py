@@ -8,16 +8,24 @@ Deviates:  prompt_style=fixed, the default, writes proper turns with the tokeniz
            prompt_style=official writes the malformed turns of the official runs (a user header before the system
            header, two begin-of-text tokens, no assistant header after code). Both give away the reference's length in
            words, as published.
+Metrics:   Evaluation/auto_eval.py at cd34b05 and em.py; rouge.py and f1.py are those of SCROLLS. An answer to
+           topic_retrieval_longchat counts the same at each of its three places; newer official code averages each place
+           apart, whose mean is the same for the published set (50 conversations, 3 topics each).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from locret.data.tasks.published.base import BadRow, Item, PublishedTask
-from locret.data.tasks.published.records import text_of, texts_of
+from locret.data.tasks.metrics.choice import LETTERS, chosen_letters, expected_letters, letters_match
+from locret.data.tasks.metrics.f1 import bare_words, word_f1
+from locret.data.tasks.metrics.rouge import Parts, geometric_mean, rouge_1_2_l
+from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.task import Sample
+from locret.data.training.json_rows import BadRow, text_of, texts_of
 
 SCORED = ("exam", "f1", "rouge")
 """Rows with another `evaluation` are for judges; the automatic scores leave them out."""
@@ -87,6 +95,152 @@ _OFFICIAL_TURNS = (
 )
 
 
+F1_TASKS = (
+    "natural_question",
+    "legal_contract_qa",
+    "narrative_qa",
+    "financial_qa",
+    "multidoc_qa",
+    "scientific_qa",
+)
+ROUGE_TASKS = (
+    "meeting_summ",
+    "review_summ",
+    "gov_report_summ",
+    "news_summ",
+    "paper_assistant",
+    "patent_summ",
+    "tv_show_summ",
+)
+
+_FILLERS = ("will be", "of the code", "is", "would be", "the value of", "the result of", "printed")
+
+
+def exact_match(prediction: str, reference: str) -> float:
+    """Return what L-Eval calls exact match, from 0 to 1.
+
+    A reference of the capitals A to D alone: 1 for the same letters, 0.25 for a part of them. Any other: 1 for the same
+    number; where either is none, 1 for an answer that has the reference in it, spaces and case aside, in its first line
+    of two characters or more.
+    """
+    letters = " ".join(bare_words(reference))
+    if set(letters) <= set(LETTERS):
+        return letters_match(" ".join(bare_words(prediction)), letters)
+    try:
+        return float(float(prediction) == float(reference))
+    except ValueError:
+        line = next((line for line in prediction.split("\n") if len(line) > 1), prediction)
+        return float(reference.lower().replace(" ", "") in line.lower().replace(" ", ""))
+
+
+def final_number(text: str) -> str:
+    """Return the digits of gsm100's answer: of the word after "The answer is", else of the first paragraph's last word
+    that has a digit. Signs, commas and currency are dropped, and so is everything after a full stop.
+    """
+    said = re.search(r"The answer is (\S+)", text)
+    if said:
+        word = said[1]
+    else:
+        words = text.split("\n\n")[0].split(" ")
+        word = next((word for word in reversed(words) if any(map(str.isdigit, word))), "")
+    return "".join(filter(str.isdigit, word.split(".")[0]))
+
+
+def plain_output(text: str) -> str:
+    """Return a program's output as codeU compares it: without commas, quotes, backslashes, ".0" and inner spaces of
+    brackets.
+    """
+    text = re.sub(r"\s+", " ", text)
+    for old in (",", "'", "\\", ".0"):
+        text = text.replace(old, "")
+    return text.replace("] [", "][").replace("[ [", "[[").replace("] ]", "]]")
+
+
+def final_output(prediction: str, reference: str) -> str:
+    """Return the part of codeU's answer that is compared: the reference's number of words and 3 more.
+
+    They are taken after the last "the final output" if it occurs, else from the answer's end, once some filler words
+    are cut out. "is" is cut out of words too: "this" becomes "th".
+    """
+    text = plain_output(prediction)
+    for filler in _FILLERS:
+        text = text.replace(filler, "")
+    room = len(reference.split()) + 3
+    before, mark, after = text.rpartition("the final output")
+    words = re.split(r"\s+", after)
+    return " ".join(words[:room] if mark else words[-room:])
+
+
+def verdict(prediction: str) -> str:
+    """Return sci_fi's "true" or "false" from the first word that has either in it, in any case; "<error>" for none.
+
+    "true" wins in a word that has both, such as "false/true".
+    """
+    for word in prediction.lower().split():
+        for said in ("true", "false"):
+            if said in word:
+                return said
+    return "<error>"
+
+
+def _exam(several: bool) -> Callable[[str, str], float]:
+    return lambda prediction, reference: exact_match(chosen_letters(prediction, several), expected_letters(reference))
+
+
+_METRICS: dict[str, Callable[[str, str], float]] = {
+    "coursera": _exam(several=True),
+    "quality": _exam(several=False),
+    "tpo": _exam(several=False),
+    "gsm100": lambda prediction, reference: exact_match(final_number(prediction), final_number(reference)),
+    "codeU": lambda prediction, reference: exact_match(final_output(prediction, reference), plain_output(reference)),
+    "topic_retrieval_longchat": exact_match,
+    "sci_fi": lambda prediction, reference: exact_match(verdict(prediction), reference.lower()),
+    **dict.fromkeys(F1_TASKS, lambda prediction, reference: word_f1(prediction, [reference])),
+}
+
+
+def score(task: str, prediction: str, reference: str) -> float:
+    """Return the score of an answer, from 0 to 1.
+
+    For ROUGE tasks it is the geometric mean of the answer's own three figures, which tells answers apart; the task's
+    score comes from `rouge_parts` and `geometric_mean` instead.
+
+    Args:
+        task: The file's name in the published set, such as "codeU".
+        prediction: The generated text, as decoded.
+        reference: The reference; of sci_fi the story's or the world's truth alone.
+
+    Raises:
+        ValueError: If the metric's library is not installed.
+    """
+    if task in ROUGE_TASKS:
+        return geometric_mean([rouge_parts(prediction, reference)])
+    return _METRICS[task](prediction, reference)
+
+
+def rouge_parts(prediction: str, reference: str) -> Parts:
+    """Return ROUGE-1, -2 and -L of an answer, each from 0 to 1.
+
+    Raises:
+        ValueError: If rouge-score is not installed.
+    """
+    return rouge_1_2_l(prediction, [reference])
+
+
+def task_score(task: str, predictions: Sequence[str], references: Sequence[str]) -> float:
+    """Return the score of a whole task, from 0 to 1: the mean, or for ROUGE the geometric mean of three means.
+
+    Raises:
+        ValueError: If the metric's library is not installed.
+    """
+    pairs = list(zip(predictions, references, strict=True))
+    if not pairs:
+        return 0.0
+    if task in ROUGE_TASKS:
+        return geometric_mean([rouge_parts(*pair) for pair in pairs])
+    return sum(score(task, *pair) for pair in pairs) / len(pairs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LEvalTask(PublishedTask):
     """One file of L-Eval."""
@@ -105,8 +259,8 @@ class LEvalTask(PublishedTask):
         if self.prompt_style not in ("fixed", "official"):
             raise ValueError(f"task {self.name}: prompt_style={self.prompt_style!r} is unknown; use fixed or official")
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
-        """Return an item for each question of a row; none for a row that only judges score.
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+        """Return a sample for each question of a row; none for a row that only judges score.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type, or there are not as many outputs as instructions.
@@ -117,26 +271,26 @@ class LEvalTask(PublishedTask):
         questions, answers = (texts_of(record, place, field) for field in ("instructions", "outputs"))
         if len(questions) != len(answers):
             counts = f"{len(questions)} instructions and {len(answers)} outputs"
-            raise BadRow(place, "wrong count", f"the row has {counts} where it needs as many of both")
+            raise BadRow(place, "wrong count", f"has {counts} where it needs as many of both")
         items = []
         for number, (question, answer) in enumerate(zip(questions, answers, strict=True)):
             items += self._asked(f"{index}/{number}", place, document, question, answer)
         return items
 
-    def _asked(self, name: str, place: str, document: str, question: str, answer: str) -> list[Item]:
+    def _asked(self, name: str, place: str, document: str, question: str, answer: str) -> list[Sample]:
         head, tail, lead = self._frame(question, answer)
         targets = (answer,)
         second = []
         if self.task == "sci_fi":
             story, mark, world = answer.partition("[fact:")
             if not mark:
-                raise BadRow(place, "wrong answer", f"field 'outputs' holds {answer!r} without its [fact: ...] part")
+                raise BadRow(place, "wrong answer", f"holds {answer!r} in field 'outputs' without its [fact: ...] part")
             targets = (story.strip(),)
             asked = question.replace(_IN_THE_STORY, _IN_THE_WORLD)
             truth = world.strip().removesuffix("]").strip()
             content = asked + "Please directly answer without any additional output or explanation. \nAnswer:"
-            second = [Item(id=f"{name}/fact", content=content, targets=(truth,), reply=truth, plain=True)]
-        first = Item(
+            second = [Sample(id=f"{name}/fact", content=content, targets=(truth,), reply=truth, plain=True)]
+        first = Sample(
             id=name,
             content=head + document + tail,
             targets=targets,
@@ -157,7 +311,7 @@ class LEvalTask(PublishedTask):
         words = len(answer.split())
         return "Document is as follows. ", f" Instruction: {question} \nAnswer this question with {words} words.", ""
 
-    def framed(self, item: Item, content: str, tokenizer: Any) -> str | None:
+    def framed(self, sample: Sample, content: str, tokenizer: Any) -> str | None:
         """Return the official runs' turns for prompt_style=official.
 
         Raises:
@@ -168,25 +322,21 @@ class LEvalTask(PublishedTask):
         vocabulary = tokenizer.get_vocab()
         for turns in _OFFICIAL_TURNS:
             if turns.marker in vocabulary:
-                closing = "" if self.task in ("gsm100", "codeU") else turns.assistant + item.lead
-                return turns.user + turns.system + item.system + turns.end_system + content + closing
+                closing = "" if self.task in ("gsm100", "codeU") else turns.assistant + sample.lead
+                return turns.user + turns.system + sample.system + turns.end_system + content + closing
         raise ValueError(
             f"task {self.name}: prompt_style=official is known for Llama-3 and Phi-3 tokenizers only; "
             "use prompt_style=fixed for this one"
         )
 
-    def score(self, prediction: str, item: Item) -> float:
-        """Return the task's own metric; for ROUGE tasks it is one item's geometric mean, see `summarise`."""
-        from locret.data.tasks.metrics import leval
-
-        return leval.score(self.task, prediction, item.targets[0])
+    def score(self, prediction: str, sample: Sample) -> float:
+        """Return the task's own metric; for ROUGE tasks it is one sample's geometric mean, see `summarise`."""
+        return score(self.task, prediction, sample.targets[0])
 
     def summarise(self, scores: Sequence[float], answers: Sequence[tuple[str, tuple[str, ...]]]) -> float:
-        """Return the task's score: for ROUGE the geometric mean of three means over the items, else the mean."""
-        from locret.data.tasks.metrics import leval
-
+        """Return the task's score: for ROUGE the geometric mean of three means over the samples, else the mean."""
         predictions, references = [text for text, _ in answers], [targets[0] for _, targets in answers]
-        return leval.task_score(self.task, predictions, references)
+        return task_score(self.task, predictions, references)
 
 
 def _task(name: str, size: int | None, metric: str, *, exam: bool = False) -> LEvalTask:

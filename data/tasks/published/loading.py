@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from locret.data.tasks.published.base import BadRow, Item, PublishedTask
-from locret.data.tasks.published.records import read_records
+from locret.data.tasks.task import NoSamples, Sample, SampleSet
+from locret.data.training.json_rows import BadRow, stream_entries
+
+if TYPE_CHECKING:
+    from locret.data.tasks.published.base import PublishedTask
 
 
 @dataclass
@@ -27,8 +33,8 @@ class TaskRows:
     """Leave out rows that cannot be asked, and keep them in `skipped`."""
     skipped: list[BadRow] = field(default_factory=list)
 
-    def items(self) -> Iterator[Item]:
-        """Yield the items, row by row; the file is never held whole.
+    def items(self) -> Iterator[Sample]:
+        """Yield the samples, row by row; the file is never held whole.
 
         Raises:
             BadRow: For the first row that cannot be asked, unless bad rows are skipped.
@@ -36,8 +42,8 @@ class TaskRows:
             OSError: If it cannot be read.
         """
         self.skipped.clear()
-        records = read_records(self.path, max_row_bytes=self.task.max_row_bytes)
-        yield from self.task.items(records, self.skipped.append if self.skip_bad_rows else None)
+        rows = stream_entries([self.path], max_row_bytes=self.task.max_row_bytes)
+        yield from self.task.items(rows, self.skipped.append if self.skip_bad_rows else None)
 
     def skipped_by_reason(self) -> dict[str, int]:
         """Return how many rows were left out, by reason."""
@@ -50,6 +56,81 @@ class TaskRows:
             while block := stream.read(1 << 20):
                 digest.update(block)
         return digest.hexdigest()
+
+
+@dataclass
+class FileSamples(SampleSet):
+    """The samples of a file that are asked: all of them, or so many, evenly spread over the file."""
+
+    rows: TaskRows
+    samples: int | None
+    count: int = field(init=False)
+    """Samples that the file has."""
+    prompts_sha256: str = field(init=False)
+    """Of the asked samples' prompts before truncation and template."""
+    skipped: dict[str, int] = field(init=False)
+    """Bad rows that were left out, by reason."""
+    _ahead: Iterator[tuple[int, Sample]] = field(init=False, repr=False)
+    _last: tuple[int, Sample | None] = field(init=False, default=(-1, None), repr=False)
+
+    def __post_init__(self) -> None:
+        self.task = self.rows.task
+        digests = [_digest(sample) for sample in self.rows.items()]
+        self.count = len(digests)
+        if not digests:
+            raise ValueError(
+                f"{self.rows.origin} holds no row that {self.rows.task.name} could ask; check that it is the right file"
+            )
+        self.prompts_sha256 = hashlib.sha256(b"".join(digests[row] for row in self.chosen)).hexdigest()
+        self.skipped = self.rows.skipped_by_reason()
+        if self.skipped:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in self.skipped.items())
+            warnings.warn(
+                f"{self.rows.task.name}: {len(self.rows.skipped)} bad rows are left out ({reasons}); the first is "
+                f"{self.rows.skipped[0].place}",
+                stacklevel=2,
+            )
+        self._rewind()
+
+    @cached_property
+    def chosen(self) -> Sequence[int]:  # type: ignore[override]
+        """Positions of the asked samples, ascending."""
+        asked = self.count if self.samples is None else min(self.samples, self.count)
+        return [index * self.count // asked for index in range(asked)]
+
+    def sample(self, number: int, tokenizer: Any) -> Sample:
+        """Return the sample at a position; going forward reads the file once, going back starts again."""
+        if number < self._last[0]:
+            self._rewind()
+        while self._last[0] < number:
+            self._last = next(self._ahead)
+        found = self._last[1]
+        assert found is not None
+        return found
+
+    def _rewind(self) -> None:
+        self._ahead, self._last = enumerate(self.rows.items()), (-1, None)
+
+    @property
+    def of(self) -> int | None:  # type: ignore[override]
+        """Size of the whole set; some files have more than their papers count."""
+        return None if self.task.size is None else max(self.task.size, self.count)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what tells these data from others."""
+        rows = self.rows
+        return {
+            "file": rows.origin if rows.revision else Path(rows.path).name,
+            "revision": rows.revision,
+            "sha256": rows.sha256(),
+            "items": self.count,
+            "skipped_rows": self.skipped,
+            "prompts_sha256": self.prompts_sha256,
+        }
+
+
+def _digest(sample: Sample) -> bytes:
+    return hashlib.sha256("\0".join((sample.system, sample.content, sample.lead)).encode()).digest()
 
 
 def open_task(
@@ -69,7 +150,8 @@ def open_task(
         skip_bad_rows: Leave out rows that cannot be asked instead of raising.
 
     Raises:
-        ValueError: If no folder holds the file, or the Hub has no such data set, revision or file.
+        NoSamples: If no folder holds the file, or the task is not on the Hub.
+        ValueError: If a folder is none, or the Hub has no such data set, revision or file.
         OSError: If the Hub cannot be reached.
     """
     if data_dir is None:
@@ -83,7 +165,7 @@ def open_task(
     return TaskRows(task, path, path, None, skip_bad_rows)
 
 
-def places(task: PublishedTask) -> list[str]:
+def candidates(task: PublishedTask) -> list[str]:
     """Return where a local copy may have a task's rows, relative to it, in the order they are looked for."""
     family = task.name.split("/")[0]
     spots = [task.file, task.hub_file or task.file, Path(task.file).name]
@@ -99,12 +181,13 @@ def _local(task: PublishedTask, folders: list[Path]) -> str:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"--data-dir {folder} is no folder; give the folder of a local copy")
-        for spot in places(task):
+        for spot in candidates(task):
             if (folder / spot.partition("!")[0]).is_file():
                 return str(folder / spot)
-    raise ValueError(
+    raise NoSamples(
         f"--data-dir {', '.join(map(str, folders))} holds no rows of {task.name}; looked for "
-        f"{', '.join(places(task)[:4])}; put the published file there, or leave out --data-dir to read the Hub"
+        f"{', '.join(candidates(task)[:4])}; put the published file there, or leave out --data-dir to read the Hub",
+        "no rows found",
     )
 
 
@@ -113,7 +196,8 @@ def _fetched(task: PublishedTask, revision: str | None) -> tuple[str, str]:
     from huggingface_hub import constants, errors, hf_hub_download
 
     if not task.repo:
-        raise ValueError(f"task {task.name} is not on the Hub; give --data-dir with a local copy of {task.file}")
+        missing = f"task {task.name} is not on the Hub; give --data-dir with a local copy of {task.file}"
+        raise NoSamples(missing, "no rows found")
     revision = revision or task.revision
     name, _, member = (task.hub_file or task.file).partition("!")
     where = f"{task.name}: {task.repo}/{name} at {revision}"
@@ -127,9 +211,9 @@ def _fetched(task: PublishedTask, revision: str | None) -> tuple[str, str]:
     except errors.GatedRepoError:
         raise ValueError(f"{where} is gated; accept its terms on the Hub and log in with `hf auth login`") from None
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
-        missing = {"Entry": "file", "Remot": "file", "Revis": "revision"}.get(type(error).__name__[:5], "data set")
+        what = {"Entry": "file", "Remot": "file", "Revis": "revision"}.get(type(error).__name__[:5], "data set")
         raise ValueError(
-            f"{where}: the Hub has no such {missing} that you may read; check --data-revision, or give --data-dir"
+            f"{where}: the Hub has no such {what} that you may read; check --data-revision, or give --data-dir"
         ) from None
     except errors.HTTPError as error:  # type: ignore[attr-defined]  # the client's own family, connections included
         raise OSError(f"{where} could not be fetched ({_first_line(error)}); try again, or give --data-dir") from error

@@ -4,18 +4,27 @@ Paper:     arXiv 2308.14508.
 Source:    THUDM/LongBench (MIT), now zai-org/LongBench on the Hub, whose data.zip unpacks to data/<task>.jsonl; prompts
            and generation lengths of its config/dataset2prompt.json and dataset2maxlen.json.
 Fields:    input (question, may be empty), context, answers, length, dataset, language, all_classes, _id.
+Metrics:   eval.py and metrics.py.
 Deviates:  never. The prompt limit belongs to the model: `limit`, none by default; `MODEL_LIMITS` has the published.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from locret.data.tasks.published.base import BadRow, Item, PublishedTask
-from locret.data.tasks.published.records import text_of, texts_of
+from locret.data.tasks.metrics.choice import one_class
+from locret.data.tasks.metrics.code import edit_similarity
+from locret.data.tasks.metrics.f1 import chinese_word_f1, word_f1
+from locret.data.tasks.metrics.retrieval import share_of_numbers
+from locret.data.tasks.metrics.rouge import chinese_rouge_l, rouge_l
+from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.task import Sample
+from locret.data.training.json_rows import BadRow, text_of, texts_of
 
 MODEL_LIMITS = {
     "llama2-7b-chat-4k": 3500,
@@ -29,97 +38,12 @@ MODEL_LIMITS = {
 }
 """Tokens of the prompt in the published runs."""
 
-_PASSAGES = (
-    "Answer the question based on the given passages. Only give me the answer and do not output any other words."
-)
-_HOPS = (
-    f"{_PASSAGES}\n\nThe following are given passages.\n",
-    f"\n\n{_PASSAGES}\n\nQuestion: {{input}}\nAnswer:",
-)
-_STORY = (
-    "nswer the question {based}asconcisely as you can, using a single phrase if possible. Do not provide any "
-    "explanation.\n\n"
-)
-_ARTICLE = (
-    "nswer the question {based}as concisely as you can, using a single phrase or sentence if possible. If the question "
-    'cannot be answered based on the information in the article, write "unanswerable". If the question is a yes/no '
-    'question, answer "yes", "no", or "unanswerable". Do not provide any explanation.\n\n'
-)
-_CODE = "Please complete the code given below. \n"
-_EXAMPLES = "The following are some examples.\n\n"
-# Text before and after the context, as config/dataset2prompt.json has it, its misprints included.
-_FORMS = {
-    "narrativeqa": (
-        "You are given a story, which can be either a novel or a movie script, and a question. A"
-        + _STORY.format(based="")
-        + "Story: ",
-        "\n\nNow, a" + _STORY.format(based="based on the story ") + "Question: {input}\n\nAnswer:",
-    ),
-    "qasper": (
-        "You are given a scientific article and a question. A" + _ARTICLE.format(based="") + "Article: ",
-        "\n\n A" + _ARTICLE.format(based="based on the above article ") + "Question: {input}\n\nAnswer:",
-    ),
-    "multifieldqa_en": (
-        "Read the following text and answer briefly.\n\n",
-        "\n\nNow, answer the following question based on the above text, only give me the answer and do not output any "
-        "other words.\n\nQuestion: {input}\nAnswer:",
-    ),
-    "multifieldqa_zh": (
-        "阅读以下文字并用中文简短回答：\n\n",
-        "\n\n现在请基于上面的文章回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n问题：{input}\n回答：",
-    ),
-    "hotpotqa": _HOPS,
-    "2wikimqa": _HOPS,
-    "musique": _HOPS,
-    "dureader": (
-        "请基于给定的文章回答下述问题。\n\n文章：",
-        "\n\n请基于上述文章回答下面的问题。\n\n问题：{input}\n回答：",
-    ),
-    "gov_report": (
-        "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n",
-        "\n\nNow, write a one-page summary of the report.\n\nSummary:",
-    ),
-    "qmsum": (
-        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
-        "or more sentences.\n\nTranscript:\n",
-        "\n\nNow, answer the query based on the above meeting transcript in one or more sentences.\n\n"
-        "Query: {input}\nAnswer:",
-    ),
-    "multi_news": (
-        "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n",
-        "\n\nNow, write a one-page summary of all the news.\n\nSummary:",
-    ),
-    "vcsum": ("下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n", "\n\n会议总结："),
-    "trec": (
-        "Please determine the type of the question below. Here are some examples of questions.\n\n",
-        "\n{input}",
-    ),
-    "triviaqa": (
-        "Answer the question based on the given passage. Only give me the answer and do not output any other words. "
-        + _EXAMPLES,
-        "\n\n{input}",
-    ),
-    "samsum": ("Summarize the dialogue into a few short sentences. " + _EXAMPLES, "\n\n{input}"),
-    "lsht": ("请判断给定新闻的类别，下面是一些例子。\n\n", "\n{input}"),
-    "passage_count": (
-        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read "
-        "these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other "
-        "words, how many non-repeating paragraphs are there in total?\n\n",
-        "\n\nPlease enter the final count of unique paragraphs after removing duplicates. The output format should "
-        "only contain the number, such as 1, 2, 3, and so on.\n\nThe final answer is: ",
-    ),
-    "passage_retrieval_en": (
-        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract "
-        "is from.\n\n",
-        "\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph that the abstract is "
-        'from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
-    ),
-    "passage_retrieval_zh": (
-        "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要出自哪一段。\n\n",
-        '\n\n下面是一个摘要\n\n{input}\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"等格式\n\n答案是：',
-    ),
-    "lcc": (_CODE, "Next line of code:\n"),
-    "repobench-p": (_CODE, "{input}Next line of code:\n"),
+# Text before and after the context: the benchmark's own config/dataset2prompt.json, as it is, misprints included.
+_FORMS: dict[str, list[str]] = {
+    name: prompt.split("{context}")
+    for name, prompt in json.loads(
+        Path(__file__).with_name("longbench_prompts.json").read_text(encoding="utf-8")
+    ).items()
 }
 _CLASSIFIED = ("trec", "lsht")
 _NO_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
@@ -131,6 +55,68 @@ _REFERENCES = {
 }
 
 
+Metric = Callable[[str, Sequence[str], Sequence[str]], float]
+
+
+def _over_references(metric: Callable[[str, Sequence[str]], float]) -> Metric:
+    """A metric that takes all references at once and knows no classes."""
+    return lambda prediction, targets, classes: metric(prediction, targets)
+
+
+def _best(metric: Callable[[str, str], float]) -> Metric:
+    """The best over the references of a metric that takes one."""
+    return lambda prediction, targets, classes: max((metric(prediction, target) for target in targets), default=0.0)
+
+
+def _paragraph(label: str) -> Callable[[str, str], float]:
+    """Share of the answer's integers that are the number after the label in the reference."""
+
+    def metric(prediction: str, target: str) -> float:
+        number = re.search(rf"{label}(\d+)", target)
+        if number is None:
+            raise ValueError(f"reference {target!r} names no paragraph; it must be such as '{label}12'")
+        return share_of_numbers(prediction, number[1])
+
+    return metric
+
+
+def _classification(prediction: str, targets: Sequence[str], classes: Sequence[str]) -> float:
+    return max((one_class(prediction, target, classes) for target in targets), default=0.0)
+
+
+_WORD_F1 = ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa")
+_METRICS: dict[str, Metric] = {
+    **dict.fromkeys(_WORD_F1, _over_references(word_f1)),
+    "multifieldqa_zh": _over_references(chinese_word_f1),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), _over_references(rouge_l)),
+    **dict.fromkeys(("dureader", "vcsum"), _over_references(chinese_rouge_l)),
+    **dict.fromkeys(("trec", "lsht"), _classification),
+    "passage_count": _best(share_of_numbers),
+    "passage_retrieval_en": _best(_paragraph("Paragraph ")),
+    "passage_retrieval_zh": _best(_paragraph("段落")),
+    **dict.fromkeys(("lcc", "repobench-p"), _best(edit_similarity)),
+}
+FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
+"""Tasks of which only the answer's first line counts, after empty lines at its start."""
+
+
+def score(task: str, prediction: str, targets: Sequence[str], classes: Sequence[str] = ()) -> float:
+    """Return the score of an answer, from 0 to 1, the best over the references.
+
+    Args:
+        task: The file's name in the published set, such as "qasper".
+        prediction: The generated text, as decoded.
+        targets: The references.
+        classes: All classes, for trec and lsht.
+
+    Raises:
+        ValueError: If the metric's library is not installed, or a reference of paragraph retrieval names no paragraph.
+    """
+    if task in FIRST_LINE:
+        prediction = prediction.lstrip("\n").split("\n")[0]
+    return _METRICS[task](prediction, targets, classes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LongBenchTask(PublishedTask):
     """One file of LongBench."""
@@ -138,8 +124,8 @@ class LongBenchTask(PublishedTask):
     task: str
     """The file's name in the published set."""
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
-        """Return the item of a row.
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+        """Return the sample of a row.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type, or the row is another task's.
@@ -151,15 +137,15 @@ class LongBenchTask(PublishedTask):
         for target in targets:
             if not re.search(_REFERENCES.get(self.task, ""), target):
                 needed = _REFERENCES[self.task].strip("^$").replace(r"\d+", "12")
-                raise BadRow(place, "wrong answer", f"field 'answers' holds {target!r} where {needed!r} would be right")
+                raise BadRow(place, "wrong answer", f"holds {target!r} in field 'answers' where {needed!r} is right")
         if self.task in _CLASSIFIED and not classes:
-            raise BadRow(place, "no classes", "field 'all_classes' is empty, and the metric looks for classes")
+            raise BadRow(place, "no classes", "has an empty field 'all_classes', and the metric looks for classes")
         dataset = record.get("dataset", self.task)
         if dataset not in (self.task, f"{self.task}_e"):
-            raise BadRow(place, "other task", f"field 'dataset' says {dataset!r} where {self.task!r} is read")
+            raise BadRow(place, "other task", f"says {dataset!r} in field 'dataset' where {self.task!r} is read")
         head, tail = (part.format(input=question) for part in _FORMS[self.task])
         return [
-            Item(
+            Sample(
                 id=str(index),
                 content=head + context + tail,
                 targets=targets,
@@ -170,11 +156,9 @@ class LongBenchTask(PublishedTask):
             )
         ]
 
-    def score(self, prediction: str, item: Item) -> float:
+    def score(self, prediction: str, sample: Sample) -> float:
         """Return the task's own metric, the best over the references."""
-        from locret.data.tasks.metrics import longbench
-
-        return longbench.score(self.task, prediction, item.targets, item.choices)
+        return score(self.task, prediction, sample.targets, sample.choices)
 
 
 def _task(name: str, new: int, metric: str, size: int = 200) -> LongBenchTask:

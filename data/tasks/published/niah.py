@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from locret.data.tasks.metrics.retrieval import first_integer
-from locret.data.tasks.published.base import Item
-from locret.data.tasks.published.generated import GeneratedTask, counter, frame_tokens, largest, spread
-from locret.data.tasks.published.haystacks import Words, sentences
 from locret.data.tasks.published.infinitebench_generated import draw_answer, needle_line, question
-from locret.data.tasks.published.records import text_of
+from locret.data.tasks.published.row_maker import RowMaker, spread
+from locret.data.tasks.task import Sample
+from locret.data.text.essays import Words, sentences
+from locret.data.training.json_rows import text_of
 
 SYSTEM = "You are a helpful AI bot that answers questions for a user. Keep your response short and direct"
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day"
@@ -31,11 +31,12 @@ QUESTION = "What is the best thing to do in San Francisco? Here is the most rele
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeedleTask(GeneratedTask):
+class NeedleTask(RowMaker):
     """One needle in a haystack; the rows of a set are its depths."""
 
-    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "chat", "min_depth", "max_depth")
+    settable: ClassVar[tuple[str, ...]] = (*RowMaker.settable, "chat", "min_depth", "max_depth")
 
+    single_needle: ClassVar[bool] = True  # type: ignore[misc]
     passkey: bool = False
     """Hide a pass key that differs from row to row, instead of the statement that all rows share."""
     min_depth: int = 10
@@ -54,31 +55,16 @@ class NeedleTask(GeneratedTask):
     def maker(
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
     ) -> Callable[[int], dict[str, Any]]:
-        """Return what makes row `index`; `data_dir` holds the essays, see `haystacks.read_essays`."""
+        """Return what makes row `index`; `data_dir` holds the essays, see `essays.read_essays`."""
         if tokens is None:
             raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 32768")
-        count, words = counter(tokenizer), Words(data_dir, seed)
-        around = frame_tokens(self, tokenizer, SYSTEM) + self.max_new_tokens
-        guess = max(1, tokens // 2)
+        words = Words(data_dir, seed)
 
-        def make(index: int) -> dict[str, Any]:
+        def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
             depth = spread(samples, index, self.min_depth / 100, self.max_depth / 100)
+            return {**self._row(rng, words.first(size), depth), "haystack": words.name}
 
-            def at(size: int) -> dict[str, Any]:
-                rng = random.Random(f"{self.name}/{seed}/{tokens}/{index}")
-                return {**self._row(rng, words.first(size), depth), "haystack": words.name}
-
-            size = largest(
-                lambda size: count(self.read(index, "", at(size))[0].content) + around,
-                tokens,
-                least=1,
-                guess=guess,
-                what=f"a row of {self.name}",
-                close=tokens // 2000 if tokens > 100_000 else 0,
-            )
-            return at(size)
-
-        return make
+        return self.filled(tokenizer, tokens, seed, row, guess=max(1, tokens // 2), system=SYSTEM)
 
     def _row(self, rng: random.Random, words: list[str], depth: float) -> dict[str, Any]:
         needle, asked, answer = NEEDLE, QUESTION, ANSWER
@@ -90,15 +76,15 @@ class NeedleTask(GeneratedTask):
         context = " ".join(lines[:place]) + needle + " ".join(lines[place:])
         return {"context": context, "question": asked, "answer": answer, "depth": depth}
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
-        """Return the item of a row.
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+        """Return the sample of a row.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type.
         """
         context, answer = text_of(record, place, "context"), text_of(record, place, "answer")
         return [
-            Item(
+            Sample(
                 id=str(index),
                 content=f"{context}\n\nRead the document and answer: {text_of(record, place, 'question')}",
                 targets=(answer,),
@@ -109,11 +95,11 @@ class NeedleTask(GeneratedTask):
             )
         ]
 
-    def score(self, prediction: str, item: Item) -> float:
+    def score(self, prediction: str, sample: Sample) -> float:
         """Return the share of the needle's words in the answer; of a pass key, 1 if it is the first number."""
         if self.passkey:
-            return first_integer(prediction, item.targets[0])
-        said, wanted = _words(prediction), _words(item.targets[0])
+            return first_integer(prediction, sample.targets[0])
+        said, wanted = _words(prediction), _words(sample.targets[0])
         return len(said & wanted) / len(wanted)
 
 
@@ -129,8 +115,6 @@ def _task(name: str, metric: str, source: str, *, passkey: bool) -> NeedleTask:
         max_new_tokens=128 if not passkey else 16,
         chat=True,
         file=f"{name}.jsonl",
-        repo="",
-        revision="",
         passkey=passkey,
     )
 

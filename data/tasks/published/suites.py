@@ -1,15 +1,36 @@
-"""Suites: the tasks of a published table, in its order, with its average and the rows that papers print for it."""
+"""Suites: the tasks of a published table, in its order, with its average and the rows that papers print for it.
+
+To add one, or a row of a paper: `suites.yaml`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
-from locret.data.tasks import published as benchmarks
-from locret.data.tasks.published import published_rows
-from locret.data.tasks.published.published_rows import RULER_LENGTHS, PublishedRow
+import yaml
+
 from locret.nearest import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRow:
+    """One row of a published table, in the order of its suite's tasks."""
+
+    source: str
+    model: str
+    method: str
+    precision: str = "not stated"
+    """Of weights or cache, where the paper gives it."""
+    scores: tuple[float | None, ...]
+    """0 to 100; None where the paper has no cell. Empty where it prints the average alone."""
+    average: float
+    """As printed."""
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +46,7 @@ class Suite:
     tokens: int | None = None
     """Length of the prompts, where it belongs to the suite; 0 for rows of the published sizes."""
     published: tuple[PublishedRow, ...] = ()
+    """What papers print."""
     remark: str = ""
     """What else published rows do otherwise."""
 
@@ -60,145 +82,47 @@ def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _named(family: str, text: str) -> tuple[str, ...]:
-    return tuple(f"{family}/{name}" for name in text.split())
+@lru_cache(maxsize=1)
+def _suites() -> dict[str, Suite]:
+    text = Path(__file__).with_name("suites.yaml").read_text(encoding="utf-8")
+    return {name: _suite(name, facts) for name, facts in yaml.safe_load(text).items()}
 
 
-_SINGLE, _MULTI, _SUMMARY = "single-document QA", "multi-document QA", "summarisation"
-_FEW, _SYNTHETIC, _CODE = "few-shot", "synthetic", "code"
+def _suite(name: str, facts: Mapping[str, Any]) -> Suite:
+    def named(text: str) -> tuple[str, ...]:
+        return tuple(f"{facts['family']}/{task}" for task in text.split())
+
+    groups = tuple((title, named(text)) for title, text in facts.get("groups", {}).items())
+    return Suite(
+        name=name,
+        title=facts["title"],
+        tasks=named(facts["tasks"]) if "tasks" in facts else tuple(task for _, tasks in groups for task in tasks),
+        groups=groups,
+        tokens=facts.get("tokens"),
+        published=tuple(row for table in facts.get("published", ()) for row in _rows(**table)),
+        remark=facts.get("remark", ""),
+    )
 
 
-def _groups(**texts: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    titles = (_SINGLE, _MULTI, _SUMMARY, _FEW, _SYNTHETIC, _CODE)
-    return tuple((title, _named("longbench", text)) for title, text in zip(titles, texts.values(), strict=True))
-
-
-_ALL_GROUPS = _groups(
-    single="narrativeqa qasper multifieldqa_en multifieldqa_zh",
-    multi="hotpotqa 2wikimqa musique dureader",
-    summary="gov_report qmsum multi_news vcsum",
-    few="trec triviaqa samsum lsht",
-    synthetic="passage_count passage_retrieval_en passage_retrieval_zh",
-    code="lcc repobench-p",
-)
-_OMNIKV_GROUPS = _groups(
-    single="multifieldqa_en narrativeqa qasper",
-    multi="2wikimqa dureader hotpotqa musique",
-    summary="gov_report qmsum vcsum",
-    few="lsht trec triviaqa",
-    synthetic="passage_count passage_retrieval_en",
-    code="lcc repobench-p",
-)
-
-_SUITES: tuple[Suite, ...] = (
-    Suite(
-        name="infinitebench-locret",
-        title="InfiniteBench, the nine tasks of Locret's Table 3",
-        tasks=_named(
-            "infinitebench",
-            "passkey number_string longbook_sum_eng longbook_qa_eng longbook_choice_eng longbook_qa_chn "
-            "longdialogue_qa_eng code_debug math_find",
-        ),
-        published=published_rows.INFINITEBENCH_LOCRET,
-    ),
-    Suite(
-        name="infinitebench-omnikv",
-        title="InfiniteBench, the ten tasks of OmniKV's Table 2",
-        tasks=_named(
-            "infinitebench",
-            "longbook_sum_eng longbook_qa_eng longbook_choice_eng longdialogue_qa_eng longbook_qa_chn code_debug "
-            "math_find passkey number_string kv_retrieval",
-        ),
-        published=published_rows.INFINITEBENCH_OMNIKV,
-    ),
-    Suite(
-        name="infinitebench-nacl",
-        title="InfiniteBench, the eleven tasks that NACL's release reports",
-        tasks=_named(
-            "infinitebench",
-            "passkey number_string kv_retrieval longbook_sum_eng longbook_qa_eng longbook_choice_eng "
-            "longdialogue_qa_eng longbook_qa_chn code_debug code_run math_find",
-        ),
-        published=published_rows.INFINITEBENCH_NACL,
-    ),
-    Suite(
-        name="infinitebench",
-        title="InfiniteBench, all twelve tasks",
-        tasks=_named(
-            "infinitebench",
-            "passkey number_string kv_retrieval longbook_sum_eng longbook_qa_eng longbook_choice_eng "
-            "longdialogue_qa_eng longbook_qa_chn code_debug code_run math_find math_calc",
-        ),
-    ),
-    Suite(
-        name="leval-locret",
-        title="L-Eval, the six tasks of Locret's Table 3",
-        tasks=_named("leval", "codeU natural_question legal_contract_qa narrative_qa meeting_summ review_summ"),
-        published=published_rows.LEVAL_LOCRET,
-        remark="Published rows were asked in the malformed turns of the official runs; the task option prompt_style: "
-        "official repeats them, for Llama-3 and Phi-3 tokenizers.",
-    ),
-    Suite(
-        name="longbench-en",
-        title="LongBench, the sixteen English tasks of Locret's Table 7",
-        tasks=_named(
-            "longbench",
-            "gov_report triviaqa narrativeqa qmsum musique 2wikimqa multifieldqa_en repobench-p qasper hotpotqa "
-            "multi_news trec passage_retrieval_en passage_count samsum lcc",
-        ),
-        published=published_rows.LONGBENCH_EN,
-    ),
-    Suite(
-        name="longbench-omnikv",
-        title="LongBench, the seventeen tasks that OmniKV lists",
-        tasks=tuple(name for _, names in _OMNIKV_GROUPS for name in names),
-        groups=_OMNIKV_GROUPS,
-        published=published_rows.LONGBENCH_OMNIKV,
-    ),
-    Suite(
-        name="longbench",
-        title="LongBench, all twenty-one tasks",
-        tasks=tuple(name for _, names in _ALL_GROUPS for name in names),
-        groups=_ALL_GROUPS,
-    ),
-    *(
-        Suite(
-            name=f"ruler-{length}",
-            title=f"RULER, all thirteen tasks at {tokens:,} tokens",
-            tasks=_named(
-                "ruler",
-                "niah_single_1 niah_single_2 niah_single_3 niah_multikey_1 niah_multikey_2 niah_multikey_3 "
-                "niah_multivalue niah_multiquery vt cwe fwe qa_1 qa_2",
-            ),
-            tokens=tokens,
-            published=published_rows.ruler(length),
+def _rows(table: str, model: str, rows: str) -> Iterator[PublishedRow]:
+    """Read lines of `method: cell ... | average | precision | note`; a cell that is not there is a dash."""
+    for line in rows.strip().splitlines():
+        method, _, rest = line.partition(":")
+        cells, average, precision, note, *_ = [*(part.strip() for part in rest.split("|")), "", "", ""]
+        yield PublishedRow(
+            source=table,
+            model=model,
+            method=method.strip(),
+            precision=precision or "not stated",
+            scores=tuple(None if cell == "-" else float(cell) for cell in cells.split()),
+            average=float(average),
+            note=note,
         )
-        for length, tokens in RULER_LENGTHS.items()
-    ),
-    Suite(
-        name="infinitebench-generated",
-        title="InfiniteBench's retrieval tasks, rows generated at the published size",
-        tasks=_named("infinitebench_generated", "passkey number_string kv_retrieval"),
-        tokens=0,
-    ),
-    Suite(
-        name="niah",
-        title="needle in a haystack and pass key in essays, at every one of --lengths; samples are depths",
-        tasks=_named("niah", "needle passkey"),
-    ),
-    Suite(
-        name="twostage",
-        title="2StageRetr at the published sizes, 40 to 200 entries",
-        tasks=_named("twostage", "2stage"),
-        tokens=0,
-    ),
-)
 
 
 def names() -> list[str]:
-    """Return the names of the suites whose tasks there are."""
-    known = set(benchmarks.names())
-    return [suite.name for suite in _SUITES if known.issuperset(suite.tasks)]
+    """Return the names of the suites."""
+    return list(_suites())
 
 
 def get(name: str) -> Suite:
@@ -207,9 +131,7 @@ def get(name: str) -> Suite:
     Raises:
         ValueError: If there is none; the message lists the nearest names.
     """
-    known = names()
-    for suite in _SUITES:
-        if suite.name == name and name in known:
-            return suite
-    near = nearest(name, known) or known
-    raise ValueError(f'--suite "{name}" is unknown; did you mean {" or ".join(near)}?')
+    if name not in _suites():
+        near = nearest(name, names()) or names()
+        raise ValueError(f'--suite "{name}" is unknown; did you mean {" or ".join(near)}?')
+    return _suites()[name]

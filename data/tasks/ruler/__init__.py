@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from locret.data.tasks.ruler.counting import CommonWords, FrequentWords
-from locret.data.tasks.ruler.draft import Kind
 from locret.data.tasks.ruler.needles import Needles
 from locret.data.tasks.ruler.questions import Questions
 from locret.data.tasks.ruler.task import RulerTask
 from locret.data.tasks.ruler.tracking import Tracking
 
-__all__ = ["TASKS", "RulerTask", "published_files"]
+__all__ = ["TASKS", "RulerTask"]
 
-_KINDS: dict[str, tuple[int, Kind]] = {
-    "niah_single_1": (128, Needles(haystack="noise")),
-    "niah_single_2": (128, Needles(haystack="essay")),
-    "niah_single_3": (128, Needles(haystack="essay", value="uuid")),
-    "niah_multikey_1": (128, Needles(haystack="essay", keys=4)),
-    "niah_multikey_2": (128, Needles(haystack="needle")),
-    "niah_multikey_3": (128, Needles(haystack="needle", key="uuid", value="uuid")),
-    "niah_multivalue": (128, Needles(haystack="essay", values=4)),
-    "niah_multiquery": (128, Needles(haystack="essay", queries=4)),
-    "vt": (30, Tracking()),
-    "cwe": (120, CommonWords()),
-    "fwe": (50, FrequentWords()),
-    "qa_1": (32, Questions(dataset="squad")),
-    "qa_2": (32, Questions(dataset="hotpotqa")),
+# Tokens to generate, and what is asked, in the order of the report.
+_TASKS: dict[str, tuple[int, Callable[..., RulerTask]]] = {
+    "niah_single_1": (128, partial(Needles, haystack="noise")),
+    "niah_single_2": (128, partial(Needles, haystack="essay")),
+    "niah_single_3": (128, partial(Needles, haystack="essay", value="uuid")),
+    "niah_multikey_1": (128, partial(Needles, haystack="essay", keys=4)),
+    "niah_multikey_2": (128, partial(Needles, haystack="needle")),
+    "niah_multikey_3": (128, partial(Needles, haystack="needle", key="uuid", value="uuid")),
+    "niah_multivalue": (128, partial(Needles, haystack="essay", values=4)),
+    "niah_multiquery": (128, partial(Needles, haystack="essay", queries=4)),
+    "vt": (30, Tracking),
+    "cwe": (120, CommonWords),
+    "fwe": (50, FrequentWords),
+    "qa_1": (32, partial(Questions, dataset="squad")),
+    "qa_2": (32, partial(Questions, dataset="hotpotqa")),
 }
-"""Tokens to generate, and what is asked, in the order of the report."""
-
-
-def _task(name: str, new_tokens: int, kind: Kind) -> RulerTask:
-    part = isinstance(kind, Questions)
-    return RulerTask(
-        name=f"ruler/{name}",
-        source="RULER (arXiv 2404.06654), NVIDIA/RULER",
-        metric=f"string match, {'part' if part else 'all'}",
-        max_new_tokens=new_tokens,
-        chat=True,
-        file=f"4096/{name}.jsonl",
-        repo="",
-        revision="",
-        kind=kind,
-        match="part" if part else "all",
-    )
-
-
-TASKS = tuple(_task(name, *rest) for name, rest in _KINDS.items())
-
-
-def published_files(name: str, tokens: int) -> tuple[str, str]:
-    """Return where rows of that length lie in the older and in the newer published layout."""
-    short = name.removeprefix("ruler/")
-    return f"{tokens}/{short}.jsonl", f"{tokens}/{short}/validation.jsonl"
+TASKS: tuple[RulerTask, ...] = tuple(
+    make(name=f"ruler/{name}", max_new_tokens=new, file=f"4096/{name}.jsonl") for name, (new, make) in _TASKS.items()
+)

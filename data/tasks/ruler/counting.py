@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import ClassVar
 
-from locret.data.tasks.ruler.draft import Draft, Drafter, Kind, Setting
+from locret.data.tasks.ruler.task import Draft, Drafter, RulerTask, Setting
 from locret.data.tasks.ruler.vocabulary import Vocabulary
 
 _CWE = (
@@ -27,13 +27,13 @@ SHORT = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonWords(Kind):
+class CommonWords(RulerTask):
     """Ten words appear often, all others rarely; the size is the number of different words."""
 
     common: int = 10
     often: int = 30
     rarely: int = 3
-    lead: ClassVar[str] = " Answer: The top 10 words "
+    opening: ClassVar[str] = " Answer: The top 10 words "
     unit: ClassVar[int] = 15
     least: ClassVar[int] = 12
 
@@ -61,13 +61,13 @@ class CommonWords(Kind):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrequentWords(Kind):
+class FrequentWords(RulerTask):
     """Coded words whose frequencies follow a Zipf law; the most frequent one is noise, shown as dots."""
 
     alpha: float = 2.0
     letters: int = 6
     asked: int = 3
-    lead: ClassVar[str] = " Answer: According to the coded text above"
+    opening: ClassVar[str] = " Answer: According to the coded text above"
     unit: ClassVar[int] = 5
     least: ClassVar[int] = 60
 

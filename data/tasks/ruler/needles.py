@@ -7,9 +7,9 @@ import uuid
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from locret.data.tasks.published.haystacks import NOISE_LINE, Words, sentences
-from locret.data.tasks.ruler.draft import Draft, Drafter, Kind, Setting
+from locret.data.tasks.ruler.task import Draft, Drafter, RulerTask, Setting
 from locret.data.tasks.ruler.vocabulary import Vocabulary
+from locret.data.text.essays import NOISE_LINE, Words, sentences
 
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 """Where needles may stand in essays, in per cent of the sentences."""
@@ -27,7 +27,7 @@ _SEVERAL = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needles(Kind):
+class Needles(RulerTask):
     """One needle task."""
 
     haystack: Literal["noise", "essay", "needle"]
@@ -39,8 +39,13 @@ class Needles(Kind):
     queries: int = 1
     """Keys asked for."""
 
-    lead: ClassVar[str] = " The special magic "
+    opening: ClassVar[str] = " The special magic "
     unit: ClassVar[int] = 25
+
+    @property
+    def single_needle(self) -> bool:
+        """Whether it hides one needle, alone."""
+        return self.haystack != "needle" and self.keys * self.values * self.queries == 1
 
     @property
     def least(self) -> int:  # type: ignore[override]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from locret.data.tasks.ruler.draft import Draft, Drafter, Kind, Setting
+from locret.data.tasks.ruler.task import Draft, Drafter, RulerTask, Setting
 
 _PROMPT = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
@@ -41,11 +41,14 @@ class QuestionSet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Questions(Kind):
+class Questions(RulerTask):
     """One question answering task; its size is the number of documents."""
 
+    match: ClassVar[Literal["all", "part"]] = "part"
+
+    metric: str = "string match, part"
     dataset: Literal["squad", "hotpotqa"]
-    lead: ClassVar[str] = " Answer:"
+    opening: ClassVar[str] = " Answer:"
     unit: ClassVar[int] = 150
     least: ClassVar[int] = 1
 
@@ -82,14 +85,14 @@ class Questions(Kind):
         names = FILES[self.dataset]
         if data_dir is None:
             raise ValueError(
-                f"{self.title} is made from questions of {self.dataset}, which cannot be generated; pass --data-dir "
+                f"{self.name} is made from questions of {self.dataset}, which cannot be generated; pass --data-dir "
                 f"with a folder that holds {' or '.join(names)}, or leave the task out"
             )
         places = [folder / name for folder in (data_dir, data_dir / "ruler", data_dir / self.dataset) for name in names]
         path = next((place for place in places if place.is_file()), None)
         if path is None:
             raise ValueError(
-                f"--data-dir {data_dir} has no question set for {self.title}; put {' or '.join(names)} there, or leave "
+                f"--data-dir {data_dir} has no question set for {self.name}; put {' or '.join(names)} there, or leave "
                 "the task out"
             )
         try:
@@ -99,11 +102,6 @@ class Questions(Kind):
             raise ValueError(
                 f"{path} is no {self.dataset} file ({type(error).__name__}: {error}); get it anew"
             ) from None
-
-    @property
-    def title(self) -> str:
-        """The task's name."""
-        return "ruler/qa_1" if self.dataset == "squad" else "ruler/qa_2"
 
 
 def _squad(data: Any) -> QuestionSet:

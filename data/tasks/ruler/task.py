@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from locret.data.tasks.metrics.ruler import score
-from locret.data.tasks.published.base import BadRow, Item
-from locret.data.tasks.published.generated import GeneratedTask, counter, frame_tokens, largest
-from locret.data.tasks.published.records import text_of, texts_of
-from locret.data.tasks.ruler.draft import Draft, Kind, Setting
-from locret.data.tasks.ruler.vocabulary import vocabulary
+from locret.data.tasks.metrics.retrieval import all_contained, any_contained
+from locret.data.tasks.published.row_maker import RowMaker, counter, frame_tokens
+from locret.data.tasks.ruler.vocabulary import Vocabulary, vocabulary
+from locret.data.tasks.task import Sample
+from locret.data.training.json_rows import BadRow, text_of, texts_of
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A prompt without its length: `RulerTask` looks for the size that fills it."""
+
+    prompt: str
+    prefix: str
+    """How the answer begins."""
+    outputs: tuple[str, ...]
+    depths: tuple[float, ...] = ()
+    """Where each fact is, from 0 to 1 of the haystack's sentences or lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RulerTask(GeneratedTask):
+class Setting:
+    """What all rows of a task share."""
+
+    count: Callable[[str], int]
+    """Tokens of a text."""
+    words: Vocabulary
+    tokens: int
+    """Length of prompt and answer together."""
+    answer_tokens: int
+    seed: int
+    data_dir: Path | None
+
+
+Drafter = Callable[[random.Random, int, int], Draft]
+"""From a random stream, a row's number and a size to a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulerTask(RowMaker):
     """One of the thirteen tasks. Fields of a row: index, input, outputs, length, answer_prefix.
 
     In the older layout `input` ends with what the answer begins with; in the newer that stands in `answer_prefix`.
@@ -26,10 +56,19 @@ class RulerTask(GeneratedTask):
     25 lines or 500 words); a key that is asked for stands in no other needle of a needle haystack.
     """
 
-    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "chat", "words")
+    settable: ClassVar[tuple[str, ...]] = (*RowMaker.settable, "chat", "words")
 
-    kind: Kind
-    match: Literal["all", "part"] = "all"
+    opening: ClassVar[str]
+    """The first words of how the answer begins, by which the older layout is split."""
+    unit: ClassVar[int]
+    """Tokens that size 1 costs, roughly: where to look first."""
+    least: ClassVar[int]
+    """The smallest size that makes sense."""
+    match: ClassVar[Literal["all", "part"]] = "all"
+    """Whether all references count, or any is enough."""
+
+    metric: str = "string match, all"
+    source: str = "RULER (arXiv 2404.06654), NVIDIA/RULER"
     words: str = "own"
     """Where keys and words come from: "own", or "wonderwords" (RULER's lists; needs that package)."""
 
@@ -37,15 +76,22 @@ class RulerTask(GeneratedTask):
         super().__post_init__()
         vocabulary(self.words)
 
+    @abstractmethod
+    def drafter(self, setting: Setting) -> tuple[Drafter, str]:
+        """Return what writes a prompt of a size, and which of several forms it has, in a word or two.
+
+        Raises:
+            ValueError: If a source text is missing.
+        """
+
     def maker(
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
     ) -> Callable[[int], dict[str, Any]]:
-        """Return what makes row `index`; see `GeneratedTask.generate`."""
+        """Return what makes row `index`; see `RowMaker.maker`."""
         if tokens is None:
             raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 4096")
-        count = counter(tokenizer)
-        around = frame_tokens(self, tokenizer) + self.max_new_tokens
-        draft, form = self.kind.drafter(
+        count, around = counter(tokenizer), frame_tokens(self, tokenizer) + self.max_new_tokens
+        draft, form = self.drafter(
             Setting(
                 count=count,
                 words=vocabulary(self.words),
@@ -55,36 +101,24 @@ class RulerTask(GeneratedTask):
                 data_dir=data_dir,
             )
         )
-        guess = max(1, tokens // self.kind.unit)
 
-        def make(index: int) -> dict[str, Any]:
-            def at(size: int) -> Draft:
-                return draft(random.Random(f"{self.name}/{seed}/{tokens}/{index}"), index, size)
+        def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
+            found = draft(rng, index, size)
+            made = {"index": index, "input": found.prompt, "outputs": list(found.outputs)}
+            made |= {"answer_prefix": found.prefix} | ({"depths": list(found.depths)} if found.depths else {})
+            return made | ({"form": form} if form else {})
 
-            def cost(size: int) -> int:
-                found = at(size)
-                return count(found.prompt + found.prefix) + around
+        guess, least = max(1, tokens // self.unit), self.least
+        make = self.filled(tokenizer, tokens, seed, row, guess=guess, least=least)
 
-            close = tokens // 2000 if tokens > 100_000 else 0
-            size = largest(cost, tokens, least=self.kind.least, guess=guess, what=f"a row of {self.name}", close=close)
-            found = at(size)
-            row = {
-                "index": index,
-                "input": found.prompt,
-                "outputs": list(found.outputs),
-                "length": cost(size),
-                "answer_prefix": found.prefix,
-            }
-            if found.depths:
-                row["depths"] = list(found.depths)
-            if form:
-                row["form"] = form
-            return row
+        def whole(index: int) -> dict[str, Any]:
+            made = make(index)
+            return made | {"length": count(made["input"] + made["answer_prefix"]) + around}
 
-        return make
+        return whole
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Item]:
-        """Return the item of a row of either layout. `index` of the row is no row number: the newer generator
+    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+        """Return the sample of a row of either layout. `index` of the row is no row number: the newer generator
         writes a character offset there.
 
         Raises:
@@ -94,14 +128,14 @@ class RulerTask(GeneratedTask):
         if "answer_prefix" in record:
             lead = text_of(record, place, "answer_prefix")
         else:
-            start = content.rfind(self.kind.lead)
+            start = content.rfind(self.opening)
             if start < 0:
-                detail = f"field 'input' does not end with how an answer begins ({self.kind.lead!r} ...)"
+                detail = f"has a field 'input' that does not end with how an answer begins ({self.opening!r} ...)"
                 raise BadRow(place, "no answer prefix", detail)
             content, lead = content[:start], content[start:]
         said = outputs if self.match == "all" else outputs[:1]
         return [
-            Item(
+            Sample(
                 id=str(index),
                 content=content,
                 targets=outputs,
@@ -111,6 +145,6 @@ class RulerTask(GeneratedTask):
             )
         ]
 
-    def score(self, prediction: str, item: Item) -> float:
+    def score(self, prediction: str, sample: Sample) -> float:
         """Return the share of references in the answer ("all"), or whether any is there ("part"), in any case."""
-        return score(self.match, prediction, item.targets)
+        return (all_contained if self.match == "all" else any_contained)(prediction, sample.targets)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from locret.data.tasks.published.haystacks import NOISE_LINE
-from locret.data.tasks.ruler.draft import Draft, Drafter, Kind, Setting
+from locret.data.tasks.ruler.task import Draft, Drafter, RulerTask, Setting
+from locret.data.text.essays import NOISE_LINE
 
 _PROMPT = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{text}\n"
@@ -24,12 +24,12 @@ _EXAMPLE_TOKENS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracking(Kind):
+class Tracking(RulerTask):
     """One variable tracking task."""
 
     chains: int = 1
     hops: int = 4
-    lead: ClassVar[str] = " Answer: According to the chain(s) "
+    opening: ClassVar[str] = " Answer: According to the chain(s) "
     unit: ClassVar[int] = 25
 
     @property

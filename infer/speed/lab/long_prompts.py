@@ -17,11 +17,12 @@ from typing import Any
 
 from locret import RetentionPolicy, loading
 from locret.cli import parse_options, print_json, run
-from locret.data.tasks.published.haystack_stream import LongPrompt, stream_needle, stream_number
 from locret.environment import peak_resident_bytes, versions
 from locret.infer.answer import MeasuredCache, answer
 from locret.infer.options import GenerationOptions, ModelOptions
+from locret.infer.speed.lab.streamed_prompts import LongPrompt, stream_needle, stream_number
 from locret.load_options import ScorerOptions
+from locret.policy.resolve import resolve_options
 
 KINDS = ("needle", "needle-passkey", "number", "passkey")
 
@@ -100,7 +101,7 @@ def reader(
     config, device = loading.load_config(options), loading.resolve_device(options.device)
     scorer, recommended = loading.load_scorer(scorer_options)
     loading.check_matches(scorer_options, scorer, config)
-    policy = loading.resolve_policy(flags, chosen, recommended)
+    policy = resolve_options(flags, chosen, recommended)
     model = loading.load_model(options, config, device, loading.resolve_dtype(options.dtype, config, device))
     return (model, MeasuredCache(model, scorer, policy)), policy
 

@@ -30,8 +30,9 @@ _MODULES = {
 }
 _CALLS = {
     "locret.backbone.instrument.attend": "attention kernel",
-    "locret.cache.cache.RetentionCache.update": "cache update: append, rotate",
-    "locret.cache.cache.RetentionCache.attended": "scores",
+    "locret.cache.cache.RetentionCache.update": "cache update: append",
+    "locret.cache.layer.RetentionLayer.view": "rotation of kept keys",
+    "locret.cache.reader.Reader.attended": "scores",
     "locret.cache.layer.RetentionLayer.evict": "eviction",
 }
 _TRAINING_CALLS = {

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from locret import labels
 from locret.cli import run
 from locret.infer.speed.cost import Pass, cost
 from locret.infer.speed.lab.harness import LabOptions, compared, interleave, program, ratio_table, where
@@ -25,7 +26,6 @@ from locret.infer.speed.machine import measure_rates
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.runs import make_setup
 from locret.infer.speed.side_by_side import quantiles
-from locret.labels.labels import check_kind
 from locret.tables import markdown
 from locret.train.memory_plan import memory_plan
 
@@ -49,7 +49,7 @@ class TrainingCostOptions(LabOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_kind(self.label_kind)
+        labels.get(self.label_kind)
 
 
 def measure(options: TrainingCostOptions, chosen: set[str]) -> dict[str, Any]:

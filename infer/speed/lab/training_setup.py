@@ -24,8 +24,8 @@ from locret.infer.speed.allocations import peak_bytes
 from locret.infer.speed.runs import BenchSetup
 from locret.labels.labels import layer_labels, observe
 from locret.train.optimizer import head_optimizer
-from locret.train.options import OptimizerOptions
 from locret.train.step import train_step
+from locret.train.training_options import Loss, OptimizerOptions
 
 _CLIP = 0.5
 
@@ -64,7 +64,7 @@ class TrainingSetup:
     def row(self) -> None:
         """Read the row, and add its gradients to those of the heads."""
         with self.autocast():
-            train_step(self.model, self.heads, self.prompt_1T, self.answer_1A, kind=self.kind)
+            train_step(self.model, self.heads, self.prompt_1T, self.answer_1A, Loss(label_kind=self.kind))
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return what the trainer chooses for a backbone of this dtype."""

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 
+from locret import shipped
 from locret.infer.speed.shapes import random_model
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def write_files(folder: Path, plan: BenchPlan) -> str:
     ids_BL = torch.randint(_FIRST, vocabulary, (1, max(plan.lengths)), generator=generator)
     save_file({"prompt": ids_BL}, folder / PROMPT)
     if plan.model is not None:
-        return plan.model if Path(plan.model).is_dir() else str(snapshot_download(plan.model))
+        model = shipped.find(plan.model)
+        return model if Path(model).is_dir() else str(snapshot_download(model))
     free, needed = shutil.disk_usage(folder).free, plan.sizes.weight_bytes
     if free < needed:
         raise OSError(

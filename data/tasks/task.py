@@ -1,0 +1,303 @@
+"""What an evaluation task is: which samples it has, how they become prompts, and how an answer is scored.
+
+One protocol for all: a task whose texts are made here (`generated`), one that reads the rows of a published benchmark
+and one that can do both (`published`, `ruler`) are asked in the same way. Truncation, generation length, stop rule,
+chat template or not, and the metric with its cleaning of the answer belong to the task.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+Truncation = Literal["middle", "words", "none"]
+SAMPLES = 100
+"""Samples of a task per length where they are made, if the user does not say."""
+_LONG = 100_000
+"""Tokens from which rows are filled to about their length only: where the search begins then matters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One question about a text, or one session, and what is right."""
+
+    content: str
+    """The user's turn, or the text to complete: whole, without chat template, not truncated."""
+    targets: tuple[str, ...]
+    """The references."""
+    reply: str
+    """What a model should say; retaining heads and oracle labels take it for the true answer."""
+    id: str = ""
+    """Where it comes from, unique within the task: "12" for row 12, "12/3" for question 3 of row 12; both from 0. Empty
+    for a text that is made here."""
+    question: str = ""
+    """What is asked at the end of `content`, where that is known."""
+    system: str = ""
+    """System turn, where the protocol has one."""
+    choices: tuple[str, ...] = ()
+    """The options of a choice, or all classes of a classification."""
+    turns: tuple[str, ...] = ()
+    """All user turns of a session that is read into one cache, `content` first; each is answered by one of `choices`.
+    Empty for a single question."""
+    depths: tuple[float, ...] = ()
+    """Where each planted statement is, from 0 (start of the text) to 1 (end), where that is known."""
+    span: tuple[int, int] = (0, 0)
+    """Where the document begins and ends in `content`, in characters; truncation "words" cuts there alone."""
+    lead: str = ""
+    """What the protocol puts into the model's mouth after the assistant header."""
+    plain: bool = False
+    """Whether this prompt is a text to complete although the task's others are chat turns."""
+    extra: tuple[tuple[str, str], ...] = ()
+    """Further facts of the row, as names and values."""
+
+    @property
+    def document(self) -> str:
+        """The long text of the prompt."""
+        return self.content[slice(*self.span)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What an evaluation asks of every task; a task takes what applies to it."""
+
+    tokenizer: Callable[[], Any]
+    """Loads the backbone's, for texts that are made to a length."""
+    lengths: Sequence[int]
+    """Tokens of the prompts of tasks that have no length of their own; 0 for published sizes."""
+    samples: int | None = None
+    """Samples per task and length; None for 100, or for all rows of a file."""
+    seed: int = 0
+    """Of the samples that are made."""
+    folders: Sequence[str] | None = None
+    """Local copies of published data, searched in order; None for the Hub."""
+    revision: str | None = None
+    """Commit, branch or tag on the Hub, instead of the pinned one."""
+    skip_bad_rows: bool = False
+    """Leave out rows that cannot be asked instead of stopping."""
+    positions: int | None = None
+    """Of the backbone, where it says."""
+    max_prompt: int | None = None
+    """The user's limit of a published prompt in tokens."""
+    max_new_tokens: int | None = None
+    """The user's longest answer."""
+    template: str = "chat"
+    """How published tasks that are chat turns become text, see `locret.data.training.chat`."""
+
+
+class NoSamples(ValueError):
+    """There are no rows of a task, and none can be made; `reason` is what a suite's table says of it."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
+
+
+class SampleSet(ABC):
+    """The samples of one task and length that an evaluation asks."""
+
+    task: Task
+    chosen: Sequence[int]
+    """Their numbers in the whole set, ascending."""
+    of: int | None = None
+    """Size of the whole set; None where it is unknown."""
+    made: bool = False
+    """Whether they are made for the run, so that there is no whole set."""
+
+    @abstractmethod
+    def sample(self, number: int, tokenizer: Any) -> Sample:
+        """Return a sample; taken in order, a file is read once.
+
+        Raises:
+            ValueError: If a row cannot be asked, or a length cannot hold it.
+        """
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what tells these data from others."""
+
+    def label(self, count: int) -> str:
+        """Return the task's name, with what part of the set was asked."""
+        if self.made or count == self.of:
+            return self.task.name
+        part = f"of {self.of:,}" if self.of is not None else "row" if count == 1 else "rows"
+        return f"{self.task.name} ({count:,} {part})"
+
+
+@dataclass
+class MadeSamples(SampleSet):
+    """Samples that a task makes for the run, of one length; each depends on its number, seed and length alone."""
+
+    task: Task
+    tokens: int
+    """Of the prompt (of prompt and answer for published tasks); 0 for the published sizes."""
+    samples: int
+    seed: int
+    source: Path | None = None
+    """Where essays and question sets lie."""
+    made: bool = True
+    _make: Callable[[int], Sample] | None = field(default=None, repr=False)
+    _last: tuple[int, Sample | None] = field(default=(-1, None), repr=False)
+
+    @property
+    def chosen(self) -> Sequence[int]:  # type: ignore[override]
+        """Numbers of the samples."""
+        return range(self.samples)
+
+    def sample(self, number: int, tokenizer: Any) -> Sample:
+        """Return a sample.
+
+        Raises:
+            ValueError: If the length cannot hold it, or a source text is missing.
+        """
+        last, found = self._last
+        if found is None or last != number:
+            if self._make is None or self.tokens > _LONG:
+                self._make = self.task.sampler(
+                    tokenizer, self.tokens or None, samples=self.samples, seed=self.seed, data_dir=self.source
+                )
+            found = self._make(number)
+            self._last = number, found
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """Return what tells these data from others."""
+        return {"generated": True, "seed": self.seed, "source": None if self.source is None else self.source.name}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What an evaluation asks of one task."""
+
+    task: Task
+    """With the limits that hold here."""
+    samples: Mapping[int, SampleSet]
+    """By length: tokens of the prompts where they are made to a length, else most tokens; 0 where nothing limits it."""
+    facts: dict[str, Any]
+    """Everything that results depend on besides the backbone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A task of `locret-eval`. The fields named in `settable` are its options; they stand in every result."""
+
+    settable: ClassVar[tuple[str, ...]] = ()
+    """Fields that a user may change; all others are the protocol."""
+    pictured: ClassVar[bool] = False
+    """Whether pictures can show what is kept of its samples: texts made here that state the answer."""
+
+    name: str
+    """Of a published task benchmark and task, such as "longbench/qasper"."""
+    version: int = 1
+    """Raise it when prompts or scores change: results of different versions are never compared."""
+    source: str
+    """Paper or repository that the task comes from."""
+    metric: str
+    """The metric in a few words."""
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    """Tokens before which neither the end of the text nor `stop` counts."""
+    chat: bool = True
+    """Whether the prompt is a user turn of the chat template; else it is a text to complete."""
+    stop: tuple[str, ...] = ()
+    """The answer is cut before the first of these."""
+    limit: int | None = None
+    """Tokens of the whole prompt that the protocol allows, before the chat template; with truncation "words", of the
+    document alone. None if it sets none."""
+    truncation: Truncation = "none"
+    """What is cut from a longer prompt: its middle, or words of its document."""
+    reencode: bool = False
+    """Whether a prompt cut in the middle is decoded to text and encoded again, as some protocols do."""
+    cut_start: bool = False
+    """Whether truncation "words" cuts the document's start instead of its end."""
+    size: int | None = None
+    """Samples of the published set, where known."""
+
+    @abstractmethod
+    def select(self, wanted: Wanted) -> Selection:
+        """Return the samples that an evaluation asks, found but not all read.
+
+        Raises:
+            NoSamples: If there are no rows and none can be made.
+            ValueError: If rows are bad, or the backbone leaves no room for a prompt.
+            OSError: If the Hub or a file cannot be read.
+        """
+
+    @abstractmethod
+    def score(self, prediction: str, sample: Sample) -> float:
+        """Return the score of a generated answer, from 0 to 1."""
+
+    def sampler(
+        self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None = None
+    ) -> Callable[[int], Sample]:
+        """Return what makes sample `i` of `samples`, of prompts of that many tokens (None: of the published sizes).
+
+        Raises:
+            ValueError: If the task only reads published rows, or cannot be made as asked.
+        """
+        raise ValueError(f"task {self.name} is read from published rows and cannot be made; give --data-dir")
+
+    def sample(self, tokenizer: Any, tokens: int | None = None, *, depth: float | None = None, seed: int = 0) -> Sample:
+        """Return one sample that is made for a tokenizer and a length; arguments and errors are those of `sampler`.
+
+        Raises:
+            ValueError: For a depth, which published benchmarks choose themselves.
+        """
+        if depth is not None:
+            raise ValueError(f"task {self.name} chooses where its statements are; leave depth={depth} out")
+        return self.sampler(tokenizer, tokens, samples=1, seed=seed)(0)
+
+    @property
+    def family(self) -> str:
+        """The benchmark; "generated" for the tasks that need no data."""
+        return self.name.split("/")[0] if "/" in self.name else "generated"
+
+    @property
+    def single_needle(self) -> bool:
+        """Whether one statement holds the whole answer, so that a sample's first depth says where it is."""
+        return False
+
+    def options(self) -> dict[str, Any]:
+        """Return the options as a dictionary."""
+        return {name: getattr(self, name) for name in self.settable}
+
+    def check(self, tokenizer: Any) -> None:  # noqa: B027 - most tasks can be asked of any tokenizer
+        """Refuse a tokenizer that cannot express the task's words and numbers.
+
+        Raises:
+            ValueError: Naming what does not survive encoding and decoding.
+        """
+
+    def depth(self, index: int, samples: int) -> float | None:
+        """Return where the first statement of sample `index` is to be; None where rows decide that."""
+        return None
+
+    def summarise(self, scores: Sequence[float], answers: Sequence[tuple[str, tuple[str, ...]]]) -> float:
+        """Return the task's score from its samples', from 0 to 1: their mean, unless a protocol has another rule.
+
+        Args:
+            scores: What `score` gave.
+            answers: Predictions with their references, for protocols whose task score is no mean of samples' scores.
+        """
+        return sum(scores) / len(scores) if scores else 0.0
+
+    def allowed(self, sample: Sample, count: Callable[[str], int]) -> int | None:
+        """Return the tokens that this sample's prompt may have; None if the protocol sets no limit.
+
+        Args:
+            sample: The sample.
+            count: Tokens of a text, as the tokenizer counts by default; some protocols leave room for the reference.
+        """
+        return self.limit
+
+    def framed(self, sample: Sample, content: str, tokenizer: Any) -> str | None:
+        """Return the whole chat prompt where the official runs wrote their own; None for the chat template.
+
+        Args:
+            sample: The sample.
+            content: Its content after truncation.
+            tokenizer: Tells which model family's turns to write.
+        """
+        return None

@@ -1,0 +1,139 @@
+"""What a layer has just computed: the record that label code reads, and the one that every scorer reads."""
+
+# B batch, N query heads, K KV heads, L new tokens, S slots, D head dim, F = (N + 2 K) D features
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locret.backbone.adapters import FUSED, Backbone
+
+
+@dataclass
+class Projections:
+    """Outputs of one layer's projections, before the rotary embedding and after q/k norms where there are any."""
+
+    backbone: Backbone
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+    def features(self) -> Tensor:
+        """Return (B, L, F)."""
+        parts = self.feature_parts()
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def feature_parts(self) -> list[Tensor]:
+        """Return what the features are made of, to be put side by side."""
+        return [self.parts[FUSED]] if FUSED in self.parts else [self.parts[name] for name in ("q", "k", "v")]
+
+    def query(self) -> Tensor:
+        """Return the un-rotated queries, (B, N, L, D)."""
+        heads, dim = self.backbone.num_heads, self.backbone.head_dim
+        flat = self.parts["q"] if "q" in self.parts else self.parts[FUSED][..., : heads * dim]
+        return flat.reshape(*flat.shape[:-1], heads, dim).transpose(1, 2)
+
+    def key(self) -> Tensor:
+        """Return the un-rotated keys, (B, K, L, D)."""
+        heads, kv_heads, dim = self.backbone.num_heads, self.backbone.num_kv_heads, self.backbone.head_dim
+        flat = self.parts["k"] if "k" in self.parts else self.parts[FUSED][..., heads * dim : (heads + kv_heads) * dim]
+        return flat.reshape(*flat.shape[:-1], kv_heads, dim).transpose(1, 2)
+
+    def of_head(self, row: int, head: int) -> Projections:
+        """Return what belongs to one KV head of one row and its query heads."""
+        heads, kv_heads, dim = self.backbone.num_heads, self.backbone.num_kv_heads, self.backbone.head_dim
+        group = heads // kv_heads
+        starts = {"q": 0, "k": heads * dim, "v": (heads + kv_heads) * dim} if FUSED in self.parts else {}
+        parts = {}
+        for name, width in (("q", group * dim), ("k", dim), ("v", dim)):
+            first = starts.get(name, 0) + head * width
+            parts[name] = self.parts[FUSED if starts else name][row : row + 1, :, first : first + width]
+        return Projections(replace(self.backbone, num_heads=group, num_kv_heads=1), parts)
+
+    def clear(self) -> None:
+        """Free the tensors once the layer is done."""
+        self.parts.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended:
+    """What one full-attention layer has just computed for L new tokens."""
+
+    layer_idx: int
+    query: Tensor
+    """(B, N, L, D), post-rotary."""
+    key: Tensor
+    """(B, K, S, D), post-rotary, the new tokens last."""
+    value: Tensor
+    """(B, K, S, D)."""
+    scaling: float
+    softcap: float | None
+    """Bound of the logits (Gemma-2); None where the backbone has none."""
+    projections: Projections
+
+    @property
+    def new_tokens(self) -> int:
+        """L."""
+        return self.query.shape[-2]
+
+    def features(self) -> Tensor:
+        """Return (B, L, F): all query heads, all key heads, all value heads of each new token, before rotation."""
+        return self.projections.features()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk(Attended):
+    """What a layer has computed, with what the cache knows about it: the one input of every scorer."""
+
+    positions: Tensor
+    """(1 or B, 1, L) original positions of the new tokens."""
+    unit_positions: Tensor
+    """(B, K, S) original positions of all units, new ones included; -1 in empty slots."""
+    stored_scores: Tensor
+    """(B, K, S - L) float32 scores of the units that were there before, as the scorer gave them last."""
+    columns: Mapping[str, Tensor]
+    """(B, K, S) for every column that the scorer declares: what it gave last, zeros for new units."""
+    next_position: int
+    """Rotary position of the token to come, on the scale by which queries and keys were rotated."""
+    row_start: Tensor
+    """(B,) first slot of each row that holds a unit; all zero unless `padded`."""
+    padded: bool
+    """Whether some rows begin with empty slots."""
+    selects: bool
+    """Whether units are selected by these scores, now or before the next generated token."""
+    budget: int
+    """Units of this layer that stay per KV head, on average, by these scores; all S where nothing is selected."""
+    recent: int
+    """Newest units that stay whatever their score, out of `budget`: the policy's or the scorer's, if those are more."""
+    sinks: int
+    """First tokens of the text whose units stay whatever their score, out of `budget`."""
+    last: bool
+    """Whether these are the last tokens of the prompt."""
+    generating: bool
+    """Whether the tokens are of an answer, or the prompt's last one that `generate` feeds itself."""
+    prepared: Any
+    """What the scorer's `prepare` returned for this backbone."""
+
+    @property
+    def pinned(self) -> Tensor:
+        """(B, K, S) bool: units that stay whatever their score."""
+        return pinned_units(self.unit_positions, self.recent, self.sinks).expand(self.unit_positions.shape)
+
+
+def pinned_units(positions: Tensor, recent: int, sinks: int) -> Tensor:
+    """Return which units stay whatever their score: the newest ones, and those of the text's first tokens.
+
+    Args:
+        positions: (..., S) original positions, ascending; -1 in empty slots.
+        recent: Newest slots.
+        sinks: First tokens of the text.
+
+    Returns:
+        Bool, (..., S), or (S,) where there are no sinks and all heads agree.
+    """
+    slots = positions.shape[-1]
+    newest = torch.arange(slots, device=positions.device) >= slots - recent
+    return newest if not sinks else newest | ((positions >= 0) & (positions < sinks))

@@ -1,0 +1,255 @@
+"""One read, or one answer, in progress: the phases of Algorithm 1, and all that dies with them.
+
+A reader is the observer of its cache's forward passes. The cache holds what has been read; where a reader leaves it in
+the middle of something, the cache says so wherever it is used next.
+"""
+
+# B batch, K KV heads, L new tokens, E hidden size
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from locret.backbone.adapters import unwrap
+from locret.backbone.attention import MaskMemo, View
+from locret.backbone.chunk import Attended, Projections
+from locret.backbone.instrument import instrumented
+from locret.cache.layer import Moment, RetentionLayer
+from locret.cache.limits import Limits
+from locret.cache.unscored import Unscored
+from locret.policy.selectors import Stay
+from locret.scorers import Rated, TokenPass, TokenScorer
+
+if TYPE_CHECKING:
+    from locret.cache.cache import RetentionCache
+
+
+class Reader:
+    """Fills a cache: observes its forward passes, and scores and evicts as its policy says.
+
+    Args:
+        cache: What is being read into, or answered from.
+        answering: Whether tokens are generated, or a prompt is read.
+    """
+
+    def __init__(self, cache: RetentionCache, *, answering: bool) -> None:
+        self.cache, self.policy, self.scorer = cache, cache.policy, cache.scorer
+        self.layers: list[RetentionLayer] = cache.governed
+        self.projections: Mapping[int, Projections] = {i: Projections(cache.backbone) for i in cache.backbone.layers}
+        self.masks = MaskMemo()
+        self.limits = Limits(cache.policy, cache.scorer, len(cache.backbone.layers))
+        self.waiting = Unscored([layer.store for layer in self.layers])
+        """Generated units without scores."""
+        self.answering = answering
+        self.torn = False
+        """Whether the cache would be left in the middle of something."""
+        self._nth = {layer_idx: nth for nth, layer_idx in enumerate(cache.backbone.layers)}
+        self._evicting = not answering
+        self._last = False
+        self._new_tokens = 0
+        self._chunk_start = 0
+        self._ids: Tensor | None = None
+        self._positions: Tensor | None = None
+        self._view: View | None = None
+
+    # -- the phases of a read -----------------------------------------------------------------------------------------
+
+    def begin(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
+        """Get ready for a prompt of `prompt_tokens` (None: unknown), to be followed by `new_tokens` generated ones."""
+        cache = self.cache
+        schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.layers])
+        self.limits.begin(schedule)
+        self.torn = True
+        for nth, layer in enumerate(self.layers):
+            layer.unsettle(cache.next_position)
+            if self.policy.when == "chunk":
+                layer.evict(self.limits.before_reading(nth))
+        cache.reserve_slots(self.limits.capacity(schedule, new_tokens))
+        self._new_tokens = new_tokens
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of the chunk to come."""
+        return self.limits.chunk_size
+
+    def begin_chunk(self, final: bool) -> None:
+        """Announce the next chunk of the prompt; after the final one no stabilizers are protected."""
+        ratios = None
+        if self.limits.wants_ratios:
+            ratios = [float(layer.store.share_before(self._chunk_start)) for layer in self.layers]
+        self.limits.next_chunk(final, ratios)
+        self._chunk_start = self.cache.seen
+        self._align()
+
+    def _align(self) -> None:
+        """Choose the rotary position of the coming token, and make room where a prompt's length is unknown."""
+        if self.limits.unbounded:
+            for layer in self.layers:
+                if layer.fill + self.policy.chunk_size > layer.capacity:
+                    layer.store.reserve(2 * layer.fill + self.policy.chunk_size)
+        if self.policy.positions == "compact" and self.cache.backbone.uniform:
+            # Rotary attention sees only distances, so units are aligned to the right, to the chunk, and the fullest
+            # head starts at 0. Where some layers slide, positions stay true and the aligned units end at the chunk.
+            self.cache.next_position = max(layer.store.longest for layer in self.layers)
+        else:
+            self.cache.next_position = self.cache.seen
+
+    def begin_local(self) -> None:
+        """Announce the local tokens: kept keys are final now, so they are rotated once."""
+        self._align()
+        for layer in self.layers:
+            layer.settle(self.cache.next_position)
+        self._evicting = False
+
+    def begin_last(self) -> None:
+        """Announce the forward pass that ends with the prompt's last token."""
+        self._last = True
+
+    def end(self) -> None:
+        """From here on tokens are generated."""
+        self.answering, self._last, self.torn = True, False, False
+        self.cache.end_reading(self._new_tokens)
+
+    # -- what a forward pass asks and tells ---------------------------------------------------------------------------
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Return the (B, L) rotary positions of the coming tokens."""
+        self.torn = True
+        batch, length = tokens.shape[:2]
+        self._ids = tokens if tokens.ndim == 2 and self.scorer.needs_hidden else None
+        steps = torch.arange(length, device=tokens.device)
+        self._positions, rotary = self.cache.number(steps, batch)
+        return rotary
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
+        """Add the units of L new tokens to a full-attention layer."""
+        assert self._positions is not None
+        nth, cache, raw_keys = self._nth[layer_idx], self.cache, None
+        layer = self.layers[nth]
+        if self._evicting and layer.compact:
+            raw_keys = self.projections[layer_idx].key()
+            cache.check_rotation(layer_idx, raw_keys, keys)
+        elif self.answering:
+            most = self.limits.most_answering(nth)
+            if most is not None and layer.fill + keys.shape[-2] > most:
+                self.rate_waiting()
+                layer.evict(self.limits.answering(nth, keys.shape[-2]))
+        layer.append(keys, values, raw_keys, self._positions)
+
+    def view(self, layer_idx: int, query: Tensor) -> View:
+        """Return what queries attend to; `update` has been called for their layer."""
+        if layer_idx not in self._nth:
+            return self.cache.layers[layer_idx].view()  # type: ignore[no-any-return]
+        self._view = self.layers[self._nth[layer_idx]].view(self.cache.next_position)
+        return self._view
+
+    def attended(self, layer: Attended) -> None:
+        """Score a layer's units and, when it is time, evict down to the budget at once."""
+        nth, (view, self._view) = self._nth[layer.layer_idx], (self._view, None)
+        if self.answering and layer.new_tokens == 1 and self.scorer.by_features:
+            due = self.waiting.add(nth, layer.projections.feature_parts())
+            if due is not None:
+                self._rate(nth, due)
+            return
+        assert view is not None
+        assert self._positions is not None
+        stay = evicts_now = self._stay_now(nth)
+        most = None if self._evicting else self.limits.most_answering(nth)
+        if most is not None and stay is None and self.layers[nth].fill >= most:
+            # The next token will find no room: these are the scores that decide what makes way for it.
+            stay = self.limits.answering(nth, 1)
+        moment = Moment(
+            positions=self._positions.to(layer.key.device),
+            next_position=self.cache.next_position + layer.new_tokens,
+            stay=stay,
+            last=self._last,
+            generating=self.answering,
+            prepared=self.cache.prepared,
+        )
+        for chunk, where in self.layers[nth].chunks(layer, view, moment, self.scorer.causal):
+            rated = self.scorer.score(chunk)
+            scores, columns = rated if isinstance(rated, Rated) else (rated, None)
+            if self.cache.fed_again:  # a token fed twice counts once: units before it have been rated with it already
+                scores = scores[:, :, -chunk.new_tokens :]
+            self.layers[nth].rate(scores, columns, where)
+        if evicts_now is not None and not self.scorer.needs_hidden:
+            self.layers[nth].evict(evicts_now)
+
+    def finished(self, hidden: Tensor) -> None:
+        """Rate tokens, where that takes a whole pass, and count them."""
+        self.cache.report_rotation()
+        if self.scorer.needs_hidden:
+            self._rate_tokens(hidden)
+        self.cache.finished(hidden)
+        if self.answering:
+            self.cache.last_tokens = None
+        self.torn = not self.answering
+
+    def _stay_now(self, nth: int) -> Stay | None:
+        """Return what stays after this forward pass; None: everything."""
+        if self._evicting and self.policy.when == "chunk":
+            return self.limits.after_chunk(nth)
+        if self._last and self.policy.when == "prompt_end":
+            return self.limits.at_prompt_end(nth)
+        return None
+
+    # -- scores that come later ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rate_waiting(self) -> None:
+        """Give the newest units the scores they have been waiting for."""
+        for nth, features_BWF in self.waiting.take():
+            self._rate(nth, features_BWF)
+
+    def _rate(self, nth: int, features_BWF: Tensor) -> None:
+        layer_idx = self.cache.backbone.layers[nth]
+        self.layers[nth].rate(self.scorer.score_features(self.cache.prepared, layer_idx, features_BWF))
+
+    def _rate_tokens(self, hidden: Tensor) -> None:
+        """Rate the tokens of a forward pass that is over, in all layers alike, and evict where it is time."""
+        assert isinstance(self.scorer, TokenScorer)
+        assert self._positions is not None
+        if self._ids is None:
+            raise ValueError(f"scorer {self.scorer.name} rates token ids, but the backbone was given embeddings")
+        cache = self.cache
+        before = None if cache.newest_hidden is None else cache.newest_hidden[:, -1:]
+        tokens = TokenPass(ids_BL=self._ids, hidden_BLE=hidden, before_B1E=before, positions_BL=self._positions[:, 0])
+        scores = self.scorer.score_tokens(unwrap(cache.model), tokens)
+        states = hidden if cache.newest_hidden is None else torch.cat([cache.newest_hidden, hidden], dim=1)
+        cache.newest_hidden = states[:, -2:].clone()
+        for nth, layer in enumerate(self.layers):
+            device = layer.store.held("scores").device
+            layer.rate(scores[:, None].to(device).expand(-1, cache.backbone.num_kv_heads, -1))
+            stay = self._stay_now(nth)
+            if stay is not None:
+                layer.evict(stay)
+
+
+@contextmanager
+def reading(model: nn.Module, cache: RetentionCache, prompt_tokens: int | None, new_tokens: int) -> Iterator[Reader]:
+    """Read a prompt of so many tokens (None: unknown) into a cache, to be followed by so many generated ones.
+
+    Raises:
+        ValueError: If the cache is being read already, or an earlier read of it was interrupted.
+    """
+    if cache.pad is not None:
+        raise ValueError("rows of different length are read one at a time; use locret.prefill")
+    with instrumented(model), cache.read_by(Reader(cache, answering=False)) as reader:
+        reader.begin(prompt_tokens, new_tokens)
+        yield reader
+
+
+@contextmanager
+def answering(model: nn.Module, cache: RetentionCache) -> Iterator[Reader]:
+    """Let forward passes go on from what a cache holds; what they add is scored when the block ends.
+
+    Raises:
+        ValueError: If the cache is being read already, or an earlier read of it was interrupted.
+    """
+    with instrumented(model), cache.read_by(Reader(cache, answering=True)) as reader:
+        yield reader

@@ -1,0 +1,470 @@
+"""Where the units of a layer are held: what every store can do, and the dense one, with as many units in all heads.
+
+A store moves bytes. It knows nothing of scores, budgets or phases: what a method needs to know about a unit (its score,
+its original position, whatever else a scorer declares) is a column that travels with the unit.
+"""
+
+# B batch, K KV heads, L new tokens, S slots, C kept slots, D head dim
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from locret.backbone.attention import View
+from locret.backbone.rotary import Rotary, rotate, unrotate
+from locret.policy.budget import unit_bytes
+from locret.policy.selectors import Kept, KeptPerHead
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+NO_UNIT = -1
+"""Position of an empty slot."""
+SCORES, POSITIONS = "scores", "positions"
+COLUMNS = {SCORES: torch.float32, POSITIONS: torch.int32}
+"""What every cache knows about a unit."""
+EMPTY = {SCORES: -torch.inf, POSITIONS: NO_UNIT}
+"""What an empty slot's columns hold; other columns hold 0 there."""
+_GROWTH = 256
+
+
+class Workspace:
+    """One buffer that all layers of a device share: rotated keys during a chunk, kept units during an eviction."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def take(self, shape: tuple[int, ...], capacity: int, like: Tensor) -> Tensor:
+        """Return an uninitialised (B, K, S, D) tensor whose memory is kept for `capacity` slots."""
+        batch, heads, slots, dim = shape
+        key = (like.device, like.dtype)
+        needed = batch * heads * max(slots, capacity) * dim
+        if key not in self._buffers or self._buffers[key].numel() < needed:
+            self._buffers[key] = torch.empty(needed, dtype=like.dtype, device=like.device)
+        return self._buffers[key][: batch * heads * slots * dim].view(shape)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+@dataclass(frozen=True)
+class Part:
+    """Units that a scorer rates together: those of all heads, or those of one head of one row."""
+
+    where: tuple[int, int] | None
+    """Row and KV head; None: all of them."""
+    keys: Tensor
+    """(B, K, S, D), post-rotary, the new ones last."""
+    values: Tensor
+    columns: Mapping[str, Tensor]
+    """(B, K, S) each."""
+
+
+class Store(ABC):
+    """Keys, values and columns of one layer's units, in ascending order per KV head, in buffers of fixed size.
+
+    Args:
+        rotary: Turns keys to the positions of their slots.
+        workspace: Memory that all stores of a cache share.
+        columns: Columns besides `scores` and `positions`.
+    """
+
+    name: ClassVar[str]
+    row_start: Tensor | None = None
+    """(B,) first filled slot of each row, where rows differ; None if all slots are filled."""
+
+    def __init__(self, rotary: Rotary, workspace: Workspace, columns: Mapping[str, torch.dtype] | None = None) -> None:
+        self.rotary, self.workspace = rotary, workspace
+        self.dtypes = {**COLUMNS, **(columns or {})}
+        self.fill = self.capacity = 0
+        """Units per KV head, on average, and slots for them."""
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.columns: dict[str, Tensor] = {}
+        self._rotated: Tensor | None = None
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def plan(
+        slots: int, rows: int, kv_heads: int, head_dim: int, element_size: int, columns: Sequence[torch.dtype] = ()
+    ) -> int:
+        """Return the bytes of a store of so many slots, before any is made; columns are those a scorer declares."""
+        return rows * kv_heads * slots * unit_bytes(head_dim, element_size, sum(dtype.itemsize for dtype in columns))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(tensor.nbytes for tensor in self._buffers().values())
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` slots now (or at the first append); never shrinks."""
+        if capacity > self.capacity:
+            self._resize(capacity)
+
+    def shrink(self, capacity: int) -> None:
+        """Give back memory beyond `capacity` slots, or beyond what is held."""
+        capacity = max(capacity, self.fill)
+        if self.keys is not None and capacity < self.capacity:
+            self._resize(capacity)
+
+    @abstractmethod
+    def _resize(self, capacity: int) -> None:
+        """Have buffers of `capacity` slots, if there are any buffers."""
+
+    def _make_room(self, keys: Tensor, values: Tensor) -> None:
+        """Have buffers with room for L more units."""
+        end = self.fill + keys.shape[-2]
+        if self.keys is None:
+            self.capacity = max(self.capacity, end)
+            self._allocate(keys, values)
+        elif end > self.capacity:
+            self.reserve(max(end, self.capacity + _GROWTH))
+
+    @abstractmethod
+    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        """Make buffers for states of this kind."""
+
+    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return uninitialised memory of the shared workspace, lent until any store of the cache is used again."""
+        assert self.keys is not None
+        return self.workspace.take(shape, 0, self.keys.new_empty(0, dtype=dtype))
+
+    @property
+    def batch(self) -> int:
+        """Rows; 0 before the first append."""
+        return 0 if self.keys is None else self.keys.shape[0]
+
+    @property
+    def key_numbers(self) -> int:
+        """Numbers of one row's keys: what a plan grants the workspace, per row."""
+        assert self.keys is not None
+        return self.keys[0].numel()
+
+    # -- units --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
+        """Add L units to every head.
+
+        Args:
+            keys: (B, K, L, D), as they are to be held.
+            values: (B, K, L, D).
+            positions: (1 or B, 1, L) original positions.
+            rotated: (B, K, L, D) the same keys after rotation, where `keys` wait un-rotated like all that are held.
+        """
+
+    @abstractmethod
+    def view(self, base: int) -> View:
+        """Return what queries attend to now, keys rotated.
+
+        Args:
+            base: Rotary position of the first of the newest units; counts where keys wait un-rotated.
+        """
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Units of the KV head that holds the most."""
+
+    @abstractmethod
+    def parts(self, view: View, new: int, newest_only: bool) -> Iterator[Part]:
+        """Yield what a scorer rates together.
+
+        Args:
+            view: What was attended to.
+            new: Newest units of every head.
+            newest_only: Whether the older units do not matter.
+        """
+
+    @abstractmethod
+    def held(self, name: str) -> Tensor:
+        """Return a column, (B, K, units), at the right; what `EMPTY` says where a head has fewer units."""
+
+    @abstractmethod
+    def write(self, name: str, values: Tensor, where: tuple[int, int] | None = None) -> None:
+        """Set a column of the newest units, (B, K, L), or of the one head that `where` names, (1, 1, L)."""
+
+    @abstractmethod
+    def share_before(self, position: int) -> Tensor:
+        """Return, as one number, the share of the held units that come from before a position of the text."""
+
+    @abstractmethod
+    def keep(self, kept: Kept, turned: bool) -> None:
+        """Drop all units but these.
+
+        Args:
+            kept: Which units stay, and which go.
+            turned: Whether keys are rotated to their slots, and must be turned to their new ones.
+        """
+
+    @abstractmethod
+    def rotate(self, base: int) -> None:
+        """Rotate all keys in place, to the slots before position `base`."""
+
+    @abstractmethod
+    def unrotate(self, base: int) -> None:
+        """Undo `rotate`."""
+
+    @abstractmethod
+    def take_back(self) -> None:
+        """Forget the newest unit of every head."""
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch; `rows` is (new batch,) int64."""
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Drop the empty slots in front of the only row."""
+
+    @abstractmethod
+    def join(self, stores: Sequence[Self], capacity: int) -> None:
+        """Become a batch of the only rows of other stores, aligned to the right."""
+
+    # -- whole stores -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Return everything held, for `load`."""
+
+    @abstractmethod
+    def load(self, tensors: Mapping[str, Tensor], fill: int) -> None:
+        """Take over what `state` returned."""
+
+    def copy(self, workspace: Workspace) -> Self:
+        """Return an independent copy that uses another workspace."""
+        twin = copy.copy(self)
+        twin.workspace, twin._rotated = workspace, None
+        twin.keys, twin.values = (None if t is None else t.clone() for t in (self.keys, self.values))
+        twin.columns = {name: tensor.clone() for name, tensor in self.columns.items()}
+        return twin
+
+    def _buffers(self) -> dict[str, Tensor]:
+        if self.keys is None or self.values is None:
+            return {}
+        return {"keys": self.keys, "values": self.values, **self.columns}
+
+    def _set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        self.keys, self.values = buffers["keys"], buffers["values"]
+        self.columns = {name: buffers[name] for name in self.dtypes}
+
+
+class Slots(NamedTuple):
+    """Buffers of a store as they are, for a program that fills slot after slot by itself."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+
+
+class DenseStore(Store):
+    """As many units in all heads: buffers (B, K, capacity, D) or (B, K, capacity), the first `fill` slots in use."""
+
+    name = "dense"
+
+    def _allocate(self, keys: Tensor, values: Tensor) -> None:
+        batch, heads, _, dim = keys.shape
+        shape = (batch, heads, self.capacity)
+        self.keys = torch.empty(*shape, dim, dtype=keys.dtype, device=keys.device)
+        self.values = torch.empty(*shape, values.shape[-1], dtype=values.dtype, device=keys.device)
+        self.columns = {n: torch.empty(shape, dtype=dtype, device=keys.device) for n, dtype in self.dtypes.items()}
+
+    def _resize(self, capacity: int) -> None:
+        self.capacity = capacity
+        buffers = self._buffers()
+        for name, old in buffers.items():
+            new = old.new_empty(*old.shape[:2], capacity, *old.shape[3:])
+            new[:, :, : self.fill] = old[:, :, : self.fill]
+            buffers[name] = new
+        if buffers:
+            self._set_buffers(buffers)
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
+        """See `Store`."""
+        self._make_room(keys, values)
+        assert self.keys is not None
+        assert self.values is not None
+        span = slice(self.fill, self.fill + keys.shape[-2])
+        self.keys[:, :, span] = keys
+        self.values[:, :, span] = values
+        self.columns[POSITIONS][:, :, span] = positions
+        for name in self.dtypes.keys() - COLUMNS.keys():
+            self.columns[name][:, :, span] = 0
+        self.fill, self._rotated = span.stop, rotated
+
+    def view(self, base: int) -> View:
+        """See `Store`."""
+        assert self.keys is not None
+        assert self.values is not None
+        keys, values = self.keys[:, :, : self.fill], self.values[:, :, : self.fill]
+        if self._rotated is None:
+            return View(keys, values, self.row_start)
+        newest, self._rotated = self._rotated, None
+        turned = self.workspace.take(tuple(keys.shape), self.capacity, keys)
+        old = self.fill - newest.shape[-2]
+        if old:
+            cos, sin = self.rotary.table(base - old, old, keys)
+            rotate(keys[:, :, :old], cos, sin, out=turned[:, :, :old])
+        turned[:, :, old:] = newest
+        return View(turned, values, self.row_start)
+
+    @property
+    def longest(self) -> int:
+        """See `Store`."""
+        return self.fill
+
+    def parts(self, view: View, new: int, newest_only: bool) -> Iterator[Part]:
+        """Yield one part with everything."""
+        yield Part(None, view.keys, view.values, {n: column[:, :, : self.fill] for n, column in self.columns.items()})
+
+    def held(self, name: str) -> Tensor:
+        """See `Store`."""
+        return self.columns[name][:, :, : self.fill]
+
+    def write(self, name: str, values: Tensor, where: tuple[int, int] | None = None) -> None:
+        """See `Store`; empty slots among the newest get the worst score."""
+        first = self.fill - values.shape[-1]
+        if self.row_start is not None and name == SCORES:
+            empty = torch.arange(first, self.fill, device=values.device) < self.row_start[:, None]
+            values = values.masked_fill(empty[:, None], -torch.inf)
+        self.columns[name][:, :, first : self.fill] = values
+
+    def share_before(self, position: int) -> Tensor:
+        """See `Store`."""
+        return (self.held(POSITIONS) < position).float().mean()
+
+    def keep(self, kept: Kept, turned: bool) -> None:
+        """See `Store`."""
+        assert isinstance(kept, KeptPerHead)
+        count = kept.units.shape[-1]
+        if turned:
+            self._turn_forward(kept.units)
+        for buffer in self._buffers().values():
+            self._gather(buffer, kept.units)
+        if self.row_start is not None:
+            self.row_start = (self.row_start - (self.fill - count)).clamp_min(0)
+        self.fill = count
+
+    def _gather(self, buffer: Tensor, kept_BKC: Tensor) -> None:
+        count = kept_BKC.shape[-1]
+        if buffer.ndim == 3:
+            buffer[:, :, :count] = buffer[:, :, : self.fill].gather(2, kept_BKC)
+            return
+        # Whole rows of D move, so index rows of the flat buffer: much faster than an element-wise gather.
+        batch, heads, capacity, dim = buffer.shape
+        first = torch.arange(batch * heads, device=buffer.device)[:, None] * capacity
+        rows = (kept_BKC.flatten(0, 1) + first).flatten()
+        scratch = self.workspace.take((batch, heads, count, dim), self.capacity, buffer)
+        torch.index_select(buffer.view(-1, dim), 0, rows, out=scratch.view(-1, dim))
+        buffer[:, :, :count] = scratch
+
+    def _turn_forward(self, kept_BKC: Tensor) -> None:
+        """Turn rotated keys by the distance they are about to move, so that each ends at its new slot's position."""
+        assert self.keys is not None
+        fill, count = self.fill, kept_BKC.shape[-1]
+        moved = fill - count + torch.arange(count, device=kept_BKC.device) - kept_BKC
+        like = torch.empty(0, dtype=torch.float32, device=kept_BKC.device)
+        cos, sin = self.rotary.table(0, fill - count + 1, like)
+        magnitude = cos[0, 0]
+        kept = self.keys.gather(2, kept_BKC[..., None].expand(*kept_BKC.shape, self.keys.shape[-1])).float()
+        turned = rotate(kept, (cos / magnitude)[moved], (sin / magnitude)[moved]).to(self.keys.dtype)
+        self.keys.scatter_(2, kept_BKC[..., None].expand_as(turned), turned)
+
+    def rotate(self, base: int) -> None:
+        """See `Store`."""
+        if self.keys is None or not self.fill:
+            return
+        keys = self.keys[:, :, : self.fill]
+        cos, sin = self.rotary.table(base - self.fill, self.fill, keys)
+        scratch = self.workspace.take(tuple(keys.shape), self.capacity, keys)
+        keys.copy_(rotate(keys, cos, sin, out=scratch))
+
+    def unrotate(self, base: int) -> None:
+        """See `Store`."""
+        if self.keys is None or not self.fill:
+            return
+        keys = self.keys[:, :, : self.fill]
+        cos, sin = self.rotary.table(base - self.fill, self.fill, keys)
+        keys.copy_(unrotate(keys, cos, sin))
+
+    def take_back(self) -> None:
+        """See `Store`."""
+        self.fill -= 1
+
+    def select_rows(self, rows: Tensor) -> None:
+        """See `Store`."""
+        if self.keys is None:
+            return
+        self._set_buffers({n: t.index_select(0, rows.to(t.device)) for n, t in self._buffers().items()})
+        if self.row_start is not None:
+            self.row_start = self.row_start.index_select(0, rows.to(self.row_start.device))
+
+    def trim(self) -> None:
+        """See `Store`."""
+        empty = 0 if self.row_start is None else int(self.row_start[0])
+        self.row_start = None
+        if empty:
+            for buffer in self._buffers().values():
+                buffer[:, :, : self.fill - empty] = buffer[:, :, empty : self.fill].clone()
+            self.fill -= empty
+
+    def join(self, stores: Sequence[DenseStore], capacity: int) -> None:
+        """See `Store`."""
+        self.fill, self.capacity = max(store.fill for store in stores), capacity
+        every = [store._buffers() for store in stores]
+        joined = {}
+        for name in every[0]:
+            parts = [buffers[name][:, :, : store.fill] for buffers, store in zip(every, stores, strict=True)]
+            joined[name], self.row_start = aligned(parts, EMPTY.get(name, 0), capacity - self.fill)
+        self._set_buffers(joined)
+
+    def state(self) -> dict[str, Tensor]:
+        """See `Store`."""
+        return {name: buffer[:, :, : self.fill].contiguous() for name, buffer in self._buffers().items()}
+
+    def load(self, tensors: Mapping[str, Tensor], fill: int) -> None:
+        """See `Store`."""
+        self._set_buffers(tensors)
+        self.fill = self.capacity = fill
+
+    # -- compiled steps -----------------------------------------------------------------------------------------------
+
+    def open_slots(self, new: int) -> Slots:
+        """Return the buffers up to `new` slots behind the units, those slots filled with zeros."""
+        assert self.keys is not None
+        assert self.values is not None
+        end = min(self.fill + new, self.capacity)
+        slots = Slots(self.keys[:, :, :end], self.values[:, :, :end], self.columns[POSITIONS][:, :, :end])
+        for buffer in (slots.keys, slots.values):
+            buffer[:, :, self.fill :] = 0
+        return slots
+
+    def advance(self) -> None:
+        """Take note that somebody has filled the next slot."""
+        self.fill += 1
+
+
+def aligned(parts: Sequence[Tensor], empty: float, room: int = 0) -> tuple[Tensor, Tensor]:
+    """Stack (1, K, S_i, ...) tensors into (B, K, max S + room, ...), right-aligned; also (B,) where each row begins."""
+    slots = max(part.shape[2] for part in parts)
+    joined = parts[0].new_full((len(parts), parts[0].shape[1], slots + room, *parts[0].shape[3:]), empty)
+    start = torch.tensor([slots - part.shape[2] for part in parts], device=joined.device)
+    for row, part in enumerate(parts):
+        joined[row, :, slots - part.shape[2] : slots] = part[0]
+    return joined, start

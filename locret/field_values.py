@@ -1,0 +1,110 @@
+"""Values given for the fields of a dataclass, whoever gives them, checked by the types that the fields declare."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+
+def check_fields(instance: Any) -> None:
+    """Check every field of a dataclass instance, and leave plain Python numbers in it.
+
+    Raises:
+        ValueError: For the first value that is not of its field's type; a number must be finite.
+    """
+    for field in fields(instance):
+        object.__setattr__(instance, field.name, checked(type(instance), field.name, getattr(instance, field.name)))
+
+
+def checked(cls: type, name: str, value: Any) -> Any:
+    """Return a value for the field `name`; scalars of numpy and torch come back as Python numbers.
+
+    Raises:
+        ValueError: If it is not of the field's type; a number must be finite.
+    """
+    kind = _types(cls)[name]
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if value is None and NoneType in kinds:
+        return None
+    convert, rule = _RULES[get_origin(kinds[0]) or kinds[0]]
+    try:
+        return convert(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        default = next(field.default for field in fields(cls) if field.name == name)
+        example = "" if default in (MISSING, None) else f" such as {default!r}"
+        way_out = ", or leave it out" if NoneType in kinds else ""
+        raise ValueError(f"{name}={value!r} is not {rule}; give one{example}{way_out}") from None
+
+
+def checked_values(cls: type, values: Any, where: str) -> dict[str, Any]:
+    """Return values for some fields of `cls`, such as a file holds, each checked on its own.
+
+    Raises:
+        ValueError: If they are not given by name, a name is unknown, or a value is not of its field's type; the
+            message begins with `where`.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where}={values!r} is not a mapping; give the fields of {cls.__name__} by name")
+    known = _types(cls)
+    for name in values:
+        if name not in known:
+            raise ValueError(
+                f"{where} has an unknown key '{name}'; the keys are those of {cls.__name__}: {', '.join(known)}"
+            )
+    try:
+        return {name: checked(cls, name, value) for name, value in values.items()}
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None
+
+
+@cache
+def _types(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar of numpy or torch as a Python number."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _whole(value: Any) -> int:
+    value = _plain(value)
+    if isinstance(value, bool):  # which Python counts as a whole number
+        raise TypeError
+    return operator.index(value)
+
+
+def _finite(value: Any) -> float:
+    value = _plain(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _of(kind: type) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError
+        return value
+
+    return convert
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    return tuple(map(_whole, _of(list | tuple)(values)))  # type: ignore[arg-type]
+
+
+_RULES: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    int: (_whole, "a whole number"),
+    float: (_finite, "a finite number"),
+    bool: (_of(bool), "one of True and False"),
+    str: (_of(str), "a string"),
+    dict: (_of(dict), "a mapping"),
+    tuple: (_whole_numbers, "a list of whole numbers"),
+}

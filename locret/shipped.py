@@ -1,0 +1,49 @@
+"""What the wheel holds inside locret/ and a checkout next to it: train, infer and data, the recipes, the embedded pair.
+
+Only this module and setup.py know both arrangements.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path, PurePath
+
+_INSIDE = Path(__file__).parent
+_ROOT = _INSIDE if (_INSIDE / "train").is_dir() else _INSIDE.parent
+_EMBEDDED = (PurePath("checkpoints/tiny"), PurePath("checkpoints/tiny-heads"))
+
+
+def find(name: str) -> str:
+    """Return where a recipe or the embedded pair is: what the user has under that name, else what locret came with.
+
+    So `recipes/infer/tiny.yaml` and `checkpoints/tiny` mean the same in every folder, and neither is looked for on the
+    Hub. Every other name is returned as it is.
+
+    Args:
+        name: What the user gave: a file, a folder, or a repository on the Hub.
+    """
+    path = PurePath(name)
+    recipe = path.parts[:1] == ("recipes",) and path.suffix == ".yaml" and ".." not in path.parts
+    if (recipe or path in _EMBEDDED) and not os.path.exists(name) and (_ROOT / path).exists():
+        return str(_ROOT / path)
+    return name
+
+
+class _CheckoutFinder:
+    """Finds the packages that a checkout holds next to locret/; on locret's path, all of its folders would be some."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name not in ("locret.train", "locret.infer", "locret.data"):
+            return None
+        folder = _ROOT / name.removeprefix("locret.")
+        return spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+
+
+def import_from_checkout() -> None:
+    """Make `locret.train`, `locret.infer` and `locret.data` importable where they do not lie inside locret/."""
+    if _ROOT != _INSIDE:
+        sys.meta_path.append(_CheckoutFinder)

@@ -1,0 +1,37 @@
+"""Puts the folders that lie next to locret/ in a checkout inside it in the wheel; all else is said in setup.cfg.
+
+An editable install needs none of this: it puts the checkout on the path, where locret/shipped.py finds the folders.
+"""
+
+import shutil
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+# What times ideas, and what trains the embedded backbone (checkpoints/build), stays in the repository.
+CODE = {"train": (), "infer": ("speed.lab*",), "data": ()}
+FILES = {"recipes": ["*/*.yaml"], "checkpoints": ["tiny/*", "tiny-heads/*"]}
+
+
+class BuildPy(build_py):
+    """Copies one package, `locret`, with code, recipes and the embedded pair."""
+
+    def finalize_options(self) -> None:
+        """Add the folders to the packages of setup.cfg."""
+        super().finalize_options()
+        self.packages = list(self.packages)
+        for folder, left_out in CODE.items():
+            inner = find_packages(folder, exclude=left_out)
+            self.packages += [f"locret.{folder}", *(f"locret.{folder}.{name}" for name in inner)]
+        self.packages += [f"locret.{folder}" for folder in FILES]
+        self.package_data = {**self.package_data, **{f"locret.{folder}": names for folder, names in FILES.items()}}
+        self.package_dir.update({f"locret.{folder}": folder for folder in (*CODE, *FILES)})
+
+    def run(self) -> None:
+        """Copy into an empty folder: setuptools would ship what an earlier build has left, such as moved modules."""
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+setup(cmdclass={"build_py": BuildPy})

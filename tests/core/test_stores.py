@@ -1,0 +1,318 @@
+"""A contract that every store keeps, by itself and in a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from families import build, prompt
+from test_scorers import make, padded, policy_of
+from torch import Tensor
+
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
+from locret.backbone.adapters import find_decoder
+from locret.backbone.rotary import Rotary, rotate
+from locret.cache.cache import STORES
+from locret.cache.store import POSITIONS, SCORES, Store, Workspace
+from locret.policy.budget import cache_bytes
+from locret.policy.selectors import KeptOverHeads, KeptPerHead, OverHeads, PerHead, Stay
+from locret.scorers import Chunk, Rated, Scorer
+
+ROWS, HEADS, DIM = 2, 2, 8
+SELECTORS: dict[str, Any] = {"dense": PerHead(), "ragged": OverHeads(floor=0.0, relative=False)}
+POLICIES: dict[str, dict[str, Any]] = {"dense": {}, "ragged": {"head_budgets": "adaptive"}}
+every_store = pytest.mark.parametrize("kind", STORES)
+
+
+class Filled:
+    """A store of a tiny backbone, with what went into it."""
+
+    def __init__(self, kind: str, tokens: int = 0, rows: int = ROWS) -> None:
+        self.rotary = Rotary(find_decoder(build("llama")))
+        self.store: Store = STORES[kind](self.rotary, Workspace(), {"visits": torch.int16})
+        self.keys, self.values = torch.empty(rows, HEADS, 0, DIM), torch.empty(rows, HEADS, 0, DIM)
+        if tokens:
+            self.append(tokens)
+
+    def append(self, tokens: int, rotated: Tensor | None = None) -> None:
+        generator = torch.Generator().manual_seed(self.keys.shape[2])
+        first, rows = self.keys.shape[2], len(self.keys)
+        keys, values, scores = (torch.randn(rows, HEADS, tokens, DIM, generator=generator) for _ in range(3))
+        positions = torch.arange(first, first + tokens, dtype=torch.int32)[None, None]
+        self.store.append(keys, values, positions, rotated)
+        self.store.write(SCORES, scores[..., 0])
+        self.store.write("visits", positions.expand(rows, HEADS, tokens) * 3)
+        self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+
+    def units(self) -> dict[tuple[int, int, int], tuple[Tensor, Tensor, int]]:
+        """Return key, value and visits of every unit held, by row, head and position, as a view shows them."""
+        view, found = self.store.view(0), {}
+        held, visits = self.store.held(POSITIONS), self.store.held("visits")
+        for row in range(len(held)):
+            for head in range(HEADS):
+                own = held[row, head] >= 0
+                span = slice(int((~own).sum()), None) if view.segments is None else view.segments[row][head]
+                kv = head if view.segments is None else 0
+                keys, values = view.keys[row, kv, span], view.values[row, kv, span]
+                assert len(keys) == int(own.sum())
+                for index, position in enumerate(held[row, head][own].tolist()):
+                    seen = int(visits[row, head][own][index])
+                    found[row, head, position] = (keys[index].clone(), values[index].clone(), seen)
+        return found
+
+    def check(self, left_out: int = 0) -> None:
+        """Check that every unit has its own key, value and columns."""
+        for (row, head, position), (key, value, visits) in self.units().items():
+            assert torch.equal(key, self.keys[row, head, position])
+            assert torch.equal(value, self.values[row, head, position])
+            assert visits == 3 * position
+        for row in range(len(self.keys)):
+            held = self.store.held(POSITIONS)[row]
+            assert all((h[h >= 0].diff() > 0).all() for h in held)
+
+    def evict(self, kind: str, budget: int, turned: bool = False) -> Any:
+        kept = SELECTORS[kind].select(self.store, Stay(budget, 2, 1))
+        self.store.keep(kept, turned)
+        return kept
+
+
+# -- a store by itself ------------------------------------------------------------------------------------------------
+
+
+@every_store
+def test_what_is_appended_is_viewed_whatever_room_there_was(kind: str) -> None:
+    for reserved in (0, 5, 400):
+        filled = Filled(kind)
+        filled.store.reserve(reserved)
+        for tokens in (7, 1, 300):
+            filled.append(tokens)
+        assert filled.store.fill == filled.store.longest == 308
+        assert len(filled.units()) == ROWS * HEADS * 308
+        filled.check()
+
+
+@every_store
+def test_keep_says_what_stays_and_what_goes_and_keeps_it(kind: str) -> None:
+    filled = Filled(kind, 40)
+    before = filled.units()
+    scores = {key: float(filled.store.held(SCORES)[key]) for key in before}
+    kept = filled.evict(kind, 11)
+    after = filled.units()
+    filled.check()
+    assert filled.store.fill == 11
+    if isinstance(kept, KeptPerHead):
+        stays, goes = kept.units, kept.gone()
+        assert stays.shape[-1] + goes.shape[-1] == 40
+        assert torch.equal(torch.cat([stays, goes], -1).sort(-1).values, torch.arange(40).expand(ROWS, HEADS, 40))
+    else:
+        assert isinstance(kept, KeptOverHeads)
+        for stays, goes in zip(kept.units, kept.gone(), strict=True):
+            assert sorted([*stays.tolist(), *goes.tolist()]) == list(range(HEADS * 40))
+    for row in range(ROWS):
+        mine = [key for key in after if key[0] == row]
+        assert len(mine) == HEADS * 11
+        for head in range(HEADS):
+            assert {(row, head, 0), (row, head, 38), (row, head, 39)} <= set(mine)  # a sink, and the newest two
+        free = [key for key in mine if key[2] not in (0, 38, 39)]
+        groups = [range(HEADS)] if kind == "ragged" else [[head] for head in range(HEADS)]
+        for group in groups:
+            lost = [scores[k] for k in before if k[0] == row and k[1] in group and k not in after]
+            assert min(scores[k] for k in free if k[1] in group) >= max(lost)
+
+
+@every_store
+def test_keys_are_rotated_to_their_slots_and_back(kind: str) -> None:
+    filled = Filled(kind, 20)
+    filled.evict(kind, 9)
+    before = filled.units()
+    base, longest = 30, filled.store.longest
+    filled.store.rotate(base)
+    cos, sin = filled.rotary.table(base - longest, longest, filled.keys)
+    for (row, head, position), (key, _, _) in filled.units().items():
+        held = filled.store.held(POSITIONS)[row, head].tolist()
+        slot = held.index(position)
+        expected = rotate(filled.keys[row, head, position][None], cos[slot][None], sin[slot][None])[0]
+        torch.testing.assert_close(key, expected, atol=1e-6, rtol=0)
+    filled.store.unrotate(base)
+    for unit, (key, value, visits) in filled.units().items():
+        torch.testing.assert_close(key, before[unit][0], atol=1e-5, rtol=0)
+        assert torch.equal(value, before[unit][1])
+        assert visits == before[unit][2]
+
+
+@every_store
+def test_rotated_keys_that_move_are_turned_to_their_new_slots(kind: str) -> None:
+    filled, moved = Filled(kind, 20), Filled(kind, 20)
+    filled.evict(kind, 9)
+    filled.store.rotate(20)
+    moved.store.rotate(20)
+    moved.evict(kind, 9, turned=True)
+    for unit, (key, _, _) in moved.units().items():
+        torch.testing.assert_close(key, filled.units()[unit][0], atol=1e-5, rtol=0)
+
+
+@every_store
+def test_waiting_keys_are_viewed_as_if_rotated_and_the_newest_as_they_came(kind: str) -> None:
+    filled = Filled(kind, 12)
+    newest = torch.randn(ROWS, HEADS, 4, DIM, generator=torch.Generator().manual_seed(9))
+    filled.append(4, rotated=newest)
+    view = filled.store.view(12)
+    keys = (
+        view.keys
+        if view.segments is None
+        else torch.stack(
+            [torch.stack([view.keys[row, 0, span] for span in spans]) for row, spans in enumerate(view.segments)]
+        )
+    )
+    cos, sin = filled.rotary.table(0, 12, filled.keys)
+    torch.testing.assert_close(keys[:, :, :12], rotate(filled.keys[:, :, :12], cos, sin), atol=1e-6, rtol=0)
+    assert torch.equal(keys[:, :, 12:], newest)
+    filled.check()  # what is held waits un-rotated
+
+
+@every_store
+def test_the_newest_unit_is_taken_back(kind: str) -> None:
+    filled = Filled(kind, 12)
+    filled.store.take_back()
+    assert filled.store.fill == 11
+    assert {position for _, _, position in filled.units()} == set(range(11))
+    filled.check()
+
+
+@every_store
+def test_rows_are_selected_repeated_and_joined(kind: str) -> None:
+    filled = Filled(kind, 20)
+    filled.evict(kind, 9)
+    before = filled.units()
+    filled.store.select_rows(torch.tensor([1, 0, 1]))
+    for (row, head, position), unit in filled.units().items():
+        source = before[[1, 0, 1][row], head, position]
+        assert torch.equal(unit[0], source[0])
+        assert unit[2] == source[2]
+    single = [Filled(kind, 12, rows=1), Filled(kind, 5, rows=1)]
+    joined = Filled(kind, rows=2)
+    joined.store.join([one.store for one in single], capacity=15)
+    assert joined.store.capacity == 15
+    assert {unit for unit in joined.units() if unit[0] == 1} == {
+        (1, head, p) for head in range(HEADS) for p in range(5)
+    }
+    for (row, head, position), unit in joined.units().items():
+        assert torch.equal(unit[0], single[row].keys[0, head, position])
+    joined.store.select_rows(torch.tensor([1]))
+    joined.store.trim()
+    assert joined.store.longest == 5
+    assert set(joined.units()) == {(0, head, p) for head in range(HEADS) for p in range(5)}
+
+
+@every_store
+def test_a_copy_and_what_is_loaded_are_independent_and_equal(kind: str) -> None:
+    filled = Filled(kind, 20)
+    filled.evict(kind, 9)
+    before = filled.units()
+    copied, loaded = Filled(kind), Filled(kind)
+    copied.store = filled.store.copy(Workspace())
+    loaded.store.load({name: t.clone() for name, t in filled.store.state().items()}, filled.store.fill)
+    for twin in (copied, loaded):
+        assert twin.units().keys() == before.keys()
+        assert all(torch.equal(twin.units()[unit][0], before[unit][0]) for unit in before)
+        twin.keys, twin.values = filled.keys.clone(), filled.values.clone()
+        twin.append(6)
+        twin.check()
+        twin.evict(kind, 4)
+    assert filled.units().keys() == before.keys()
+    filled.check()
+
+
+@every_store
+def test_bytes_are_the_planned_ones(kind: str) -> None:
+    for slots in (1, 9, 64):
+        filled = Filled(kind, rows=3)
+        filled.store.reserve(slots)
+        assert filled.store.nbytes == 0
+        filled.append(1)
+        assert filled.store.nbytes == type(filled.store).plan(slots, 3, HEADS, DIM, 4, [torch.int16])
+        filled.store.reserve(slots + 5)
+        filled.store.shrink(slots)
+        assert filled.store.nbytes == type(filled.store).plan(slots, 3, HEADS, DIM, 4, [torch.int16])
+
+
+# -- a store in a cache -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visits(Scorer):
+    """Counts the passes that a unit has been there for, and scores by it."""
+
+    name: ClassVar[str] = "visits"
+    causal: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
+    columns: ClassVar[dict[str, torch.dtype]] = {"visits": torch.int16}
+
+    def score(self, chunk: Chunk) -> Rated:
+        visits = chunk.columns["visits"] + 1
+        return Rated(chunk.unit_positions.float() % 7 + visits / 1000, {"visits": visits})
+
+
+@every_store
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_columns_of_a_scorer_travel_with_their_units(kind: str, positions: str, tmp_path: Path) -> None:
+    model = build("llama")
+    policy = RetentionPolicy(
+        budget=24, chunk_size=10, stabilizers=0, local_len=5, positions=positions, **POLICIES[kind]
+    )
+    cache = RetentionCache(model, Visits(), policy)
+    passes: list[int] = []
+
+    def watch(cache: RetentionCache) -> None:
+        passes.append(cache.seen)
+        held, visits = cache.kept_positions(1), cache.governed[1].store.held("visits")
+        for position, count in zip(held[held >= 0].tolist(), visits[held >= 0].tolist(), strict=True):
+            assert count == sum(1 for end in passes if position < end)
+
+    prefill(model, prompt(95), cache, on_chunk=watch, new_tokens=4)
+    assert len(passes) == 9
+    memory = cache.memory()
+    assert memory.actual == memory.planned
+    slots = [layer.capacity for layer in cache.governed]
+    assert memory.planned == cache_bytes(cache.backbone, slots, 4, column_bytes=2)
+    save_cache(cache, tmp_path / "visits.safetensors")
+    loaded = load_cache(tmp_path / "visits.safetensors", model, Visits())
+    for one in (cache, loaded, cache.copy()):
+        assert torch.equal(one.governed[0].store.held("visits"), cache.governed[0].store.held("visits"))
+    answers = [generate(model, cache=one.copy(), max_new_tokens=6, do_sample=False) for one in (cache, loaded)]
+    assert torch.equal(*answers)
+
+
+@every_store
+@pytest.mark.parametrize("positions", ["compact", "original"])
+@pytest.mark.parametrize("name", scorers.names())
+def test_every_scorer_reads_saves_copies_and_batches_in_every_store(
+    kind: str, positions: str, name: str, tmp_path: Path
+) -> None:
+    model = build("llama")
+    scorer = make(name, model)
+    policy = policy_of(name, positions=positions, **POLICIES[kind])
+    if kind == "ragged" and not (scorer.causal or scorer.by_head):
+        with pytest.raises(ValueError, match=f"scorer {name} selects equally many units for every head itself"):
+            RetentionCache(model, scorer, policy)
+        return
+    rows = [prompt(57, seed=1), prompt(33, seed=2)]
+    ids, mask = padded(rows)
+    together = RetentionCache(model, scorer, policy)
+    logits = prefill(model, ids, together, attention_mask=mask, new_tokens=5)
+    for index, row in enumerate(rows):
+        alone = RetentionCache(model, scorer, policy)
+        own = prefill(model, row, alone, new_tokens=5)
+        torch.testing.assert_close(logits[index], own[0], atol=1e-5, rtol=0)
+        memory = alone.memory()
+        assert memory.actual == memory.planned
+        save_cache(alone, tmp_path / "one.safetensors")
+        answers = [
+            generate(model, cache=cache, max_new_tokens=5, do_sample=False)
+            for cache in (alone.copy(), load_cache(tmp_path / "one.safetensors", model, scorer), alone)
+        ]
+        assert torch.equal(answers[0], answers[1])
+        assert torch.equal(answers[0], answers[2])

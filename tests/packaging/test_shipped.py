@@ -1,0 +1,59 @@
+"""The names of recipes and of the embedded pair mean the same in every folder; every other name is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from locret import RetainingHeads, loading, shipped
+from locret.cli import parse_options
+from locret.infer.command import OPTION_CLASSES
+from locret.infer.options import ModelOptions
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ["recipes/infer/tiny.yaml", "checkpoints/tiny", "checkpoints/tiny-heads"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_is_shipped_is_found_from_elsewhere(name: str) -> None:
+    assert Path(shipped.find(name)) == ROOT / name
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_the_user_has_under_that_name_wins(name: str, elsewhere: Path) -> None:
+    (elsewhere / name).mkdir(parents=True)
+    assert shipped.find(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "org/checkpoints",
+        "checkpoints/tiny-hea",
+        "checkpoints/README.md",
+        "recipes/infer/no.yaml",
+        "recipes/../setup.cfg",
+        "recipes/../recipes/infer/tiny.yaml",
+        "setup.cfg",
+        "",
+    ],
+)
+def test_other_names_are_left_alone(name: str) -> None:
+    assert shipped.find(name) == name
+
+
+def test_commands_and_heads_find_the_pair_without_asking_the_hub() -> None:
+    # The tests run offline, where asking the Hub raises.
+    for line in (["--config", "recipes/infer/tiny.yaml"], ["--config=recipes/infer/tiny.yaml"]):
+        (model, *_), _ = parse_options("test", "", OPTION_CLASSES, line)
+        assert model == ModelOptions(model="checkpoints/tiny")
+    assert loading.load_config(model).num_hidden_layers == len(RetainingHeads.from_pretrained("checkpoints/tiny-heads"))
+    with pytest.raises(OSError, match="checkpoints/tiny-too"):
+        RetainingHeads.from_pretrained("checkpoints/tiny-too")

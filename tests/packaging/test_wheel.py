@@ -1,0 +1,73 @@
+"""What the wheel holds: the package, the recipes and the embedded pair; neither tests nor what measures the project."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def names(wheel: Path) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+def test_the_wheel_holds_one_package_with_recipes_and_the_embedded_pair(wheel: Path, clone: Path) -> None:
+    inside = names(wheel)
+    assert wheel.stat().st_size < 12e6
+    assert {name.split("/")[0] for name in inside} == {"locret"}
+    code = {f"locret/{file.relative_to(clone / 'locret')}" for file in (clone / "locret").rglob("*.py")}
+    for folder in ("train", "infer", "data"):
+        code |= {f"locret/{file.relative_to(clone)}" for file in (clone / folder).rglob("*.py")}
+    assert {name for name in inside if name.endswith(".py")} == {name for name in code if "/speed/lab/" not in name}
+    shipped = {*(clone / "recipes").rglob("*.yaml"), *(clone / "checkpoints").glob("tiny*/*")}
+    assert {name for name in inside if not name.endswith(".py")} == {
+        "locret/py.typed",
+        *(f"locret/{file.relative_to(clone)}" for file in shipped),
+    }
+
+
+def test_the_source_archive_makes_the_same_wheel(
+    wheel: Path, clone: Path, build: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=clone, capture_output=True, check=True)
+    (archive,) = tmp_path.iterdir()
+    with tarfile.open(archive) as held:
+        inside = {name.partition("/")[2] for name in held.getnames()}
+    assert {"checkpoints/build/model.py", "tests/conftest.py", "docs/heads.md", "constraints.txt", "Makefile"} <= inside
+    assert names(build(archive)) == names(wheel)
+
+
+def test_a_moved_module_does_not_come_back_from_an_earlier_build(
+    wheel: Path, clone: Path, build: Callable[[Path], Path]
+) -> None:
+    left = clone / "build" / "lib" / "locret" / "moved.py"
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.touch()
+    assert names(build(clone)) == names(wheel)
+
+
+def test_the_page_on_a_package_index_has_links_that_lead_somewhere(wheel: Path, clone: Path) -> None:
+    with zipfile.ZipFile(wheel) as held:
+        (name,) = [name for name in held.namelist() if name.endswith("/METADATA")]
+        page = message_from_bytes(held.read(name))
+    assert page["Description-Content-Type"] == "text/markdown"
+    urls = dict(value.split(", ", 1) for value in page.get_all("Project-URL", []))
+    repository = urls["Homepage"]
+    assert {"Documentation", "Source", "Changelog", "Issues"} <= set(urls)
+    links = re.findall(r"\]\(([^)]+)\)", page.get_payload())
+    assert [link for link in (*links, *urls.values()) if not link.startswith("https://")] == []
+    raw = repository.replace("github.com", "raw.githubusercontent.com")
+    ours = re.compile(rf"(?:{repository}/(?:blob|tree)|{raw})/main/([^#]*)")
+    paths = [match[1] for link in (*links, *urls.values()) if (match := ours.match(link))]
+    assert len(paths) > 5
+    assert [path for path in paths if not (clone / path).exists()] == []

@@ -1,0 +1,122 @@
+"""Commands of the documentation parse, the tutorial runs, links have a target, the site builds without warnings."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+REPOSITORY = "https://github.com/locret/locret/blob/main/"
+MODULES = {
+    "locret-train": "locret.train.command",
+    "locret-infer": "locret.infer.command",
+    "locret-eval": "locret.infer.evaluation.command",
+    "locret-bench": "locret.infer.speed.command",
+    "locret-push": "locret.heads.push",
+}
+HARNESS = "locret.infer.evaluation.harness"
+"""Its flags are lm-evaluation-harness's own."""
+
+
+def commands_of(page: Path) -> list[tuple[str, ...]]:
+    """Return the commands of ours on a page, in blocks and in running text, as module and arguments."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+    found = []
+    for line in lines:
+        words = (
+            shlex.split(line, comments=True) if re.match(r"(locret-\w+ -|python |accelerate |torchrun )", line) else []
+        )
+        if words and words[0] in MODULES:
+            found.append((MODULES[words[0]], *words[1:]))
+        elif "-m" in words and words[words.index("-m") + 1].split(".")[0] in ("locret", "checkpoints"):
+            found.append(tuple(words[words.index("-m") + 1 :]))
+    return found
+
+
+COMMANDS = sorted({words for page in PAGES for words in commands_of(page) if words[0] != HARNESS})
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_parses(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    module, arguments = importlib.import_module(words[0]), list(words[1:])
+    if arguments == ["--list"]:
+        assert module.command(arguments) == 0
+        return
+    with pytest.raises(SystemExit) as end:
+        module.command([*arguments, "--print_config"])
+    assert end.value.code in (0, None), capsys.readouterr().err
+    assert ":" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8").replace("runs", str(tmp_path / "runs"))
+    names: dict[str, object] = {}
+    for kind, block in re.findall(r"```(python|bash)\n(.*?)```", text, re.DOTALL):
+        if kind == "python":
+            exec(compile(block, "docs/tutorial.md", "exec"), names)
+            continue
+        for line in block.splitlines():
+            words = shlex.split(line)
+            module, arguments = (MODULES[words[0]], words[1:]) if words[0] in MODULES else (words[2], words[3:])
+            assert importlib.import_module(module).command(arguments) == 0, line
+    answers = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The pass key")]
+    assert answers == ["The pass key is 71432."] * 3
+    assert "| locret | 128 |" in (tmp_path / "runs" / "evaluation" / "results.md").read_text()
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    broken = []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+            if link.startswith("http") and not link.startswith(REPOSITORY):
+                continue
+            path, _, heading = link.removeprefix(REPOSITORY).partition("#")
+            target = ROOT / path if link.startswith(REPOSITORY) else page.parent / path if path else page
+            if not target.exists() or (heading and heading not in _headings(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def test_every_path_named_in_the_text_exists() -> None:
+    named = re.compile(r"`((?:locret|train|infer|data|recipes|tests|checkpoints|docs)/[\w./-]*)`")
+    paths = {(page.name, path) for page in PAGES for path in named.findall(page.read_text(encoding="utf-8"))}
+    paths.discard(("training_data.md", "data/train-00000-of-00001.parquet"))  # a file of a published set
+    assert [f"{page}: {path}" for page, path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="the extra 'docs' is not installed")
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr
+    pages = [page.read_text(encoding="utf-8") for page in (tmp_path / "site").rglob("*.html")]
+    assert len(pages) > 15
+    fetched = re.compile(
+        r"<(?:script|img|iframe)[^>]*src=.https?:|<link[^>]*rel=.(?:stylesheet|preconnect)[^>]*https?:"
+    )
+    assert not any(fetched.search(page) for page in pages)
+
+
+def _headings(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}

@@ -1,0 +1,214 @@
+"""Every option of `locret-train` and its default, by concern. "Original" is the authors' training code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args, get_type_hints
+
+from locret.data.training.json_rows import MAX_ROW_BYTES
+from locret.data.training.row_order import SHUFFLE_BUFFER
+from locret.load_options import BackboneSource
+from locret.policy.policy import RetentionPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneOptions(BackboneSource):
+    """The frozen backbone, and the shape of the heads."""
+
+    base_model: str | None = None
+    """Hub id to record with the heads where --model is a local copy, so that they are loaded with no other backbone."""
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """Autocast of backbone and heads; auto: bf16 for a bfloat16 backbone (original), fp16 for float16, else no. The
+    heads' weights, gradients and optimizer are float32 always."""
+    hidden_dim: int = 1024
+    """Width between a head's two layers, d_R (Locret, section 4.1)."""
+    init_from: str | None = None
+    """Heads to go on from, a folder or a Hub id; fresh ones (normal, the backbone's initializer_range) if none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_positive(self, "hidden_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """The training rows."""
+
+    dataset: str
+    """LongAlpaca, LongAlpaca-16k, LongAlign or Anti-Haystack (Locret, section 4.1 and its ablation); a Hub id; or a
+    JSON, JSONL or Parquet file in the LongAlpaca, ShareGPT, messages, Anti-Haystack or prompt/answer schema."""
+    data_dir: str | None = None
+    """Folder with a local copy of the data set."""
+    dataset_revision: str | None = None
+    """Commit, branch or tag of the data set on the Hub; the named sets are pinned."""
+    split: str = "train"
+    """Split to read, such as train[:3000]."""
+    template: Literal["chat", "original", "none"] = "chat"
+    """How a row becomes text: the tokenizer's own chat template; the Human/Assistant form that the published heads were
+    trained with, whatever the backbone (original); or none."""
+    skip_bad_rows: bool = False
+    """Leave out and report rows that cannot be trained on (no answer, empty prompt, wrong type, invalid UTF-8, longer
+    than the backbone's context, ...), instead of stopping at the first."""
+    min_tokens: int | None = None
+    """Leave out shorter rows, in tokens of prompt and answer."""
+    max_tokens: int | None = None
+    """Leave out longer rows, in tokens of prompt and answer."""
+    max_row_bytes: int = MAX_ROW_BYTES
+    """A longer row of a local JSON file is a bad row."""
+    max_prompt_tokens: int = 10240
+    """First prompt tokens to train on; labels come from the whole row (original)."""
+    streaming: bool = False
+    """Read rows as they come, for sets larger than memory or disk; a bad row is found only when its turn comes."""
+    shuffle_buffer: int = SHUFFLE_BUFFER
+    """With --streaming, rows among which the next one is drawn."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "min_tokens", "max_tokens", "max_row_bytes", "max_prompt_tokens", "shuffle_buffer")
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"--min-tokens {self.min_tokens} is above --max-tokens {self.max_tokens}; no row fits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What heads learn from one row: its labels, and the loss of the scores. To add an option: a field, and its use."""
+
+    label_kind: str = "logit"
+    """Label of a token: the largest attention logit of the answer's tokens (logit; Locret, Eq. 2), or the largest log
+    of the attention (log_attention)."""
+    include_last_prompt_token: bool = False
+    """Count the last prompt token, which produces the answer's first token, among the answer's (Locret's index range
+    does, the original code does not)."""
+    label_floor: float | None = None
+    """Labels below this are raised to it, so that nothing is spent on telling useless tokens apart; in nats, such as
+    -8 for log_attention. None leaves them as they are (original)."""
+    objective: Literal["regression", "ranking"] = "regression"
+    """Predict the labels (smooth L1; Locret, Eq. 3), or only their order (ListNet: the KL divergence of the scores'
+    softmax over the prompt from the labels')."""
+    temperature: float = 1.0
+    """Of the labels' softmax in a ranking; above 1 it looks further down the ranking."""
+    alpha: float = 2.5e-3
+    """Weight of the smoothness term, which is summed over layers (Locret, section 4.1; original)."""
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f'objective="{self.objective}" is unknown; choose one of {", ".join(OBJECTIVES)}')
+        if self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature} is not above 0; use 1 for the labels as they are")
+
+
+OBJECTIVES = get_args(get_type_hints(Loss)["objective"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions(Loss):
+    """What the heads learn."""
+
+    label_source: Literal["answer", "reconstruction"] = "answer"
+    """Whose attention labels a text: that of the row's answer (Locret, Eq. 2), or that of the text's own repetition
+    after a short request, which needs no answers (KVzip, arXiv 2505.23416) and twice the context."""
+    answers: Literal["last", "all"] = "last"
+    """Which answers of a row with several turns label its text: the last one, or each one what stands before it."""
+    evict_while_training: bool = False
+    """Read the rows chunk by chunk with the heads' own evictions under --policy (if none, the one that --init-from's
+    heads recommend), and learn from the states this leaves: a second stage. Labels are those without eviction."""
+
+    def __post_init__(self) -> None:
+        from locret import labels  # imports torch
+
+        _check_positive(self, "temperature")
+        kind = labels.get(self.label_kind)
+        if self.answers == "all" and self.label_source == "reconstruction":
+            raise ValueError("--answers all changes nothing with --label-source reconstruction; drop one of them")
+        if self.temperature != 1 and self.objective != "ranking":
+            raise ValueError(f"--temperature {self.temperature} changes nothing here; add --objective ranking")
+        if self.label_floor is not None and self.label_floor >= kind.ceiling:
+            raise ValueError(
+                f"--label-floor {self.label_floor} raises every label: {kind.name} is never above {kind.ceiling:g}; "
+                f"use such as {kind.ceiling - 8:g}"
+            )
+        if self.alpha < 0:
+            raise ValueError(f"--alpha {self.alpha} is negative; use 0 to leave out the smoothness term")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """AdamW and its schedule: a linear warm-up from 0, then a linear decay to 0 at the last step."""
+
+    steps: int = 3000
+    """Optimizer steps (Locret, section 4.1)."""
+    lr: float = 5.0e-4
+    """Learning rate at the end of the warm-up (Locret, section 4.1)."""
+    warmup_steps: int = 2000
+    """Steps of linear warm-up (Locret, section 4.1)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments (original)."""
+    eps: float = 1.0e-8
+    """Term in AdamW's denominator (original)."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay (original)."""
+    clip: Literal["value", "norm", "none"] = "value"
+    """Clip every gradient by value (original), all of them by their norm, or not at all."""
+    clip_limit: float = 0.5
+    """Largest absolute value, or norm, of a gradient (original: 0.5, by value)."""
+    gradient_accumulation: int = 1
+    """Rows per process and optimizer step (original: batch 1 on one process)."""
+    seed: int = 0
+    """Seed of fresh heads and of the order of the rows (original)."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "steps", "lr", "clip_limit", "gradient_accumulation", "eps")
+        for name in ("warmup_steps", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)} is negative; it must be 0 or more")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"--betas {list(self.betas)}: a decay rate is outside 0 to 1; use such as [0.9, 0.95]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where results go, and how the run is watched, interrupted and resumed."""
+
+    output: str
+    """Folder for the heads, logs and checkpoints; new or empty unless --resume or --overwrite is given."""
+    resume: str | None = None
+    """Go on from a checkpoint: auto for the newest in the output folder, or a path to one."""
+    overwrite: bool = False
+    """Delete an earlier run in the output folder first."""
+    save_every: int = 50
+    """Steps between checkpoints (original)."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints to keep."""
+    log_every: int = 10
+    """Steps between two lines of the log."""
+    policy: RetentionPolicy = field(default_factory=RetentionPolicy)
+    """Retention policy to recommend with the heads; none is recorded if left out."""
+    push_to_hub: str | None = None
+    """Repository (org/name) to upload the heads to at the end."""
+    private: bool = False
+    """Make a new repository private."""
+    dry_run: bool = False
+    """Print the resolved options and a memory plan; load no weights and write nothing."""
+    json: bool = False
+    """Print one JSON object at the end."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "save_every", "keep_checkpoints", "log_every")
+        if self.resume is not None and self.overwrite:
+            raise ValueError("--resume and --overwrite contradict each other; drop one of them")
+        if not isinstance(self.policy, RetentionPolicy):
+            # The parser hands over a namespace, so that the policy's own checks run here.
+            object.__setattr__(self, "policy", RetentionPolicy(**vars(self.policy)))
+
+
+OPTION_CLASSES = (BackboneOptions, DataOptions, LossOptions, OptimizerOptions, RunOptions)
+
+
+def _check_positive(options: object, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{_flag(name)} {value} is too small; it must be more than 0")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
