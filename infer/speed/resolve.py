@@ -106,10 +106,9 @@ def _chunk_size(options: BenchOptions, preset: Preset) -> int:
 
 def _policy(options: BenchOptions, preset: Preset, size: int) -> RetentionPolicy:
     usual = {name: getattr(preset, name) for name in ("budget", "stabilizers", "local_len")}
-    own = {name: getattr(options, name) for name in usual if getattr(options, name) is not None}
+    own = {name: getattr(options, name) for name in (*usual, "min_chunk") if getattr(options, name) is not None}
     smaller = own.get("budget", preset.budget) < preset.budget
-    policy = resolve({**own, "chunk_size": size}, usual, follow_budget=smaller)
-    return policy if options.min_chunk is None else replace(policy, min_chunk=options.min_chunk)
+    return resolve({**own, "chunk_size": size}, usual, follow_budget=smaller)
 
 
 def _peers(options: BenchOptions) -> tuple[str, ...]:

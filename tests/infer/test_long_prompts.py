@@ -1,4 +1,4 @@
-"""The command that reads prompts of millions of tokens: small runs, and refusals."""
+"""The command that reads prompts of millions of tokens: small runs of it, and a refusal."""
 
 from __future__ import annotations
 
