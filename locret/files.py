@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import socket
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -98,7 +100,7 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
-    path = Path(folder).expanduser()
+    path = Path(folder)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{setting} is a file; choose a folder")
     made = [parent for parent in (path, *path.parents) if not parent.exists()]
@@ -112,8 +114,12 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
             f"{setting} is being written by {holder}; wait until it ends, or choose another folder"
         ) from None
     except OSError as error:
-        _remove_empty(made)
-        raise OSError(f"{setting} cannot be written ({error.strerror}); choose another folder") from error
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            _remove_empty(made)
+            raise OSError(f"{setting} cannot be written ({error.strerror}); choose another folder") from error
+        warnings.warn(  # some network file systems
+            f"{setting} cannot be locked ({error.strerror}); make sure that no other command writes it", stacklevel=3
+        )
     try:
         with suppress(OSError):  # only for the message above
             (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")

@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from locret.environment import source_commit
+from locret.environment import versions
 from locret.files import PARTIAL, visible, write_text
 
 RECORD, LOG, TENSORBOARD, CHECKPOINTS = "run.json", "log.jsonl", "tensorboard", "checkpoint-*"
 DROPPED = "dropped_rows.json"
 _OURS = (RECORD, LOG, DROPPED, TENSORBOARD, CHECKPOINTS, "config.json", "model.safetensors", "README.md")
-_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors")
+_PACKAGES = ("accelerate", "datasets", "peft", "safetensors")
 
 
 def check(output: str, *, resume: bool, overwrite: bool, needed_bytes: int = 0) -> Path:
@@ -89,21 +89,15 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def run_record(config: Mapping[str, Any], processes: int, device: str) -> dict[str, Any]:
     """Return what is needed to repeat a run: command, resolved options, versions, commit and hardware."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import version
 
-    from locret import __version__
-
-    versions = {"locret": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found = versions()
+    commit = found.pop("commit", None)
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "config": dict(config),
-        "versions": versions,
-        "commit": source_commit(),
+        "versions": {**found, **{package: version(package) for package in _PACKAGES}},
+        "commit": commit,
         "processes": processes,
         "device": device,
         "platform": platform.platform(),

@@ -123,3 +123,13 @@ def test_the_lock_of_a_killed_process_holds_nobody_back(tmp_path: Path) -> None:
     with locked(tmp_path, "--output"):
         pass
     assert held(tmp_path) == []
+
+
+def test_a_file_system_without_locks_is_written_with_a_warning(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
+    with pytest.warns(UserWarning, match="--output x cannot be locked"), locked(tmp_path / "x", "--output x"):
+        (tmp_path / "x" / "kept").write_text("")
+    assert held(tmp_path / "x") == ["kept"]
