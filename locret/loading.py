@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, scorers, shipped
+from locret import scorers, shipped
 from locret.backbone.adapters import describe
+from locret.cache.cache import RetentionCache
 from locret.heads import hub
+from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
+from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
