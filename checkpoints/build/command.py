@@ -8,11 +8,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from locret.cli import parse_options, print_json
-from locret.data.text.embedded_tokenizer import build_tokenizer
-from locret.environment import versions
-from locret.files import locked
-from locret.train import checkpointing
 from checkpoints.build.folder import check_output, model_card, save
 from checkpoints.build.measure import measure
 from checkpoints.build.model import build_model
@@ -21,6 +16,7 @@ from checkpoints.build.training import train
 from locret.cli import parse_options, print_json
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.environment import versions
+from locret.files import locked
 from locret.train import checkpointing
 
 
