@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from locret.backbone.adapters import find_decoder, unwrap
 from locret.cache.cache import RetentionCache
-from locret.cache.reader import reading
+from locret.cache.reader import answering, reading
 from locret.policy.schedule import lookahead
 
 
@@ -54,6 +54,7 @@ def prefill(
         >>> prefill(model, ids, cache).shape
         torch.Size([1, 900])
     """
+    feed_held_back(model, cache)
     logits = read_prompt(
         model, input_ids, cache, attention_mask, new_tokens=new_tokens, progress=progress, on_chunk=on_chunk
     )
@@ -73,6 +74,7 @@ def read_prompt(
     on_chunk: Callable[[RetentionCache], None] | None = None,
 ) -> Tensor | None:
     """Do what `prefill` says; with `hold_last` leave the last token for the caller to feed, and return None."""
+    cache.check_whole()
     device = next(model.parameters()).device
     if not isinstance(input_ids, Tensor):
         return _read(model, _Stream(input_ids, device), cache, new_tokens, progress, hold_last, on_chunk)
@@ -90,6 +92,13 @@ def read_prompt(
         cache.take_back()
         return None
     return torch.cat(logits)  # type: ignore[arg-type]
+
+
+def feed_held_back(model: nn.Module, cache: RetentionCache) -> None:
+    """Feed the last token of an earlier prompt, if an answer that was to begin with it did not begin."""
+    if cache.held_back and cache.last_tokens is not None:
+        with answering(model, cache):
+            find_decoder(model)(input_ids=cache.last_tokens, past_key_values=cache, use_cache=True)
 
 
 def row_lengths(model: nn.Module, ids: Tensor, attention_mask: Tensor | None) -> Tensor:

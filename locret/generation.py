@@ -13,7 +13,7 @@ from locret.backbone.adapters import unwrap
 from locret.cache.cache import RetentionCache
 from locret.cache.compiled_step import check_can_compile, compiled_steps
 from locret.cache.reader import answering
-from locret.chunked_prefill import read_prompt
+from locret.chunked_prefill import feed_held_back, read_prompt
 
 
 @torch.inference_mode(False)
@@ -68,6 +68,7 @@ def generate(
         input_ids = (input_ids[None] if input_ids.ndim == 1 else input_ids).to(base.device)
         _read_rest(model, input_ids, cache, attention_mask, new_tokens, progress, hold_last=copies == 1)
     elif input_ids is not None:
+        feed_held_back(model, cache)
         read_prompt(model, input_ids, cache, new_tokens=new_tokens, progress=progress)
     if copies > 1:
         cache = cache.copy()

@@ -29,6 +29,7 @@ from locret.backbone.chunk import Attended, Projections
 from locret.backbone.rotary import long_factors, uses_long_factors
 
 NAME = "locret"
+_NOTHING = object()
 
 
 class Observer(Protocol):
@@ -73,10 +74,19 @@ class _Instrument:
     undo: ExitStack = field(default_factory=ExitStack)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass that is under way, and the one that it interrupts."""
+
+    observer: Observer | None
+    instrument: _Instrument
+    outer: _Pass | None
+
+
 _INSTRUMENTS: WeakKeyDictionary[nn.Module, _Instrument] = WeakKeyDictionary()
 _LOCK = RLock()
 # The pass that runs in this thread, and the observer of passes without a cache.
-_PASS: ContextVar[tuple[Observer, _Instrument] | None] = ContextVar("locret_pass", default=None)
+_PASS: ContextVar[_Pass | None] = ContextVar("locret_pass", default=None)
 _WATCHER: ContextVar[Observer | None] = ContextVar("locret_watcher", default=None)
 
 
@@ -165,17 +175,30 @@ def fixed_factors(base: Any, decoder: Any) -> Iterator[None]:
             yield
             return
         # Phi-3 drops its cache at the original context length.
-        base.prepare_inputs_for_generation = MethodType(GenerationMixin.prepare_inputs_for_generation, base)
-        try:
+        plain = MethodType(GenerationMixin.prepare_inputs_for_generation, base)
+        with replaced(base, "prepare_inputs_for_generation", plain):
             yield
-        finally:
-            del base.prepare_inputs_for_generation
+
+
+@contextmanager
+def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object an attribute of its own until the block ends, and then what it had, its own or its class's."""
+    own = vars(thing)
+    before = own.get(name, _NOTHING)
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        if before is _NOTHING:
+            delattr(thing, name)
+        else:
+            setattr(thing, name, before)
 
 
 def _finder(index: int) -> Callable[[], Projections | None]:
     def find() -> Projections | None:
         running = _PASS.get()
-        return None if running is None else running[0].projections.get(index)
+        return None if running is None or running.observer is None else running.observer.projections.get(index)
 
     return find
 
@@ -221,6 +244,8 @@ def _pass_hooks(instrument: _Instrument) -> tuple[Any, Any, Any]:
     """Return the decoder's hooks before a pass, after it, and after it even if it failed."""
 
     def begin(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        outer = _PASS.get()
+        _PASS.set(_Pass(None, instrument, outer))
         tokens = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
         cache = kwargs.get("past_key_values")
@@ -235,16 +260,19 @@ def _pass_hooks(instrument: _Instrument) -> tuple[Any, Any, Any]:
         kwargs["attention_mask"] = None
         if positions is not None:
             kwargs["position_ids"] = positions
-        _PASS.set((observer, instrument))
+        _PASS.set(_Pass(observer, instrument, outer))
         return args, kwargs
 
     def finish(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
         running = _PASS.get()
         assert running is not None
-        running[0].finished(output[0])
+        assert running.observer is not None
+        running.observer.finished(output[0])
 
     def leave(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], _output: Any) -> None:
-        _PASS.set(None)
+        running = _PASS.get()
+        assert running is not None
+        _PASS.set(running.outer)
 
     return begin, finish, leave
 
@@ -268,13 +296,13 @@ def locret_attention(
         ValueError: Outside `instrumented`, or where the backbone asks for learned sinks or attention dropout.
     """
     running = _PASS.get()
-    if running is None or module not in running[1].layers:
+    if running is None or running.observer is None or module not in running.instrument.layers:
         raise ValueError('attention "locret" works inside locret.prefill and locret.generate; choose "sdpa" elsewhere')
     if s_aux is not None or dropout:
         raise ValueError(
             "attention with learned sinks or dropout is not supported; call model.eval() or use another model"
         )
-    observer, instrument = running
+    observer, instrument = running.observer, running.instrument
     index = instrument.layers[module]
     full = index in instrument.full
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

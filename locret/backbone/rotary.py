@@ -22,25 +22,25 @@ class Rotary:
     def __init__(self, decoder: Any) -> None:
         self._module: Any = decoder.rotary_emb
         self._by_type = "layer_type" in inspect.signature(self._module.forward).parameters
-        self._key: tuple[object, ...] = ()
-        self._table: tuple[Tensor, Tensor] | None = None
+        self._last: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
 
     def table(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (length, R) in the dtype and on the device of `like`, for consecutive positions.
 
-        All layers of equal length share the positions of a chunk, so the last table is kept.
+        All layers of equal length share the positions of a chunk, so the last table is kept. Copies of a cache share
+        it too, in several threads, so it is read and replaced as one.
         """
-        key = (start, length, like.dtype, like.device)
-        if key != self._key or self._table is None:
+        key, last = (start, length, like.dtype, like.device), self._last
+        if last is None or last[0] != key:
             positions = torch.arange(start, start + length, device=like.device)[None]
             extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
             cos, sin = self._module(like, positions, **extra)
-            self._key, self._table = key, (cos[0], sin[0])
-        return self._table
+            last = self._last = (key, (cos[0], sin[0]))
+        return last[1]
 
     def forget(self) -> None:
         """Drop the remembered table."""
-        self._key, self._table = (), None
+        self._last = None
 
 
 def rotate(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:

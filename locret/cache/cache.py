@@ -173,7 +173,7 @@ class RetentionCache(Cache):
         return self._workspace.nbytes + held
 
     def _plan(self) -> int:
-        rows = max((layer.store.batch for layer in self.governed), default=0) or 1
+        rows = max(layer.batch for layer in self.layers) or 1
         self._note_largest()
         slots = self._largest
         if not any(slots) and not self.policy.needs_length:
@@ -202,6 +202,14 @@ class RetentionCache(Cache):
             raise ValueError("this cache is being read; go on when that read has ended, or with cache.fresh()")
 
     @contextmanager
+    def _changed_whole(self) -> Iterator[None]:
+        """Let all layers be changed; if that ends in the middle, remember it as an interrupted read."""
+        self.check_whole()
+        self._interrupted = True
+        yield
+        self._interrupted = False
+
+    @contextmanager
     def read_by(self, reader: Reader) -> Iterator[Reader]:
         """Let a reader fill the cache until the block ends; if it ends in the middle of something, remember that.
 
@@ -215,9 +223,10 @@ class RetentionCache(Cache):
         try:
             yield reader
         finally:
-            self._interrupted, self.reader = reader.torn, None
-            if not self._interrupted:
+            self._interrupted, self.reader = True, None
+            if not reader.torn:
                 reader.rate_waiting()
+                self._interrupted = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -301,6 +310,7 @@ class RetentionCache(Cache):
         """Return an empty cache for the same model, scorer and policy."""
         return RetentionCache(self.model, self.scorer, self.policy)
 
+    @torch.inference_mode(False)
     def copy(self) -> Self:
         """Return an independent copy: a document read once answers many questions, each on its own copy.
 
@@ -324,14 +334,16 @@ class RetentionCache(Cache):
         if self.held_back:
             return
         self._rate_waiting()
-        self.held_back = self.fed_again = True
-        if self.newest_hidden is not None:
-            self.newest_hidden = self.newest_hidden[:, :-1] if self.newest_hidden.shape[1] > 1 else None
-        for layer in self.layers:
-            layer.take_back()
-        self.seen -= 1
-        self.next_position -= 1
+        with self._changed_whole():
+            if self.newest_hidden is not None:
+                self.newest_hidden = self.newest_hidden[:, :-1] if self.newest_hidden.shape[1] > 1 else None
+            for layer in self.layers:
+                layer.take_back()
+            self.seen -= 1
+            self.next_position -= 1
+            self.held_back = self.fed_again = True
 
+    @torch.inference_mode(False)
     def select_rows(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch; `rows` is (new batch,) int64.
 
@@ -340,12 +352,13 @@ class RetentionCache(Cache):
         """
         self.check_whole()
         self._rate_waiting()
-        for layer in self.layers:
-            layer.select_rows(rows)
-        for name in _PER_ROW.values():
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+        with self._changed_whole():
+            for layer in self.layers:
+                layer.select_rows(rows)
+            for name in _PER_ROW.values():
+                tensor = getattr(self, name)
+                if tensor is not None:
+                    setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams of a beam search."""
@@ -353,7 +366,7 @@ class RetentionCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row, as `generate` does with its inputs for beams and several answers."""
-        rows = max((layer.store.batch for layer in self.governed), default=0)
+        rows = max(layer.batch for layer in self.layers)
         self.select_rows(torch.arange(rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -391,7 +404,10 @@ class RetentionCache(Cache):
             width: Tokens of the longest row, padding of the others included.
             new_tokens: Tokens that will be generated.
         """
-        self.check_whole()
+        with self._changed_whole():
+            self._join(rows, width, new_tokens)
+
+    def _join(self, rows: list[RetentionCache], width: int, new_tokens: int) -> None:
         device = next(self.model.parameters()).device
         seen = torch.tensor([row.seen for row in rows], device=device)
         following = torch.tensor([row.next_position for row in rows], device=device)
@@ -409,7 +425,7 @@ class RetentionCache(Cache):
             for row in rows:
                 row.layers[index] = None
         self._peak = max(self._peak, self._bytes())
-        self.end_reading(0)
+        self.end_reading(new_tokens)
 
     # -- on disk ------------------------------------------------------------------------------------------------------
 
@@ -431,13 +447,16 @@ class RetentionCache(Cache):
             tensor = getattr(self, attribute)
             if tensor is not None:
                 tensors[f"rows.{name}"] = tensor.contiguous()
-        counters = {"seen": self.seen, "held_back": self.held_back, "next_position": self.next_position}
+        names = ("seen", "held_back", "fed_again", "next_position")
+        counters = {name: getattr(self, name) for name in names}
         return tensors, {**counters, "layers": layers}
 
+    @torch.inference_mode(False)
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned, on the backbone's device and in its dtype."""
         parameter = next(self.model.parameters())
         self.seen, self.held_back = numbers["seen"], numbers["held_back"]
+        self.fed_again = numbers.get("fed_again", False)  # files of earlier versions do not say
         self.next_position = numbers["next_position"]
         for name, attribute in _PER_ROW.items():
             if f"rows.{name}" in tensors:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from locret.backbone.adapters import Backbone, attention_modules, describe, find_decoder, unwrap
 from locret.backbone.chunk import Projections
-from locret.backbone.instrument import exclusively, fixed_factors, recorders
+from locret.backbone.instrument import exclusively, fixed_factors, recorders, replaced
 from locret.cache.cache import RetentionCache
 from locret.cache.reader import Reader
 from locret.cache.store import DenseStore
@@ -125,6 +125,8 @@ def obstacle(
         return f"layers of {backbone.model_type} slide over a window"
     if not scorer.by_features:
         return f"scorer {scorer.name} looks at every step's attention; retaining heads do not"
+    if scorer.columns:
+        return f"scorer {scorer.name} keeps columns of its own"
     if policy.head_budgets != "uniform" or len(set(held)) > 1:
         return "layers or heads hold different numbers of units"
     if policy.decode_budget is not None:
@@ -139,7 +141,9 @@ def check_can_compile(cache: RetentionCache, new_tokens: int, copies: int) -> No
         ValueError: Saying why, and what to change.
     """
     reason = obstacle(cache.backbone, cache.scorer, cache.policy, [layer.fill for layer in cache.governed])
-    if reason is None and not new_tokens:
+    if reason is None and cache.held_back and not cache.seen:
+        reason = "nothing precedes the prompt's only token"
+    elif reason is None and not new_tokens:
         reason = "room must be made for the whole answer, but max_new_tokens is not given"
     elif reason is None and copies > 1:
         reason = f"{copies} beams or answers change places between steps"
@@ -168,8 +172,8 @@ def compiled_steps(model: nn.Module, cache: RetentionCache, new_tokens: int, bac
         base.set_attn_implementation(NAME)
         stack.callback(base.set_attn_implementation, implementation)
         stack.enter_context(fixed_factors(base, decoder))
-        decoder.forward = _forward(decoder, Step(reader, records.projections, new_tokens), backend)
-        stack.callback(delattr, decoder, "forward")
+        forward = _forward(decoder, Step(reader, records.projections, new_tokens), backend)
+        stack.enter_context(replaced(decoder, "forward", forward))
         yield
 
 

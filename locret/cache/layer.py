@@ -69,6 +69,11 @@ class RetentionLayer(CacheLayerMixin):
         return self.store.capacity
 
     @property
+    def batch(self) -> int:
+        """Rows; 0 before the first token."""
+        return self.store.batch
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return self.store.nbytes

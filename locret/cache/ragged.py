@@ -49,24 +49,24 @@ class RaggedStore(Store):
         self.values = torch.empty(*shape, values.shape[-1], dtype=values.dtype, device=keys.device)
         self.columns = {n: torch.empty(shape, dtype=dtype, device=keys.device) for n, dtype in self.dtypes.items()}
 
-    def _starts(self, counts_BK: Tensor) -> Tensor:
-        widths = counts_BK + self.capacity - self.fill
+    def _starts(self, counts_BK: Tensor, capacity: int | None = None) -> Tensor:
+        widths = counts_BK + (self.capacity if capacity is None else capacity) - self.fill
         return widths.cumsum(1) - widths
 
     def _resize(self, capacity: int) -> None:
-        self.capacity = capacity
         if self.keys is not None:
-            self._fill_from([(self, row) for row in range(len(self.counts))])
+            self._fill_from([(self, row) for row in range(len(self.counts))], capacity)
+        self.capacity = capacity
 
-    def _fill_from(self, rows: Sequence[tuple[RaggedStore, int]]) -> None:
-        """Take over rows of stores, in new buffers of this store's capacity."""
+    def _fill_from(self, rows: Sequence[tuple[RaggedStore, int]], capacity: int) -> None:
+        """Take over rows of stores, in new buffers of so many slots."""
         counts = torch.stack([store.counts[row] for store, row in rows])
-        starts = self._starts(counts)
+        starts = self._starts(counts, capacity)
         sources = [store.segments[row] for store, row in rows]
         every = [store._buffers() for store, _ in rows]
         filled = {}
         for name, like in every[0].items():
-            new = like.new_empty(len(rows), counts.shape[1] * self.capacity, *like.shape[2:])
+            new = like.new_empty(len(rows), counts.shape[1] * capacity, *like.shape[2:])
             for target, (buffers, (_, row)) in enumerate(zip(every, rows, strict=True)):
                 for span, start in zip(sources[target], starts[target].tolist(), strict=True):
                     new[target, start : start + span.stop - span.start] = buffers[name][row, span]
@@ -280,7 +280,7 @@ class RaggedStore(Store):
     def join(self, stores: Sequence[RaggedStore], capacity: int) -> None:
         """See `Store`."""
         self.fill, self.capacity = max(store.fill for store in stores), capacity
-        self._fill_from([(store, 0) for store in stores])
+        self._fill_from([(store, 0) for store in stores], capacity)
 
     def state(self) -> dict[str, Tensor]:
         """Return everything held, head after head and row after row."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import unwrap
 from locret.backbone.attention import MaskMemo, View
-from locret.backbone.chunk import Attended, Projections
+from locret.backbone.chunk import Attended, Chunk, Projections
 from locret.backbone.instrument import instrumented
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
@@ -172,13 +172,30 @@ class Reader:
             prepared=self.cache.prepared,
         )
         for chunk, where in self.layers[nth].chunks(layer, view, moment, self.scorer.causal):
-            rated = self.scorer.score(chunk)
-            scores, columns = rated if isinstance(rated, Rated) else (rated, None)
-            if self.cache.fed_again:  # a token fed twice counts once: units before it have been rated with it already
-                scores = scores[:, :, -chunk.new_tokens :]
-            self.layers[nth].rate(scores, columns, where)
+            self.layers[nth].rate(*self._rated(chunk), where)
         if evicts_now is not None and not self.scorer.needs_hidden:
             self.layers[nth].evict(evicts_now)
+
+    def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what the scorer says of a chunk: scores, and the columns it declares.
+
+        Raises:
+            ValueError: If it rates another number of units than the new ones or all.
+        """
+        rated = self.scorer.score(chunk)
+        scores, columns = rated if isinstance(rated, Rated) else (rated, {})
+        batch, kv_heads, units = chunk.unit_positions.shape
+        for name, values in {"scores": scores, **columns}.items():
+            if tuple(values.shape) not in ((batch, kv_heads, chunk.new_tokens), (batch, kv_heads, units)):
+                raise ValueError(
+                    f"scorer {self.scorer.name} returned {name} of shape {tuple(values.shape)}; return "
+                    f"({batch}, {kv_heads}, {chunk.new_tokens}) for the new units, or ({batch}, {kv_heads}, {units}) "
+                    "for all"
+                )
+        if self.cache.fed_again:  # a token fed twice counts once: units before it have been rated with it already
+            new = slice(-chunk.new_tokens, None)
+            return scores[:, :, new], {name: values[:, :, new] for name, values in columns.items()}
+        return scores, dict(columns)
 
     def finished(self, hidden: Tensor) -> None:
         """Rate tokens, where that takes a whole pass, and count them."""

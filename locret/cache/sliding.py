@@ -43,6 +43,11 @@ class SlidingLayer(DynamicSlidingWindowLayer):
             self._row_start = (row_start - dropped).clamp_min(0)
         return keys, values
 
+    @property
+    def batch(self) -> int:
+        """Rows; 0 before the first token."""
+        return self.keys.shape[0] if self.is_initialized else 0
+
     def view(self) -> View:
         """Return all states in reach of the pass that `update` was called for, once."""
         reach, self._reach = self._reach, None

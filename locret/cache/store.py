@@ -32,6 +32,7 @@ COLUMNS = {SCORES: torch.float32, POSITIONS: torch.int32}
 """What every cache knows about a unit."""
 EMPTY = {SCORES: -torch.inf, POSITIONS: NO_UNIT}
 """What an empty slot's columns hold; other columns hold 0 there."""
+_RESERVED = {"keys", "values", "counts", "row_start", *COLUMNS}
 _GROWTH = 256
 
 
@@ -80,6 +81,9 @@ class Store(ABC):
         rotary: Turns keys to the positions of their slots.
         workspace: Memory that all stores of a cache share.
         columns: Columns besides `scores` and `positions`.
+
+    Raises:
+        ValueError: If a column has a name that is taken.
     """
 
     name: ClassVar[str]
@@ -87,6 +91,8 @@ class Store(ABC):
     """(B,) first filled slot of each row, where rows differ; None if all slots are filled."""
 
     def __init__(self, rotary: Rotary, workspace: Workspace, columns: Mapping[str, torch.dtype] | None = None) -> None:
+        if taken := sorted(_RESERVED & (columns or {}).keys()):
+            raise ValueError(f'a column cannot be called "{taken[0]}", which units have already; choose another name')
         self.rotary, self.workspace = rotary, workspace
         self.dtypes = {**COLUMNS, **(columns or {})}
         self.fill = self.capacity = 0
@@ -261,6 +267,10 @@ class Store(ABC):
         return {"keys": self.keys, "values": self.values, **self.columns}
 
     def _set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        if lost := self.dtypes.keys() - buffers.keys():
+            raise ValueError(
+                f'the units come without their column "{min(lost)}"; load them with the scorer they were saved with'
+            )
         self.keys, self.values = buffers["keys"], buffers["values"]
         self.columns = {name: buffers[name] for name in self.dtypes}
 
@@ -286,7 +296,6 @@ class DenseStore(Store):
         self.columns = {n: torch.empty(shape, dtype=dtype, device=keys.device) for n, dtype in self.dtypes.items()}
 
     def _resize(self, capacity: int) -> None:
-        self.capacity = capacity
         buffers = self._buffers()
         for name, old in buffers.items():
             new = old.new_empty(*old.shape[:2], capacity, *old.shape[3:])
@@ -294,6 +303,7 @@ class DenseStore(Store):
             buffers[name] = new
         if buffers:
             self._set_buffers(buffers)
+        self.capacity = capacity  # last: where there is no memory for it, the store is what it was
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
         """See `Store`."""

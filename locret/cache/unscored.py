@@ -49,6 +49,8 @@ class Unscored:
         Returns:
             (B, W, F) features that must be rated now, because no more can wait; None if more can.
         """
+        if not all(store.batch for store in self.stores):
+            return torch.cat(parts, dim=-1)  # the first token of all: the workspace has not its size yet
         if not self._rooms:
             self._rooms = self.rooms(sum(part.shape[-1] for part in parts), parts[0].dtype)
         room = self._rooms[nth]
@@ -66,8 +68,7 @@ class Unscored:
 
     def take(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the index and the (B, W, F) features of each layer with waiting tokens, which then wait no longer."""
-        rooms, counts = self._rooms, self._counts
-        self._rooms, self._counts = [], {}
-        for nth, count in counts.items():
+        for nth, count in self._counts.items():
             if count:
-                yield nth, rooms[nth][:, :count]
+                yield nth, self._rooms[nth][:, :count]
+        self._rooms, self._counts = [], {}

@@ -112,7 +112,9 @@ class NACLScorer(Scorer):
             luck = luck + sums_BKS
         drawn = free & ~best & (_ranks(luck.masked_fill(~free | best, -torch.inf)) < by_lot)
         above_all = sums_BKS.amax(-1, keepdim=True) + 1
-        return torch.where(best | drawn, sums_BKS + above_all, sums_BKS)
+        scores = torch.where(best | drawn, sums_BKS + above_all, sums_BKS)
+        # Sinks come first while answering too, when the budget, and the sinks' share of it, may be smaller.
+        return torch.where((positions >= 0) & (positions < chunk.sinks), sums_BKS + 2 * above_all, scores)
 
 
 def _ranks(values_BKS: Tensor) -> Tensor:
