@@ -28,7 +28,8 @@ def test_the_wheel_holds_one_package_with_recipes_and_the_embedded_pair(wheel: P
     for folder in ("train", "infer", "data"):
         code |= {f"locret/{file.relative_to(clone)}" for file in (clone / folder).rglob("*.py")}
     assert {name for name in inside if name.endswith(".py")} == {name for name in code if "/speed/lab/" not in name}
-    shipped = {*(clone / "recipes").rglob("*.yaml"), *(clone / "checkpoints").glob("tiny*/*")}
+    tables = {path for kind in ("json", "yaml") for path in (clone / "data").rglob(f"*.{kind}")}
+    shipped = {*(clone / "recipes").rglob("*.yaml"), *(clone / "checkpoints").glob("tiny*/*"), *tables}
     assert {name for name in inside if not name.endswith(".py")} == {
         "locret/py.typed",
         *(f"locret/{file.relative_to(clone)}" for file in shipped),
