@@ -78,3 +78,13 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
         monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
         yield server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but the first two cases of a test as slow, so that `-m "not slow"` runs every claim, but few of each."""
+    cases: dict[str, int] = {}
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        cases[test] = cases.get(test, 0) + 1
+        if cases[test] > 2:
+            item.add_marker(pytest.mark.slow)

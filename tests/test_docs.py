@@ -49,6 +49,7 @@ COMMANDS = sorted({words for page in PAGES for words in commands_of(page) if wor
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.slow
 def test_every_command_parses(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("locret", "data", "train", "infer")
 MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": ("locret",), "locret": ()}
@@ -108,6 +110,7 @@ def test_importing_the_core_loads_nothing_heavy() -> None:
     assert out.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_public_names_load_on_demand_and_no_module_hides_one() -> None:
     code = (
         "import pkgutil, sys, locret; assert 'torch' not in sys.modules;"

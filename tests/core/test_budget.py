@@ -49,6 +49,7 @@ def test_shares_round_down_and_keep_at_least_one_unit() -> None:
     kind=st.sampled_from(sorted(KINDS)),
     tokens=st.integers(200, 3000),
 )
+@pytest.mark.slow
 def test_the_largest_budget_fits_and_one_more_does_not(memory: int, kind: str, tokens: int) -> None:
     backbone = describe(build("llama").config)
 

@@ -33,6 +33,7 @@ def greedy(model: Any, ids: Any, cache: RetentionCache, new: int = 8, **options:
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
+@pytest.mark.slow
 def test_bytes_are_the_same_for_4k_16k_and_64k_tokens_and_equal_the_plan(positions: str) -> None:
     model = build("llama", num_hidden_layers=2)
     heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)

@@ -47,6 +47,7 @@ def assert_same(one: RetentionCache, other: RetentionCache) -> None:
 
 @pytest.mark.parametrize(("tokens", "new", "batch"), [(250, 21, 1), (61, 1, 1), (170, 37, 2)])
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "phi3", "phi3-longrope", "qwen3"])
+@pytest.mark.slow
 def test_a_compiled_step_writes_the_same_tokens_and_keeps_the_same_scores(
     family: str, tokens: int, new: int, batch: int
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_compiled_step_writes_the_same_tokens_and_keeps_the_same_scores(
     assert compiled.memory().actual <= compiled.memory().planned
 
 
+@pytest.mark.slow
 def test_sampling_draws_the_same_tokens_and_a_conversation_goes_on() -> None:
     plain = read("llama", 120, 10)
     compiled = plain.copy()
@@ -80,6 +82,7 @@ def test_whole_conversations_are_continued_by_compiled_steps() -> None:
     assert_same(plain, compiled)
 
 
+@pytest.mark.slow
 def test_one_program_serves_answers_of_any_length() -> None:
     programs: list[Any] = []
 
@@ -95,6 +98,7 @@ def test_one_program_serves_answers_of_any_length() -> None:
     assert len(programs) <= 3, "one for the first answer, one for any length, one for any room for features"
 
 
+@pytest.mark.slow
 def test_the_model_is_afterwards_what_it_was() -> None:
     cache = read("llama", 61, 4)
     model = cache.model

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:no layer of this backbone")
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_budget_of_the_prompts_length_equals_full_attention(family: str, positions: str) -> None:
     model, ids = build(family), prompt(90)
     with torch.no_grad(), long_factors(find_decoder(model)):

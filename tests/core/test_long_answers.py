@@ -16,6 +16,7 @@ PROMPT, ANSWER, BUDGET, INTERVAL = 97, 4096, 36, 7
 
 
 @pytest.mark.parametrize("name", RATES_ANSWERS)
+@pytest.mark.slow
 def test_the_budget_holds_over_4096_generated_tokens(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model = build("llama", num_hidden_layers=1, max_position_embeddings=8192)
     fills, append = [], RetentionLayer.append

@@ -81,6 +81,7 @@ def test_save_pretrained_can_push_too(heads, hub, tmp_path):
     assert hub.repos["org/both"].files()["model.safetensors"] == (tmp_path / "h" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_revision_is_loaded_by_branch_and_by_commit(heads, hub, tiny_llama):
     heads.push_to_hub("org/heads")
     first = hub.repos["org/heads"].branches["main"]

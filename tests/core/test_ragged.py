@@ -185,6 +185,7 @@ def test_a_budget_as_large_as_the_prompt_equals_full_attention(
 @both_positions
 @pytest.mark.parametrize("when", ["chunk", "prompt_end"])
 @pytest.mark.parametrize("name", ["heads", "random", *BY_HEAD])
+@pytest.mark.slow
 def test_heads_hold_unequal_shares_of_a_uniform_caches_bytes(
     monkeypatch: pytest.MonkeyPatch, model: Any, heads: RetainingHeads, name: str, when: str, positions: str
 ) -> None:

@@ -25,6 +25,7 @@ def heads(model: Any) -> RetainingHeads:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.slow
 def test_a_copied_or_loaded_cache_answers_and_reads_on_like_the_first(family: str, tmp_path: Path) -> None:
     model = build(family)
     heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
@@ -47,6 +48,7 @@ def test_a_copied_or_loaded_cache_answers_and_reads_on_like_the_first(family: st
 
 @both_positions
 @pytest.mark.parametrize("name", ["heads", "sirllm", *BY_HEAD])
+@pytest.mark.slow
 def test_each_row_of_a_batch_equals_its_own_run(model: Any, heads: RetainingHeads, name: str, positions: str) -> None:
     scorer, rules, more = make(name, heads), policy(positions=positions), prompt(31, batch=3, seed=7)
     together, (ids, mask) = prompt(61, batch=3), padded([prompt(length, seed=length) for length in (61, 4, 90)])

@@ -82,6 +82,7 @@ def test_an_answer_written_between_two_tokens_of_another_changes_nothing() -> No
 
 
 @pytest.mark.parametrize("name", ["heads", "expected_attention"])
+@pytest.mark.slow
 def test_texts_read_and_answered_in_several_threads_are_those_read_one_after_the_other(name: str) -> None:
     model, seeds = build("llama"), (1, 2, 3)
     hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]

@@ -96,6 +96,7 @@ def test_scores_are_float32_one_per_unit_and_no_worse_than_finite(
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_two_sequences_in_a_row_equal_two_fresh_runs(name: str) -> None:
     model = build("llama")
     scorer = make(name, model)

@@ -18,6 +18,7 @@ def test_streaming_keeps_sinks_and_the_newest_tokens() -> None:
     assert cache.kept_positions(0)[0, 0].tolist() == [0, 1, 2, *range(73, 100)]
 
 
+@pytest.mark.slow
 def test_random_draws_are_uniform_and_differ_by_head_layer_and_seed() -> None:
     model = build("llama")
     policy = RetentionPolicy(budget=4000, chunk_size=500, stabilizers=0, local_len=1)

@@ -83,6 +83,7 @@ class Filled:
 
 
 @every_store
+@pytest.mark.slow
 def test_what_is_appended_is_viewed_whatever_room_there_was(kind: str) -> None:
     for reserved in (0, 5, 400):
         filled = Filled(kind)
@@ -289,6 +290,7 @@ def test_columns_of_a_scorer_travel_with_their_units(kind: str, positions: str, 
 @every_store
 @pytest.mark.parametrize("positions", ["compact", "original"])
 @pytest.mark.parametrize("name", scorers.names())
+@pytest.mark.slow
 def test_every_scorer_reads_saves_copies_and_batches_in_every_store(
     kind: str, positions: str, name: str, tmp_path: Path
 ) -> None:

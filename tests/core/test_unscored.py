@@ -43,11 +43,13 @@ def assert_same(late: RetentionCache, soon: RetentionCache) -> None:
 
 @pytest.mark.parametrize("new", [1, 15, 16, 17, 37])
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
+@pytest.mark.slow
 def test_scores_put_off_are_the_scores_given_at_once(monkeypatch: pytest.MonkeyPatch, family: str, new: int) -> None:
     assert_same(*both(monkeypatch, family, new))
 
 
 @pytest.mark.parametrize("head_budgets", ["uniform", "adaptive"])
+@pytest.mark.slow
 def test_an_answer_beyond_its_budget_evicts_the_same_units(monkeypatch: pytest.MonkeyPatch, head_budgets: str) -> None:
     options = {"budget": 40, "decode_budget": 45, "decode_interval": 11, "head_budgets": head_budgets}
     assert_same(*both(monkeypatch, "llama", 61, **options))

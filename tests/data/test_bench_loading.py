@@ -80,6 +80,7 @@ def test_options_stand_in_the_task():
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 5, -1])
+@pytest.mark.slow
 def test_a_local_copy_may_lie_in_any_published_place(tmp_path, place):
     task = benchmarks.get("longbench/qasper")
     spot = candidates(task)[place]
@@ -182,6 +183,7 @@ def test_another_revision_of_the_hub_can_be_asked_for(hub):
     assert [item.reply for item in rows.items()] == ["A"]
 
 
+@pytest.mark.slow
 def test_what_the_hub_does_not_have_is_named(hub):
     task = benchmarks.get("leval/tpo")
     with pytest.raises(ValueError, match=f"leval/tpo: L4NLP/LEval/LEval/Exam/tpo.jsonl at {task.revision}: .* data"):

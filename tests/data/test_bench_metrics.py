@@ -33,6 +33,7 @@ def test_character_f1_drops_chinese_punctuation_but_the_opening_title_mark() -> 
     assert f1.character_f1("《田》", ["田"]) == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow
 def test_chinese_word_f1_compares_segmented_words() -> None:
     assert f1.segmented_words("田立帆在商家堡。") == ["田立帆", "在", "商家堡"]
     assert f1.chinese_word_f1("商家堡", ["田立帆在商家堡。"]) == pytest.approx(0.5)  # precision 1, recall 1/3
@@ -182,6 +183,7 @@ def test_chinese_rouge_l_cuts_words() -> None:
     assert rouge.rouge_l("商家堡", ["田立帆在商家堡"]) == 0.0
 
 
+@pytest.mark.slow
 def test_rouge_lsum_takes_lines_as_sentences_and_knows_no_stems() -> None:
     assert rouge.rouge_lsum("the cat\nsat down", ["sat down\nthe cat"]) == 1.0
     assert rouge.rouge_lsum("the cat sat down", ["sat down the cat"]) == 0.5

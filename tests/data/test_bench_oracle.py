@@ -53,6 +53,7 @@ def test_the_reply_of_every_task_scores_full_and_another_answer_less(family, for
     assert all(benchmarks.get(name).score("zzz", item) < 0.3 for item in items)
 
 
+@pytest.mark.slow
 def test_replies_to_real_rows_score_full(shared):
     data = shared / "data"
     roots = [data, data / "infinitebench_generated", data / "derived/infinitebench", data / "derived/leval"]

@@ -21,6 +21,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_every_kind_of_file_gives_its_rows_and_their_places(tmp_path):
     import datasets
 

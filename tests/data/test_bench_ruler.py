@@ -31,6 +31,7 @@ def tokenizer() -> Any:
     return build_tokenizer()
 
 
+@pytest.mark.slow
 def test_long_rows_do_not_depend_on_who_makes_them_either(tokenizer: Any) -> None:
     # Long rows may leave some tokens unused, so how their size was found must be the same.
     task = BY_NAME["niah_multikey_2"]

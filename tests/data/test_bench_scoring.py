@@ -103,6 +103,7 @@ def percent(benchmark: str, task: str, rows: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.parametrize(("benchmark", "model", "task"), CASES)
+@pytest.mark.slow
 def test_a_prediction_file_gets_its_official_figure_to_the_printed_precision(
     scoring: Path, benchmark: str, model: str, task: str
 ) -> None:

@@ -100,6 +100,7 @@ def test_essays_repeat_for_as_long_as_the_prompt_is(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [stream_number, stream_needle])
+@pytest.mark.slow
 def test_host_memory_does_not_grow_with_the_prompt(stream: Callable[..., LongPrompt], tokenizer: Any) -> None:
     def peak(tokens: int) -> int:
         prompt = stream(tokenizer, tokens)

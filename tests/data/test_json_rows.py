@@ -30,6 +30,7 @@ def outcome(entry):
 
 @settings(max_examples=150, deadline=None)
 @given(rows=ROWS, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans(), mark=st.booleans())
+@pytest.mark.slow
 def test_a_list_gives_what_json_gives_however_it_is_written(tmp_path_factory, rows, indent, ascii_only, mark):
     path = tmp_path_factory.mktemp("list") / "rows.json"
     path.write_text(json.dumps(rows, indent=indent, ensure_ascii=ascii_only), encoding="utf-8-sig" if mark else "utf-8")

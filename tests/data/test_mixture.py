@@ -31,6 +31,7 @@ def test_the_reply_restates_what_the_text_says() -> None:
             assert f"VAR {name} = {source}." in row.document
 
 
+@pytest.mark.slow
 def test_training_keys_are_never_asked_in_evaluation_unless_all_keys_are_wanted() -> None:
     rows = [mixture(TOKENIZER, ALL, 2048, seed=seed) for seed in range(10)]
     trained = set.union(*(keys(row.document) for row in rows))

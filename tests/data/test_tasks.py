@@ -31,6 +31,7 @@ def test_the_same_seed_gives_the_same_sample_and_another_seed_another(name: str)
     assert task.sample(TOKENIZER, 512, seed=3).document != task.sample(TOKENIZER, 512, seed=4).document
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_in_another_process() -> None:
     code = (
         "from locret.data import tasks; from locret.data.text.embedded_tokenizer import build_tokenizer; import sys;"
@@ -239,6 +240,7 @@ def test_a_mixture_asks_as_few_questions_as_wanted_and_fits_short_texts() -> Non
         mixture(TOKENIZER, ["sudoku"], 512)
 
 
+@pytest.mark.slow
 def test_multivalue_numbers_begin_with_consecutive_digits_in_ascending_order() -> None:
     first = set()
     for seed in range(40):

@@ -122,6 +122,7 @@ texts = st.lists(
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(text=texts, size=st.integers(1, 700))
+@pytest.mark.slow
 def test_tokens_read_in_pieces_equal_those_of_the_whole_text(name, text, size):
     tokenizer = TOKENIZERS[name]
     assert streamed(tokenizer, pieces_of(text, size)) == tokenizer(text)["input_ids"]
@@ -146,6 +147,7 @@ def test_an_unknown_word_longer_than_any_window_is_still_one_token():
     assert streamed(TOKENIZERS["word level"], ["a" * 5000], add_special_tokens=False) == [0]
 
 
+@pytest.mark.slow
 def test_where_no_cut_can_be_proven_memory_stays_bounded_and_no_character_is_lost():
     # The merges learnt from "🙂🙃" join the end of one character to the start of the next: every cut splits a token.
     tokenizer = TOKENIZERS["byte-level BPE (GPT-2)"]

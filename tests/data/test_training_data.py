@@ -191,6 +191,7 @@ def test_a_tokenizer_without_chat_template_is_told_what_to_use(tokenizer):
     ],
 )
 @pytest.mark.skipif(not DERIVED.exists(), reason="the small data files are not on this machine")
+@pytest.mark.slow
 def test_a_named_set_is_read_from_a_local_copy_in_the_published_layout(tokenizer, dataset, rows, columns):
     loaded = load_rows(dataset, data_dir=str(DERIVED))
     assert len(loaded) == rows

@@ -100,6 +100,7 @@ def test_heads_and_the_weights_of_peers_take_room(monkeypatch: pytest.MonkeyPatc
     assert beside.chunk_choice.free_bytes == 10**9 - chunk_size.weight_bytes(beside.config, torch.float32)
 
 
+@pytest.mark.slow
 def test_a_cap_on_device_memory_bounds_the_chunk() -> None:
     numbers = {"shape": "llama-3.1-8b", "device": "cuda", "budget": 16384, "dtype": "bfloat16", "lengths": "128K"}
     wide, narrow = (plan_of(**numbers, memory_cap=cap).policy.chunk_size for cap in ("40GiB", "24GB"))

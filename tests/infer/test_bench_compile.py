@@ -47,6 +47,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_all_programs_are_made_before_the_rounds(
     monkeypatch: pytest.MonkeyPatch, programs: CompileCounter, backbone: Path
 ) -> None:
@@ -70,6 +71,7 @@ def test_all_programs_are_made_before_the_rounds(
     assert rounds == [("full", 0), ("locret", 0)] * 4
 
 
+@pytest.mark.slow
 def test_a_compiled_answer_is_the_one_that_is_written_otherwise(programs: CompileCounter, backbone: Path) -> None:
     answers = []
     for compile in (False, True):

@@ -62,6 +62,7 @@ def test_a_phase_does_not_count_what_it_frees_of_an_earlier_one_twice() -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "floor", "locret"])
+@pytest.mark.slow
 def test_peak_bytes_are_weights_cache_and_workspace(name: str) -> None:
     plan = plan_of(name)
     setup, method = make_setup(plan), plan.methods[0]
@@ -77,6 +78,7 @@ def test_peak_bytes_are_weights_cache_and_workspace(name: str) -> None:
     assert 0 < peaks.decode.workspace < peaks.prefill.workspace
 
 
+@pytest.mark.slow
 def test_what_a_layer_allocates_shows_as_workspace() -> None:
     plan = plan_of("locret")
     setup, method = make_setup(plan), plan.methods[0]
@@ -111,12 +113,14 @@ def test_bytes_of_a_full_cache_grow_with_the_prompt_and_those_of_a_bounded_one_d
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux says how much memory a process held")
+@pytest.mark.slow
 def test_resident_memory_shows_what_was_touched() -> None:
     grown = resident_growth(lambda: floats(96).sum())
     assert grown is not None
     assert 90 * MIB < grown < 120 * MIB
 
 
+@pytest.mark.slow
 def test_every_round_runs_everything_once_and_the_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, order = plan_of("full,floor", lengths="40,60"), []
     real = measure._time
@@ -137,6 +141,7 @@ def test_every_round_runs_everything_once_and_the_machine_too(monkeypatch: pytes
     assert len(found.rates) == 2
 
 
+@pytest.mark.slow
 def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine.MATMUL_SIZE, "cpu", 16)
     monkeypatch.setitem(machine.COPY_BYTES, "cpu", 2**16)

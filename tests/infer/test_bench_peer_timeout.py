@@ -81,6 +81,7 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("do", ["memory", "time"])
+@pytest.mark.slow
 def test_a_method_that_hangs_is_a_row_that_says_so_and_the_others_stand(
     backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, do: str
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_method_that_hangs_is_a_row_that_says_so_and_the_others_stand(
     assert next(line for line in page.splitlines() if line.startswith("| transformers | full |")).count("failed") == 1
 
 
+@pytest.mark.slow
 def test_a_side_that_never_loads_is_one_sentence(
     backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +121,7 @@ def test_a_side_that_never_loads_is_one_sentence(
     assert has_ended(hanging.started()[0])
 
 
+@pytest.mark.slow
 def test_what_a_side_started_ends_with_it(backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = Hanging(tmp_path, plan_for(backbone), monkeypatch, ("time", "any", "hangs"))
     with SideProcess("any", sys.executable, threads=1, timeout=SECONDS) as side:
@@ -132,6 +135,7 @@ def test_what_a_side_started_ends_with_it(backbone: Path, tmp_path: Path, monkey
     assert has_ended(last)
 
 
+@pytest.mark.slow
 def test_an_answer_in_time_leaves_no_timer_behind(
     backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

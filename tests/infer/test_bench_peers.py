@@ -277,6 +277,7 @@ def test_what_runs_in_a_peers_environment_imports_nothing_of_ours(name: str) -> 
     assert {module.split(".")[0] for module in modules} <= {*sys.stdlib_module_names, *FOREIGN}
 
 
+@pytest.mark.slow
 def test_a_side_may_print_and_still_answers_line_by_line(light_worker: Path) -> None:
     requests = '{"do": "hello"}\n{"do": "nonsense"}\n{"do": "hello"}\n'
     command = [sys.executable, str(light_worker), "light", str(METERS)]
@@ -289,6 +290,7 @@ def test_a_side_may_print_and_still_answers_line_by_line(light_worker: Path) -> 
     assert "loud None" in out.stderr
 
 
+@pytest.mark.slow
 def test_a_side_that_dies_says_so_and_is_started_again(light_worker: Path) -> None:
     with SideProcess("light", sys.executable, threads=1) as side:
         versions = side.ask("hello")
@@ -303,6 +305,7 @@ def test_a_side_that_dies_says_so_and_is_started_again(light_worker: Path) -> No
             side.ask("hello")
 
 
+@pytest.mark.slow
 def test_peak_bytes_are_those_above_what_was_there() -> None:
     module, size = worker_module(), 2**24
     worker = module.Worker("transformers", str(METERS))

@@ -37,6 +37,7 @@ def stage_names(record: dict[str, Any]) -> set[str]:
 BACKBONE = {"MLP", "q, k, v projections", "output projection", "norms", "attention kernel", "embeddings"}
 
 
+@pytest.mark.slow
 def test_a_profile_of_prefill_knows_its_stages_and_adds_up(tmp_path: Path) -> None:
     record = profiled(tmp_path, *BUDGET)
     assert stage_names(record) >= BACKBONE | {"scores", "eviction", "cache update: append"}
@@ -51,6 +52,7 @@ def test_a_profile_of_prefill_knows_its_stages_and_adds_up(tmp_path: Path) -> No
     assert "`python -m locret.infer.speed.lab.profile --shape tiny" in page
 
 
+@pytest.mark.slow
 def test_a_profile_of_decoding_leaves_out_the_prompt(tmp_path: Path) -> None:
     record = profiled(tmp_path, "--what", "decode", "--method", "full", "--top", "100")
     calls = {row["name"]: row["calls"] for row in record["operations"]}

@@ -123,6 +123,7 @@ def test_without_a_gpu_its_rows_are_unknown_and_never_a_number(
 
 
 @pytest.mark.usefixtures("small_machine")
+@pytest.mark.slow
 def test_the_command_measures_and_writes_a_whole_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     flags = ["--shape", "tiny", "--lengths", "60,120", "--repeats", "2", *FLAGS]
@@ -149,6 +150,7 @@ def test_the_command_measures_and_writes_a_whole_record(capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("small_machine")
+@pytest.mark.slow
 def test_without_matplotlib_all_but_the_picture_is_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_free_memory_is_what_the_system_says_and_what_a_container_leaves(
     assert chunk_size.free_bytes(torch.device("cpu")) == 4000
 
 
+@pytest.mark.slow
 def test_the_command_plans_and_reads_with_the_same_chunk(
     infer: Infer, backbone: Path, heads: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ def test_default_prefixes_end_with_the_whole_text() -> None:
         consistency.default_prefixes(3)
 
 
+@pytest.mark.slow
 def test_picture_comes_with_its_numbers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
     from locret.infer.evaluation.consistency_figure import write_consistency

@@ -31,6 +31,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callable[...
     return call
 
 
+@pytest.mark.slow
 def test_answers_of_generated_tasks_are_as_long_as_was_asked_and_begin_alike(evaluate: Any, tmp_path: Path) -> None:
     found = {}
     for name, flags in (("usual", ()), ("longer", ("--max-new-tokens", 40)), ("shorter", ("--max-new-tokens", 5))):
@@ -44,6 +45,7 @@ def test_answers_of_generated_tasks_are_as_long_as_was_asked_and_begin_alike(eva
         assert longer["prediction"].startswith(usual["prediction"])
 
 
+@pytest.mark.slow
 def test_the_limit_is_part_of_the_configuration_only_where_it_was_given(evaluate: Any, tmp_path: Path) -> None:
     plans = [json.loads(evaluate("--dry-run", *flags)[1]) for flags in ((), ("--max-new-tokens", 300))]
     options = {"version": 2, "keys": 8, "digits": 7}

@@ -44,6 +44,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
+@pytest.mark.slow
 def test_every_method_holds_the_same_budget_and_everything_is_on_record(evaluate: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("--methods", METHODS, "--tasks", "passkey,multikey", "--lengths", "400,600", "--budget", 64)
@@ -99,6 +100,7 @@ def test_full_is_plain_transformers_and_the_engine_with_room_for_all_says_the_sa
     assert len(said) > 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_equals_an_uninterrupted_one(
     evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +144,7 @@ def test_a_broken_line_in_the_middle_is_refused(evaluate: Any, tmp_path: Path) -
     assert "samples.jsonl, line 1 is no record of an evaluation; use --overwrite to start again" in err
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluate: Any, tmp_path: Path) -> None:
     arguments = ("--methods", "random", "--tasks", "passkey", "--lengths", 300, "--budget", 64, *SMALL)
     out = tmp_path / "out"
@@ -215,6 +218,7 @@ def test_original_positions_beyond_the_backbone_get_a_warning(evaluate: Any) -> 
     assert "go beyond" not in err
 
 
+@pytest.mark.slow
 def test_a_recipe_may_use_lists_and_task_options(evaluate: Any, tmp_path: Path) -> None:
     recipe = {
         "methods": ["random"],
@@ -261,6 +265,7 @@ def test_list_names_every_task_and_method(evaluate: Any) -> None:
     assert all(f"  {name} " in out for name in [*tasks.names(), *METHODS.split(",")])
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_and_named(evaluate: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the pictures need locret[eval]")
     arguments = (

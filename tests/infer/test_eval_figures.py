@@ -125,6 +125,7 @@ def test_heat_maps_of_an_ablation_are_not_mixed() -> None:
     assert next(iter(grouped)).title == "locret, budget 64, chunk 32, stabilizers 0"
 
 
+@pytest.mark.slow
 def test_every_picture_is_written_and_named(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
     cells = CURVE + [cell("locret", 64, 1.0, stabilizers=0), cell("locret", 64, 1.0, chunk_size=256)]

@@ -108,6 +108,7 @@ def test_a_line_that_was_cut_off_is_dropped_and_the_next_one_stands_alone(cut: i
     assert log.path.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_with_one_sentence_and_the_run_goes_on_later(
     evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +151,7 @@ def test_an_interrupted_run_leaves_results_that_say_so(
     assert [cell["n"] for cell in results["cells"]] == [2, 1]
 
 
+@pytest.mark.slow
 def test_answers_of_other_weights_are_never_mixed(evaluate: Any, backbone: Path, tmp_path: Path) -> None:
     model, line = tmp_path / "model", ("--methods", "random", "--figures", "none", "--output", tmp_path / "out")
     shutil.copytree(backbone, model)
@@ -175,6 +177,7 @@ def test_without_matplotlib_all_but_the_pictures_is_written(
     assert json.loads((tmp_path / "out" / "results.json").read_text())["figures"] == []
 
 
+@pytest.mark.slow
 def test_overwriting_removes_what_the_earlier_run_wrote_and_nothing_else(evaluate: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the pictures need locret[eval]")
     out = tmp_path / "out"
@@ -255,6 +258,7 @@ def test_list_as_json_holds_versions_and_options(evaluate: Any) -> None:
     assert "oracle" in found["methods"]
 
 
+@pytest.mark.slow
 def test_quiet_says_nothing_on_standard_error(evaluate: Any, tmp_path: Path) -> None:
     line = ("--methods", "full", "--lengths", "5000", "--samples", 1, "--figures", "none")
     _, _, err = evaluate(*line, "--output", tmp_path / "one")

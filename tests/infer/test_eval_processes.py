@@ -88,6 +88,7 @@ def test_shares_are_all_of_it_and_disjoint() -> None:
 
 
 @pytest.mark.parametrize("count", ["2", "two"])
+@pytest.mark.slow
 def test_processes_that_cannot_meet_say_so(count: str) -> None:
     own = {**environment(), "RANK": "0", "WORLD_SIZE": count}
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -142,6 +143,7 @@ def test_a_merge_that_is_interrupted_loses_nothing(tmp_path: Path, monkeypatch: 
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["samples.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_folder_is_written_by_one_command_at_a_time(line: tuple[object, ...], tmp_path: Path) -> None:
     with locked(tmp_path / "out", "--output"):
         code, _, err = finish(start(1, *line, "--output", tmp_path / "out"))

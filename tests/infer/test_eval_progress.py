@@ -42,6 +42,7 @@ def evaluate(backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return call
 
 
+@pytest.mark.slow
 def test_the_bar_of_a_resumed_run_starts_at_what_is_done_and_estimates_the_rest(
     evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +81,7 @@ def test_no_bar_is_drawn_where_nobody_watches(evaluate: Any) -> None:
     assert evaluate(*arguments, "--overwrite", "--quiet", terminal=True) == (0, "")
 
 
+@pytest.mark.slow
 def test_pictures_are_announced_on_standard_error_alone(evaluate: Any, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="the pictures need locret[eval]")
     code, err = evaluate("--methods", "random", "--samples", 2, "--json", terminal=False)

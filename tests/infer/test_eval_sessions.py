@@ -41,6 +41,7 @@ def published(folder: Path, moves: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_game_is_one_bounded_session_scored_turn_by_turn(tmp_path: Path) -> None:
     options = json.dumps({"sirllm/rock": {"turns": 12}})
     line = ("--tasks", "sirllm/rock", "--methods", "full,locret", "--task_options", options)

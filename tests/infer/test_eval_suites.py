@@ -65,6 +65,7 @@ def alone(line: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) ->
     return out
 
 
+@pytest.mark.slow
 def test_a_suite_asks_every_task_in_order_and_averages_them(alone: Path) -> None:
     found, nine = suite(alone), suites.get("infinitebench-locret")
     assert tuple(dict.fromkeys(record["task"] for record in records(alone))) == nine.tasks
@@ -104,6 +105,7 @@ def test_a_killed_suite_goes_on_in_one_process(line: tuple[object, ...], alone: 
     assert suite(out) == suite(alone)
 
 
+@pytest.mark.slow
 def test_an_interrupted_suite_shows_what_there_is_and_goes_on(
     evaluate: Any, line: tuple[object, ...], alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +131,7 @@ def test_an_interrupted_suite_shows_what_there_is_and_goes_on(
     assert suite(out) == suite(alone)
 
 
+@pytest.mark.slow
 def test_generated_benchmarks_have_a_row_per_length_and_the_same_rows_in_every_process(
     evaluate: Any, tmp_path: Path
 ) -> None:

@@ -207,6 +207,7 @@ def test_text_scores_with_ample_budget_are_the_plain_models(backbone: Path) -> N
 
 @NEEDED
 @pytest.mark.parametrize("length", [20, 200])
+@pytest.mark.slow
 def test_cache_is_bounded_whatever_is_asked(backbone: Path, heads: Path, length: int) -> None:
     lm, text = locret_lm(backbone, heads=str(heads), **POLICY), "We go from Oslo to Rome again . " * length
     lm.generate_until([asked("generate_until", text, {"max_gen_toks": 4})], True)
@@ -229,6 +230,7 @@ def test_settings_become_the_policy_of_locret_eval(backbone: Path, heads: Path, 
 
 
 @NEEDED
+@pytest.mark.slow
 def test_answers_and_scores_are_those_of_locret_eval(backbone: Path, heads: Path, tmp_path: Path) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

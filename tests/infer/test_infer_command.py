@@ -61,6 +61,7 @@ def plain(backbone: Path, text: Path) -> Infer:
 FULL = ("--budget", 8000, "--stabilizers", 0, "--chunk-size", 700)
 
 
+@pytest.mark.slow
 def test_json_has_every_key_and_consistent_numbers(ask: Infer, backbone: Path, heads: Path) -> None:
     record = ask()
     assert set(record) == KEYS
@@ -72,10 +73,12 @@ def test_json_has_every_key_and_consistent_numbers(ask: Infer, backbone: Path, h
     assert record["dtype"] == "float32", "bfloat16 is the checkpoint's, but this is a CPU"
 
 
+@pytest.mark.slow
 def test_whole_budget_answers_like_transformers_alone(ask: Infer, plain: Infer) -> None:
     assert ask(*FULL)["answer"] == plain()
 
 
+@pytest.mark.slow
 def test_compiled_steps_write_the_same_answer(ask: Infer, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, compiled, steps = ask(), generation.compiled_steps, []
 
@@ -90,6 +93,7 @@ def test_compiled_steps_write_the_same_answer(ask: Infer, monkeypatch: pytest.Mo
     assert record["peak_cache_bytes"] <= record["planned_cache_bytes"]
 
 
+@pytest.mark.slow
 def test_beam_search_answers_like_transformers_alone_and_counts_its_copy(ask: Infer, plain: Infer) -> None:
     record = ask(*FULL, "--num-beams", 3)
     assert record["answer"] == plain(num_beams=3)
@@ -97,6 +101,7 @@ def test_beam_search_answers_like_transformers_alone_and_counts_its_copy(ask: In
     assert record["peak_cache_bytes"] <= record["planned_cache_bytes"]
 
 
+@pytest.mark.slow
 def test_lora_adapter_is_used(ask: Infer, plain: Infer, tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -112,6 +117,7 @@ def test_lora_adapter_is_used(ask: Infer, plain: Infer, tmp_path: Path) -> None:
     assert ask(*FULL, "--adapter", tmp_path / "lora")["answer"] == expected
 
 
+@pytest.mark.slow
 def test_streaming_prints_the_text_of_the_json_answer(
     ask: Infer, infer: Infer, backbone: Path, heads: Path, text: Path
 ) -> None:
@@ -125,6 +131,7 @@ def test_streaming_prints_the_text_of_the_json_answer(
     assert (quiet.out, quiet.err) == (outcome.out, "")
 
 
+@pytest.mark.slow
 def test_standard_input_is_read_like_a_file(
     ask: Infer, infer: Infer, backbone: Path, heads: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +145,7 @@ def test_standard_input_is_read_like_a_file(
         assert infer(*arguments).out == expected + "\n"
 
 
+@pytest.mark.slow
 def test_ten_times_the_text_takes_the_same_bytes_and_as_planned(ask: Infer, tmp_path: Path) -> None:
     short, long = ask(), ask("--prompt-file", write_text(tmp_path / "long.txt", 200_000))
     assert long["prompt_tokens"] > 9 * short["prompt_tokens"]
@@ -153,6 +161,7 @@ def test_dry_run_reads_neither_weights_nor_prompt(ask: Infer, backbone: Path, tm
     assert record["policy"]["budget"] == 64
 
 
+@pytest.mark.slow
 def test_short_prompt_allocates_no_more_than_itself(ask: Infer, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("The pass key is 48213.")
     record = ask("--prompt-file", tmp_path / "short.txt", *FULL)
@@ -161,6 +170,7 @@ def test_short_prompt_allocates_no_more_than_itself(ask: Infer, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
+@pytest.mark.slow
 def test_decode_budget_bounds_a_long_answer(ask: Infer, positions: str) -> None:
     arguments = ("--max-new-tokens", 150, "--positions", positions, "--stop+=<never>")
     grown = ask(*arguments)
@@ -187,11 +197,13 @@ def test_scorers_by_name_take_options(ask: Infer) -> None:
     assert answers[0]["answer"] != answers[1]["answer"]
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_seed(ask: Infer) -> None:
     answers = [ask("--temperature", 1.5, "--top-k", 50, "--seed", seed)["answer"] for seed in (1, 1, 2)]
     assert answers[0] == answers[1] != answers[2]
 
 
+@pytest.mark.slow
 def test_stop_text_ends_the_answer(ask: Infer) -> None:
     whole = ask()["answer"]
     stop = whole.split()[3]
@@ -200,14 +212,17 @@ def test_stop_text_ends_the_answer(ask: Infer) -> None:
     assert stopped["finished"]
 
 
+@pytest.mark.slow
 def test_plain_kernel_agrees_with_the_fused_ones(ask: Infer) -> None:
     assert ask("--attn", "math")["answer"] == ask("--attn", "sdpa")["answer"]
 
 
+@pytest.mark.slow
 def test_no_template_reads_the_text_as_it_is(ask: Infer, infer: Infer, backbone: Path, heads: Path) -> None:
     assert ask("--template", "none")["prompt_tokens"] < ask("--system", "Answer with a number.")["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_true_positions_beyond_the_context_are_warned_about_once(
     infer: Infer, backbone: Path, heads: Path, text: Path
 ) -> None:
@@ -225,6 +240,7 @@ def test_picture_is_drawn(ask: Infer, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["kept.png"]
 
 
+@pytest.mark.slow
 def test_process_reads_a_pipe_and_leaves_with_the_code_of_a_mistake(backbone: Path, heads: Path, text: Path) -> None:
     line = [sys.executable, "-m", "locret.infer.command", "--model", str(backbone), "--heads", str(heads)]
     good = subprocess.run([*line, "--max-new-tokens", "3"], input=text.read_text(), capture_output=True, text=True)

@@ -41,6 +41,7 @@ def cases(kind: type[MadeSamples]) -> list[Case]:
     return [Case(kind(task, 160, 3, 0), task, index, index, 160, 0) for index in range(3)]
 
 
+@pytest.mark.slow
 def test_consistency_is_averaged_at_prefixes_that_every_text_has(backbone: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
     setup = setup_of(backbone)
@@ -55,6 +56,7 @@ def test_consistency_is_averaged_at_prefixes_that_every_text_has(backbone: Path,
     assert written["means"]["random"]["everywhere"][-1] < 1
 
 
+@pytest.mark.slow
 def test_each_method_is_shown_and_the_plain_cache_is_not(backbone: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
     chosen = [methods.get(name) for name in ("full", "random", "streaming", "oracle")]

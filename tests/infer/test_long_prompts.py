@@ -18,6 +18,7 @@ def printed(capsys: Any) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_read_in_locret_mode_within_its_budget(capsys: Any) -> None:
     assert long_prompts.command([*MODEL, "--tokens", "6000", "--max-new-tokens", "16"]) == 0
     found = printed(capsys)

@@ -45,6 +45,7 @@ def test_retention_of_a_cache_names_its_governed_layers(tiny_llama: Any) -> None
 
 
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 2), (32, 8)])
+@pytest.mark.slow
 def test_map_is_a_png_of_readable_size(tmp_path: Path, layers: int, heads: int) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
     path = tmp_path / "map.png"

@@ -83,6 +83,7 @@ def test_prompt_without_a_step_is_refused(tiny_llama: Any, tmp_path: Path) -> No
         draw_steps(steps, tmp_path / "steps.png")
 
 
+@pytest.mark.slow
 def test_every_method_gets_a_picture_of_the_sample(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
     from transformers import LlamaConfig, LlamaForCausalLM

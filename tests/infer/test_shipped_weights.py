@@ -38,6 +38,7 @@ def test_shipped_heads_answer_what_the_full_cache_answers_and_other_methods_do_n
 
 
 @pytest.mark.parametrize("name", tasks.names())
+@pytest.mark.slow
 def test_with_room_for_the_prompt_the_shipped_backbone_answers_as_plain_transformers(name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "tiny", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "tiny")

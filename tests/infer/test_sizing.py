@@ -37,6 +37,7 @@ def ask(call: Infer) -> Infer:
     return run
 
 
+@pytest.mark.slow
 def test_memory_is_filled_but_not_exceeded(ask: Infer) -> None:
     for memory, count in (("64KiB", 64 << 10), ("150kB", 150_000)):
         record = ask("--kv-memory", memory)
@@ -58,17 +59,20 @@ def test_memory_counts_the_beams_and_the_answer(ask: Infer) -> None:
 
 
 @pytest.mark.parametrize("growth", [("--memory", "linear"), ("--memory", "sqrt", "--decremental")])
+@pytest.mark.slow
 def test_memory_holds_more_where_it_grows(ask: Infer, growth: tuple[str, ...]) -> None:
     fixed, growing = ask("--kv-memory", "64KiB"), ask("--kv-memory", "64KiB", *growth)
     assert growing["policy"]["budget"] >= fixed["policy"]["budget"]
     assert growing["peak_cache_bytes"] == growing["planned_cache_bytes"] <= 64 << 10
 
 
+@pytest.mark.slow
 def test_memory_that_holds_the_prompt_needs_no_larger_budget(ask: Infer) -> None:
     record = ask("--kv-memory", "1GiB", "--memory", "linear", "--layer-budgets", "pyramid")
     assert record["policy"]["budget"] == record["prompt_tokens"] == record["kept_units"]
 
 
+@pytest.mark.slow
 def test_a_share_is_that_of_the_counted_prompt(ask: Infer, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = ask("--budget-share", 0.1)
     assert record["policy"]["budget"] == record["prompt_tokens"] // 10
@@ -127,6 +131,7 @@ def test_dry_run_counts_the_prompt_where_the_plan_depends_on_it(ask: Infer, call
     assert adaptive.splitlines()[-1].startswith("layers share what a step keeps by what they retain")
 
 
+@pytest.mark.slow
 def test_memory_that_grows_with_the_prompt_is_announced_and_its_peak_reported(call: Infer, tmp_path: Path) -> None:
     options = ("--budget", 64, "--stabilizers", 8, "--when", "prompt_end")
     outcome = call(*options)

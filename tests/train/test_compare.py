@@ -94,12 +94,14 @@ def test_a_bad_recipe_is_refused_before_anything_is_trained(changes: dict[str, A
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_shipped_comparisons_are_right(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command([f"--config={recipe}", f"--output={tmp_path / 'out'}", "--dry-run"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_variants_are_trained_once_and_other_options_in_the_same_folder_are_refused(
     paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -260,6 +260,7 @@ def test_help_cites_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Retention policy to recommend with the heads" in text
 
 
+@pytest.mark.slow
 def test_labels_loss_and_step_need_no_more_than_torch_and_transformers() -> None:
     script = (
         "import sys\n"

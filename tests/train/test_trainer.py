@@ -141,6 +141,7 @@ def test_resume_refuses_a_damaged_checkpoint(paths: tuple[Path, Path], straight:
         train(paths, tmp_path / "run", f"--resume={tmp_path / 'checkpoint-3'}")
 
 
+@pytest.mark.slow
 def test_two_processes_do_what_one_does_with_accumulation(paths: tuple[Path, Path], tmp_path: Path) -> None:
     options = ("--steps=4", "--warmup-steps=1", "--clip-limit=0.01")
     assert train(paths, tmp_path / "one", *options, "--gradient-accumulation=2") == 0
@@ -180,6 +181,7 @@ def stopped(paths: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.slow
 def test_a_signal_saves_a_checkpoint_to_go_on_from(stopped: dict[str, Any], name: str, code: int) -> None:
     exit_code, output, messages = stopped[name]
     assert exit_code == code, messages[-2000:]
@@ -269,6 +271,7 @@ def test_logs_hold_losses_overlaps_speed_and_memory(straight: Path) -> None:
     assert shown == [(r["step"], pytest.approx(r["total"])) for r in records(straight)]
 
 
+@pytest.mark.slow
 def test_scores_of_trained_heads_are_nearer_to_the_labels(paths: tuple[Path, Path], tmp_path: Path) -> None:
     assert train(paths, tmp_path / "run", "--steps=60", "--warmup-steps=5", "--lr=1.0e-2", "--log-every=30") == 0
     model = AutoModelForCausalLM.from_pretrained(paths[0], dtype=torch.float32).eval()

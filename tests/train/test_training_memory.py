@@ -52,6 +52,7 @@ def row(name: str, kind: str, answer: int, layers: int = 3, dtype: torch.dtype =
 
 @pytest.mark.parametrize(("kind", "answer"), [("logit", 16), ("logit", 400), ("log_attention", 400)])
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.slow
 def test_a_first_step_holds_at_most_three_layers_activations(name: str, kind: str, answer: int) -> None:
     """All that a step allocates counts: gradients and the optimizer's state too, of as many layers as there are."""
     step = row(name, kind, answer)
@@ -69,6 +70,7 @@ def test_a_layers_activations_are_those_of_its_widest_moment() -> None:
 
 
 @pytest.mark.parametrize("kind", ["logit", "log_attention"])
+@pytest.mark.slow
 def test_layers_add_nothing_but_gradients(kind: str) -> None:
     peaks = []
     for layers in (2, 6):
@@ -80,6 +82,7 @@ def test_layers_add_nothing_but_gradients(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.slow
 def test_the_plan_is_what_a_row_takes(name: str, dtype: torch.dtype) -> None:
     step = row(name, "log_attention", 200, layers=2, dtype=dtype)
     step.row()
@@ -107,6 +110,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["logit", "log_attention"])
+@pytest.mark.slow
 def test_no_matrix_of_answer_by_prompt_exists(kind: str) -> None:
     prompt, answer, heads, dim = 3000, 1500, 4, 8
     query = torch.randn(1, heads, prompt + answer, dim)

@@ -46,6 +46,7 @@ def long_context(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("Anti-Haystack", "anti_haystack", "wenbopan/anti-haystack"),
     ],
 )
+@pytest.mark.slow
 def test_a_published_set_trains_from_its_local_copy(
     shared: Path, long_context: Path, tmp_path: Path, dataset: str, folder: str, repo: str
 ) -> None:
@@ -94,6 +95,7 @@ def test_bad_lines_are_left_out_and_reported_only_on_request(
     )  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_a_streamed_run_that_is_resumed_ends_as_one_that_was_not(paths: tuple[Path, Path], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps(row) for row in json.loads(paths[1].read_text())))
@@ -113,6 +115,7 @@ def turns(*texts: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_every_answer_of_a_conversation_labels_on_request(
     paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
