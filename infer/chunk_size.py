@@ -97,7 +97,7 @@ def _left_in_group() -> int | None:
     """Return what a container's limit leaves; None without one."""
     try:
         most, held = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # "max" is no number, and no limit
+    except (OSError, ValueError):  # "max" is neither a number nor a limit
         return None
     return max(0, most - held)
 
@@ -122,7 +122,7 @@ def head_bytes(scorer: RetainingHeads | Scorer, dtype: torch.dtype) -> int:
 def working_bytes(config: Any, scorer: RetainingHeads | Scorer, dtype: torch.dtype, tokens: int) -> int:
     """Return the bytes, at most, that a chunk works with in the layer that needs most, cache and workspace aside.
 
-    A norm holds hidden states in float32 beside those it was given and those of the residual. Attention holds queries
+    A norm holds hidden states in float32, besides those it was given and those of the residual. Attention holds queries
     and keys before and after rotation, values, what it attends to and the scorer's features; the MLP holds two products
     and their combination. Cosines and sines of new and of cached positions are there all along.
     """

@@ -61,7 +61,7 @@ class PromptOptions:
     """What to read and what to ask."""
 
     prompt_file: str | None = None
-    """Text file of any size, UTF-8; - is standard input, as is no file at all where something is piped in."""
+    """Text file of any size, UTF-8; - is standard input, as is no file at all if something is piped in."""
     question: str | None = None
     """What to ask about the text; without it the text is the whole message."""
     system: str | None = None
@@ -107,7 +107,7 @@ class GenerationOptions:
         if self.temperature < 0:
             raise ValueError(f"--temperature {self.temperature} is negative; give 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p {self.top_p} is no probability; give more than 0 and at most 1")
+            raise ValueError(f"--top-p {self.top_p} is not a probability; give more than 0 and at most 1")
         if self.top_k < 0:
             raise ValueError(f"--top-k {self.top_k} is negative; give 0 (all tokens) or more")
         if self.repetition_penalty <= 0:

@@ -104,7 +104,7 @@ def _fetch_config(name: str, revision: str | None) -> None:
         except errors.LocalEntryNotFoundError:
             raise
         except errors.EntryNotFoundError:
-            raise ValueError("it has no config.json, so it is no backbone; check --model") from None
+            raise ValueError("it has no config.json, so it is not a backbone; check --model") from None
 
 
 def load_tokenizer(options: BackboneSource) -> Any:
@@ -198,7 +198,7 @@ def planned_bytes(
 
     Without `prompt_tokens` the prompt is a long one.
 
-    A beam search works on a copy of the cache with one row per beam, beside the cache itself.
+    A beam search works on a copy of the cache with one row per beam, in addition to the cache itself.
     """
     from transformers import AutoModelForCausalLM
 

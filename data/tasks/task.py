@@ -279,7 +279,7 @@ class Task(ABC):
 
         Args:
             scores: What `score` gave.
-            answers: Predictions with their references, for protocols whose task score is no mean of samples' scores.
+            answers: Predictions with their references, for protocols whose task score is not a mean of samples' scores.
         """
         return sum(scores) / len(scores) if scores else 0.0
 

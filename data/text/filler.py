@@ -34,7 +34,7 @@ class FillerOptions:
     def __post_init__(self) -> None:
         for name in ("number_share", "keylike_share", "noise_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} is no share; give a number from 0 to 1")
+                raise ValueError(f"{name}={getattr(self, name)} is not a share; give a number from 0 to 1")
         if not self.digits or min(self.digits) < 1:
             raise ValueError(
                 f"digits={self.digits} leaves no number to write; give one or more lengths, each at least 1"
@@ -109,5 +109,5 @@ def generator(seed: int | str, split: Split, *what: object) -> random.Random:
         ValueError: Where the split is neither "train" nor "eval".
     """
     if split not in ("train", "eval"):
-        raise ValueError(f'split={split!r} is no split; use "train" or "eval"')
+        raise ValueError(f'split={split!r} is not a split; use "train" or "eval"')
     return random.Random("/".join(map(str, ("locret", split, *what, seed))))

@@ -19,12 +19,12 @@ class DropReport:
         """Rows left out, by reason."""
         self._places: dict[str, list[str]] = {}
 
-    def add(self, reason: str, place: str) -> None:
+    def add(self, reason: str, where: str) -> None:
         """Note a row that is left out."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         places = self._places.setdefault(reason, [])
         if len(places) < PLACES:
-            places.append(place)
+            places.append(where)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in plain JSON types: rows read and used, and for each reason its count and first rows."""

@@ -30,15 +30,15 @@ class BadRow(ValueError):
     """A row that cannot be used.
 
     Args:
-        place: Where it stands.
+        where: Where it stands.
         reason: A few words that a count of rows left out is kept under.
         detail: What is wrong, after "the row": "has no answer".
         remedy: What to do about it.
     """
 
-    def __init__(self, place: str, reason: str, detail: str, remedy: str = "mend or drop the row"):
-        super().__init__(f"{place} {detail}; {remedy}, or pass --skip-bad-rows to leave out such rows")
-        self.place, self.reason, self.detail = place, reason, detail
+    def __init__(self, where: str, reason: str, detail: str, remedy: str = "mend or drop the row"):
+        super().__init__(f"{where} {detail}; {remedy}, or pass --skip-bad-rows to leave out such rows")
+        self.where, self.reason, self.detail = where, reason, detail
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Entry:
 
     number: int
     """Its index in the data set, from 0."""
-    place: str
+    where: str
     """Where it stands: "rows.jsonl:17 (row 16 from 0)", or "row 16 (counted from 0)" where there are no lines."""
     load: Callable[[], Mapping[str, Any]]
     """Reads it; raises BadRow."""
@@ -105,7 +105,7 @@ class JsonRows(Sequence[Mapping[str, Any]]):
         return self.entry(index).load()
 
     def entry(self, index: int) -> Entry:
-        """Return a row with its place, without reading it."""
+        """Return a row and where it stands, without reading it."""
         row = self._selected[index]
         span = Span(self._starts[row], self._ends[row], self._lines[row])
         file = self._files[self._numbers[row]]
@@ -151,7 +151,7 @@ def _on_disk(named: str) -> Iterator[str]:
         except KeyError:
             raise ValueError(f"{archive} has no file {member} inside; check that it is the published archive") from None
         except zipfile.BadZipFile as error:
-            raise ValueError(f"{archive} is no intact zip archive ({error}); fetch it again") from None
+            raise ValueError(f"{archive} is not an intact zip archive ({error}); fetch it again") from None
         except OSError as error:
             raise OSError(f"{named} cannot be read ({error.strerror or error}); check its permissions") from None
         yield str(copy)
@@ -254,30 +254,30 @@ def _string_end(content: mmap.mmap, start: int) -> int:
 
 
 def _entry(number: int, named: str, file: str, span: Span, max_row_bytes: int) -> Entry:
-    place = f"{named}:{span.line} (row {number} from 0)"
+    where = f"{named}:{span.line} (row {number} from 0)"
 
     def load() -> Mapping[str, Any]:
         size = span.end - span.start
         if size > max_row_bytes:
             allowed = f"{max_row_bytes:,} are allowed (max_row_bytes)"
-            raise BadRow(place, "row too long", f"has {size:,} bytes where {allowed}")
+            raise BadRow(where, "row too long", f"has {size:,} bytes where {allowed}")
         with open(file, "rb") as stream:
             stream.seek(span.start)
-            return _parsed(place, stream.read(size))
+            return _parsed(where, stream.read(size))
 
-    return Entry(number, place, load)
+    return Entry(number, where, load)
 
 
-def _parsed(place: str, text: bytes) -> Mapping[str, Any]:
+def _parsed(where: str, text: bytes) -> Mapping[str, Any]:
     try:
         record = json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} of the row (0x{text[error.start]:02x})"
-        raise BadRow(place, "invalid UTF-8", f"is not UTF-8 at {byte}") from None
+        raise BadRow(where, "invalid UTF-8", f"is not UTF-8 at {byte}") from None
     except (ValueError, RecursionError) as error:
-        raise BadRow(place, "not JSON", f"is no JSON object ({error})") from None
+        raise BadRow(where, "not JSON", f"is not a JSON object ({error})") from None
     if not isinstance(record, Mapping):
-        raise BadRow(place, "wrong type", f"is of type {type(record).__name__} where an object is needed")
+        raise BadRow(where, "wrong type", f"is of type {type(record).__name__} where an object is needed")
     return record
 
 
@@ -285,55 +285,55 @@ def _parsed(place: str, text: bytes) -> Mapping[str, Any]:
 
 
 def text_of(
-    record: Mapping[str, Any], place: str, field: str, *, may_be_empty: bool = False, may_be_missing: bool = False
+    record: Mapping[str, Any], where: str, field: str, *, may_be_empty: bool = False, may_be_missing: bool = False
 ) -> str:
     """Return a text field; one that may be missing is empty where it is absent or null.
 
     Raises:
-        BadRow: If it is missing, empty, no text, or holds half a surrogate pair, which is no valid UTF-8.
+        BadRow: If it is missing, empty, no text, or holds half a surrogate pair, which is not valid UTF-8.
     """
-    value = record.get(field) if may_be_missing else _present(record, place, field)
+    value = record.get(field) if may_be_missing else _present(record, where, field)
     if value is None and may_be_missing:
         return ""
     if not isinstance(value, str):
         detail = f"has a field {field!r} of type {type(value).__name__} where text is needed"
-        raise BadRow(place, "wrong type", detail)
-    return _valid(value, place, field, may_be_empty or may_be_missing)
+        raise BadRow(where, "wrong type", detail)
+    return _valid(value, where, field, may_be_empty or may_be_missing)
 
 
-def texts_of(record: Mapping[str, Any], place: str, field: str, *, may_be_empty: bool = False) -> tuple[str, ...]:
+def texts_of(record: Mapping[str, Any], where: str, field: str, *, may_be_empty: bool = False) -> tuple[str, ...]:
     """Return a field that holds a list of texts or numbers, or a single one; numbers as they are written.
 
     Raises:
         BadRow: As `text_of`, and if an entry is a list, an object or null, or there is none.
     """
-    value = _present(record, place, field)
+    value = _present(record, where, field)
     entries = value if isinstance(value, list) else [] if value is None else [value]
     if not may_be_empty and not entries:
-        raise BadRow(place, f"no {field}", f"has an empty field {field!r}")
+        raise BadRow(where, f"no {field}", f"has an empty field {field!r}")
     found = []
     for number, entry in enumerate(entries):
         name = f"{field}[{number}]" if isinstance(value, list) else field
         if isinstance(entry, bool) or not isinstance(entry, str | int | float):
             detail = f"has a field {name!r} of type {type(entry).__name__} where text or a number is needed"
-            raise BadRow(place, "wrong type", detail)
-        found.append(_valid(entry, place, name, may_be_empty) if isinstance(entry, str) else str(entry))
+            raise BadRow(where, "wrong type", detail)
+        found.append(_valid(entry, where, name, may_be_empty) if isinstance(entry, str) else str(entry))
     return tuple(found)
 
 
-def _present(record: Mapping[str, Any], place: str, field: str) -> Any:
+def _present(record: Mapping[str, Any], where: str, field: str) -> Any:
     if field not in record:
-        raise BadRow(place, f"no {field}", f"has no field {field!r} (it has {', '.join(record) or 'none'})")
+        raise BadRow(where, f"no {field}", f"has no field {field!r} (it has {', '.join(record) or 'none'})")
     return record[field]
 
 
-def _valid(value: str, place: str, field: str, may_be_empty: bool) -> str:
+def _valid(value: str, where: str, field: str, may_be_empty: bool) -> str:
     if not may_be_empty and not value.strip():
-        raise BadRow(place, f"no {field.split('[')[0]}", f"has an empty field {field!r}")
+        raise BadRow(where, f"no {field.split('[')[0]}", f"has an empty field {field!r}")
     if not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             detail = f"has half a surrogate pair at character {error.start} of field {field!r}, which is not UTF-8"
-            raise BadRow(place, "invalid UTF-8", detail) from None
+            raise BadRow(where, "invalid UTF-8", detail) from None
     return value

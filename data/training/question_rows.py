@@ -92,7 +92,7 @@ class QuestionRowsOptions:
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value} leaves nothing to write; give 1 or more")
         if not 0 <= self.density <= 1:
-            raise ValueError(f"--density {self.density} is no share; give a number from 0 to 1")
+            raise ValueError(f"--density {self.density} is not a share; give a number from 0 to 1")
         if Path(self.output).suffix not in (".json", ".jsonl"):
             raise ValueError(f"--output {self.output} has another ending than .json and .jsonl; rename it")
         for name in self.task_names():
@@ -108,7 +108,7 @@ class QuestionRowsOptions:
         given = self.tokens if isinstance(self.tokens, list) else str(self.tokens).split(",")
         lengths = [str(length).strip() for length in given]
         if not lengths or not all(length.isdigit() and int(length) for length in lengths):
-            raise ValueError(f"--tokens {self.tokens} is no length; give a number, or several such as 512,1024")
+            raise ValueError(f"--tokens {self.tokens} is not a length; give a number, or several such as 512,1024")
         return [int(length) for length in lengths]
 
     def task_names(self) -> list[str]:

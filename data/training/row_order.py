@@ -134,9 +134,9 @@ class Buffered(RowOrder):
             if len(buffer) < self._shuffle_buffer:
                 buffer.append(entry)
                 continue
-            place = drawn.randrange(len(buffer))
-            yield buffer[place]
-            buffer[place] = entry
+            slot = drawn.randrange(len(buffer))
+            yield buffer[slot]
+            buffer[slot] = entry
         drawn.shuffle(buffer)
         yield from buffer
 
@@ -147,7 +147,7 @@ def order_of(rows: Rows, *, seed: int, shuffle_buffer: int) -> RowOrder:
 
 
 def numbered(index: int) -> str:
-    """Return the place of a row that stands on no line."""
+    """Return what names a row that stands on no line."""
     return f"row {index} (counted from 0)"
 
 

@@ -54,7 +54,7 @@ class Schema:
     columns: str
     matches: Callable[[set[str]], bool]
     turns: Callable[[Mapping[str, Any], str], list[Message]]
-    """From a record and its place."""
+    """From a record, and where it stands."""
 
 
 def detect_schema(columns: Iterable[str], source: str) -> Schema:
@@ -78,7 +78,7 @@ def detect_schema(columns: Iterable[str], source: str) -> Schema:
     )
 
 
-def read_row(record: Mapping[str, Any], schema: Schema, *, place: str, answer_needed: bool = True) -> Row:
+def read_row(record: Mapping[str, Any], schema: Schema, *, where: str, answer_needed: bool = True) -> Row:
     """Turn one record into a Row.
 
     Turns after the last assistant turn are left out: nothing answers them.
@@ -86,27 +86,27 @@ def read_row(record: Mapping[str, Any], schema: Schema, *, place: str, answer_ne
     Args:
         record: One row of the data set, as `datasets` yields it.
         schema: What `detect_schema` found for the data set.
-        place: Where the record stands, such as "rows.jsonl:4", for messages.
+        where: Where the record stands, such as "rows.jsonl:4", for messages.
         answer_needed: Whether a row without an answer is refused; else its answer is empty, and all turns count.
 
     Raises:
         BadRow: Naming row, field and the way out, if the answer, the prompt or the document is missing or empty, or a
             field has the wrong type or is not UTF-8.
     """
-    turns = schema.turns(record, place)
+    turns = schema.turns(record, where)
     answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
     if answer_needed and (not answers or not turns[answers[-1]].content.strip()):
-        raise BadRow(place, "no answer", f"has no answer ({schema.name} schema, {schema.columns})")
+        raise BadRow(where, "no answer", f"has no answer ({schema.name} schema, {schema.columns})")
     end = answers[-1] if answers else len(turns)
     messages = tuple(turns[:end])
     if not any(message.role == "user" and message.content.strip() for message in messages):
-        raise BadRow(place, "empty prompt", f"has an empty prompt ({schema.name} schema, {schema.columns})")
+        raise BadRow(where, "empty prompt", f"has an empty prompt ({schema.name} schema, {schema.columns})")
     return Row(messages, turns[end].content if answers else "")
 
 
-def _text(record: Mapping[str, Any], place: str, field: str) -> str:
+def _text(record: Mapping[str, Any], where: str, field: str) -> str:
     """The field as text; a null or absent one is empty, as `input` is on LongAlpaca's long rows."""
-    return text_of(record, place, field, may_be_missing=True)
+    return text_of(record, where, field, may_be_missing=True)
 
 
 def _single_turn(prompt: str, answer: str) -> list[Message]:
@@ -117,29 +117,29 @@ def _joined(separator: str, *parts: str) -> str:
     return separator.join(part for part in parts if part.strip())
 
 
-def _alpaca_turns(record: Mapping[str, Any], place: str) -> list[Message]:
+def _alpaca_turns(record: Mapping[str, Any], where: str) -> list[Message]:
     return _single_turn(
-        _joined("\n", _text(record, place, "instruction"), _text(record, place, "input")),
-        _text(record, place, "output"),
+        _joined("\n", _text(record, where, "instruction"), _text(record, where, "input")),
+        _text(record, where, "output"),
     )
 
 
-def _document_turns(record: Mapping[str, Any], place: str) -> list[Message]:
-    document = _text(record, place, "document")
+def _document_turns(record: Mapping[str, Any], where: str) -> list[Message]:
+    document = _text(record, where, "document")
     if not document.strip():
-        raise BadRow(place, "empty context", "has an empty field 'document'")
+        raise BadRow(where, "empty context", "has an empty field 'document'")
     # Document first: a retaining head is trained to keep what a later question needs.
-    prompt = _joined("\n\n", document, _text(record, place, "question"))
-    return _single_turn(prompt, _text(record, place, "answer"))
+    prompt = _joined("\n\n", document, _text(record, where, "question"))
+    return _single_turn(prompt, _text(record, where, "answer"))
 
 
-def _prompt_turns(record: Mapping[str, Any], place: str) -> list[Message]:
+def _prompt_turns(record: Mapping[str, Any], where: str) -> list[Message]:
     answer = next(column for column in ANSWER_COLUMNS if column in record)
-    return _single_turn(_text(record, place, "prompt"), _text(record, place, answer))
+    return _single_turn(_text(record, where, "prompt"), _text(record, where, answer))
 
 
 def _list_turns(field: str, role_key: str, content_key: str) -> Callable[[Mapping[str, Any], str], list[Message]]:
-    def turns(record: Mapping[str, Any], place: str) -> list[Message]:
+    def turns(record: Mapping[str, Any], where: str) -> list[Message]:
         value = record.get(field)
         if isinstance(value, Mapping):  # `datasets` keeps an old Sequence of structs as a struct of lists
             value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=True)]
@@ -147,21 +147,21 @@ def _list_turns(field: str, role_key: str, content_key: str) -> Callable[[Mappin
             return []
         if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
             detail = f"has a field {field!r} that is not a list of {role_key}/{content_key} objects"
-            raise BadRow(place, "wrong type", detail)
-        return [_message(turn, place, field, role_key, content_key) for turn in value]
+            raise BadRow(where, "wrong type", detail)
+        return [_message(turn, where, field, role_key, content_key) for turn in value]
 
     return turns
 
 
-def _message(turn: Mapping[str, Any], place: str, field: str, role_key: str, content_key: str) -> Message:
-    role = ROLES.get(_text(turn, place, role_key).lower())
+def _message(turn: Mapping[str, Any], where: str, field: str, role_key: str, content_key: str) -> Message:
+    role = ROLES.get(_text(turn, where, role_key).lower())
     if role is None:
         found = f"has the {role_key} {turn.get(role_key)!r} in field {field!r}"
-        raise BadRow(place, "unknown role", f"{found} where one of {', '.join(ROLES)} is needed")
-    return Message(role, _text(turn, place, content_key))
+        raise BadRow(where, "unknown role", f"{found} where one of {', '.join(ROLES)} is needed")
+    return Message(role, _text(turn, where, content_key))
 
 
-# The first that fits wins: a data set with `messages` often carries `prompt` beside it as a copy.
+# The first that fits wins: a data set with `messages` often carries `prompt` too, as a copy.
 SCHEMAS = (
     Schema(
         "messages",
@@ -197,6 +197,6 @@ SCHEMAS = (
         "text",
         "text, for --label-source reconstruction",
         lambda columns: "text" in columns,
-        lambda record, place: [Message("user", _text(record, place, "text"))],
+        lambda record, where: [Message("user", _text(record, where, "text"))],
     ),
 )

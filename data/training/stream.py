@@ -53,7 +53,7 @@ class TrainingStream(Iterator[TrainingExample]):
         seed: Decides the order; the same seed gives the same stream.
         max_length: Tokens of prompt and answer together that the backbone can read; None for no limit.
         min_tokens: Shorter rows are left out.
-        max_tokens: Longer rows are left out; they are no bad rows.
+        max_tokens: Longer rows are left out; they are not bad rows.
         skip_bad_rows: Leave out rows that cannot be trained on instead of stopping at the first.
         template: One of `locret.data.training.chat.TEMPLATES`.
         answers: `last`, or `all` to note where a row's earlier answers lie too.
@@ -161,7 +161,7 @@ class TrainingStream(Iterator[TrainingExample]):
         try:
             return self._order.columns()
         except BadRow as error:
-            raise ValueError(f"--dataset {self._source}: no row can be read; {error.place} {error.detail}") from None
+            raise ValueError(f"--dataset {self._source}: no row can be read; {error.where} {error.detail}") from None
 
     def _go_to(self, epoch: int, cursor: int, used_in_epoch: int) -> None:
         self._epoch, self._cursor, self._used_in_epoch = epoch, cursor, used_in_epoch
@@ -189,7 +189,7 @@ class TrainingStream(Iterator[TrainingExample]):
 
     def _drop(self, reason: str, entry: Entry) -> None:
         if self._epoch == 0:
-            self.report.add(reason, entry.place)
+            self.report.add(reason, entry.where)
 
     def _start_epoch(self) -> None:
         if not self._used_in_epoch:
@@ -202,12 +202,12 @@ class TrainingStream(Iterator[TrainingExample]):
         try:
             record = entry.load()
         except BadRow as error:
-            raise BadRow(self._place(entry), error.reason, error.detail) from None
-        given = read_row(record, self.schema, place=self._place(entry), answer_needed=not self._reconstruct)
+            raise BadRow(self._where(entry), error.reason, error.detail) from None
+        given = read_row(record, self.schema, where=self._where(entry), answer_needed=not self._reconstruct)
         return reconstruction(given) if self._reconstruct else given
 
-    def _place(self, entry: Entry) -> str:
-        return f"--dataset {self._source}: {entry.place}"
+    def _where(self, entry: Entry) -> str:
+        return f"--dataset {self._source}: {entry.where}"
 
     def _tokenise(self, entry: Entry) -> TrainingExample:
         row = self._read(entry)
@@ -221,14 +221,14 @@ class TrainingStream(Iterator[TrainingExample]):
             raise
         except ValueError as error:
             detail = f"has turns that do not fit ({error})"
-            raise BadRow(self._place(entry), "refused by template", detail) from None
+            raise BadRow(self._where(entry), "refused by template", detail) from None
         return TrainingExample(torch.tensor([prompt_ids]), torch.tensor([answer_ids]), entry.number, earlier)
 
     def _check_lengths(self, prompt: int, answer: int, entry: Entry) -> None:
         if not prompt:
-            raise BadRow(self._place(entry), "empty prompt", "has a prompt without any token")
+            raise BadRow(self._where(entry), "empty prompt", "has a prompt without any token")
         if not answer:
-            raise BadRow(self._place(entry), "no answer", "has an answer without any token")
+            raise BadRow(self._where(entry), "no answer", "has an answer without any token")
         if self._min_tokens is not None and prompt + answer < self._min_tokens:
             raise _FilteredError(f"shorter than --min-tokens {self._min_tokens}")
         if self._max_tokens is not None and prompt + answer > self._max_tokens:
@@ -242,4 +242,4 @@ class TrainingStream(Iterator[TrainingExample]):
         else:
             reason = "longer than the context"
             detail = f"has {prompt} prompt and {answer} answer tokens, together longer"
-        raise BadRow(self._place(entry), reason, f"{detail} than the context of {limit} tokens", remedy)
+        raise BadRow(self._where(entry), reason, f"{detail} than the context of {limit} tokens", remedy)

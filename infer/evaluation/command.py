@@ -75,7 +75,7 @@ def _command(processes: Processes, arguments: list[str]) -> None:
 
 
 def _list(as_json: bool) -> None:
-    """Print the tasks and methods there are; a name given beside --list is not looked at."""
+    """Print the tasks and methods there are; a name given with --list is not looked at."""
     from locret.infer.evaluation import listing
 
     if as_json:

@@ -1,4 +1,4 @@
-"""The picture of top-10 % consistency (Locret, Figure 1), and its numbers beside it."""
+"""The picture of top-10 % consistency (Locret, Figure 1), and its numbers."""
 
 from __future__ import annotations
 

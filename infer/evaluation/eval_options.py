@@ -27,7 +27,7 @@ class PublishedOptions:
     suite: str | None = None
     """Instead of --tasks: the tasks of a published table with its order and average; --list names them."""
     published: bool = False
-    """Show the rows that papers print for the suite beside ours."""
+    """Show the rows that papers print for the suite next to ours."""
     data_dir: Names | None = None
     """Local copies of published data, such as ~/data or ~/infinitebench,~/leval; none: the Hub, at pinned revisions."""
     data_revision: str | None = None
@@ -185,7 +185,7 @@ class BudgetOptions:
             for own in asked:
                 if own and own["stabilizers"] >= budget > 0:
                     raise ValueError(
-                        f"--budget {budget} has no room beside the {own['stabilizers']} units that --stabilizers "
+                        f"--budget {budget} has no room next to the {own['stabilizers']} units that --stabilizers "
                         "protects; lower --stabilizers or raise --budget"
                     )
                 for size in sizes:
@@ -239,7 +239,7 @@ def numbers(value: Numbers, flag: str) -> list[int]:
     try:
         found = [int(str(part).strip()) for part in parts]
     except ValueError:
-        raise ValueError(f"{flag} {value} is no list of whole numbers; write it like 256,128") from None
+        raise ValueError(f"{flag} {value} is not a list of whole numbers; write it like 256,128") from None
     return list(dict.fromkeys(found))
 
 

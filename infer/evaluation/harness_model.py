@@ -58,7 +58,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         super().__init__()
         if unknown := sorted(set(settings) - _MODEL_KEYS - _SCORER_KEYS - _POLICY_KEYS):
             known = ", ".join(sorted(_MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS))
-            raise ValueError(f"--model_args: {unknown[0]} is no setting of the model locret; choose among {known}")
+            raise ValueError(f"--model_args: {unknown[0]} is not a setting of the model locret; choose among {known}")
         self._device = loading.resolve_device("auto" if device is None else str(device))
         model = ModelOptions(
             model=pretrained, device=str(self._device), **{k: v for k, v in settings.items() if k in _MODEL_KEYS}

@@ -92,14 +92,14 @@ def _task_options(metadata: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _lengths(given: Any) -> tuple[int, ...]:
     lengths = given if isinstance(given, list | tuple) else [given]
     if not lengths or not all(isinstance(tokens, int) and tokens > 0 for tokens in lengths):
-        raise ValueError(f"--metadata: lengths={given!r} is no list of lengths; give tokens, such as [2048, 8192]")
+        raise ValueError(f"--metadata: lengths={given!r} is not a list of lengths; give tokens, such as [2048, 8192]")
     return tuple(dict.fromkeys(lengths))
 
 
 def _count(metadata: dict[str, Any], name: str, default: int) -> int:
     value = metadata.get(name, default)
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"--metadata: {name}={value!r} is no count; give 1 or more")
+        raise ValueError(f"--metadata: {name}={value!r} is not a count; give 1 or more")
     return value
 
 

@@ -14,7 +14,7 @@ from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, 
 
 CONFIGURATION = "configuration.json"
 VERSIONS = "versions"
-"""What stands beside the settings in that file, and is no setting: the versions each process that wrote here ran on."""
+"""What that file holds besides the settings: the versions that each process that wrote here ran on."""
 
 
 def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:

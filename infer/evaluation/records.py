@@ -122,7 +122,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
         except (ValueError, KeyError, TypeError):
             if any(lines[number + 1 :]):
                 raise ValueError(
-                    f"{path}, line {number + 1} is no record of an evaluation; use --overwrite to start again"
+                    f"{path}, line {number + 1} is not a record of an evaluation; use --overwrite to start again"
                 ) from None
             break
         if not whole:

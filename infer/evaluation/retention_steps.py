@@ -53,7 +53,7 @@ def record_steps(model: nn.Module, ids: Tensor, cache: RetentionCache, title: st
         title: Heading of the picture.
 
     Returns:
-        One step per chunk; the local tokens, which come after the last eviction, are no step.
+        One step per chunk; the local tokens, which come after the last eviction, are not a step.
 
     Raises:
         ValueError: If the prompt is empty.

@@ -229,7 +229,7 @@ def _retained(
 
 
 class _UnitMeter:
-    """Follows a read chunk by chunk: a layer attends to a chunk beside all that was kept before it evicts."""
+    """Follows a read chunk by chunk: a layer attends to a chunk and to all that was kept before it evicts."""
 
     def __init__(self) -> None:
         self.peak = self._held = self._seen = 0

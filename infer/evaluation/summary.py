@@ -20,7 +20,7 @@ def cells(
     A cell holds `n`, `score` (mean x 100), its `standard_error`, `kept_units` and `peak_units` per KV head (largest of
     the samples), `cache_bytes` after reading, `peak_bytes`, and `prefill_tokens_per_second` and
     `decode_tokens_per_second` (all tokens / all seconds). The `task` of a published set says how much of it was asked;
-    its plain name is `set`, its size `of` (None: unknown), and its score follows its protocol where that is no mean.
+    its plain name is `set`, its size `of` (None: unknown), and its score follows its protocol where that is not a mean.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:

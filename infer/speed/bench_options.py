@@ -61,7 +61,7 @@ class BenchOptions:
     seed: int = 0
     """Of random weights, fresh heads and prompts."""
     vs: Names | None = None
-    """Peers to run beside, each in an environment and process of its own: kvpress, transformers."""
+    """Peers to run as well, each in an environment and process of its own: kvpress, transformers."""
     peer_python: Names | None = None
     """Python of a peer's environment, as kvpress=/path/to/python."""
     peer_timeout: float = 3600.0
@@ -74,7 +74,7 @@ class BenchOptions:
             if value is not None and value < least:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give {least} or more")
         if not 0 < self.peer_timeout < 1e9:
-            raise ValueError(f"--peer-timeout {self.peer_timeout:g} is no time to wait; give seconds above 0")
+            raise ValueError(f"--peer-timeout {self.peer_timeout:g} is not a time to wait; give seconds above 0")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         if self.memory_cap is not None:
@@ -84,7 +84,7 @@ class BenchOptions:
         """Return the lengths in ascending order, without repeats; None: the shape's.
 
         Raises:
-            ValueError: For what is no length.
+            ValueError: For what is not a length.
         """
         if self.lengths is None:
             return None
@@ -117,7 +117,7 @@ class BenchOptions:
         for part in _names(self.peer_python or ""):
             peer, equals, path = part.partition("=")
             if not equals or not path:
-                raise ValueError(f"--peer-python {part} is no peer=path; write it like kvpress=/path/to/python")
+                raise ValueError(f"--peer-python {part} is not peer=path; write it like kvpress=/path/to/python")
             if peer not in self.peer_names():
                 raise ValueError(f"--peer-python {part}: {peer} is not run; add it to --vs, or drop this")
             found[peer] = path
@@ -127,7 +127,7 @@ class BenchOptions:
         """Return the bytes of `--memory-cap`.
 
         Raises:
-            ValueError: For what is no amount of memory.
+            ValueError: For what is not an amount of memory.
         """
         if self.memory_cap is None:
             return None
@@ -148,7 +148,7 @@ class BenchOutput:
     dry_run: bool = False
     """Print what would be measured, with planned bytes, and measure nothing."""
     quiet: bool = False
-    """Print no warnings, and no table beside the JSON of --dry-run."""
+    """Print no warnings, and no table in addition to the JSON of --dry-run."""
 
     def paths(self) -> dict[str, Path]:
         """Return the files of a record by kind, after making sure that they can be written; none without --output.
@@ -181,5 +181,5 @@ def _names(value: Names) -> list[str]:
 def _length(text: str, given: Numbers) -> int:
     match = re.fullmatch(r"(\d+)([KM]?)", text, re.IGNORECASE)
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"--lengths {given} is no list of prompt lengths; write it like 8192,16384 or 8K,16K")
+        raise ValueError(f"--lengths {given} is not a list of prompt lengths; write it like 8192,16384 or 8K,16K")
     return int(match[1]) * _THOUSANDS[match[2].upper()]

@@ -2,7 +2,7 @@
 
     locret-bench --shape cpu-512 --lengths 8K,16K --methods full,floor,locret --output bench
 
-Backbones of random weights need no download. With --vs, peers run beside ours in environments of their own.
+Backbones of random weights need no download. With --vs, peers run next to ours in environments of their own.
 """
 
 from __future__ import annotations

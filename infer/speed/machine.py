@@ -1,4 +1,4 @@
-"""What the machine can do at best, measured beside the methods: rates of matrix products and of copies."""
+"""What the machine can do at best, measured next to the methods: rates of matrix products and of copies."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def _scorer(plan: BenchPlan, method: methods.Bounded) -> RetainingHeads | Scorer
 def _free_bytes(plan: BenchPlan, weights: int) -> int | None:
     """Return the bytes that a run may take; None where that is unknown, as for a GPU that is not here."""
     free = None if plan.device is None else chunk_size.free_bytes(plan.device)
-    if free is not None:  # peers run beside ours, each with weights of its own
+    if free is not None:  # peers run next to ours, each with weights of its own
         free = max(0, free - len(plan.peers) * weights)
     return min((count for count in (free, plan.memory_cap) if count is not None), default=None)
 

@@ -93,7 +93,7 @@ SHAPES: dict[str, PretrainedConfig] = {
     "qwen3-8b": QWEN3_8B,
 }
 CPU_512_HIDDEN_DIM = 64
-"""d_R for which heads are about as small beside this backbone as the paper's are beside an 8B model."""
+"""d_R for which heads are about as small for this backbone as the paper's are for an 8B model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from locret.cache.reader import Reader
 
 STORES: dict[str, type[Store]] = {store.name: store for store in (DenseStore, RaggedStore)}
-"""Every way of holding units. To add one: a file beside `ragged.py`, and its class here."""
+"""Every way of holding units. To add one: a file next to `ragged.py`, and its class here."""
 _PER_ROW = {"pad": "pad", "_shift": "shift", "last_tokens": "last_tokens", "_context": "newest_hidden"}
 """Tensors with a row per row of the batch: names in a file, and here."""
 

@@ -63,7 +63,7 @@ def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scor
         scorer: Scores the units of further tokens.
 
     Raises:
-        ValueError: If the file is no cache, or belongs to a backbone of another shape; the message shows both sides.
+        ValueError: If the file is not a cache, or belongs to a backbone of another shape; the message shows both sides.
         OSError: If the file cannot be read.
 
     Examples:

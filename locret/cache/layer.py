@@ -41,7 +41,7 @@ class RetentionLayer(CacheLayerMixin):
     Args:
         store: Where the units are.
         selector: Decides from scores which of them stay.
-        compact: Whether a unit's rotary position is its rank, rather than its place in the text.
+        compact: Whether a unit's rotary position is its rank, rather than its position in the text.
     """
 
     is_sliding = False

@@ -1,7 +1,7 @@
 """The retaining head of one layer: a small MLP that predicts how much future answers will need each cached token.
 
 Paper:    Locret, arXiv 2410.01805, section 3.3: s = W2 act(W1 [q; k; v]), q, k and v before rotary embedding.
-Weights:  float32 always. A head is a few megabytes beside a backbone of gigabytes, and its updates vanish in bfloat16.
+Weights:  float32 always. A head is megabytes where a backbone is gigabytes, and its updates vanish in bfloat16.
 """
 # H query heads, K key/value heads, D head dim, R = hidden_dim, F = (H + 2 K) D features
 

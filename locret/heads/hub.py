@@ -17,7 +17,7 @@ def one_sentence(action: str, repo: str) -> Iterator[None]:
         repo: The repository, as the user typed it.
 
     Raises:
-        ValueError: If the name is no repository's, or nothing is there to load.
+        ValueError: If the name is not a repository's, or nothing is there to load.
         OSError: If the Hub refuses (PermissionError), cannot be reached (ConnectionError) or fails.
     """
     try:

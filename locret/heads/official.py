@@ -92,7 +92,7 @@ def _shards(index: Path) -> list[Path]:
     names = sorted({place for name, place in places.items() if _ENTRY.fullmatch(name)})
     for name in names:
         if not (index.parent / name).is_file():
-            raise ValueError(f"{index} names {name}, which is missing beside it; download all parts that hold heads")
+            raise ValueError(f"{index} names {name}, which is not in its folder; download all parts that hold heads")
     return [index.parent / name for name in names]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LabelKind:
-    """One kind of label. To add one: a file with such an object beside these, and its name in `KINDS`."""
+    """One kind of label. To add one: a file with such an object next to these, and its name in `KINDS`."""
 
     name: str
     """What `--label-kind` and config.json call it."""

@@ -146,7 +146,7 @@ def layer_labels(
         labelled: T, the first prompt tokens to label; all if None.
         earlier_answers: See `answer_labels`.
         block_elements: Most logits in memory at once, if one answer token has no more; by default 2^22, and no more
-            than the layer's queries, so that what labels need stays small beside what the layer needs.
+            than the layer's queries, so that what labels need stays small compared with what the layer needs.
         fused: Whether the Triton kernels of `locret.labels.kernel` do it, without any logits in memory; by default,
             where tensors are on CUDA and the kernels run.
     """

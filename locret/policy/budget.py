@@ -43,10 +43,10 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
-        raise ValueError(f"{text} is no amount of memory; write it like 2GiB, 800MB or 1048576")
+        raise ValueError(f"{text} is not an amount of memory; write it like 2GiB, 800MB or 1048576")
     count = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].upper()])
     if count < 1:
-        raise ValueError(f"{text} is no memory at all; give at least 1 byte")
+        raise ValueError(f"{text} is less than one byte; give at least 1 byte")
     return count
 
 
@@ -57,7 +57,7 @@ def units_of_share(share: float, tokens: int) -> int:
         ValueError: If the share is not above 0 and at most 1.
     """
     if not 0 < share <= 1:
-        raise ValueError(f"{share} is no share of the prompt; give more than 0 and at most 1, such as 0.1")
+        raise ValueError(f"{share} is not a share of the prompt; give more than 0 and at most 1, such as 0.1")
     return max(1, int(share * tokens))
 
 

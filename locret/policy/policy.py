@@ -37,7 +37,7 @@ class RetentionPolicy:
     local_len: int = 100
     """Last prompt tokens, read after the last eviction and never evicted while reading (n_loc)."""
     positions: str = "compact"
-    """Rotary position of a kept unit: its rank in the cache ("compact"), or its place in the text ("original")."""
+    """Rotary position of a kept unit: its rank in the cache ("compact"), or its position in the text ("original")."""
     decode_budget: int | None = None
     """Units per KV head that a cache may hold while it generates; none: it grows by one for each token."""
     decode_interval: int = 64
@@ -93,7 +93,7 @@ class RetentionPolicy:
         if self.head_budgets not in HEAD_BUDGETS:
             raise ValueError(f'head_budgets="{self.head_budgets}" is unknown; choose one of {", ".join(HEAD_BUDGETS)}')
         if not 0 <= self.head_floor <= 1:
-            raise ValueError(f"head_floor={self.head_floor} is no share of the budget; give 0 to 1, such as 0.2")
+            raise ValueError(f"head_floor={self.head_floor} is not a share of the budget; give 0 to 1, such as 0.2")
         if self.memory not in MEMORIES:
             raise ValueError(f'memory="{self.memory}" is unknown; choose one of {", ".join(MEMORIES)}')
         for name in ("pyramid_beta", "min_chunk"):

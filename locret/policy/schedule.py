@@ -13,7 +13,7 @@ from locret.policy.policy import RetentionPolicy
 
 @dataclass(frozen=True)
 class Step:
-    """One chunk, and what stays once it has been read; one number per governed layer."""
+    """One chunk, and what stays once it has been read; one number per full-attention layer."""
 
     tokens: int
     budgets: tuple[int, ...]
@@ -92,10 +92,10 @@ def plan(
 
     Args:
         policy: The rules.
-        layers: Number of governed layers.
+        layers: Number of full-attention layers.
         prompt_tokens: Length of the text; None if unknown.
         held: Units each layer holds already.
-        recent: Newest units that the scorer keeps by right; like stabilizers they are no part of a pyramid.
+        recent: Newest units that the scorer keeps by right; like stabilizers they are not part of a pyramid.
         tail: Tokens read after the last chunk; `local_len` if None.
 
     Raises:

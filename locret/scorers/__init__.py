@@ -1,4 +1,4 @@
-"""Everything that can rate cache units. To add a scorer: one file beside these, one line in `_SCORERS`."""
+"""Everything that can rate cache units. To add a scorer: one file next to these, and one line in `_SCORERS`."""
 
 from __future__ import annotations
 

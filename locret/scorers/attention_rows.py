@@ -1,4 +1,4 @@
-"""Attention rows for scorers: what chosen queries look at, recomputed beside the fused kernel in blocks of rows.
+"""Attention rows for scorers: what chosen queries look at, recomputed in blocks of rows, next to the fused kernel.
 
 The kernel that attends keeps no weights. A block of rows is one product of the queries of all heads with the keys and
 one softmax, both over the units that its last row sees; the workspace never exceeds heads x block x units, whatever the
@@ -51,7 +51,7 @@ def attention_sums(
             steps = torch.arange(start, end, device=weights.device)
             weights = weigh(weights, _visible(chunk, steps, see_all), steps[:, None])
         total[..., : weights.shape[-1]] += weights.sum(-2)
-        del weights  # or it would stand beside the next block
+        del weights  # or it would be alive together with the next block
     return total.reshape(batch, heads, slots)
 
 

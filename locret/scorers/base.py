@@ -56,7 +56,7 @@ class Scorer(ABC):
         return 0
 
     def sink_tokens(self, budget: int, recent: int) -> int:
-        """Return how many first tokens of the text the method keeps whatever their score, beside `recent` units."""
+        """Return how many first tokens of the text the method keeps whatever their score, besides `recent` units."""
         return 0
 
     def relative(self, prepared: Any) -> bool:

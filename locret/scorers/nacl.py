@@ -1,4 +1,4 @@
-"""NACL: units that proxy queries attend to, and units drawn by lot, stay beside the first and the newest ones.
+"""NACL: units that proxy queries attend to, and units drawn by lot, stay, as do the first and the newest ones.
 
 Paper:     NACL, arXiv 2408.03675, sections 3.1 and 3.2, Table 4.
 Formula:   s[j] = sum over the proxies, the last queries, of softmax(q . k / sqrt(D))[j], summed over the group. Of

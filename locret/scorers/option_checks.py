@@ -34,4 +34,4 @@ def check_shares(scorer: str, **options: float) -> None:
     """
     for option, value in options.items():
         if not 0 <= value <= 1:
-            raise ValueError(f"scorer {scorer}: {option}={value} is no share; it must lie between 0 and 1")
+            raise ValueError(f"scorer {scorer}: {option}={value} is not a share; it must lie between 0 and 1")

@@ -93,7 +93,7 @@ def _head(model: nn.Module) -> Any:
 
 
 def _surprisal_of(model: nn.Module, states_BLE: Tensor, ids_BL: Tensor) -> Tensor:
-    """Return (B, L) float32: -ln of the probability that each state gives to the id beside it."""
+    """Return (B, L) float32: -ln of the probability that each state gives to the next id."""
     head = _head(model)
     states_TE, ids_T = states_BLE.flatten(0, 1), ids_BL.flatten()
     step = max(1, _LOGITS // head.weight.shape[0])

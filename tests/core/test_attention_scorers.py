@@ -243,12 +243,12 @@ def test_snapkv_is_refused_where_answers_are_evicted_or_its_window_is_longer_tha
     ("name", "options", "message"),
     [
         ("h2o", {"reduce": "median"}, 'scorer h2o: reduce="median" is unknown; choose one of mean, max, sum'),
-        ("h2o", {"recent_share": 1.5}, "scorer h2o: recent_share=1.5 is no share; it must lie between 0 and 1"),
+        ("h2o", {"recent_share": 1.5}, "scorer h2o: recent_share=1.5 is not a share; it must lie between 0 and 1"),
         ("snapkv", {"kernel": 4}, "scorer snapkv: kernel=4 has no middle slot; choose an odd number"),
         ("snapkv", {"window": 0}, "scorer snapkv: window=0 is too small; it must be 1 or more"),
         ("snapkv", {"pooling": "min"}, 'pooling="min" is unknown; choose one of avg, max'),
         ("scissorhands", {"keep_recent": -1}, "scorer scissorhands: keep_recent=-1 is too small; it must be 0 or more"),
-        ("nacl", {"random_share": -0.1}, "scorer nacl: random_share=-0.1 is no share"),
+        ("nacl", {"random_share": -0.1}, "scorer nacl: random_share=-0.1 is not a share"),
         ("nacl", {"group": "mean"}, 'scorer nacl: group="mean" is unknown; choose one of sum, official'),
     ],
 )

@@ -24,7 +24,7 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, load_cache, 
         ({"stabilizers": -1}, "stabilizers=-1 is negative; use 0 to protect nothing"),
         ({"positions": "absolute"}, 'positions="absolute" is unknown; choose one of compact, original'),
         ({"head_budgets": "ragged"}, 'head_budgets="ragged" is unknown; choose one of uniform, adaptive'),
-        ({"head_floor": 1.5}, "head_floor=1.5 is no share of the budget; give 0 to 1, such as 0.2"),
+        ({"head_floor": 1.5}, "head_floor=1.5 is not a share of the budget; give 0 to 1, such as 0.2"),
         ({"decode_budget": 164}, "decode_budget=164 cannot hold local_len=100 protected units"),
     ],
 )  # fmt: skip

@@ -203,7 +203,7 @@ def test_a_part_of_the_needle_earns_a_part_of_the_score(tokenizer: Any) -> None:
 
 
 def test_impossible_settings_are_refused(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="min_depth=60 and max_depth=50 are no range of depths"):
+    with pytest.raises(ValueError, match="min_depth=60, max_depth=50 is not a range of depths"):
         niah.NeedleTask(**{**vars(TASKS["niah/needle"]), "min_depth": 60, "max_depth": 50})
     with pytest.raises(ValueError, match="niah/needle has no length of its own"):
         rows(TASKS["niah/needle"], tokenizer, None, 1)

@@ -110,7 +110,7 @@ def test_several_local_copies_are_searched_in_order(tmp_path):
     assert rows.path == str(tmp_path / "b" / "data" / "qasper.jsonl")
     with pytest.raises(ValueError, match=r"holds no rows of longbench/qasper; looked for longbench/data/qasper\.jsonl"):
         open_task(benchmarks.get("longbench/qasper"), data_dir=tmp_path / "a")
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         open_task(benchmarks.get("longbench/qasper"), data_dir=tmp_path / "c")
     with pytest.raises(ValueError, match="--data-revision abc is of no use with --data-dir"):
         open_task(benchmarks.get("longbench/qasper"), data_dir=tmp_path / "b", revision="abc")

@@ -31,7 +31,7 @@ def test_every_kind_of_file_gives_its_rows_and_their_places(tmp_path):
     with zipfile.ZipFile(tmp_path / "rows.zip", "w") as archive:
         archive.write(lines, "data/rows.jsonl")
     for name in ("rows.jsonl", "rows.zip!data/rows.jsonl", "rows.json", "rows.parquet"):
-        found = [(entry.place, entry.load()) for entry in stream_entries([tmp_path / name])]
+        found = [(entry.where, entry.load()) for entry in stream_entries([tmp_path / name])]
         assert [row for _, row in found] == ROWS
         line = {"rows.json": "rows.json:1 (row 4 from 0)", "rows.parquet": "rows.parquet: row 4 (counted from 0)"}
         assert found[4][0] == f"{tmp_path}/{line.get(name, f'{name}:5 (row 4 from 0)')}"
@@ -40,7 +40,7 @@ def test_every_kind_of_file_gives_its_rows_and_their_places(tmp_path):
 def test_a_byte_order_mark_windows_line_ends_and_empty_lines_are_no_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": "\xe4\xb8\xad\\u2028"}')
-    found = [(entry.place, entry.load()) for entry in stream_entries([path])]
+    found = [(entry.where, entry.load()) for entry in stream_entries([path])]
     assert found == [(f"{path}:1 (row 0 from 0)", {"a": 1}), (f"{path}:4 (row 1 from 0)", {"a": "中\u2028"})]
 
 
@@ -59,8 +59,8 @@ def test_a_line_as_long_as_allowed_is_a_row_and_one_byte_more_is_none(tmp_path):
 BAD = [
     (b'{"context": "a \xff"}', "invalid UTF-8", "is not UTF-8 at byte 15 of the row (0xff)"),
     (json.dumps({**GOOD, "context": "\ud800"}).encode(), "invalid UTF-8", "has half a surrogate pair"),
-    (b'{"context": ', "not JSON", "is no JSON object"),
-    (b"[" * 100_000, "not JSON", "is no JSON object"),
+    (b'{"context": ', "not JSON", "is not a JSON object"),
+    (b"[" * 100_000, "not JSON", "is not a JSON object"),
     (b'["a"]', "wrong type", "is of type list where an object is needed"),
     ({**GOOD, "context": " \n"}, "no context", "has an empty field 'context'"),
     ({**GOOD, "context": 3}, "wrong type", "has a field 'context' of type int where text is needed"),
@@ -157,7 +157,7 @@ def test_a_file_that_is_none_is_refused_whole(tmp_path):
     for name, message in [
         ("empty.jsonl", "is empty; it needs at least one row"),
         ("no.parquet", "no.parquet is not Parquet"),
-        ("no.zip!a.jsonl", "no.zip is no intact zip archive"),
+        ("no.zip!a.jsonl", "no.zip is not an intact zip archive"),
         ("a.zip!a.jsonl", "a.zip has no file a.jsonl inside"),
     ]:
         with pytest.raises(ValueError, match="^" + str(tmp_path)) as refused:

@@ -239,7 +239,7 @@ def test_more_different_words_than_there_are_get_invented(tokenizer: Any) -> Non
     drawn = vocabulary("own").distinct(random.Random(0), 50_000)
     assert len(set(drawn)) == 50_000
     assert all(word.isalpha() for word in drawn)
-    with pytest.raises(ValueError, match='words="mine" is no source of words'):
+    with pytest.raises(ValueError, match='words="mine" is not a source of words'):
         vocabulary("mine")
 
 

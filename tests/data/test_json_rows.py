@@ -50,7 +50,7 @@ def test_places_are_the_lines_where_rows_begin(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
     (tmp_path / "rows.json").write_text('[\n {\n  "a": "\\n"\n },\n {"a": 2}, {"a": 3}\n]\n')
     rows = JsonRows([tmp_path / "rows.jsonl", tmp_path / "rows.json"], max_row_bytes=100)
-    ends = [rows.entry(index).place.removeprefix(f"{tmp_path}/") for index in range(len(rows))]
+    ends = [rows.entry(index).where.removeprefix(f"{tmp_path}/") for index in range(len(rows))]
     assert ends == [
         "rows.jsonl:1 (row 0 from 0)",
         "rows.jsonl:3 (row 1 from 0)",

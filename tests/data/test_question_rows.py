@@ -86,9 +86,9 @@ def test_lengths_and_tasks_may_be_lists() -> None:
     [
         (["--rows=0"], "--rows 0 leaves nothing to write; give 1 or more"),
         (["--questions=0"], "--questions 0 leaves nothing to write; give 1 or more"),
-        (["--tokens=1k"], "--tokens 1k is no length; give a number, or several such as 512,1024"),
-        (["--tokens=0"], "--tokens 0 is no length"),
-        (["--density=2"], "--density 2.0 is no share; give a number from 0 to 1"),
+        (["--tokens=1k"], "--tokens 1k is not a length; give a number, or several such as 512,1024"),
+        (["--tokens=0"], "--tokens 0 is not a length"),
+        (["--density=2"], "--density 2.0 is not a share; give a number from 0 to 1"),
         (["--tasks=passkey,multykey"], 'task "multykey" is unknown; did you mean multikey'),
         (["--tokens=8"], "tokens=8 cannot hold the facts and the question"),
     ],

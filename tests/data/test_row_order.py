@@ -83,7 +83,7 @@ def test_a_row_is_read_only_when_its_turn_comes(path):
     path.write_text(path.read_text() + '\n{"prompt": ')
     stream = stream_of(path, shuffle_buffer=1)
     assert take(stream, 12) == list(range(12))
-    with pytest.raises(ValueError, match=r"rows.jsonl:13 \(row 12 from 0\) is no JSON object .*--skip-bad-rows"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:13 \(row 12 from 0\) is not a JSON object .*--skip-bad-rows"):
         next(stream)
 
 
@@ -146,7 +146,7 @@ def test_columns_are_those_of_the_first_rows_together_even_if_some_are_bad(tmp_p
     assert take(stream, 2) == [2, 2]
     assert stream.dropped == {"not JSON": 1, "no answer": 1}
     (tmp_path / "bad.jsonl").write_text("{\n[")
-    with pytest.raises(ValueError, match=r"no row can be read; .*bad.jsonl:1 \(row 0 from 0\) is no JSON object"):
+    with pytest.raises(ValueError, match=r"no row can be read; .*bad.jsonl:1 \(row 0 from 0\) is not a JSON object"):
         TrainingStream(load_rows(str(tmp_path / "bad.jsonl")), TOKENIZER, seed=0, max_length=99)
 
 

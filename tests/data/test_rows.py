@@ -11,7 +11,7 @@ CHAT = [("system", "Be kind."), ("user", "Hi."), ("assistant", "Hello."), ("user
 
 
 def read(record, row=3):
-    return read_row(record, detect_schema(record, "rows.json"), place=f"rows.jsonl:{row}")
+    return read_row(record, detect_schema(record, "rows.json"), where=f"rows.jsonl:{row}")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_messages_win_over_a_prompt_column_beside_them():
 )
 def test_a_row_without_an_answer_is_read_only_where_none_is_needed(record):
     schema = detect_schema(record, "rows.json")
-    row = read_row(record, schema, place="rows.jsonl:3", answer_needed=False)
+    row = read_row(record, schema, where="rows.jsonl:3", answer_needed=False)
     assert row == Row((Message("user", "Who?"),), "")
     with pytest.raises(ValueError, match="rows.jsonl:3 has no answer"):
         read(record)

@@ -170,7 +170,7 @@ def test_a_text_too_short_or_with_too_many_keys_is_refused() -> None:
         tasks.get("multikey", keys=500).sample(TOKENIZER, 9000)
     with pytest.raises(ValueError, match=r"depth=1.5 is outside the text"):
         tasks.get("passkey").sample(TOKENIZER, 512, depth=1.5)
-    with pytest.raises(ValueError, match="split='test' is no split"):
+    with pytest.raises(ValueError, match="split='test' is not a split"):
         generator(0, "test")  # type: ignore[arg-type]
 
 

@@ -171,7 +171,7 @@ def test_a_progress_bar_says_which_side_is_running(
 def test_the_time_limit_is_in_the_resolved_config_and_belongs_to_peers(backbone: Path) -> None:
     assert plan_for(backbone).resolved()["peer_timeout"] == SECONDS
     assert BenchOptions().peer_timeout == 3600
-    with pytest.raises(ValueError, match="--peer-timeout 0 is no time to wait; give seconds above 0"):
+    with pytest.raises(ValueError, match="--peer-timeout 0 is not a time to wait; give seconds above 0"):
         plan_for(backbone, peer_timeout=0)
     with pytest.raises(ValueError, match="--peer-timeout 3 is for peers, but none is run; add --vs, or drop it"):
         plan_for(backbone, vs=None)

@@ -141,7 +141,7 @@ def test_a_broken_line_in_the_middle_is_refused(evaluate: Any, tmp_path: Path) -
     log.write_text("nonsense\n" + log.read_text())
     code, _, err = evaluate(*arguments, "--output", tmp_path, "--resume")
     assert code == 2
-    assert "samples.jsonl, line 1 is no record of an evaluation; use --overwrite to start again" in err
+    assert "samples.jsonl, line 1 is not a record of an evaluation; use --overwrite to start again" in err
 
 
 @pytest.mark.slow
@@ -171,9 +171,9 @@ def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluat
         (("--tasks", "passky"), 'task "passky" is unknown; did you mean passkey'),
         (
             ("--budget", "16", "--stabilizers", "32"),
-            "--budget 16 has no room beside the 32 units that --stabilizers protects; lower",
+            "--budget 16 has no room next to the 32 units that --stabilizers protects; lower",
         ),
-        (("--budget", "many"), "--budget many is no list of whole numbers; write it like 256,128"),
+        (("--budget", "many"), "--budget many is not a list of whole numbers; write it like 256,128"),
         (("--samples", "0"), "--samples 0 leaves nothing to measure; give 1 or more"),
         (("--lengths", "20"), "tokens=20 cannot hold the facts and the question"),
         (("--methods", ","), "--methods is empty; name at least one"),

@@ -226,7 +226,7 @@ def test_published_rows_are_shown_on_request_only(evaluate: Any, ours: Path, tmp
         (("--published",), "--published shows the rows of a suite's table; give --suite"),
         (("--tasks", "leval/codeX"), 'task "leval/codeX" is unknown; did you mean leval/codeU'),
         (("--tasks", "leval/codeU", "--data-dir", "DATA"), "holds no rows of leval/codeU; looked for leval/LEval-data"),
-        (("--tasks", "leval/codeU", "--data-dir", "DATA/none"), "is no folder; give the folder of a local copy"),
+        (("--tasks", "leval/codeU", "--data-dir", "DATA/none"), "is not a folder; give the folder of a local copy"),
         (("--suite", "infinitebench", "--data-dir", "DATA/leval"), "has no rows of any task of --suite infinitebench"),
         (("--tasks", "leval/codeU", "--max-prompt", "1"), "--max-prompt 1 is too small; give 2 or more"),
         (("--data-dir", "DATA", "--data-revision", "main"), "--data-revision main is of no use with --data-dir"),

@@ -140,8 +140,8 @@ def test_task_options_reach_their_own_task_among_all(backbone: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"lengths": ["long"]}, "lengths=.*long.* is no list of lengths"),
-        ({"samples": 0}, "samples=0 is no count; give 1 or more"),
+        ({"lengths": ["long"]}, "lengths=.*long.* is not a list of lengths"),
+        ({"samples": 0}, "samples=0 is not a count; give 1 or more"),
         (
             {"task_options": {"keys": 12}},
             "--metadata: task_options={'keys': 12} does not say whose options they are; name",
@@ -263,7 +263,7 @@ def test_answers_and_scores_are_those_of_locret_eval(backbone: Path, heads: Path
 @NEEDED
 def test_unknown_setting_and_argument_are_refused(backbone: Path) -> None:
     with pytest.raises(
-        ValueError, match="--model_args: bugdet is no setting of the model locret; choose among adapter"
+        ValueError, match="--model_args: bugdet is not a setting of the model locret; choose among adapter"
     ):
         locret_lm(backbone, bugdet=3)
     lm = locret_lm(backbone, **AMPLE)

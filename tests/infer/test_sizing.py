@@ -155,8 +155,8 @@ def test_memory_that_grows_with_the_prompt_is_announced_and_its_peak_reported(ca
             ("--kv-memory", "1MiB", "--budget-share", 0.5),
             ("--kv-memory 1MiB and --budget-share 0.5 exclude each other",),
         ),
-        (("--kv-memory", "much"), ("--kv-memory: much is no amount of memory; write it like 2GiB",)),
-        (("--budget-share", 1.5), ("--budget-share: 1.5 is no share of the prompt; give more than 0 and at most 1",)),
+        (("--kv-memory", "much"), ("--kv-memory: much is not an amount of memory; write it like 2GiB",)),
+        (("--budget-share", 1.5), ("--budget-share: 1.5 is not a share of the prompt; give more than 0",)),
         (
             ("--kv-memory", "4KiB"),
             ("--kv-memory 4KiB is too small: with --chunk-size 32 and --max-new-tokens 8 even a budget of 1 takes ",),

@@ -28,7 +28,7 @@ class Number(GeneratedTask):
     """Digits of the sequence; half of them repeat a neighbour."""
 
     def plant(self, draw: Draw) -> Planted:
-        """Return the line with the sequence: random digits, then copies of random ones beside them."""
+        """Return the line with the sequence: random digits, then copies of random ones next to them."""
         digits = list(draw.number((self.digits + 1) // 2))
         while len(digits) < self.digits:
             place = draw.rng.randrange(len(digits))

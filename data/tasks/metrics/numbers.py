@@ -25,7 +25,7 @@ def first_number(prediction: str, value: int | float) -> float:
     """Return 1 if the first number of the answer is the one sought: InfiniteBench's M.Find.
 
     For an integer the fraction is cut off, so 3.9 is 3, as in the Locret release; the official code stops with an error
-    there and scores nothing. A minus sign is no part of a number, so -3 is 3.
+    there and scores nothing. A minus sign is not part of a number, so -3 is 3.
     """
     found = re.search(r"\d+\.\d+|\d+", prediction)
     if found is None:

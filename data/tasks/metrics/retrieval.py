@@ -40,7 +40,7 @@ def value_among_words(prediction: str, value: str, more_marks: Sequence[str] = (
     Args:
         prediction: The generated text.
         value: The value to find; case counts.
-        more_marks: Texts that end a word beside white space and punctuation.
+        more_marks: Texts that end a word, besides white space and punctuation.
     """
     return float(value in split_words(prediction, (*_MARKS, *more_marks)))
 

@@ -36,7 +36,7 @@ class PublishedTask(Task):
     """A longer row is a bad row."""
 
     @abstractmethod
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+    def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return the samples of row `index`.
 
         Raises:
@@ -63,7 +63,7 @@ class PublishedTask(Task):
         """
         for row in rows:
             try:
-                found = self.read(row.number, row.place, row.load())
+                found = self.read(row.number, row.where, row.load())
             except BadRow as bad:
                 if on_bad is None:
                     raise
@@ -98,7 +98,7 @@ class PublishedTask(Task):
             max_new_tokens: The user's longest answer; the protocol's holds where it is shorter.
 
         Raises:
-            ValueError: If the backbone has no room for a prompt beside the answer.
+            ValueError: If the backbone has no room for a prompt besides the answer.
         """
         task = self.shortened(max_new_tokens)
         if max_prompt is not None:

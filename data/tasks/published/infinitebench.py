@@ -146,26 +146,26 @@ class InfiniteBenchTask(PublishedTask):
         if self.scorer not in ("official", "locret"):
             raise ValueError(f"task {self.name}: scorer={self.scorer!r} is unknown; use official or locret")
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+    def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return the sample of a row.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type, or the answer is not among the options.
         """
-        context = text_of(record, place, "context")
+        context = text_of(record, where, "context")
         # Only the question of some tasks goes into the prompt, yet every published row has one.
-        question = text_of(record, place, "input", may_be_empty=self.form not in _ASKED)
-        targets = texts_of(record, place, "answer")
-        options = texts_of(record, place, "options") if self.has_options else ()
+        question = text_of(record, where, "input", may_be_empty=self.form not in _ASKED)
+        targets = texts_of(record, where, "answer")
+        options = texts_of(record, where, "options") if self.has_options else ()
         if self.has_options:
-            targets = _choice(place, targets, options)
+            targets = _choice(where, targets, options)
         for target in targets:
             if not re.search(_NUMBERS.get(self.form, ""), target):
-                raise BadRow(place, "wrong answer", f"holds {target!r} in field 'answer' where a number is needed")
+                raise BadRow(where, "wrong answer", f"holds {target!r} in field 'answer' where a number is needed")
         values = {
             "input": question,
             **dict(zip(LETTERS, options, strict=False)),
-            **_derived(self.form, place, question),
+            **_derived(self.form, where, question),
         }
         head, tail = (part.format_map(values) for part in _FORMS[self.form])
         head, context, tail = (self._masked(part) for part in (head, context, tail))
@@ -201,28 +201,28 @@ _NUMBERS = {"code_run": r"^-?\d+$", "math_calc": r"^-?\d+$", "math_find": r"^-?\
 _ASKED = {name for name, parts in _FORMS.items() if "{input}" in parts[1]} | {"code_run"}
 
 
-def _choice(place: str, targets: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]:
+def _choice(where: str, targets: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]:
     """The right option's text and its letter."""
     if len(options) != len(LETTERS):
-        raise BadRow(place, "wrong options", f"has {len(options)} entries in field 'options' where 4 are needed")
+        raise BadRow(where, "wrong options", f"has {len(options)} entries in field 'options' where 4 are needed")
     if len(targets) == 2 and targets[1] in tuple(LETTERS):
         return targets
     if len(targets) != 1 or targets[0] not in options:
-        raise BadRow(place, "wrong answer", f"has {list(targets)!r} in field 'answer', which is not one of the options")
+        raise BadRow(where, "wrong answer", f"has {list(targets)!r} in field 'answer', which is not one of the options")
     return targets[0], LETTERS[options.index(targets[0])]
 
 
-def _derived(form: str, place: str, question: str) -> dict[str, str]:
+def _derived(form: str, where: str, question: str) -> dict[str, str]:
     """Values that the official prompt takes out of the question."""
     if form == "code_run":
         call = re.search(r"func_[0-9]+\(-?[0-9]+\)", question)
         if call is None:
-            raise BadRow(place, "no call", f"names no call such as func_1(2) in field 'input': {question[:80]!r}")
+            raise BadRow(where, "no call", f"names no call such as func_1(2) in field 'input': {question[:80]!r}")
         return {"call": call[0], "function": call[0].split("(")[0]}
     if form == "math_find":
         sought = re.search(r"The (.+) of", question)
         if sought is None:
-            raise BadRow(place, "no number", f"does not say \"The ... of\" in field 'input': {question[:80]!r}")
+            raise BadRow(where, "no number", f"does not say \"The ... of\" in field 'input': {question[:80]!r}")
         return {"sought": f"the {sought[1].lower()}"}
     return {}
 

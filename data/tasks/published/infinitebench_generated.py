@@ -47,7 +47,7 @@ def question(form: str) -> str:
 def draw_answer(form: str, rng: random.Random) -> str:
     """Return a pass key of five digits, or a sequence of ten.
 
-    A sequence begins as five digits; then, five times, a copy of one of its digits is put beside it, so digits repeat
+    A sequence begins as five digits; then, five times, a copy of one of its digits is put next to it, so digits repeat
     and the sequence has to be read exactly.
     """
     digits = [rng.choice("0123456789") for _ in range(5)]

@@ -259,32 +259,32 @@ class LEvalTask(PublishedTask):
         if self.prompt_style not in ("fixed", "official"):
             raise ValueError(f"task {self.name}: prompt_style={self.prompt_style!r} is unknown; use fixed or official")
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+    def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return a sample for each question of a row; none for a row that only judges score.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type, or there are not as many outputs as instructions.
         """
-        if text_of(record, place, "evaluation") not in SCORED:
+        if text_of(record, where, "evaluation") not in SCORED:
             return []
-        document = text_of(record, place, "input")
-        questions, answers = (texts_of(record, place, field) for field in ("instructions", "outputs"))
+        document = text_of(record, where, "input")
+        questions, answers = (texts_of(record, where, field) for field in ("instructions", "outputs"))
         if len(questions) != len(answers):
             counts = f"{len(questions)} instructions and {len(answers)} outputs"
-            raise BadRow(place, "wrong count", f"has {counts} where it needs as many of both")
+            raise BadRow(where, "wrong count", f"has {counts} where it needs as many of both")
         items = []
         for number, (question, answer) in enumerate(zip(questions, answers, strict=True)):
-            items += self._asked(f"{index}/{number}", place, document, question, answer)
+            items += self._asked(f"{index}/{number}", where, document, question, answer)
         return items
 
-    def _asked(self, name: str, place: str, document: str, question: str, answer: str) -> list[Sample]:
+    def _asked(self, name: str, where: str, document: str, question: str, answer: str) -> list[Sample]:
         head, tail, lead = self._frame(question, answer)
         targets = (answer,)
         second = []
         if self.task == "sci_fi":
             story, mark, world = answer.partition("[fact:")
             if not mark:
-                raise BadRow(place, "wrong answer", f"holds {answer!r} in field 'outputs' without its [fact: ...] part")
+                raise BadRow(where, "wrong answer", f"holds {answer!r} in field 'outputs' without its [fact: ...] part")
             targets = (story.strip(),)
             asked = question.replace(_IN_THE_STORY, _IN_THE_WORLD)
             truth = world.strip().removesuffix("]").strip()

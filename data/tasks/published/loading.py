@@ -87,7 +87,7 @@ class FileSamples(SampleSet):
             reasons = ", ".join(f"{reason}: {n}" for reason, n in self.skipped.items())
             warnings.warn(
                 f"{self.rows.task.name}: {len(self.rows.skipped)} bad rows are left out ({reasons}); the first is "
-                f"{self.rows.skipped[0].place}",
+                f"{self.rows.skipped[0].where}",
                 stacklevel=2,
             )
         self._rewind()
@@ -180,7 +180,7 @@ def candidates(task: PublishedTask) -> list[str]:
 def _local(task: PublishedTask, folders: list[Path]) -> str:
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"--data-dir {folder} is no folder; give the folder of a local copy")
+            raise ValueError(f"--data-dir {folder} is not a folder; give the folder of a local copy")
         for spot in candidates(task):
             if (folder / spot.partition("!")[0]).is_file():
                 return str(folder / spot)

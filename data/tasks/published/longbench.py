@@ -124,25 +124,25 @@ class LongBenchTask(PublishedTask):
     task: str
     """The file's name in the published set."""
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+    def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return the sample of a row.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type, or the row is another task's.
         """
-        context = text_of(record, place, "context")
-        question = text_of(record, place, "input", may_be_empty="{input}" not in _FORMS[self.task][1])
-        targets = texts_of(record, place, "answers")
-        classes = texts_of(record, place, "all_classes", may_be_empty=True) if "all_classes" in record else ()
+        context = text_of(record, where, "context")
+        question = text_of(record, where, "input", may_be_empty="{input}" not in _FORMS[self.task][1])
+        targets = texts_of(record, where, "answers")
+        classes = texts_of(record, where, "all_classes", may_be_empty=True) if "all_classes" in record else ()
         for target in targets:
             if not re.search(_REFERENCES.get(self.task, ""), target):
                 needed = _REFERENCES[self.task].strip("^$").replace(r"\d+", "12")
-                raise BadRow(place, "wrong answer", f"holds {target!r} in field 'answers' where {needed!r} is right")
+                raise BadRow(where, "wrong answer", f"holds {target!r} in field 'answers' where {needed!r} is right")
         if self.task in _CLASSIFIED and not classes:
-            raise BadRow(place, "no classes", "has an empty field 'all_classes', and the metric looks for classes")
+            raise BadRow(where, "no classes", "has an empty field 'all_classes', and the metric looks for classes")
         dataset = record.get("dataset", self.task)
         if dataset not in (self.task, f"{self.task}_e"):
-            raise BadRow(place, "other task", f"says {dataset!r} in field 'dataset' where {self.task!r} is read")
+            raise BadRow(where, "other task", f"says {dataset!r} in field 'dataset' where {self.task!r} is read")
         head, tail = (part.format(input=question) for part in _FORMS[self.task])
         return [
             Sample(

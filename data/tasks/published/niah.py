@@ -48,7 +48,7 @@ class NeedleTask(RowMaker):
         super().__post_init__()
         if not 0 <= self.min_depth <= self.max_depth <= 100:
             raise ValueError(
-                f"task {self.name}: min_depth={self.min_depth} and max_depth={self.max_depth} are no range of depths; "
+                f"task {self.name}: min_depth={self.min_depth}, max_depth={self.max_depth} is not a range of depths; "
                 "give 0 to 100 per cent, the smaller one first"
             )
 
@@ -72,21 +72,21 @@ class NeedleTask(RowMaker):
             answer = draw_answer("passkey", rng)
             needle, asked = f"\n{needle_line('passkey', answer)}\n", question("passkey")
         lines = sentences(" ".join(words))
-        place = int(len(lines) * depth)
-        context = " ".join(lines[:place]) + needle + " ".join(lines[place:])
+        first = int(len(lines) * depth)
+        context = " ".join(lines[:first]) + needle + " ".join(lines[first:])
         return {"context": context, "question": asked, "answer": answer, "depth": depth}
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+    def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return the sample of a row.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type.
         """
-        context, answer = text_of(record, place, "context"), text_of(record, place, "answer")
+        context, answer = text_of(record, where, "context"), text_of(record, where, "answer")
         return [
             Sample(
                 id=str(index),
-                content=f"{context}\n\nRead the document and answer: {text_of(record, place, 'question')}",
+                content=f"{context}\n\nRead the document and answer: {text_of(record, where, 'question')}",
                 targets=(answer,),
                 reply=answer,
                 system=SYSTEM,

@@ -57,17 +57,17 @@ class TwoStageTask(RowMaker):
 
         return self.filled(tokenizer, tokens, seed, row, guess=SIZES[0], exact=True)
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+    def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return the sample of a row.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type.
         """
-        answers = texts_of(record, place, "answers")
+        answers = texts_of(record, where, "answers")
         return [
             Sample(
                 id=str(index),
-                content=text_of(record, place, "prompt"),
+                content=text_of(record, where, "prompt"),
                 targets=answers,
                 reply=answers[0],
                 lead=self.lead,

@@ -11,7 +11,7 @@ Deviates:  the special first token (bos) is written once, at the session's start
 
 Whoever says the move that beats the preferred one in every turn wins half of the turns, without any memory: 50.00 % of
 the published games against rock, 50.20 % against paper, 52.05 % against scissors. The published Locret row equals
-"always rock" in all nine numbers; it is no target. An answer that never changes is seen in `prediction`.
+"always rock" in all nine numbers; it is not a target. An answer that never changes is seen in `prediction`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RockPaperScissors(RowMaker):
             if len(moves) == self.turns:
                 break
             try:
-                moves.append(_move(row.place, row.load()))
+                moves.append(_move(row.where, row.load()))
             except BadRow as bad:
                 if on_bad is None:
                     raise
@@ -75,13 +75,13 @@ class RockPaperScissors(RowMaker):
         if moves:
             yield self._game(moves)
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
+    def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return the game of a made row, whose `moves` are letters, one for each turn.
 
         Raises:
             BadRow: If there is another letter.
         """
-        return [self._game([_number(place, "moves", letter) for letter in text_of(record, place, "moves")])]
+        return [self._game([_number(where, "moves", letter) for letter in text_of(record, where, "moves")])]
 
     def _game(self, moves: Sequence[int]) -> Sample:
         best = "".join(LETTERS[beating(move)] for move in moves)
@@ -126,17 +126,17 @@ def beating(move: int) -> int:
     return (move + 1) % 3
 
 
-def _move(place: str, record: Mapping[str, Any]) -> int:
-    chosen, best = (_number(place, field, text_of(record, place, field)) for field in ("user_choice", "answerKey"))
+def _move(where: str, record: Mapping[str, Any]) -> int:
+    chosen, best = (_number(where, field, text_of(record, where, field)) for field in ("user_choice", "answerKey"))
     if best != beating(chosen):
         detail = f"has the answerKey {record['answerKey']!r}, which does not beat {record['user_choice']!r}"
-        raise BadRow(place, "wrong answerKey", detail)
+        raise BadRow(where, "wrong answerKey", detail)
     return chosen
 
 
-def _number(place: str, field: str, letter: str) -> int:
+def _number(where: str, field: str, letter: str) -> int:
     if letter not in tuple(LETTERS):
-        raise BadRow(place, f"unknown {field}", f"holds {letter!r} in field {field!r} where A, B or C is needed")
+        raise BadRow(where, f"unknown {field}", f"holds {letter!r} in field {field!r} where A, B or C is needed")
     return LETTERS.index(letter)
 
 

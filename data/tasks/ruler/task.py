@@ -117,21 +117,21 @@ class RulerTask(RowMaker):
 
         return whole
 
-    def read(self, index: int, place: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the sample of a row of either layout. `index` of the row is no row number: the newer generator
+    def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
+        """Return the sample of a row of either layout. `index` of the row is not a row number: the newer generator
         writes a character offset there.
 
         Raises:
             BadRow: If a field is missing, empty or of the wrong type.
         """
-        content, outputs = text_of(record, place, "input"), texts_of(record, place, "outputs")
+        content, outputs = text_of(record, where, "input"), texts_of(record, where, "outputs")
         if "answer_prefix" in record:
-            lead = text_of(record, place, "answer_prefix")
+            lead = text_of(record, where, "answer_prefix")
         else:
             start = content.rfind(self.opening)
             if start < 0:
                 detail = f"has a field 'input' that does not end with how an answer begins ({self.opening!r} ...)"
-                raise BadRow(place, "no answer prefix", detail)
+                raise BadRow(where, "no answer prefix", detail)
             content, lead = content[:start], content[start:]
         said = outputs if self.match == "all" else outputs[:1]
         return [

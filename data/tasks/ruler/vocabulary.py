@@ -96,7 +96,7 @@ def vocabulary(source: str) -> Vocabulary:
         words = sorted({*_ADJECTIVES, *_NOUNS})
         return Vocabulary(_ADJECTIVES, _NOUNS, tuple(words))
     if source != "wonderwords":
-        raise ValueError(f'words="{source}" is no source of words; choose one of {", ".join(SOURCES)}')
+        raise ValueError(f'words="{source}" is not a source of words; choose one of {", ".join(SOURCES)}')
     try:
         folder = resources.files("wonderwords") / "assets"
     except ModuleNotFoundError:

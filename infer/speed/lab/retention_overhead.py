@@ -7,7 +7,7 @@ prefill/floor      reading with retention over the same chunks against a static 
 prefill 2N/N       reading twice as many tokens over reading N
 training/forward   one training step, AdamW included, over one plain forward of the decoder on the same tokens
 
-Ratios are what holds on a machine whose speed drifts; the seconds are recorded beside them and mean little.
+Ratios are what holds on a machine whose speed drifts; the seconds are recorded too and mean little.
 """
 
 from __future__ import annotations

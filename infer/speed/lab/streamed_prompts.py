@@ -67,7 +67,7 @@ def stream_number(
     around = len(leading_special_ids(tokenizer)) + count(before + line + needle + line + after) - 2 * each
     size = int((tokens - around) / each)
     if size < 1:
-        raise ValueError(f"tokens={tokens} holds no line of noise beside needle and question; raise tokens")
+        raise ValueError(f"tokens={tokens} holds no line of noise besides needle and question; raise tokens")
     text = chain([before], _noise(line, needle, size, round(depth * size)), [after])
     return LongPrompt(token_stream(tokenizer, text), answer, depth, "noise")
 

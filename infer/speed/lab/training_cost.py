@@ -1,4 +1,4 @@
-"""What a training step costs beside one forward pass of the backbone over the same tokens, in time and in memory.
+"""What a training step costs compared with a forward pass of the backbone over the same tokens, in time and memory.
 
     python -m locret.infer.speed.lab.training_cost --output infer/speed/records/training_cost_cpu
 
@@ -133,7 +133,7 @@ def body(record: Mapping[str, Any]) -> list[str]:
         "",
         *markdown(("bytes above the weights of backbone and heads", "bytes", "layers"), rows),
         "",
-        f"Operations of the forward pass per second, of the matrix rate measured beside it: {rate} (p50).",
+        f"Operations of the forward pass per second, of the matrix rate measured in the same run: {rate} (p50).",
     ]
 
 

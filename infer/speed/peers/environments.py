@@ -29,7 +29,7 @@ def find_pythons(peers: Iterable[str], pythons: Mapping[str, str]) -> dict[str, 
         if path is None:
             raise ValueError(f"--vs {peer} needs an environment of its own; {advice(peer)}")
         if shutil.which(path) is None:
-            raise ValueError(f"--peer-python {peer}={path} is no program; {advice(peer)}")
+            raise ValueError(f"--peer-python {peer}={path} is not a program; {advice(peer)}")
         found[peer] = path
     return found
 

@@ -2,7 +2,7 @@
 
     python worker.py SIDE METERS
 
-SIDE names a file side_SIDE.py beside this one; METERS is the folder with allocations.py and resident.py, which count
+SIDE names a file side_SIDE.py next to this one; METERS is the folder with allocations.py and resident.py, which count
 bytes on the CPU. This program imports nothing but torch, transformers, safetensors, these and that side, so that it
 runs in a peer's environment, and it is the same for all sides: all are timed and counted by the same lines.
 
@@ -89,7 +89,7 @@ class Worker:
 
     def memory(self, method: str, tokens: int, warm_up: int, **_: Any) -> dict[str, Any]:
         """Run a method and return its peak bytes, above what was there before: of torch's allocator, of the process."""
-        self._run(method, warm_up)  # what is loaded or set up only once is no memory of this run
+        self._run(method, warm_up)  # what is loaded or set up only once does not count as memory of this run
         self.rest()
         if self.cuda:
             before = self.cuda.memory_allocated(), self.cuda.memory_reserved()
