@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from locret.data.training.chat import TEMPLATES
+from locret.field_values import check_finite
 from locret.load_options import BackboneSource
 from locret.policy.policy import RetentionPolicy
 
@@ -101,6 +102,7 @@ class GenerationOptions:
     compiler. With retaining heads on a backbone of full attention."""
 
     def __post_init__(self) -> None:
+        check_finite(self)
         for name in ("max_new_tokens", "num_beams"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give 1 or more")

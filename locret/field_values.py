@@ -62,6 +62,18 @@ def checked_values(cls: type, values: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}.{error}") from None
 
 
+def check_finite(options: Any) -> None:
+    """Check every number of a command's options, which a recipe may set to `.inf` or `.nan`.
+
+    Raises:
+        ValueError: Naming the flag.
+    """
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"--{field.name.replace('_', '-')} {value} is not a finite number; give one")
+
+
 @cache
 def _types(cls: type) -> dict[str, Any]:
     hints = get_type_hints(cls)

@@ -7,6 +7,7 @@ from typing import Literal, get_args, get_type_hints
 
 from locret.data.training.json_rows import MAX_ROW_BYTES
 from locret.data.training.row_order import SHUFFLE_BUFFER
+from locret.field_values import check_finite
 from locret.load_options import BackboneSource
 from locret.policy.policy import RetentionPolicy
 
@@ -115,6 +116,7 @@ class LossOptions(Loss):
     def __post_init__(self) -> None:
         from locret import labels  # imports torch
 
+        check_finite(self)
         _check_positive(self, "temperature")
         kind = labels.get(self.label_kind)
         if self.answers == "all" and self.label_source == "reconstruction":
@@ -156,6 +158,7 @@ class OptimizerOptions:
     """Seed of fresh heads and of the order of the rows (original)."""
 
     def __post_init__(self) -> None:
+        check_finite(self)
         _check_positive(self, "steps", "lr", "clip_limit", "gradient_accumulation", "eps")
         for name in ("warmup_steps", "weight_decay"):
             if getattr(self, name) < 0:

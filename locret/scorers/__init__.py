@@ -66,7 +66,7 @@ _SCORERS: tuple[type[Scorer], ...] = (
 )
 
 FALLBACK = "expected_attention"
-"""The training-free scorer that commands use for a backbone without heads: best in the README's table."""
+"""The training-free scorer that commands use for a backbone without heads: the best in the table of docs/scorers.md."""
 
 
 def names() -> list[str]:

@@ -78,6 +78,19 @@ def test_a_bad_data_set_is_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "clip_limit", "alpha", "temperature", "label_floor"])
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
+def test_a_number_of_a_recipe_that_is_not_finite_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: str
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: a\ndataset: b\noutput: {tmp_path / 'run'}\n{key}: {value}\n")
+    code, message = refused(capsys, [f"--config={recipe}"])
+    assert code == 2
+    assert f"--{key.replace('_', '-')} {value.replace('.', '')} is not a finite number; give one" in message
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_unknown_key_in_a_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: a\ndataset: b\noutput: c\nlearning_rate: 1.0e-3\n")
