@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,8 @@ def command(argv: Sequence[str] | None = None) -> int:
 
         sys.stdout.write(yaml.safe_dump({name: options.recipe(name) for name in options.chosen()}, sort_keys=False))
         return 0
-    with locked(options.output, f"--output {options.output}"):
+    # Processes that share the work with --only write folders of their own, which their trainings and evaluations lock.
+    with nullcontext() if options.only else locked(options.output, f"--output {options.output}"):
         _remember(Path(options.output) / "evaluation.yaml", options.evaluation, "the evaluation")
         for name in options.chosen():
             _train(options, name)

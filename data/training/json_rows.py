@@ -259,7 +259,7 @@ def _entry(number: int, named: str, file: str, span: Span, max_row_bytes: int) -
     def load() -> Mapping[str, Any]:
         size = span.end - span.start
         if size > max_row_bytes:
-            allowed = f"{max_row_bytes:,} are allowed (max_row_bytes)"
+            allowed = f"{max_row_bytes:,} are allowed (--max-row-bytes when training)"
             raise BadRow(where, "row too long", f"has {size:,} bytes where {allowed}")
         with open(file, "rb") as stream:
             stream.seek(span.start)

@@ -107,11 +107,12 @@ def versions_of(folder: Path) -> list[dict[str, str]]:
 
 def _add_versions(folder: Path, log: SampleLog) -> None:
     """Put this process's versions on record, and say what has changed since the answers that are there."""
-    here, before = versions(), versions_of(folder)
-    if not before and log.records:
-        before = [_versions_of_results(folder)]
-    if before and before[-1] == here:
+    here, recorded = versions(), versions_of(folder)
+    if recorded and recorded[-1] == here:
         return
+    before = recorded or ([_versions_of_results(folder)] if log.records else [])
+    if before and before[-1] == here:
+        before = []  # an older toolkit has them in results.json alone: they go on record now
     if before:
         last = before[-1]
         names = [name for name in {**last, **here} if last.get(name) != here.get(name)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -113,13 +114,16 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     good = 0
     for number, line in enumerate(lines):
-        if not line:
-            continue
         whole = number < len(lines) - 1  # what follows the last line break was cut off
+        if not line:
+            good += whole
+            continue
         try:
             record = json.loads(line)
-            key(record)
-        except (ValueError, KeyError, TypeError):
+            hash(key(record))
+            if record["score"] is not None and not math.isfinite(record["score"]):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
             if any(lines[number + 1 :]):
                 raise ValueError(
                     f"{path}, line {number + 1} is not a record of an evaluation; use --overwrite to start again"

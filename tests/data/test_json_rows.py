@@ -87,7 +87,7 @@ def test_a_row_that_cannot_be_read_stops_only_itself(tmp_path, name, content, ex
 
 def test_a_long_row_names_its_size_and_the_option(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"a": "x" * 5_000_000}))
-    with pytest.raises(BadRow, match=r"jsonl:1 .* has 5,000,009 bytes where 4,900,000 are allowed \(max_row_bytes"):
+    with pytest.raises(BadRow, match=r"jsonl:1 .* has 5,000,009 bytes where 4,900,000 are allowed \(--max-row-bytes"):
         rows_of(tmp_path / "rows.jsonl", max_row_bytes=4_900_000)[0]
 
 

@@ -264,3 +264,22 @@ def test_quiet_says_nothing_on_standard_error(evaluate: Any, tmp_path: Path) -> 
     _, _, err = evaluate(*line, "--output", tmp_path / "one")
     assert "locret-eval: warning: prompts of 5,000 tokens go beyond the 4,096 positions" in err
     assert evaluate(*line, "--output", tmp_path / "two", "--quiet")[2] == ""
+
+
+def test_blank_lines_between_records_cost_no_answer(tmp_path: Path) -> None:
+    lines = [json.dumps(record(index=i)) for i in range(3)]
+    path = tmp_path / "samples.jsonl"
+    path.write_text("\n".join([lines[0], "", "", lines[1], lines[2]]) + "\n")
+    found, good = records.read(path)
+    assert [one["index"] for one in found] == [0, 1, 2]
+    assert good == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "changes", [{"task": []}, {"score": "x"}, {"score": float("nan")}], ids=["task", "score", "not a number"]
+)
+def test_a_line_that_cannot_be_a_record_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text(json.dumps(record() | changes) + "\n" + json.dumps(record(index=1)) + "\n")
+    with pytest.raises(ValueError, match="line 1 is not a record of an evaluation; use --overwrite to start again"):
+        records.read(path)
