@@ -102,7 +102,7 @@ def test_processes_that_cannot_meet_say_so(count: str) -> None:
 
 def record(index: int, method: str = "random") -> dict[str, object]:
     return {
-        **{"task": "passkey", "version": 1, "tokens": 300, "index": index, "method": method},
+        **{"task": "passkey", "version": 1, "tokens": 300, "index": index, "score": 1.0, "method": method},
         **{"budget": 64, "chunk_size": 32, "stabilizers": 16},
     }
 
