@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from locret.data import tasks
@@ -11,12 +11,14 @@ from locret.data.tasks import Task
 from locret.data.tasks.published import suites
 from locret.data.training.chat import TEMPLATES
 from locret.infer.evaluation import methods
+from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.methods import Method
 from locret.infer.infer_options import ModelOptions
+from locret.policy.budget import units_of_share
 from locret.policy.policy import RetentionPolicy
-from locret.policy.resolve import resolve
 
 Numbers = int | str | list[int]
+Shares = float | str | list[float]
 Names = str | list[str]
 
 
@@ -76,7 +78,8 @@ class EvalOptions(PublishedOptions):
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
     methods: Names = "full,locret,untrained,random,streaming"
-    """Methods, such as full,locret,random; --list names them."""
+    """Methods, such as full,locret,random; --list names them. If not given, those that need heads are left out without
+    --heads."""
     tasks: Names = "passkey,number,multikey"
     """Tasks; --list names them."""
     task_options: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -115,6 +118,12 @@ class EvalOptions(PublishedOptions):
         names = words(self.tasks, "--tasks") if suite is None else suite.tasks
         return [tasks.get(name, **self.task_options.get(name, {})) for name in names]
 
+    def without_heads(self) -> tuple[EvalOptions, list[str]]:
+        """Return the options with methods that need no heads, and the names of those that were left out."""
+        named = [methods.get(name) for name in words(self.methods, "--methods")]
+        kept = [method.name for method in named if not method.needs_heads]
+        return replace(self, methods=kept), [method.name for method in named if method.needs_heads]
+
     def chosen_methods(self) -> list[Method]:
         """Return the methods.
 
@@ -133,9 +142,13 @@ class BudgetOptions:
     """How many units stay. What is not given is what the heads recommend, else the default."""
 
     budget: Numbers = RetentionPolicy.budget
-    """Cache units kept per KV head and layer after a chunk, such as 256,128; the same for every method."""
+    """Cache units kept per KV head and layer after a chunk, such as 256,128; the same for every method. If
+    neither given nor recommended by heads, at most an eighth of the shortest prompt that is made here."""
+    budget_share: Shares | None = None
+    """Instead of --budget: shares of every prompt's tokens, such as 0.1,0.2."""
     chunk_size: Numbers = RetentionPolicy.chunk_size
-    """Prompt tokens per forward pass; several make an ablation."""
+    """Prompt tokens per forward pass; several make an ablation. If neither given nor recommended by heads, at most a
+    quarter of the shortest prompt that is made here."""
     stabilizers: Numbers = RetentionPolicy.stabilizers
     """Newest units kept unconditionally after every chunk but the last; several make an ablation. If not given, at most
     a quarter of the budget."""
@@ -164,8 +177,20 @@ class BudgetOptions:
     decode_interval: int = RetentionPolicy.decode_interval
     """Units evicted at once when generation reaches decode_budget."""
 
-    def policies(self, chosen: Collection[str], recommended: dict[str, Any]) -> list[RetentionPolicy]:
-        """Return every combination of budget, chunk size and stabilizers.
+    def fitted(self, chosen: Collection[str], recommended: dict[str, Any], shortest: int) -> BudgetOptions:
+        """Return the options with a budget and chunks that fit prompts of `shortest` tokens, where nobody chose them.
+
+        The defaults are the paper's, for prompts of 128K tokens; they would hold a short prompt whole.
+        """
+        own: dict[str, Any] = {}
+        for name, parts in (("budget", 8), ("chunk_size", 4)):
+            usual = getattr(RetentionPolicy, name)
+            if name not in (*chosen, *recommended) and shortest // parts < usual:
+                own[name] = max(1, shortest // parts)
+        return replace(self, **own)
+
+    def allotments(self, chosen: Collection[str], recommended: dict[str, Any]) -> list[Allotment]:
+        """Return every combination of budget or share, stabilizers and chunk size.
 
         Args:
             chosen: Names of the options that the user set.
@@ -174,24 +199,43 @@ class BudgetOptions:
         Raises:
             ValueError: If numbers are out of range, or a budget is smaller than the units that are protected.
         """
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "budget_share"}
         values |= {name: value for name, value in recommended.items() if name in values and name not in chosen}
-        budgets = numbers(values["budget"], "--budget")
-        sizes = numbers(values["chunk_size"], "--chunk-size")
+        budgets = numbers(values.pop("budget"), "--budget")
+        sizes = numbers(values.pop("chunk_size"), "--chunk-size")
         kept = numbers(values.pop("stabilizers"), "--stabilizers")
-        asked = [{"stabilizers": units} for units in kept] if "stabilizers" in chosen else [{}]
-        result = []
-        for budget in budgets:
-            for own in asked:
-                if own and own["stabilizers"] >= budget > 0:
-                    raise ValueError(
-                        f"--budget {budget} has no room next to the {own['stabilizers']} units that --stabilizers "
-                        "protects; lower --stabilizers or raise --budget"
-                    )
-                for size in sizes:
-                    varied = {**values, **own, "budget": budget, "chunk_size": size}
-                    result.append(resolve(varied, {"stabilizers": kept[0]}, follow_budget=True))
-        return result
+        asked = kept if "stabilizers" in chosen else [None]
+        if self.budget_share is not None:
+            if "budget" in chosen:
+                both = f"--budget {self.budget} and --budget-share {self.budget_share}"
+                raise ValueError(f"{both} exclude each other; drop one of them")
+            return [
+                Allotment({**values, "chunk_size": size}, kept[0] if own is None else own, share, own)
+                for share in shares(self.budget_share)
+                for own in asked
+                for size in sizes
+            ]
+        return [
+            Allotment({**values, **_own(own, budget), "budget": budget, "chunk_size": size}, kept[0])
+            for budget in budgets
+            for own in asked
+            for size in sizes
+        ]
+
+    def policies(self, chosen: Collection[str], recommended: dict[str, Any], tokens: int = 1) -> list[RetentionPolicy]:
+        """Return the policies of a prompt of so many tokens, which matter for shares alone; see `allotments`."""
+        return [one.policy(tokens) for one in self.allotments(chosen, recommended)]
+
+
+def _own(stabilizers: int | None, budget: int) -> dict[str, int]:
+    if stabilizers is None:
+        return {}
+    if stabilizers >= budget > 0:
+        raise ValueError(
+            f"--budget {budget} has no room next to the {stabilizers} units that --stabilizers protects; lower "
+            "--stabilizers or raise --budget"
+        )
+    return {"stabilizers": stabilizers}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +243,8 @@ class ReportOptions:
     """What is written, and how a run goes on."""
 
     output: str = ""
-    """Folder for samples.jsonl, results.json, results.md and the pictures."""
+    """Folder for samples.jsonl, results.json, results.md and the pictures. If not given, one in runs/ whose name says
+    the backbone and the first task, with the start of the configuration's hash."""
     resume: bool = False
     """Go on with an interrupted run in the output folder."""
     overwrite: bool = False
@@ -240,6 +285,25 @@ def numbers(value: Numbers, flag: str) -> list[int]:
         found = [int(str(part).strip()) for part in parts]
     except ValueError:
         raise ValueError(f"{flag} {value} is not a list of whole numbers; write it like 256,128") from None
+    return list(dict.fromkeys(found))
+
+
+def shares(value: Shares) -> list[float]:
+    """Return the shares of `0.1,0.2`, 0.1 or [0.1, 0.2], without repeats.
+
+    Raises:
+        ValueError: For anything else, or a share that is not above 0 and at most 1.
+    """
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    try:
+        found = [float(str(part).strip()) for part in parts]
+    except ValueError:
+        raise ValueError(f"--budget-share {value} is not a list of numbers; write it like 0.1,0.2") from None
+    for share in found:
+        try:
+            units_of_share(share, 1)
+        except ValueError as error:
+            raise ValueError(f"--budget-share: {error}") from None
     return list(dict.fromkeys(found))
 
 
