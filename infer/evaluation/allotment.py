@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from locret.policy.budget import units_of_share
-from locret.policy.policy import RetentionPolicy
+from locret.policy.policy import Follows, RetentionPolicy
 from locret.policy.resolve import resolve
+
+_ANY_BUDGET = 2**62
 
 
 @dataclass(frozen=True)
 class Allotment:
     """A policy as far as it is known without the prompt."""
 
-    values: Mapping[str, Any]
-    """Numbers that do not depend on the prompt."""
-    stabilizers: int
-    """Taken unless `values` has them; at most a quarter of the budget."""
+    own: Mapping[str, Any]
+    """Numbers that the user gave."""
+    recommended: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers of the heads."""
     share: float | None = None
-    """Of a prompt's tokens; None where `values` has the budget."""
-    asked: int | None = None
-    """Stabilizers that the user asked for with a share; short prompts protect fewer."""
+    """Of a prompt's tokens that the budget is; None where `own` or `recommended` have the budget."""
 
     def policy(self, tokens: int) -> RetentionPolicy:
         """Return the policy of a prompt of so many tokens.
@@ -30,15 +30,21 @@ class Allotment:
         Raises:
             ValueError: If numbers are out of range or contradict each other.
         """
-        own = self.values if self.share is None else {**self.values, "budget": units_of_share(self.share, tokens)}
-        return resolve(own, {"stabilizers": self.stabilizers}, follow_budget=True)
+        own = dict(self.own)
+        if self.share is not None:
+            own["budget"] = units_of_share(self.share, tokens)
+            if (given := own.get("stabilizers")) is not None:
+                # Nobody knows the shortest prompt: its budget may be smaller than what is to be protected.
+                own["stabilizers"] = Follows.of(given, given, _ANY_BUDGET)
+        return resolve(own, self.recommended)
 
     def record(self) -> dict[str, Any]:
         """Return what was asked, as it stands in results.json."""
         if self.share is None:
             return self.policy(1).to_dict()
-        known = {**self.policy(1).to_dict(), "budget": None, "stabilizers": self.asked}
-        return {"budget_share": self.share, **known}
+        following = {"budget": None, "stabilizers": self.own.get("stabilizers"), "local_len": self.own.get("local_len")}
+        following |= {"chunk_size": self.own.get("chunk_size")}
+        return {"budget_share": self.share, **self.policy(1).to_dict(), **following}
 
 
 def amount(found: Mapping[str, Any]) -> str:

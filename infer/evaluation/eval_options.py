@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
-from locret.data.training.chat import TEMPLATES
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.methods import Method
 from locret.infer.infer_options import ModelOptions
 from locret.policy.budget import units_of_share
 from locret.policy.policy import RetentionPolicy
+from locret.templates import TEMPLATES
 
 Numbers = int | str | list[int]
 Shares = float | str | list[float]
@@ -139,20 +140,19 @@ class EvalOptions(PublishedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetOptions:
-    """How many units stay. What is not given is what the heads recommend, else the default."""
+    """How many units stay. What is not given is what the heads recommend, else follows from the budget."""
 
-    budget: Numbers = RetentionPolicy.budget
+    budget: Numbers | None = None
     """Cache units kept per KV head and layer after a chunk, such as 256,128; the same for every method. If
     neither given nor recommended by heads, at most an eighth of the shortest prompt that is made here."""
     budget_share: Shares | None = None
-    """Instead of --budget: shares of every prompt's tokens, such as 0.1,0.2."""
-    chunk_size: Numbers = RetentionPolicy.chunk_size
-    """Prompt tokens per forward pass; several make an ablation. If neither given nor recommended by heads, at most a
-    quarter of the shortest prompt that is made here."""
-    stabilizers: Numbers = RetentionPolicy.stabilizers
-    """Newest units kept unconditionally after every chunk but the last; several make an ablation. If not given, at most
-    a quarter of the budget."""
-    local_len: int = RetentionPolicy.local_len
+    """Instead of --budget: shares of every prompt's tokens, such as 0.1,0.2. Stabilizers are then at most a quarter of
+    what a prompt gets."""
+    chunk_size: Numbers | None = None
+    """Prompt tokens per forward pass; several make an ablation."""
+    stabilizers: Numbers | None = None
+    """Newest units kept unconditionally after every chunk but the last; several make an ablation."""
+    local_len: int | None = None
     """Last prompt tokens, read after the last eviction and never evicted in prefill."""
     positions: str = RetentionPolicy.positions
     """compact or original; streaming-original always uses original."""
@@ -168,26 +168,23 @@ class BudgetOptions:
     """fixed, linear, sqrt, square, square_sqrt or adaptive, for every method; NAME+linear and so on for one."""
     decremental: bool = RetentionPolicy.decremental
     """Make chunks smaller as memory grows, for every method; NAME+linear+decremental for one."""
-    min_chunk: int = RetentionPolicy.min_chunk
+    min_chunk: int | None = None
     """Smallest chunk in tokens with decremental."""
     when: str = RetentionPolicy.when
     """Evict after every chunk, or once at prompt_end, for every method; NAME+prompt_end for one."""
     decode_budget: int | None = RetentionPolicy.decode_budget
     """Units per KV head that a cache may hold while it generates; none: it grows by one for each token."""
-    decode_interval: int = RetentionPolicy.decode_interval
+    decode_interval: int | None = None
     """Units evicted at once when generation reaches decode_budget."""
 
-    def fitted(self, chosen: Collection[str], recommended: dict[str, Any], shortest: int) -> BudgetOptions:
-        """Return the options with a budget and chunks that fit prompts of `shortest` tokens, where nobody chose them.
+    def fitted(self, recommended: dict[str, Any], shortest: int) -> BudgetOptions:
+        """Return the options with a budget that fits prompts of `shortest` tokens, where nobody gave one.
 
-        The defaults are the paper's, for prompts of 128K tokens; they would hold a short prompt whole.
+        The default is the paper's, for prompts of 128K tokens; it would hold a short prompt whole.
         """
-        own: dict[str, Any] = {}
-        for name, parts in (("budget", 8), ("chunk_size", 4)):
-            usual = getattr(RetentionPolicy, name)
-            if name not in (*chosen, *recommended) and shortest // parts < usual:
-                own[name] = max(1, shortest // parts)
-        return replace(self, **own)
+        given = self.budget is not None or self.budget_share is not None or "budget" in recommended
+        fits = max(1, shortest // 8)
+        return self if given or fits >= RetentionPolicy.budget else replace(self, budget=fits)
 
     def allotments(self, chosen: Collection[str], recommended: dict[str, Any]) -> list[Allotment]:
         """Return every combination of budget or share, stabilizers and chunk size.
@@ -199,43 +196,23 @@ class BudgetOptions:
         Raises:
             ValueError: If numbers are out of range, or a budget is smaller than the units that are protected.
         """
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "budget_share"}
-        values |= {name: value for name, value in recommended.items() if name in values and name not in chosen}
-        budgets = numbers(values.pop("budget"), "--budget")
-        sizes = numbers(values.pop("chunk_size"), "--chunk-size")
-        kept = numbers(values.pop("stabilizers"), "--stabilizers")
-        asked = kept if "stabilizers" in chosen else [None]
-        if self.budget_share is not None:
-            if "budget" in chosen:
-                both = f"--budget {self.budget} and --budget-share {self.budget_share}"
-                raise ValueError(f"{both} exclude each other; drop one of them")
-            return [
-                Allotment({**values, "chunk_size": size}, kept[0] if own is None else own, share, own)
-                for share in shares(self.budget_share)
-                for own in asked
-                for size in sizes
-            ]
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name in chosen and f.name != "budget_share"}
+        if self.budget is not None:
+            own["budget"] = self.budget
+        if self.budget_share is not None and "budget" in own:
+            both = f"--budget {self.budget} and --budget-share {self.budget_share}"
+            raise ValueError(f"{both} exclude each other; drop one of them")
+        flags = {name: f"--{name.replace('_', '-')}" for name in ("budget", "stabilizers", "chunk_size")}
+        lists = {name: numbers(own[name], flag) for name, flag in flags.items() if own.get(name) is not None}
+        parts = [None] if self.budget_share is None else shares(self.budget_share)
         return [
-            Allotment({**values, **_own(own, budget), "budget": budget, "chunk_size": size}, kept[0])
-            for budget in budgets
-            for own in asked
-            for size in sizes
+            Allotment({**own, **dict(zip(lists, values, strict=True))}, recommended, share)
+            for share, *values in product(parts, *lists.values())
         ]
 
     def policies(self, chosen: Collection[str], recommended: dict[str, Any], tokens: int = 1) -> list[RetentionPolicy]:
         """Return the policies of a prompt of so many tokens, which matter for shares alone; see `allotments`."""
         return [one.policy(tokens) for one in self.allotments(chosen, recommended)]
-
-
-def _own(stabilizers: int | None, budget: int) -> dict[str, int]:
-    if stabilizers is None:
-        return {}
-    if stabilizers >= budget > 0:
-        raise ValueError(
-            f"--budget {budget} has no room next to the {stabilizers} units that --stabilizers protects; lower "
-            "--stabilizers or raise --budget"
-        )
-    return {"stabilizers": stabilizers}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ class Job:
             size = loading.planned_bytes(
                 self.model, self.config, self.dtype, scorer, policy, new_tokens, prompt_tokens=tokens
             )
-            planned.append({**policy.to_dict(), "planned_cache_bytes": size})
+            planned.append({**policy.to_dict(), "not_given": policy.following(), "planned_cache_bytes": size})
         return {
             "runs": len(self.runs) * len(self.cases),
             "tokens": sum(case.tokens for case in self.cases) * len(self.runs),
@@ -153,7 +153,7 @@ def prepare(
     cases = runner.plan_cases(found, evaluation.seed, evaluation.template)
     made = [case.tokens for case in cases if case.samples.made and case.tokens]
     if made:
-        budgets = budgets.fitted(chosen, recommended, min(made))
+        budgets = budgets.fitted(recommended, min(made))
     allotments = budgets.allotments(chosen, recommended)
     longest = max(case.tokens for case in cases) or positions or _UNKNOWN
     job = Job(

@@ -50,11 +50,10 @@ class Run:
     def axes(self) -> dict[str, Any]:
         """The method and the numbers that vary, as they stand in a record; what follows the prompt is None."""
         policy, shared = self.policy, self.allotment
+        numbers = ("budget", "chunk_size", "stabilizers")
         return {
             "method": self.method.name,
-            "budget": policy and (None if shared else policy.budget),
-            "chunk_size": policy and policy.chunk_size,
-            "stabilizers": policy and (shared.asked if shared else policy.stabilizers),
+            **{name: shared.own.get(name) if shared else policy and int(getattr(policy, name)) for name in numbers},
             **({"budget_share": shared.share} if shared else {}),
             **{name: getattr(policy, name) for name in _USUAL if policy and getattr(policy, name) != _USUAL[name]},
         }
@@ -64,7 +63,7 @@ class Run:
         policy = self.policy_of(tokens)
         if self.allotment is None or policy is None:
             return {}
-        return {"resolved": {"budget": policy.budget, "stabilizers": policy.stabilizers}}
+        return {"resolved": {name: int(getattr(policy, name)) for name in _ALWAYS}}
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluat
         (("--tasks", "passky"), 'task "passky" is unknown; did you mean passkey'),
         (
             ("--budget", "16", "--stabilizers", "32"),
-            "--budget 16 has no room next to the 32 units that --stabilizers protects; lower",
+            "stabilizers=32 leaves no room for scored units in budget=16; raise budget, lower",
         ),
         (("--budget", "many"), "--budget many is not a list of whole numbers; write it like 256,128"),
         (("--samples", "0"), "--samples 0 leaves nothing to measure; give 1 or more"),
@@ -312,8 +312,8 @@ def test_without_heads_the_default_methods_are_those_that_need_none(evaluate: An
     plan = json.loads(out)
     assert plan["config"]["methods"] == ["full", "untrained", "random", "streaming"]
     assert plan["notes"] == ["--methods without locret, as trained heads are needed for that; give --heads"]
-    # An eighth and a quarter of 400 tokens: the defaults would hold the prompt whole.
-    assert {(p["budget"], p["chunk_size"], p["stabilizers"]) for p in plan["policies"]} == {(50, 100, 12)}
+    # An eighth of 400 tokens: the default would hold the prompt whole.
+    assert {(p["budget"], p["stabilizers"]) for p in plan["policies"]} == {(50, 12)}
 
 
 def test_the_minimal_command_runs_and_says_where_the_results_are(

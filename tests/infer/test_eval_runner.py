@@ -141,7 +141,7 @@ def test_labels_are_computed_once_per_sample_and_only_for_the_oracle(
 
     monkeypatch.setattr(methods, "answer_labels", counted)
     places = cases([tasks.get("passkey")], [300], 2, 0)
-    budgets = [Allotment({"budget": b, "chunk_size": 64, "local_len": 8}, 8) for b in (32, 64, 96)]
+    budgets = [Allotment({"budget": b, "chunk_size": 64, "local_len": 8, "stabilizers": 8}) for b in (32, 64, 96)]
     list(runner.evaluate(setup, places, runner.plan_runs([methods.get("random")], budgets), set()))
     assert not calls
     found = list(runner.evaluate(setup, places, runner.plan_runs([methods.get("oracle")], budgets), set()))
@@ -161,7 +161,7 @@ def test_a_sample_is_written_once_for_all_its_runs_and_not_at_all_when_all_are_d
 
     monkeypatch.setattr(runner.Case, "sample", counted)
     places = cases([tasks.get("number")], [300], 3, 0)
-    runs = runner.plan_runs([methods.get("full"), methods.get("random")], [Allotment(POLICY.to_dict(), 0)])
+    runs = runner.plan_runs([methods.get("full"), methods.get("random")], [Allotment(POLICY.to_dict())])
     done = {key(places[1].axes | run.axes) for run in runs} | {key(places[2].axes | runs[0].axes)}
     found = list(runner.evaluate(setup, places, runs, done))
     assert written == [0, 2]
@@ -171,7 +171,7 @@ def test_a_sample_is_written_once_for_all_its_runs_and_not_at_all_when_all_are_d
 def test_depths_are_even_over_the_samples_and_the_plain_cache_runs_once() -> None:
     places = cases([tasks.get("passkey")], [300, 400], 4, 7)
     assert [place.axes["depth"] for place in places] == [0.125, 0.375, 0.625, 0.875] * 2
-    budgets = [Allotment({"budget": b, "chunk_size": 64, "local_len": 8}, 8) for b in (32, 64)]
+    budgets = [Allotment({"budget": b, "chunk_size": 64, "local_len": 8, "stabilizers": 8}) for b in (32, 64)]
     runs = runner.plan_runs([methods.get("full"), methods.get("streaming-original")], budgets)
     assert [run.axes["budget"] for run in runs] == [None, 32, 64]
     assert [run.policy and run.policy.positions for run in runs] == [None, "original", "original"]
@@ -261,7 +261,7 @@ def test_a_sample_that_cannot_be_made_is_passed_over_and_named(setup: Setup, mon
         return made(self, tokenizer)
 
     monkeypatch.setattr(runner.Case, "sample", second_is_too_long)
-    runs = runner.plan_runs([methods.get("random")], [Allotment(POLICY.to_dict(), 0)])
+    runs = runner.plan_runs([methods.get("random")], [Allotment(POLICY.to_dict())])
     found = list(runner.evaluate(setup, places, runs, set()))
     assert [record["index"] for record in found] == [0, 2]
     left = runner.unasked(setup.tokenizer, places, runs, {key(record) for record in found})

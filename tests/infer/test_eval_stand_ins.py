@@ -102,7 +102,9 @@ def test_max_prompt_bounds_the_whole_prompt(tmp_path: Path, name: str, bound: in
     ((_, samples),) = selection.samples.items()
     sample = samples.sample(samples.chosen[-1], tokenizer)
     if bound < 300 and name.startswith("leval"):  # its system turn alone has more
-        with pytest.raises(ValueError, match=f"--max-prompt {bound} has no room for what stands around the text of {name}"):
+        with pytest.raises(
+            ValueError, match=f"--max-prompt {bound} has no room for what stands around the text of {name}"
+        ):
             build_prompt(selection.task, sample, tokenizer)
         return
     built = build_prompt(selection.task, sample, tokenizer)

@@ -18,7 +18,7 @@ from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.runner import Case, plan_runs
 
-POLICIES = [Allotment({"budget": n, "chunk_size": 32, "stabilizers": 8, "local_len": 8}, 8) for n in (48, 32)]
+POLICIES = [Allotment({"budget": n, "chunk_size": 32, "stabilizers": 8, "local_len": 8}) for n in (48, 32)]
 
 
 @dataclass

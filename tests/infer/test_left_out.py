@@ -13,7 +13,7 @@ from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.left_out import left_out
 from locret.infer.evaluation.runner import Case, plan_runs
 
-POLICY = Allotment({"budget": 64, "chunk_size": 512, "stabilizers": 16, "local_len": 8}, 16)
+POLICY = Allotment({"budget": 64, "chunk_size": 512, "stabilizers": 16, "local_len": 8})
 HEAT, CONSISTENCY = "heat_map_random_64.png", "consistency.png"
 STEPS = ["retention_steps_random.png", "retention_steps_tova.png"]
 PLACES = cases([tasks.get("number")], [600], 1, 0)
