@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -12,8 +13,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
+
+from locret.field_values import shown
 
 LOCK = ".locret.lock"
 PARTIAL = ".*.partial"
@@ -39,6 +43,10 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
     # Beside the files to be replaced, since a rename cannot cross file systems and a mounted folder is one of its own.
     staging = (path if path.is_dir() else path.parent) / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
     fresh = staging / path.name
+    if not parents and not staging.parent.exists():
+        raise FileNotFoundError(
+            f"cannot write {target}: there is no folder {staging.parent}; make it, or choose another"
+        )
     try:
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise OSError("it is a device or a pipe")
@@ -48,7 +56,9 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
             raise OSError("it is a folder" if path.is_dir() else "it is a file")
         for file in fresh.rglob("*") if fresh.is_dir() else [fresh]:
             if file.is_file():
-                _finish(file, staging.stat().st_mode & 0o666)
+                # As the umask allows, which made the staging folder: safetensors writes for the owner alone.
+                old = path / file.relative_to(fresh)
+                _finish(file, old.stat().st_mode & 0o777 if old.is_file() else staging.stat().st_mode & 0o666)
         if path.is_dir():
             for file in sorted(fresh.iterdir(), key=lambda file: file.name == last):
                 os.replace(file, path / file.name)
@@ -71,11 +81,39 @@ def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
         fresh.write_text(text, encoding="utf-8")
 
 
+def read_json(file: Path, what: str) -> Any:
+    """Read a JSON file that somebody else may have written.
+
+    Args:
+        file: The file.
+        what: What it should be, for messages: "the config of retaining heads".
+
+    Raises:
+        ValueError: If it is not JSON in UTF-8, is nested too deeply, or gives a key of a mapping twice.
+        OSError: If it cannot be read.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in values:
+                raise ValueError(f"it has {shown(name)[1:-1]} twice")
+            values[name] = value
+        return values
+
+    try:
+        return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError(f"{file} is not valid JSON (its values are nested too deeply); give {what}") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); give {what}") from error
+
+
 def _finish(file: Path, mode: int) -> None:
-    """Bring a file to the disk, readable by whom the umask allows: safetensors writes for the owner alone."""
-    file.chmod(mode)
+    """Bring a file to the disk, with the permissions it is to have."""
     with open(file, "rb+") as handle:
         os.fsync(handle.fileno())
+    file.chmod(mode)
 
 
 def _reason(error: Exception) -> str:
@@ -88,7 +126,8 @@ def _reason(error: Exception) -> str:
 def locked(folder: str | Path, setting: str) -> Iterator[None]:
     """Hold a folder against other commands until the block, or this process, ends, however it ends.
 
-    The folder is made if need be, and removed again if it stays empty.
+    The folder is made if need be, and removed again if it stays empty. What a killed process was about to write in it
+    is removed.
 
     Args:
         folder: The folder.
@@ -123,6 +162,8 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
     try:
         with suppress(OSError):  # only for the message above
             (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        for partial in path.glob(PARTIAL):
+            shutil.rmtree(partial, ignore_errors=True)
         yield
     finally:
         with suppress(OSError):

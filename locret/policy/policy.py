@@ -182,7 +182,7 @@ class RetentionPolicy:
         try:
             return cls(**given)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(" ".join(f"{where}: {error}".split())) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as plain data, for config.json and reports."""
