@@ -39,8 +39,9 @@ class ScorerOptions:
     """Folder of retaining heads, or their Hub id."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
-    scorer: str | None = None
-    """Training-free scorer to use instead of heads."""
+    scorer: str | dict[str, Any] | None = None
+    """Training-free scorer to use instead of heads, such as snapkv or snapkv:kernel=7,pooling=max (in a recipe also
+    {snapkv: {kernel: 7}}); one of your own is package.module:Class or file.py:Class, a press kvpress:SnapKVPress."""
     scorer_options: dict[str, Any] = field(default_factory=dict)
     """The scorer's own options, as --scorer-options.NAME VALUE."""
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from locret import method_spec
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
@@ -18,6 +19,7 @@ from locret.policy.resolve import resolve
 
 Numbers = int | str | list[int]
 Names = str | list[str]
+Methods = str | list[str | dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,9 @@ class EvalOptions(PublishedOptions):
     """Trained retaining heads: a folder, or a Hub id; `locret` needs them."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
-    methods: Names = "full,locret,untrained,random,streaming"
-    """Methods, such as full,locret,random; --list names them."""
+    methods: Methods = "full,locret,untrained,random,streaming"
+    """Methods, with options and modifiers, such as full,snapkv:kernel=7,pooling=max,locret+pyramid, or in a recipe
+    {snapkv: {kernel: 7}}; scorers of your own as package.module:Class or file.py:Class. --list names ours."""
     tasks: Names = "passkey,number,multikey"
     """Tasks; --list names them."""
     task_options: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -121,7 +124,10 @@ class EvalOptions(PublishedOptions):
         Raises:
             ValueError: For an unknown method, or one that needs --heads.
         """
-        chosen = [methods.get(name) for name in words(self.methods, "--methods")]
+        named = method_spec.split(self.methods)
+        if not named:
+            raise ValueError("--methods is empty; name at least one (--list shows what there is)")
+        chosen = list({method.name: method for method in map(methods.get, named)}.values())
         for method in chosen:
             if method.needs_heads and not self.heads:
                 raise ValueError(f"--methods {method.name} needs trained heads; give --heads, or leave it out")
