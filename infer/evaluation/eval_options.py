@@ -10,12 +10,12 @@ from locret import method_spec
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
-from locret.data.training.chat import TEMPLATES
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.methods import Method
 from locret.infer.infer_options import ModelOptions
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import resolve
+from locret.templates import TEMPLATES
 
 Numbers = int | str | list[int]
 Names = str | list[str]

@@ -20,7 +20,6 @@ from locret.nearest import nearest
 from locret.scorers.base import Rated, Scorer, TokenPass, TokenScorer
 from locret.scorers.expected_attention import ExpectedAttentionScorer
 from locret.scorers.h2o import H2OScorer
-
 from locret.scorers.key_difference import KeyDifferenceScorer
 from locret.scorers.key_norm import KeyNormScorer
 from locret.scorers.kvpress import is_press, press_scorer

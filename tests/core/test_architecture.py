@@ -27,6 +27,8 @@ STOREYS = (
         "plugins",
         "cli",
         "load_options",
+        "templates",
+        "text_stream",
     ),
     ("backbone",),
     ("policy",),
