@@ -110,6 +110,7 @@ def _from_text(text: str, where: str) -> MethodSpec:
     start = path.end() if path else 0
     head, *modifiers = _PLUS.split(text[start:])
     pieces = [text[:start], *head.split(":")[1:]] if path else head.split(":")
+    pieces = [piece.strip() for piece in pieces]
     names = list(takewhile(lambda piece: "=" not in piece, pieces))
     name, given = ":".join(names), ":".join(pieces[len(names) :])
     if not all(names) or not names or len(names) > 2:

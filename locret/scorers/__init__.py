@@ -126,8 +126,8 @@ def make(spec: MethodSpec, options: Mapping[str, Any] | None = None) -> Scorer:
     known = {field.name: field for field in fields(kind) if field.init}
     for option in given:
         if option not in known:
-            hint = f"did you mean {' or '.join(nearest(option, known) or known)}?" if known else "it has none"
-            raise ValueError(f'scorer {spec.name} has no option "{option}"; {hint}')
+            hint = f"did you mean {' or '.join(nearest(option, known) or known)}?" if known else "there are none"
+            raise ValueError(f'scorer {spec.name}: it has no option "{option}"; {hint}')
     for option, field in known.items():
         if option not in given and field.default is MISSING and field.default_factory is MISSING:
             wants = kind.needs or f"its option {option}; write {spec.name}:{option}=VALUE"
