@@ -145,8 +145,8 @@ def _from_mapping(method: Mapping[str, Any], where: str) -> MethodSpec:
             raise ValueError(f'{where} "{text}" has the option {name} twice; drop one of them')
         if not isinstance(value, str | int | float | None) or (isinstance(value, str) and not _writable(value)):
             raise ValueError(
-                f'{where} "{text}": {name}={shown(value)} cannot be written after a colon; give a number, a word, true or '
-                "false"
+                f'{where} "{text}": {name}={shown(value)} cannot be written after a colon; give a number, a word, '
+                "true or false"
             )
     return MethodSpec(spec.name, {**spec.options, **options}, spec.modifiers)
 
