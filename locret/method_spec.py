@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from locret.field_values import shown
 from locret.nearest import nearest
 
 MODIFIERS: Mapping[str, Mapping[str, Any]] = {
@@ -83,7 +84,7 @@ def parse(method: str | Mapping[str, Any] | MethodSpec, where: str = "method") -
     elif isinstance(method, str):
         spec = _from_text(method.strip(), where)
     else:
-        raise ValueError(f"{where} {method!r} is neither a name nor a mapping; write it like snapkv:kernel=7")
+        raise ValueError(f"{where} {shown(method)} is neither a name nor a mapping; write it like snapkv:kernel=7")
     _check_modifiers(spec, where)
     return spec
 
@@ -106,6 +107,8 @@ def split(methods: str | Sequence[Any]) -> list[Any]:
 
 
 def _from_text(text: str, where: str) -> MethodSpec:
+    if not text.isprintable():
+        raise ValueError(f"{where} {shown(text)} has characters that are not printed; write it like snapkv:kernel=7")
     path = _FILE.match(text)
     start = path.end() if path else 0
     head, *modifiers = _PLUS.split(text[start:])
@@ -131,19 +134,19 @@ def _from_text(text: str, where: str) -> MethodSpec:
 def _from_mapping(method: Mapping[str, Any], where: str) -> MethodSpec:
     if len(method) != 1 or not isinstance(next(iter(method)), str):
         raise ValueError(
-            f"{where} {dict(method)!r} is not one method with its options; write {{snapkv: {{kernel: 7}}}}"
+            f"{where} {shown(dict(method))} is not one method with its options; write {{snapkv: {{kernel: 7}}}}"
         )
     ((text, options),) = method.items()
     spec = _from_text(text.strip(), where)
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise ValueError(f'{where} "{text}" has {options!r} for options; write {{snapkv: {{kernel: 7}}}}')
+        raise ValueError(f'{where} "{text}" has {shown(options)} for options; write {{snapkv: {{kernel: 7}}}}')
     for name, value in options.items():
         if name in spec.options:
             raise ValueError(f'{where} "{text}" has the option {name} twice; drop one of them')
         if not isinstance(value, str | int | float | None) or (isinstance(value, str) and not _writable(value)):
             raise ValueError(
-                f'{where} "{text}": {name}={value!r} cannot be written after a colon; give a number, a word, true or '
-                "false"
+                f'{where} "{text}": {name}={shown(value)} cannot be written after a colon; give a number, a word, '
+                "true or false"
             )
     return MethodSpec(spec.name, {**spec.options, **options}, spec.modifiers)
 
