@@ -107,7 +107,7 @@ def _execute(options: Options) -> None:
         warn_of_recency(scorer.name, scorer.recent, [policy])
     setup: dict[str, Any] = {
         "model": options.model.model,
-        "scorer": options.scorer.heads or scorer.name,
+        "scorer": options.scorer.label or scorer.name,
         "policy": policy.to_dict(),
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -186,10 +186,15 @@ def _print_plan(
     planned = loading.planned_bytes(
         options.model, config, dtype, scorer, policy, generation.max_new_tokens, generation.num_beams, tokens
     )
-    plan = {"planned_cache_bytes": planned, "prompt_tokens": tokens, "steps": steps}
+    plan = {
+        "planned_cache_bytes": planned,
+        "prompt_tokens": tokens,
+        "not_given": policy.following(),
+        "steps": steps,
+    }
     print_json({**plan, **setup, "options": _resolved(options)})
     if not options.output.quiet:
-        sys.stderr.write(sizing.step_lines(steps, adaptive=policy.memory == "adaptive"))
+        sys.stderr.write(sizing.follow_line(policy) + sizing.step_lines(steps, adaptive=policy.memory == "adaptive"))
 
 
 def _document(options: PromptOptions) -> Iterator[str]:
@@ -223,7 +228,7 @@ def _painter(path: str | None, scorer: ScorerOptions) -> Any:
         from locret.infer import pictures
         from locret.scorers import FALLBACK
 
-        name = scorer.heads or scorer.scorer or FALLBACK
+        name = scorer.label or FALLBACK
         title = f"{name}, budget {cache.policy.budget:,}"
         pictures.retention_map([pictures.retention_of(cache, title)], path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -11,9 +12,12 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 from safetensors import SafetensorError
+
+from locret.field_values import shown
 
 LOCK = ".locret.lock"
 PARTIAL = ".*.partial"
@@ -39,6 +43,10 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
     # Beside the files to be replaced, since a rename cannot cross file systems and a mounted folder is one of its own.
     staging = (path if path.is_dir() else path.parent) / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
     fresh = staging / path.name
+    if not parents and not staging.parent.exists():
+        raise FileNotFoundError(
+            f"cannot write {target}: there is no folder {staging.parent}; make it, or choose another"
+        )
     try:
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise OSError("it is a device or a pipe")
@@ -48,7 +56,9 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
             raise OSError("it is a folder" if path.is_dir() else "it is a file")
         for file in fresh.rglob("*") if fresh.is_dir() else [fresh]:
             if file.is_file():
-                _finish(file, staging.stat().st_mode & 0o666)
+                # As the umask allows, which made the staging folder: safetensors writes for the owner alone.
+                old = path / file.relative_to(fresh)
+                _finish(file, old.stat().st_mode & 0o777 if old.is_file() else staging.stat().st_mode & 0o666)
         if path.is_dir():
             for file in sorted(fresh.iterdir(), key=lambda file: file.name == last):
                 os.replace(file, path / file.name)
@@ -71,11 +81,58 @@ def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
         fresh.write_text(text, encoding="utf-8")
 
 
+def read_json(file: Path, what: str) -> Any:
+    """Read a JSON file that somebody else may have written.
+
+    Args:
+        file: The file.
+        what: What it should be, for messages: "the config of retaining heads".
+
+    Raises:
+        ValueError: If it is not JSON in UTF-8, is nested too deeply, or gives a key of a mapping twice.
+        OSError: If it cannot be read.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in values:
+                raise ValueError(f"it has {shown(name)[1:-1]} twice")
+            values[name] = value
+        return values
+
+    try:
+        return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError(f"{file} is not valid JSON (its values are nested too deeply); give {what}") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); give {what}") from error
+
+
+def shards(index: Path) -> dict[str, Path]:
+    """Return which file of its folder holds each weight, by the index of a sharded checkpoint.
+
+    Raises:
+        ValueError: If it is no such index, or names anything but files of its own folder.
+    """
+    values = read_json(index, "the index of a sharded checkpoint")
+    files = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError(f"{index} is not an index of a sharded checkpoint (it has no weight_map); download it again")
+    for name, file in files.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or PurePath(file).name != file or "\0" in file:
+            raise ValueError(
+                f"{index} has {shown(file)} for {shown(name)[1:-1]}, which is not the name of a file of its folder; "
+                "download it again"
+            )
+    return {name: index.parent / file for name, file in files.items()}
+
+
 def _finish(file: Path, mode: int) -> None:
-    """Bring a file to the disk, readable by whom the umask allows: safetensors writes for the owner alone."""
-    file.chmod(mode)
+    """Bring a file to the disk, with the permissions it is to have."""
     with open(file, "rb+") as handle:
         os.fsync(handle.fileno())
+    file.chmod(mode)
 
 
 def _reason(error: Exception) -> str:
@@ -88,7 +145,8 @@ def _reason(error: Exception) -> str:
 def locked(folder: str | Path, setting: str) -> Iterator[None]:
     """Hold a folder against other commands until the block, or this process, ends, however it ends.
 
-    The folder is made if need be, and removed again if it stays empty.
+    The folder is made if need be, and removed again if it stays empty. What a killed process was about to write in it
+    is removed.
 
     Args:
         folder: The folder.
@@ -123,6 +181,8 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
     try:
         with suppress(OSError):  # only for the message above
             (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        for partial in path.glob(PARTIAL):
+            shutil.rmtree(partial, ignore_errors=True)
         yield
     finally:
         with suppress(OSError):

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from locret.backbone.chunk import Chunk
+from locret.field_values import check_fields
 
 
 class Rated(NamedTuple):
@@ -34,6 +36,8 @@ class Scorer(ABC):
     """
 
     name: ClassVar[str]
+    needs: ClassVar[str] = ""
+    """What to say where an option without a default is missing, if naming the option is not enough."""
     positions: ClassVar[str] = "compact"
     """Position mode of the method's own paper or code; commands use it unless told otherwise."""
     rates_answers: ClassVar[bool] = True
@@ -51,6 +55,17 @@ class Scorer(ABC):
     columns: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType({})
     """What the method remembers of every unit besides its score and position."""
 
+    def __post_init__(self) -> None:
+        """Check the options by their types; a scorer with ranges of its own checks those afterwards.
+
+        Raises:
+            ValueError: For the first value that is not of its option's type.
+        """
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise ValueError(f"scorer {self.name}: {error}") from None
+
     def recent(self, budget: int) -> int:
         """Return how many of the newest units the method itself keeps whatever their score, out of `budget`."""
         return 0
@@ -64,6 +79,11 @@ class Scorer(ABC):
         return False
 
     @property
+    def fade(self) -> float:
+        """Factor of the scores held when another text of a conversation is read."""
+        return 1.0
+
+    @property
     def lookback(self) -> int:
         """Last tokens of the prompt that must come in one forward pass when everything is rated at the prompt's end."""
         return 1
@@ -71,6 +91,11 @@ class Scorer(ABC):
     def prepare(self, model: nn.Module) -> Any:
         """Check that the scorer fits the model, and return what it needs of it; called once per cache."""
         return None
+
+    def identity(self, prepared: Any) -> dict[str, Any]:
+        """Return plain data that tells this scorer from another of its name: a saved cache is bound to it."""
+        options = {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
+        return {name: _checksum(value) if isinstance(value, Tensor) else value for name, value in options.items()}
 
     @abstractmethod
     def score(self, chunk: Chunk) -> Tensor | Rated:
@@ -89,6 +114,11 @@ class Scorer(ABC):
             (B, K, L) float32.
         """
         raise NotImplementedError(f"scorer {self.name} needs more than features")
+
+
+def _checksum(tensor: Tensor) -> str:
+    held = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f"{list(tensor.shape)} {zlib.crc32(held):08x}"
 
 
 @dataclass(frozen=True, kw_only=True)
