@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from locret import shipped
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -29,6 +34,23 @@ class BackboneSource:
             raise ValueError("--model is empty; give the folder of a backbone, or its Hub id")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+
+    def local_folder(self) -> str | None:
+        """Return the backbone's folder, or None if `model` is a Hub id; neither is read or fetched.
+
+        Raises:
+            ValueError: If it can be neither.
+        """
+        name = shipped.find(self.model)
+        if os.path.isdir(name):
+            if not os.path.isfile(os.path.join(name, "config.json")):
+                raise ValueError(f"--model {name} has no config.json; give the folder of a backbone, or its Hub id")
+            return name
+        if os.path.exists(name):
+            raise ValueError(f"--model {name} is a file; give the folder of a backbone, or its Hub id")
+        if not _HUB_ID.fullmatch(name):
+            raise ValueError(f"--model {name}: there is no such folder; give the folder of a backbone, or its Hub id")
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

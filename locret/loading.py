@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,8 +19,6 @@ from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -76,15 +73,9 @@ def load_config(options: BackboneSource) -> Any:
     """
     from transformers import AutoConfig
 
-    name = shipped.find(options.model)
-    if os.path.isdir(name):
-        if not os.path.isfile(os.path.join(name, "config.json")):
-            raise ValueError(f"--model {name} has no config.json; give the folder of a backbone, or its Hub id")
-    elif os.path.exists(name):
-        raise ValueError(f"--model {name} is a file; give the folder of a backbone, or its Hub id")
-    elif not _HUB_ID.fullmatch(name):
-        raise ValueError(f"--model {name}: there is no such folder; give the folder of a backbone, or its Hub id")
-    else:
+    name = options.local_folder()
+    if name is None:
+        name = options.model
         _fetch_config(name, options.revision)
     with _one_sentence(f"--model {name} cannot be read"):
         config = AutoConfig.from_pretrained(
