@@ -17,6 +17,7 @@ from locret.labels import kinds
 from locret.load_options import BackboneSource
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
+from locret.policy.resolve import PolicyFlags, resolve
 from locret.train import resumed
 
 PAPER_STEPS, PAPER_WARMUP = 3000, 2000
@@ -238,8 +239,9 @@ class RunOptions:
     """Steps between two lines of the log."""
     report_to: str | list[str] = "tensorboard"
     """Where curves go in addition to log.jsonl: tensorboard, wandb, both (tensorboard,wandb) or none."""
-    policy: RetentionPolicy = field(default_factory=RetentionPolicy)
-    """Retention policy to recommend with the heads; none is recorded if left out."""
+    policy: RetentionPolicy = field(default_factory=PolicyFlags)
+    """Retention policy to recommend with the heads; none is recorded if left out. What it leaves out follows from its
+    budget."""
     push_to_hub: str | None = None
     """Repository (org/name) to upload the heads to at the end."""
     private: bool = False
@@ -256,9 +258,9 @@ class RunOptions:
         self.trackers()
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; drop one of them")
-        if not isinstance(self.policy, RetentionPolicy):
-            # The parser hands over a namespace, so that the policy's own checks run here.
-            object.__setattr__(self, "policy", RetentionPolicy(**vars(self.policy)))
+        if type(self.policy) is not RetentionPolicy:
+            # Flags, or the parser's namespace of them: the policy's own checks run here.
+            object.__setattr__(self, "policy", resolve(vars(self.policy), {}))
 
     def trackers(self) -> list[str]:
         """Return where curves go; nowhere is an empty list.
