@@ -17,7 +17,7 @@ STATE = "state.pt"
 NEWEST, AUTO = "newest", "auto"
 """What a bare `--resume` means: the newest checkpoint of --output. `auto`: the same, or a new run if there is none."""
 _RESUME, _OUTPUT = ("resume", "resume_from_checkpoint"), ("output", "output_dir")
-_ONCE = ("resume", "overwrite", "output", "dry_run", "json")
+ONCE = ("resume", "overwrite", "output", "dry_run", "json")
 """Options of one call of the command, which the next one does not inherit."""
 
 
@@ -108,7 +108,7 @@ def read_record(folder: Path, known: set[str]) -> dict[str, Any]:
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(f"--resume {folder}: {RECORD} has an unknown option {name!r}{hint}; {way_out}")
     # Before there was validation, no rows were held out.
-    options = {"eval_rows": 0, **{name: value for name, value in config.items() if name not in _ONCE}}
+    options = {"eval_rows": 0, **{name: value for name, value in config.items() if name not in ONCE}}
     return {"config": options, "chosen": chosen}
 
 

@@ -312,7 +312,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
     if record:
         values = plain(options)
         changed = {name for name in chosen if values[name] != record["config"].get(name)}
-        chosen = changed | set(record["chosen"])
+        chosen = (changed - set(resumed.ONCE)) | set(record["chosen"])
     return options, chosen
 
 

@@ -170,6 +170,9 @@ class TrainingStream(Iterator[TrainingExample]):
         Raises:
             ValueError: If the state is of other rows, another seed, template or length: the stream would differ.
         """
+        damage = "--resume: the checkpoint's place in the data is damaged"
+        if not isinstance(state, Mapping):
+            raise ValueError(f"{damage} (it is a {type(state).__name__}); resume from another checkpoint")
         for name, ours in {"held_out": None, **self._identity()}.items():
             if state.get(name) != ours:
                 raise ValueError(
@@ -181,9 +184,7 @@ class TrainingStream(Iterator[TrainingExample]):
             if not all(type(number) is int and number >= 0 for number in place):
                 raise ValueError(f"{', '.join(_PLACE)} are {place}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"--resume: the checkpoint's place in the data is damaged ({error!r}); resume from another checkpoint"
-            ) from None
+            raise ValueError(f"{damage} ({error!r}); resume from another checkpoint") from None
         self.report = report
         self._go_to(*place)
 
