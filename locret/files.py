@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -11,9 +12,12 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 from safetensors import SafetensorError
+
+from locret.field_values import shown
 
 LOCK = ".locret.lock"
 PARTIAL = ".*.partial"
@@ -75,6 +79,53 @@ def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
     """
     with written_whole(path, parents=parents) as fresh:
         fresh.write_text(text, encoding="utf-8")
+
+
+def read_json(file: Path, what: str) -> Any:
+    """Read a JSON file that somebody else may have written.
+
+    Args:
+        file: The file.
+        what: What it should be, for messages: "the config of retaining heads".
+
+    Raises:
+        ValueError: If it is not JSON in UTF-8, is nested too deeply, or gives a key of a mapping twice.
+        OSError: If it cannot be read.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in values:
+                raise ValueError(f"it has {shown(name)[1:-1]} twice")
+            values[name] = value
+        return values
+
+    try:
+        return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError(f"{file} is not valid JSON (its values are nested too deeply); give {what}") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); give {what}") from error
+
+
+def shards(index: Path) -> dict[str, Path]:
+    """Return which file of its folder holds each weight, by the index of a sharded checkpoint.
+
+    Raises:
+        ValueError: If it is no such index, or names anything but files of its own folder.
+    """
+    values = read_json(index, "the index of a sharded checkpoint")
+    files = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError(f"{index} is not an index of a sharded checkpoint (it has no weight_map); download it again")
+    for name, file in files.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or PurePath(file).name != file or "\0" in file:
+            raise ValueError(
+                f"{index} has {shown(file)} for {shown(name)[1:-1]}, which is not the name of a file of its folder; "
+                "download it again"
+            )
+    return {name: index.parent / file for name, file in files.items()}
 
 
 def _finish(file: Path, mode: int) -> None:

@@ -7,7 +7,6 @@ takes only entries of that exact form, so that a backbone whose MLP layers are c
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import zipfile
@@ -19,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from locret.field_values import shown
+from locret.files import shards
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 from locret.labels.logit import LOGIT
@@ -51,7 +52,7 @@ def read(path: Path, model_or_config: Any) -> tuple[HeadsConfig, dict[str, Tenso
             f"{path} has no retaining heads: no entry like model.layers.0.self_attn.fc1.weight among its {len(seen)} "
             f"({', '.join(seen[:3])}{', ...' if len(seen) > 3 else ''}); give the weights published for Locret"
         )
-    hidden_dim = next((weight.shape[0] for name, weight in weights.items() if name.endswith("fc1.weight")), 1)
+    hidden_dim = next((len(w) for name, w in weights.items() if name.endswith("fc1.weight") and w.ndim and len(w)), 1)
     config = HeadsConfig.for_model(model_or_config, hidden_dim).annotated(
         label={"kind": LOGIT.name, "include_last_prompt_token": False},  # as the published code has it
         training={"source": f"weights published by the authors of Locret ({path.name})"},
@@ -71,7 +72,13 @@ def _files(path: Path) -> list[Path]:
             f"there is no file or folder '{path}'; download the published heads first (`hf download REPO`)"
         )
     for index in sorted(path.glob("*.index.json")):
-        return _shards(index)
+        # Shards without heads are never opened: a backbone has gigabytes of them.
+        files = sorted({file for name, file in shards(index).items() if _ENTRY.fullmatch(name)})
+        if gone := [file.name for file in files if not file.is_file()]:
+            raise ValueError(
+                f"{index} names {shown(gone[0])}, which is not in its folder; download all parts that hold heads"
+            )
+        return files
     for suffix in ("safetensors", "bin"):
         files = sorted(path.glob(f"*.{suffix}"))
         if len(files) == 1:
@@ -81,19 +88,6 @@ def _files(path: Path) -> list[Path]:
                 f"{path} has several .{suffix} files ({', '.join(f.name for f in files[:4])}); name one of them"
             )
     raise ValueError(f"{path} has no .safetensors or .bin file; give the file or folder of the published heads")
-
-
-def _shards(index: Path) -> list[Path]:
-    try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is not an index of a sharded checkpoint; download it again") from error
-    # Shards without heads are never opened: a backbone has gigabytes of them.
-    names = sorted({place for name, place in places.items() if _ENTRY.fullmatch(name)})
-    for name in names:
-        if not (index.parent / name).is_file():
-            raise ValueError(f"{index} names {name}, which is not in its folder; download all parts that hold heads")
-    return [index.parent / name for name in names]
 
 
 def _entries(file: Path, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
@@ -112,7 +106,9 @@ def _entries(file: Path, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
     state = _load_bin(file)
     seen += list(state)
     for name, value in state.items():
-        if (ours := _our_name(name, file)) and isinstance(value, Tensor):
+        if ours := _our_name(name, file):
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} in {file} is no plain tensor but a {type(value).__name__}; download it again")
             yield ours, value
 
 
@@ -124,7 +120,8 @@ def _load_bin(file: Path) -> dict[str, Any]:
         raise ValueError(
             f"{file} holds more than tensors, and loading it could run code; convert it to safetensors"
         ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
+    # What a damaged pickle makes the unpickler raise has no end: IndexError, KeyError, TypeError, ...
+    except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{file} is not a file that torch.save wrote ({reason}); download it again") from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
