@@ -16,8 +16,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REPOSITORY = "https://github.com/locret/locret/blob/main/"
-SCRIPTS = re.findall(r"^    (locret-\w+) = ([\w.]+):main$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
-MODULES = dict(SCRIPTS)
+MODULES = {
+    "locret-train": "locret.train.command",
+    "locret-infer": "locret.infer.command",
+    "locret-chat": "locret.infer.chat_command",
+    "locret-eval": "locret.infer.evaluation.command",
+    "locret-bench": "locret.infer.speed.command",
+    "locret-push": "locret.heads.push",
+}
+HARNESS = "locret.infer.evaluation.harness"
+"""Its flags are lm-evaluation-harness's own."""
 QUICK = {
     "locret.infer.command": ("recipes/infer/pass_key.txt",),
     "locret.infer.chat_command": ("recipes/infer/pass_key.txt",),
@@ -25,8 +33,6 @@ QUICK = {
     "locret.heads.push": ("checkpoints/tiny-heads", "--dry-run"),
 }
 """Words of commands that read what is shipped: offline, on a CPU, in seconds."""
-HARNESS = "locret.infer.evaluation.harness"
-"""Its flags are lm-evaluation-harness's own."""
 
 
 def commands_of(page: Path) -> list[tuple[str, ...]]:
