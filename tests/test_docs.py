@@ -64,8 +64,8 @@ def test_every_command_runs_if_it_is_quick_and_parses(
 ) -> None:
     monkeypatch.chdir(ROOT)
     module, arguments = importlib.import_module(words[0]), list(words[1:])
-    if words[0] in QUICK and set(QUICK[words[0]]) <= set(arguments):
-        monkeypatch.setattr("sys.stdin", io.StringIO())
+    if words[0] in QUICK and set(QUICK[words[0]]) <= set(arguments) and not any("runs/" in word for word in arguments):
+        monkeypatch.setattr("sys.stdin", io.StringIO("What is the pass key?\n"))
         assert module.command(arguments) == 0, capsys.readouterr().err
         if "recipes/infer/pass_key.txt" in arguments and "--dry-run" not in arguments:
             assert "The pass key is 43600." in capsys.readouterr().out
