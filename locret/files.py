@@ -159,9 +159,12 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{setting} is a file; choose a folder")
-    made = [parent for parent in (path, *path.parents) if not parent.exists()]
+    try:
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{setting} is a file; choose a folder")
+        made = [parent for parent in (path, *path.parents) if not parent.exists()]
+    except OSError as error:  # a name of more than 255 bytes, a loop of links, a folder that may not be looked into
+        raise ValueError(f"{shown(setting)[1:-1]} cannot be a folder ({error.strerror}); choose another") from None
     lock = FileLock(path / LOCK)
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_type_hints
 
 from locret.data.training.json_rows import MAX_ROW_BYTES
 from locret.data.training.row_order import SHUFFLE_BUFFER
-from locret.field_values import check_finite
+from locret.field_values import check_finite, check_license
 from locret.load_options import BackboneSource
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import PolicyFlags, resolve
@@ -191,6 +191,8 @@ class RunOptions:
     """Repository (org/name) to upload the heads to at the end."""
     private: bool = False
     """Make a new repository private."""
+    license: str | None = None
+    """Licence of the heads as the Hub spells it, such as mit; apache-2.0, or that of the heads it begins with."""
     dry_run: bool = False
     """Print the resolved options and a memory plan; load no weights and write nothing."""
     json: bool = False
@@ -198,6 +200,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         _check_positive(self, "save_every", "keep_checkpoints", "log_every")
+        check_license(self.license)
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; drop one of them")
         if type(self.policy) is not RetentionPolicy:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret import shipped
 from locret.cli import parse_options, print_json, run
+from locret.field_values import check_license
 
 if TYPE_CHECKING:
     from locret.heads.heads import RetainingHeads
@@ -51,10 +52,7 @@ class PushOptions:
             raise ValueError(
                 f"--repo {self.repo} is not a repository name; use org/name with letters, digits, '-', '_', '.'"
             )
-        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,60}", self.license):
-            raise ValueError(
-                f"--license {self.license} is not how the Hub spells a licence; use one such as apache-2.0 or other"
-            )
+        check_license(self.license)
         if self.create_pr and self.revision not in (None, "main"):
             raise ValueError(
                 f"--create-pr opens a pull request against main, not --revision {self.revision}; drop one of them"
