@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from locret.backbone.chunk import Chunk
+from locret.heads.fingerprint import crc
 
 
 class Rated(NamedTuple):
@@ -75,8 +75,8 @@ class Scorer(ABC):
 
     def identity(self, prepared: Any) -> dict[str, Any]:
         """Return plain data that tells this scorer from another of its name: a saved cache is bound to it."""
-        options = {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
-        return {name: _checksum(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+        options: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
+        return {name: f"{crc(value):08x}" if isinstance(value, Tensor) else value for name, value in options.items()}
 
     @abstractmethod
     def score(self, chunk: Chunk) -> Tensor | Rated:
@@ -95,11 +95,6 @@ class Scorer(ABC):
             (B, K, L) float32.
         """
         raise NotImplementedError(f"scorer {self.name} needs more than features")
-
-
-def _checksum(tensor: Tensor) -> str:
-    held = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return f"{list(tensor.shape)} {zlib.crc32(held):08x}"
 
 
 @dataclass(frozen=True, kw_only=True)
