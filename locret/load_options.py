@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+import re
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from locret import method_spec, shipped
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -30,6 +37,25 @@ class BackboneSource:
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
 
+    def local_folder(self) -> str | None:
+        """Return the folder of the backbone, or of an adapter; None if `model` is a Hub id. Nothing is fetched.
+
+        Raises:
+            ValueError: If it can be neither.
+        """
+        name = shipped.find(self.model)
+        if os.path.exists(name) and not os.path.isdir(name):
+            raise ValueError(f"--model {name} is a file; give the folder of a backbone, or its Hub id")
+        if not os.path.isdir(name):
+            if not _HUB_ID.fullmatch(name):
+                raise ValueError(
+                    f"--model {name}: there is no such folder; give the folder of a backbone, or its Hub id"
+                )
+            return None
+        if not any(os.path.isfile(os.path.join(name, file)) for file in (CONFIG, ADAPTER_CONFIG)):
+            raise ValueError(f"--model {name} has no {CONFIG}; give the folder of a backbone, or its Hub id")
+        return name
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerOptions:
@@ -39,12 +65,27 @@ class ScorerOptions:
     """Folder of retaining heads, or their Hub id; `auto` takes the best for this backbone on the Hub."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
-    scorer: str | None = None
-    """Training-free scorer to use instead of heads."""
+    scorer: str | dict[str, Any] | None = None
+    """Training-free scorer to use instead of heads, such as snapkv or snapkv:kernel=7,pooling=max (in a recipe also
+    {snapkv: {kernel: 7}}); one of your own is package.module:Class or file.py:Class, a press kvpress:SnapKVPress."""
     scorer_options: dict[str, Any] = field(default_factory=dict)
     """The scorer's own options, as --scorer-options.NAME VALUE."""
 
+    @property
+    def label(self) -> str | None:
+        """The heads, or the scorer with its options in the spelling of records; None if neither is given.
+
+        Raises:
+            ValueError: If the scorer is not written as `locret.method_spec` says.
+        """
+        if self.heads is not None or self.scorer is None:
+            return self.heads
+        spec = method_spec.parse(self.scorer, "--scorer")
+        return str(replace(spec, options={**spec.options, **self.scorer_options}))
+
     def __post_init__(self) -> None:
+        if self.scorer in ("", {}):
+            raise ValueError("--scorer is empty; name one, such as snapkv, or drop it")
         if self.heads and self.scorer:
             raise ValueError(f"--heads {self.heads} and --scorer {self.scorer} exclude each other; drop one of them")
         if self.scorer_options and not self.scorer:
