@@ -142,15 +142,16 @@ def _reason(error: Exception) -> str:
 
 
 @contextmanager
-def locked(folder: str | Path, setting: str) -> Iterator[None]:
+def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[None]:
     """Hold a folder against other commands until the block, or this process, ends, however it ends.
 
-    The folder is made if need be, and removed again if it stays empty. What a killed process was about to write in it
-    is removed.
+    The folder is made if need be, and removed again if it stays empty. If all of it is held, what a killed process was
+    about to write in it is removed.
 
     Args:
         folder: The folder.
         setting: How the user named it, for messages.
+        name: File in it that is the lock, where not all of the folder is held.
 
     Raises:
         ValueError: If another process holds it, or it is a file.
@@ -165,12 +166,12 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
         made = [parent for parent in (path, *path.parents) if not parent.exists()]
     except OSError as error:  # a name of more than 255 bytes, a loop of links, a folder that may not be looked into
         raise ValueError(f"{shown(setting)[1:-1]} cannot be a folder ({error.strerror}); choose another") from None
-    lock = FileLock(path / LOCK)
+    lock = FileLock(path / name)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
-        holder = _holder(path / LOCK)
+        holder = _holder(path / name)
         raise ValueError(
             f"{setting} is being written by {holder}; wait until it ends, or choose another folder"
         ) from None
@@ -183,13 +184,13 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
         )
     try:
         with suppress(OSError):  # only for the message above
-            (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
-        for partial in path.glob(PARTIAL):
+            (path / name).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        for partial in path.glob(PARTIAL) if lock.is_locked and name == LOCK else ():
             shutil.rmtree(partial, ignore_errors=True)
         yield
     finally:
         with suppress(OSError):
-            (path / LOCK).unlink()  # before it is let go: whoever locks then finds that its file is gone
+            (path / name).unlink()  # before it is let go: whoever locks then finds that its file is gone
         lock.release()
         _remove_empty(made)
 
