@@ -177,7 +177,9 @@ def test_suites_run_over_extracts_of_the_published_data(
         pytest.skip("the published extracts are not beside the repository")
     out, chosen = tmp_path / "out", suites.get(name)
     line = (*EMBEDDED, "--suite", name, "--methods", "locret", "--data-dir", data, "--samples", 1)
-    code, table, err = evaluate(*line, "--max-prompt", 384, "--output", out)
+    # Most of RULER's rows are made here, to the suite's length.
+    shorter = () if name == "ruler-4k" else ("--max-prompt", 384)
+    code, table, err = evaluate(*line, *shorter, "--output", out)
     assert code == 0, err
     found = suite(out)
     assert len(found["missing"]) == missing
