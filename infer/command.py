@@ -107,7 +107,7 @@ def _execute(options: Options) -> None:
         warn_of_recency(scorer.name, scorer.recent, [policy])
     setup: dict[str, Any] = {
         "model": options.model.model,
-        "scorer": options.scorer.heads or scorer.name,
+        "scorer": options.scorer.label or scorer.name,
         "policy": policy.to_dict(),
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -162,6 +162,7 @@ def _answer(
 def _prompt(options: Options, pieces: Iterator[str] | None, counted: bool) -> tuple[Any, Any, int | None]:
     """Return the tokenizer, the prompt's ids, and their number if it is `counted`; nothing where nothing is read."""
     from locret import loading
+    from locret.document import whole
     from locret.infer import answer
 
     if pieces is None:
@@ -170,7 +171,7 @@ def _prompt(options: Options, pieces: Iterator[str] | None, counted: bool) -> tu
     ids = answer.prompt_ids(tokenizer, pieces, options.prompt)
     if not counted:
         return tokenizer, ids, None
-    counted_ids = answer.whole(ids)
+    counted_ids = whole(ids)
     return tokenizer, counted_ids, counted_ids.shape[1]
 
 
@@ -227,7 +228,7 @@ def _painter(path: str | None, scorer: ScorerOptions) -> Any:
         from locret.infer import pictures
         from locret.scorers import FALLBACK
 
-        name = scorer.heads or scorer.scorer or FALLBACK
+        name = scorer.label or FALLBACK
         title = f"{name}, budget {cache.policy.budget:,}"
         pictures.retention_map([pictures.retention_of(cache, title)], path)
 

@@ -199,6 +199,12 @@ def _x_axis(axes: Any, panel: Panel, axis: str) -> None:
         axes.set_xscale("symlog", base=2, linthresh=max(ticks[1], 1))
     axes.set_xticks(ticks, [series.label(axis, tick) for tick in ticks])
     axes.minorticks_off()
+    # What is moved by points says nothing of the limits that it needs.
+    if axes.get_xscale() == "log":
+        axes.set_xlim(ticks[0] / 1.25, ticks[-1] * 1.25)
+    else:
+        margin = 0.06 * (ticks[-1] - ticks[0])
+        axes.set_xlim(ticks[0] - margin, ticks[-1] * (1.25 if axes.get_xscale() == "symlog" else 1) + margin)
 
 
 def draw_heat_maps(maps: dict[Reading, HeatMap], title: str, path: str | Path) -> None:
@@ -222,16 +228,16 @@ def draw_heat_maps(maps: dict[Reading, HeatMap], title: str, path: str | Path) -
     grid = figure.subplots(len(methods), len(columns), squeeze=False, sharex=True, sharey=True)
     for axes in grid.flatten():
         axes.set_visible(False)
+    # The plain cache has no budget: its map stands alone in its row.
+    spots = {r: (methods.index(r.method), 0 if r.whole else columns.index(r.amount)) for r in maps}
     image = None
-    for reading, heat in maps.items():
-        row = methods.index(reading.method)
-        # The plain cache has no budget: its map stands alone in its row.
-        column = 0 if reading.whole else columns.index(reading.amount)
+    for reading, (row, column) in spots.items():
         axes = grid[row, column]
         axes.set_visible(True)
-        image = _draw_heat_map(axes, heat)
+        image = _draw_heat_map(axes, maps[reading])
         axes.set_title(reading.title, fontsize=9, loc="left", color=INK)
-        axes.tick_params(labelbottom=row == len(methods) - 1 or column > 0, labelleft=column == 0)
+        below, left = ((row + 1, column) in spots.values(), (row, column - 1) in spots.values())
+        axes.tick_params(labelbottom=not below, labelleft=not left)
     figure.colorbar(
         image, ax=list(grid.flatten()), label="mean score (0 to 100); grey: not read", fraction=0.05, pad=0.02
     )

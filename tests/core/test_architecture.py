@@ -23,10 +23,13 @@ STOREYS = (
         "field_values",
         "files",
         "tables",
+        "method_spec",
+        "plugins",
         "cli",
         "load_options",
         "templates",
         "text_stream",
+        "transcript",
     ),
     ("backbone",),
     ("policy",),
@@ -35,7 +38,7 @@ STOREYS = (
     ("scorers",),
     ("cache",),
     ("chunked_prefill", "generation"),
-    ("loading", "context"),
+    ("loading", "document", "chat", "context"),
 )
 """The rooms of locret from the ground up; each may import those below it and its own storey."""
 STOREY = {room: number for number, rooms in enumerate(STOREYS) for room in rooms}
