@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 import zipfile
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -150,7 +151,8 @@ def _on_disk(named: str) -> Iterator[str]:
                 shutil.copyfileobj(packed, unpacked)
         except KeyError:
             raise ValueError(f"{archive} has no file {member} inside; check that it is the published archive") from None
-        except zipfile.BadZipFile as error:
+        # An encrypted member is a RuntimeError, an unknown packing NotImplementedError.
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
             raise ValueError(f"{archive} is not an intact zip archive ({error}); fetch it again") from None
         except OSError as error:
             raise OSError(f"{named} cannot be read ({error.strerror or error}); check its permissions") from None
@@ -159,14 +161,16 @@ def _on_disk(named: str) -> Iterator[str]:
 
 def _table(path: str) -> Iterator[dict[str, Any]]:
     import datasets
-    import pyarrow  # type: ignore[import-untyped]
 
     try:
         yield from datasets.load_dataset("parquet", data_files=path, split="train", streaming=True)
     except FileNotFoundError:
         raise OSError(f"{path} cannot be read (no such file); check the path") from None
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not Parquet ({' '.join(str(error).split())}); fetch it again") from None
+    except PermissionError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    # Damage is an ArrowInvalid, an OSError without a number, an OverflowError or an error of datasets' own.
+    except Exception as error:
+        raise ValueError(f"{path} is not Parquet ({' '.join(str(error).split())[:200]}); fetch it again") from None
 
 
 def spans(file: str, named: str = "") -> Iterator[Span]:
