@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -165,6 +166,15 @@ def test_names_are_refused_before_the_network_is_asked(
     assert (code, expected in message) == (2, True), message
     assert hub.requests == []
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_wandb_left_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(ValueError, match="--report-to wandb needs a package that is not installed"):
+        RunOptions(report_to="wandb")
 
 
 def test_curves_go_where_they_are_asked_to(

@@ -120,6 +120,15 @@ def test_resume_where_there_is_nothing_is_refused_and_auto_starts(
     assert (code, "holds none such as checkpoint-50; start anew with --overwrite" in message) == (2, True)
 
 
+def test_resume_without_a_run_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, expected in [
+        (["--resume"], "--resume does not say which run; give its folder"),
+        (["--resume="], "--resume is empty; give the folder of a run"),
+    ]:
+        code, message = refused(capsys, given)
+        assert (code, expected in message) == (2, True), message
+
+
 def test_runs_are_not_mixed(
     paths: tuple[Path, Path], straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
