@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from locret.cli import parse_options
 from locret.data.training.json_rows import MAX_ROW_BYTES
 from locret.data.training.row_order import SHUFFLE_BUFFER
-from locret.field_values import check_finite, checked
+from locret.field_values import check_finite, check_license, checked
 from locret.labels import kinds
 from locret.load_options import BackboneSource
 from locret.nearest import nearest
@@ -246,6 +246,8 @@ class RunOptions:
     """Repository (org/name) to upload the heads to at the end."""
     private: bool = False
     """Make a new repository private."""
+    license: str | None = None
+    """Licence of the heads as the Hub spells it, such as mit; apache-2.0, or that of the heads it begins with."""
     dry_run: bool = False
     """Print the resolved options and a memory plan; load no weights and write nothing."""
     json: bool = False
@@ -253,6 +255,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         _check_positive(self, "save_every", "keep_checkpoints", "log_every")
+        check_license(self.license)
         if self.output is not None and not self.output.strip():
             raise ValueError("--output is empty; give a folder")
         self.trackers()

@@ -175,12 +175,11 @@ def _table(path: str) -> Iterator[dict[str, Any]]:
         yield from datasets.load_dataset("parquet", data_files=path, split="train", streaming=True)
     except FileNotFoundError:
         raise OSError(f"{path} cannot be read (no such file); check the path") from None
-    except TABLE_ERRORS as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise ValueError(
-            f"{path} is not Parquet, or damaged ({' '.join(str(error).split())}); fetch it again"
-        ) from None
+    except PermissionError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    # Damage is an ArrowInvalid, an OSError without a number, an OverflowError or an error of datasets' own.
+    except Exception as error:
+        raise ValueError(f"{path} is not Parquet ({' '.join(str(error).split())[:200]}); fetch it again") from None
 
 
 def spans(file: str, named: str = "") -> Iterator[Span]:
