@@ -108,7 +108,11 @@ class _Handler(BaseHTTPRequestHandler):
         ("PUT", r"/lfs/([0-9a-f]{64})", "lfs_upload"),
         ("POST", r"/lfs/([0-9a-f]{64})/verify", "lfs_verify"),
         ("GET", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", "tree"),
+        ("GET", r"/api/(datasets/[^/]+/[^/]+)/tree/([^/]+)", "tree"),
+        ("GET", r"/api/(datasets/[^/]+/[^/]+)/tree/([^/]+)/(.+)", "tree"),
+        ("POST", r"/api/(datasets/[^/]+/[^/]+)/paths-info/([^/]+)", "paths_info"),
         ("GET", r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", "info"),
+        ("GET", r"/api/(datasets/[^/]+/[^/]+)/revision/([^/]+)", "info"),
         ("GET", r"/api/models/([^/]+/[^/]+)", "info"),
         ("GET", r"/api/models", "list_models"),
         ("GET|HEAD", r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
@@ -267,6 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
     def info(self, name: str, revision: str = "main") -> None:
         repo, commit = self.find(name, revision)
         siblings = [{"rfilename": path} for path in repo.commits[commit]]
+        name = name.removeprefix("datasets/")
         self.answer(
             {"id": name, "modelId": name, "sha": commit, "private": repo.private, "siblings": siblings, "tags": []}
         )
@@ -284,10 +289,18 @@ class _Handler(BaseHTTPRequestHandler):
                 found.append({**facts, "cardData": card, "siblings": []})
         self.answer(found)
 
-    def tree(self, name: str, revision: str) -> None:
+    def tree(self, name: str, revision: str, folder: str = "") -> None:
         repo, commit = self.find(name, revision)
-        files = repo.commits[commit].items()
+        files = [(path, content) for path, content in repo.commits[commit].items() if path.startswith(folder)]
+        if folder and not files:
+            raise Refused(404, "Entry not found", "EntryNotFound")
         self.answer([{"type": "file", "path": p, "size": len(c), "oid": git_oid(c)} for p, c in files])
+
+    def paths_info(self, name: str, revision: str) -> None:
+        repo, commit = self.find(name, revision)
+        asked = parse_qs(self.body.decode())["paths"] if b"=" in self.body else self.json_body()["paths"]
+        files = {path: content for path, content in repo.commits[commit].items() if path in asked}
+        self.answer([{"type": "file", "path": p, "size": len(c), "oid": git_oid(c)} for p, c in files.items()])
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         repo, commit = self.find(name, revision)
