@@ -172,7 +172,7 @@ class _Calls:
     def latest(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return hidden states (B, L, E) and rotary cosines and sines of the call that is under way."""
         hidden, *embeddings = [one() for one in self._newest[get_ident()]]
-        return hidden, tuple(embeddings)  # type: ignore[return-value]
+        return hidden, tuple(embeddings)  # type: ignore[return-value, arg-type] # alive as long as the call
 
 
 class _AsSeen:
@@ -185,7 +185,7 @@ class _AsSeen:
         self._module, self._rotary, self._offset = module, rotary, offset
 
     @property
-    def __class__(self) -> Any:  # presses ask which architecture it is
+    def __class__(self) -> Any:  # type: ignore[misc] # presses ask which architecture it is
         return type(self._module)
 
     def __getattr__(self, name: str) -> Any:
