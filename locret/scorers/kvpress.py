@@ -184,8 +184,8 @@ class _AsSeen:
     def __init__(self, module: nn.Module, rotary: nn.Module | None, offset: int) -> None:
         self._module, self._rotary, self._offset = module, rotary, offset
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc] # presses ask which architecture it is
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # presses ask which architecture it is
         return type(self._module)
 
     def __getattr__(self, name: str) -> Any:

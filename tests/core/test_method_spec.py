@@ -47,6 +47,7 @@ def test_a_mapping_says_the_same_and_has_the_same_spelling() -> None:
     assert parse({"h2o": {}}) == parse("h2o")
 
 
+@pytest.mark.slow
 @given(
     options=st.dictionaries(
         st.from_regex(r"[a-z_]{1,8}", fullmatch=True),
