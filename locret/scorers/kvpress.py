@@ -28,12 +28,13 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import attention_modules, describe, find_decoder
 from locret.backbone.chunk import Chunk
+from locret.backbone.rotary import FULL_ATTENTION
 from locret.scorers.base import Scorer
 
 _ARGUMENTS = ["module", "hidden_states", "keys", "values", "attentions", "kwargs"]
 _RATIO, _WINDOW = "compression_ratio", "window_size"
 _OWN_SELECTION = ("compress", "forward_hook", "__call__")
-_QUERIES = 256
+_QUERIES = 64
 
 
 class PressScorer(Scorer):
@@ -191,7 +192,10 @@ class _AsSeen:
     def __getattr__(self, name: str) -> Any:
         if name == "rotary_emb" and self._rotary is not None:
             rotary, offset = self._rotary, self._offset
-            return lambda states, position_ids: rotary(states, position_ids + offset)
+            extra = (
+                {"layer_type": FULL_ATTENTION} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
+            )
+            return lambda states, position_ids: rotary(states, position_ids + offset, **extra)
         found = getattr(self._module, name)
         return _Unhooked(found) if isinstance(found, nn.Module) else found
 
