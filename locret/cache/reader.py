@@ -22,7 +22,6 @@ from locret.backbone.instrument import instrumented
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
 from locret.cache.unscored import Unscored
-from locret.field_values import shown
 from locret.policy.selectors import Stay
 from locret.scorers import Rated, TokenPass, TokenScorer
 
@@ -189,8 +188,6 @@ class Reader:
         scores, columns = rated if isinstance(rated, Rated) else (rated, {})
         batch, kv_heads, units = chunk.unit_positions.shape
         for name, values in {"scores": scores, **columns}.items():
-            if not isinstance(values, Tensor):
-                raise ValueError(f"scorer {self.scorer.name} returned {name} that are no tensor but {shown(values)}")
             if tuple(values.shape) not in ((batch, kv_heads, chunk.new_tokens), (batch, kv_heads, units)):
                 raise ValueError(
                     f"scorer {self.scorer.name} returned {name} of shape {tuple(values.shape)}; return "

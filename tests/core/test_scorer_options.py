@@ -239,15 +239,3 @@ def test_sage_kv_has_the_sizes_of_its_paper_for_qwen(
     # Numbers of the paper: 2,048 sinks, 2,560 newest and 7 lists of 512 out of 8,192.
     qwen = scorers.get("sage_kv:recent_share=0.3125")
     assert (qwen.sink_tokens(8192, 0), qwen.recent(8192), (8192 - 2048 - 2560) // 7) == (2048, 2560, 512)
-
-
-def test_a_scorer_that_returns_no_tensor_is_named() -> None:
-    class Silent(scorers.RandomScorer):
-        name = "silent"
-
-        def score(self, chunk: Chunk) -> Tensor:
-            return None  # type: ignore[return-value]
-
-    cache = RetentionCache(build("llama"), Silent(), policy())
-    with pytest.raises(ValueError, match="scorer silent returned scores that are no tensor but None"):
-        prefill(cache.model, prompt(40), cache)
