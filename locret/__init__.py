@@ -11,7 +11,7 @@ from locret._version import __version__
 if TYPE_CHECKING:
     from locret import scorers
     from locret.cache.cache import RetentionCache
-    from locret.cache.cache_file import load_cache, save_cache
+    from locret.cache.cache_file import load_cache, read_notes, save_cache
     from locret.chunked_prefill import prefill
     from locret.generation import generate
     from locret.heads.heads import RetainingHead, RetainingHeads
@@ -26,6 +26,7 @@ __all__ = [
     "generate",
     "load_cache",
     "prefill",
+    "read_notes",
     "save_cache",
     "scorers",
 ]
@@ -41,6 +42,7 @@ _HOME = {
     "generate": "locret.generation",
     "load_cache": "locret.cache.cache_file",
     "prefill": "locret.chunked_prefill",
+    "read_notes": "locret.cache.cache_file",
     "save_cache": "locret.cache.cache_file",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,20 @@ from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
 FORMAT = "locret-cache-1"
+_MOST_NOTES = 16 * 2**20
+"""Characters of notes; a safetensors header, where they are written, may take 100 MB."""
 
 
-def save_cache(cache: RetentionCache, path: str | Path) -> None:
+def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
     """Write what a cache holds to one file, so that the same context can be asked again later.
 
     Args:
         cache: A cache that has read something.
         path: File to write; an existing one is replaced once the new one is complete.
+        notes: Whatever else the caller wants to find again with `read_notes`: plain JSON values by name.
 
     Raises:
-        ValueError: If the cache is empty, or a read of it was interrupted.
+        ValueError: If the cache is empty, a read of it was interrupted, or the notes are no JSON values.
         OSError: If the file cannot be written; nothing half-written stays.
 
     Examples:
@@ -41,6 +45,7 @@ def save_cache(cache: RetentionCache, path: str | Path) -> None:
     cache.check_whole()
     if not cache.seen:
         raise ValueError(f"{path}: the cache has read nothing yet; call locret.prefill before saving it")
+    kept = _notes(notes or {})
     tensors, numbers = cache.state()
     state = {
         "format": FORMAT,
@@ -51,7 +56,30 @@ def save_cache(cache: RetentionCache, path: str | Path) -> None:
         **numbers,
     }
     with written_whole(path) as fresh:
-        save_file({key: tensor.cpu() for key, tensor in tensors.items()}, fresh, metadata={"state": json.dumps(state)})
+        metadata = {"state": json.dumps(state), "notes": kept}
+        save_file({key: tensor.cpu() for key, tensor in tensors.items()}, fresh, metadata=metadata)
+
+
+def _notes(notes: Mapping[str, Any]) -> str:
+    try:
+        text = json.dumps(dict(notes), allow_nan=False)
+        same = json.loads(text) == notes
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"notes cannot be saved ({error}); give numbers, texts, lists and mappings") from error
+    if not same:
+        raise ValueError("notes would come back changed; give lists instead of tuples, and texts as names")
+    if len(text) > _MOST_NOTES:
+        raise ValueError(f"notes take {len(text):,} characters, more than {_MOST_NOTES:,}; save long texts elsewhere")
+    return text
+
+
+def read_notes(path: str | Path) -> dict[str, Any]:
+    """Return the notes that `save_cache` was given, without reading the units; empty if there were none.
+
+    Raises:
+        ValueError: If the file is not a saved cache.
+    """
+    return _header(path)[1]
 
 
 def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scorer | str) -> RetentionCache:
@@ -88,14 +116,23 @@ def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scor
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    state, _ = _header(path)
+    with safe_open(path, framework="pt") as file:
+        tensors: dict[str, torch.Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return state, tensors
+
+
+def _header(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not Path(path).is_file():
         raise ValueError(f"{path} does not exist; give a file written by save_cache")
     try:
         with safe_open(path, framework="pt") as file:
-            state = json.loads((file.metadata() or {}).get("state", "{}"))
-            tensors: dict[str, torch.Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+            metadata = file.metadata() or {}
+        state, notes = (json.loads(metadata.get(name, "{}")) for name in ("state", "notes"))
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a saved cache ({error}); give a file written by save_cache") from error
+    if not isinstance(state, dict) or not isinstance(notes, dict):
+        raise ValueError(f"{path} is not a saved cache; give a file written by save_cache")
     if state.get("format") != FORMAT:
         raise ValueError(f"{path} has format {state.get('format')} instead of {FORMAT}; save the cache again")
-    return state, tensors
+    return state, notes

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from families import build
 
-from locret import generate, load_cache
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, read_notes, save_cache
 
 FOLDER = Path(__file__).with_name("saved_caches")
 ANSWERS = json.loads((FOLDER / "answers.json").read_text())
@@ -22,3 +23,36 @@ def test_a_cache_saved_by_an_earlier_version_answers_as_it_did(name: str) -> Non
     answer = generate(model, cache=cache, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert answer.tolist() == saved["answer"]
     assert cache.kept_scores(cache.backbone.layers[0]).shape[:2] == (2, cache.backbone.num_kv_heads)
+
+
+def test_notes_come_back_without_the_units(tmp_path: Path) -> None:
+    cache = _read_something()
+    notes = {"text": "book.txt", "tokens": [1, 2], "template": None, "nested": {"é": 1.5}}
+    save_cache(cache, tmp_path / "a.ctx", notes=notes)
+    assert read_notes(tmp_path / "a.ctx") == notes
+    save_cache(cache, tmp_path / "b.ctx")
+    assert read_notes(tmp_path / "b.ctx") == {}
+    assert read_notes(FOLDER / "ragged.safetensors") == {}
+
+
+@pytest.mark.parametrize(
+    ("notes", "message"),
+    [
+        ({"a": float("nan")}, "notes cannot be saved"),
+        ({"a": object()}, "notes cannot be saved"),
+        ({"a": (1, 2)}, "notes would come back changed"),
+        ({1: 2}, "notes would come back changed"),
+        ({"a": "x" * 2**24}, "more than 16,777,216"),
+    ],
+)
+def test_notes_that_would_not_come_back_are_refused(tmp_path: Path, notes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        save_cache(_read_something(), tmp_path / "a.ctx", notes=notes)
+    assert not list(tmp_path.iterdir())
+
+
+def _read_something() -> RetentionCache:
+    model = build("llama")
+    cache = RetentionCache(model, "streaming", RetentionPolicy(budget=8, chunk_size=8, stabilizers=2, local_len=2))
+    prefill(model, torch.arange(24)[None] + 3, cache)
+    return cache
