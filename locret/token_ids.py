@@ -25,11 +25,11 @@ class Prompt:
     ids: Tensor | Iterator[Any]
     """(B, N) int64 of at least one token, wherever the caller has it; or an iterator of ids or of pieces."""
     mask: Tensor | None
-    """(B, N) int64 on the CPU, 0 for padding, which is on the left; None where all tokens count."""
+    """(B, N) int64 on the CPU, 0 for padding, on the left of each text; None where all tokens count."""
 
 
-def prompt(model: nn.Module, input_ids: Any, attention_mask: Any = None) -> Prompt:
-    """Check a prompt.
+def checked_prompt(model: nn.Module, input_ids: Any, attention_mask: Any = None, *, seen: int = 0) -> Prompt:
+    """Return a prompt that may be read.
 
     Args:
         model: The backbone, for its vocabulary and its pad token.
@@ -37,6 +37,7 @@ def prompt(model: nn.Module, input_ids: Any, attention_mask: Any = None) -> Prom
             iterator of ids or of pieces.
         attention_mask: (B, N) or (N,), 1 or True for a token, 0 or False for padding. None: left padding is recognised
             if the model has a pad token of its own, as transformers does.
+        seen: Tokens of it that were read before, each text of them with padding of its own.
 
     Raises:
         ValueError: For anything else, padding on the right, or ids that the model does not know.
@@ -44,7 +45,9 @@ def prompt(model: nn.Module, input_ids: Any, attention_mask: Any = None) -> Prom
     if isinstance(input_ids, Mapping):
         input_ids, attention_mask = _tokenized(input_ids, attention_mask)
     if isinstance(input_ids, str | bytes):
-        raise ValueError(f"input_ids is a {type(input_ids).__name__}; give token ids, such as tokenizer(text).input_ids")
+        raise ValueError(
+            f"input_ids is a {type(input_ids).__name__}; give token ids, such as tokenizer(text).input_ids"
+        )
     if isinstance(input_ids, Iterable) and not _is_array(input_ids):
         if attention_mask is not None:
             raise ValueError("attention_mask belongs to a tensor of ids; leave it out where ids come from an iterator")
@@ -52,8 +55,8 @@ def prompt(model: nn.Module, input_ids: Any, attention_mask: Any = None) -> Prom
     ids = _tensor(input_ids, "input_ids", _WAY_OUT)
     check_ids(ids, vocabulary(model))
     if attention_mask is None:
-        return Prompt(ids, _left_padding(model, ids))
-    return Prompt(ids, _mask(attention_mask, ids))
+        return Prompt(ids, _left_padding(model, ids, seen))
+    return Prompt(ids, _mask(attention_mask, ids, seen))
 
 
 def check_ids(ids: Tensor, known: int | None) -> None:
@@ -103,7 +106,7 @@ def _tensor(given: Any, name: str, way_out: str) -> Tensor:
         given = [item.tolist() if isinstance(item, Tensor) else item for item in given]
     try:
         found = torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         reason = "rows of different length" if "length" in str(error) else type(given).__name__
         if reason == "rows of different length":
             way_out = "pad them on the left, or give an iterator if they are pieces of one text"
@@ -117,15 +120,15 @@ def _tensor(given: Any, name: str, way_out: str) -> Tensor:
     return found
 
 
-def _left_padding(model: nn.Module, ids: Tensor) -> Tensor | None:
+def _left_padding(model: nn.Module, ids: Tensor, seen: int) -> Tensor | None:
     config = getattr(unwrap(model), "generation_config", None)
     pad, eos = getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)
     if pad is None or pad == eos or (isinstance(eos, list) and pad in eos) or ids.shape[0] == 1:
         return None
-    return _checked((ids != pad).long().cummax(dim=1).values.cpu())
+    return _checked((ids != pad).long().cummax(dim=1).values.cpu(), seen)
 
 
-def _mask(given: Any, ids: Tensor) -> Tensor | None:
+def _mask(given: Any, ids: Tensor, seen: int) -> Tensor | None:
     mask = _tensor(given, "attention_mask", "give one 0 or 1 per token")
     if mask.shape != ids.shape:
         raise ValueError(
@@ -135,18 +138,17 @@ def _mask(given: Any, ids: Tensor) -> Tensor | None:
     if ((mask != 0) & (mask != 1)).any():
         value = mask[(mask != 0) & (mask != 1)][0].item()
         raise ValueError(f"attention_mask holds {value}; give 1 for a token and 0 for padding")
-    return _checked(mask.long())
+    return _checked(mask.long(), seen)
 
 
-def _checked(mask: Tensor) -> Tensor | None:
-    if mask.all():
-        return None
-    if (mask.diff(dim=1) < 0).any():
+def _checked(mask: Tensor, seen: int) -> Tensor | None:
+    unread = mask[:, seen:]
+    if (unread.diff(dim=1) < 0).any():
         raise ValueError('attention_mask has padding on the right; pad on the left (tokenizer.padding_side = "left")')
-    lengths = mask.sum(dim=1)
-    if (lengths == 0).any():
+    lengths = unread.sum(dim=1)
+    if unread.shape[1] and (lengths == 0).any():
         raise ValueError(f"row {int(lengths.argmin())} of input_ids is padding only; drop it from the batch")
-    return mask
+    return None if mask.all() else mask
 
 
 class Stream:
@@ -183,7 +185,7 @@ class Stream:
             else:
                 fresh.extend(_piece(item))
         if fresh:
-            tokens = torch.tensor([fresh])
+            tokens = _tensor(fresh, "input_ids", _WAY_OUT)
             check_ids(tokens, self.known)
             self._pending = torch.cat([self._pending, tokens], dim=1)
         return min(count, self._pending.shape[1])

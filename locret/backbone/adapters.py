@@ -98,6 +98,11 @@ def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
+def input_device(model: nn.Module) -> torch.device:
+    """Return where a backbone wants its token ids."""
+    return device_of(unwrap(model).get_input_embeddings())
+
+
 def find_decoder(model: nn.Module) -> Any:
     """Return the stack of decoder layers, which owns `layers` and `rotary_emb`.
 
