@@ -39,6 +39,10 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
     # Beside the files to be replaced, since a rename cannot cross file systems and a mounted folder is one of its own.
     staging = (path if path.is_dir() else path.parent) / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
     fresh = staging / path.name
+    if not parents and not staging.parent.exists():
+        raise FileNotFoundError(
+            f"cannot write {target}: there is no folder {staging.parent}; make it, or choose another"
+        )
     try:
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise OSError("it is a device or a pipe")
@@ -48,7 +52,9 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
             raise OSError("it is a folder" if path.is_dir() else "it is a file")
         for file in fresh.rglob("*") if fresh.is_dir() else [fresh]:
             if file.is_file():
-                _finish(file, staging.stat().st_mode & 0o666)
+                # As the umask allows, which made the staging folder: safetensors writes for the owner alone.
+                old = path / file.relative_to(fresh)
+                _finish(file, old.stat().st_mode & 0o777 if old.is_file() else staging.stat().st_mode & 0o666)
         if path.is_dir():
             for file in sorted(fresh.iterdir(), key=lambda file: file.name == last):
                 os.replace(file, path / file.name)
@@ -72,10 +78,10 @@ def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
 
 
 def _finish(file: Path, mode: int) -> None:
-    """Bring a file to the disk, readable by whom the umask allows: safetensors writes for the owner alone."""
-    file.chmod(mode)
+    """Bring a file to the disk, with the permissions it is to have."""
     with open(file, "rb+") as handle:
         os.fsync(handle.fileno())
+    file.chmod(mode)
 
 
 def _reason(error: Exception) -> str:
@@ -88,7 +94,8 @@ def _reason(error: Exception) -> str:
 def locked(folder: str | Path, setting: str) -> Iterator[None]:
     """Hold a folder against other commands until the block, or this process, ends, however it ends.
 
-    The folder is made if need be, and removed again if it stays empty.
+    The folder is made if need be, and removed again if it stays empty. What a killed process was about to write in it
+    is removed.
 
     Args:
         folder: The folder.
@@ -123,6 +130,8 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
     try:
         with suppress(OSError):  # only for the message above
             (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        for partial in path.glob(PARTIAL):
+            shutil.rmtree(partial, ignore_errors=True)
         yield
     finally:
         with suppress(OSError):

@@ -28,7 +28,7 @@ def refused(outcome: Any, *parts: str, code: int = 2) -> None:
     ("arguments", "parts"),
     [
         (("--budget", 0), ("budget=0 is too small", "1 or more")),
-        (("--budget", 8), ("stabilizers=16 leaves no room", "budget=8")),
+        (("--budget", 8, "--stabilizers", 16), ("stabilizers=16 leaves no room", "budget=8")),
         (("--prompt-file", "nowhere.txt"), ("--prompt-file nowhere.txt: no such file",)),
         (("--prompt-file", "."), ("--prompt-file .: that is a folder",)),
         (("--model", "no/such/model"), ("--model no/such/model: there is no such folder",)),
@@ -157,4 +157,4 @@ def test_recipe_with_an_unknown_key_or_type_is_refused(infer: Infer, tmp_path: P
     (tmp_path / "recipe.yaml").write_text(f"model: x\nheads: y\n{line}\n")
     outcome = infer("--config", tmp_path / "recipe.yaml")
     assert outcome.code == 2
-    assert part in outcome.err.strip().splitlines()[-1] + outcome.err.strip().splitlines()[-2]
+    assert part in outcome.err

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from locret import shipped
-from locret.data.training.chat import encode, leading_special_ids
+from locret.templates import encode, leading_special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
