@@ -161,11 +161,10 @@ class Stream:
     """
 
     def __init__(self, source: Tensor | Iterator[Any], device: torch.device, known: int | None) -> None:
-        whole = isinstance(source, Tensor)
         self.device, self.known = device, known
-        self.length = source.shape[1] if whole else None
-        self._pending: Tensor = source if whole else torch.empty(1, 0, dtype=torch.long)
-        self._more: Iterator[Any] = iter(()) if whole else source
+        self.length = source.shape[1] if isinstance(source, Tensor) else None
+        self._pending = source if isinstance(source, Tensor) else torch.empty(1, 0, dtype=torch.long)
+        self._more: Iterator[Any] = iter(()) if isinstance(source, Tensor) else source
 
     def available(self, count: int) -> int:
         """Return how many tokens are left, or `count` if there are at least that many.

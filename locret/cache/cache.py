@@ -154,7 +154,7 @@ class RetentionCache(Cache):
     @property
     def rows(self) -> int:
         """Rows of the batch; 0 before the first token."""
-        return max(layer.batch for layer in self.layers)
+        return max(int(layer.batch) for layer in self.layers)
 
     @property
     def governed(self) -> list[RetentionLayer]:

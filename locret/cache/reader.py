@@ -128,8 +128,8 @@ class Reader:
         self.torn = True
         batch, length = tokens.shape[:2]
         ids = tokens if tokens.ndim == 2 else None
-        known = ids is not None and (self.cache.digest is not None or not self.cache.seen)
-        self._digest = extended(self.cache.digest, ids) if known else None
+        known = self.cache.digest is not None or not self.cache.seen
+        self._digest = extended(self.cache.digest, ids) if known and ids is not None else None
         self._ids = ids if self.scorer.needs_hidden else None
         steps = torch.arange(length, device=tokens.device)
         self._positions, rotary = self.cache.number(steps, batch)
