@@ -202,7 +202,8 @@ class Reader:
                     f"({batch}, {kv_heads}, {chunk.new_tokens}) for the new units, or ({batch}, {kv_heads}, {units}) "
                     "for all"
                 )
-        self._note_unsound(scores)
+        if self.scorer.causal or (chunk.selects and units > chunk.budget):  # else they are replaced before they matter
+            self._note_unsound(scores)
         if self.cache.fed_again:  # a token fed twice counts once: units before it have been rated with it already
             new = slice(-chunk.new_tokens, None)
             return scores[:, :, new], {name: values[:, :, new] for name, values in columns.items()}

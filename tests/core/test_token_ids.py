@@ -105,7 +105,6 @@ def test_masks_may_come_as_people_have_them(model: Any, form: str) -> None:
         (iter([3, 4, 199]), "the backbone knows 199 tokens"),
         (iter([3, 2**70]), "input_ids is not a table of numbers"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_read_is_refused_before_anything_changes(model: Any, ids: Any, message: str) -> None:
     cache = new_cache(model)
@@ -129,7 +128,6 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(model: Any, ids:
         (torch.ones(1, 1, 45, 45), "attention_mask has 4 dimensions"),
         ("ones", r"attention_mask is not a table of numbers \(str\)"),
     ],
-    ids=str,
 )
 def test_masks_of_anything_but_0_and_1_are_refused(model: Any, mask: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
