@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from locret import scorers, shipped
+from locret import method_spec, scorers, shipped
 from locret.backbone.adapters import describe
 from locret.cache.cache import RetentionCache
 from locret.heads import hub
@@ -162,8 +162,9 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
                 "backbone with --heads, or another scorer with --scorer",
                 stacklevel=2,
             )
-        scorer = scorers.get(options.scorer or scorers.FALLBACK, **options.scorer_options)
-        return scorer, {"positions": scorer.positions}
+        spec = method_spec.parse(scorers.FALLBACK if options.scorer is None else options.scorer, "--scorer")
+        scorer = scorers.make(spec, options.scorer_options)
+        return scorer, {"positions": scorer.positions, **spec.changes}
     try:
         heads = RetainingHeads.from_pretrained(options.heads, allow_other_base=options.allow_other_base)
     except ValueError as error:

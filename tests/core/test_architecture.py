@@ -23,6 +23,8 @@ STOREYS = (
         "field_values",
         "files",
         "tables",
+        "method_spec",
+        "plugins",
         "cli",
         "load_options",
         "templates",
