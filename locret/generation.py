@@ -158,6 +158,7 @@ _INSTEAD = {
     "output_attentions": "attention weights are never formed; leave it out",
     "guidance_scale": "it calls the backbone without this cache; use sampling or beams",
     "negative_prompt_ids": "it calls the backbone without this cache; leave it out",
+    "negative_prompt_attention_mask": "it calls the backbone without this cache; leave it out",
     "cache_implementation": "the cache is a RetentionCache; leave it out",
     "custom_generate": "the answer is written by the loop of transformers; leave it out",
     "prefill_chunk_size": "the policy's chunk_size says how a prompt is read; leave it out",
@@ -191,8 +192,10 @@ def checked_options(base: Any, options: dict[str, Any]) -> GenerationConfig:
         if value is not None and value is not False and (name, value) != ("guidance_scale", 1):
             raise ValueError(f"{name} has no effect here: {instead}")
         options.pop(name, None)
-    for name in unknown:
-        if name not in (*_TAKEN, *_INSTEAD):
+    for name, value in unknown.items():
+        if value is None:
+            options.pop(name, None)
+        elif name not in (*_TAKEN, *_INSTEAD):
             near = nearest(name, [*_TAKEN, *config.to_dict()])
             hint = f"; did you mean {' or '.join(near)}?" if near else "; leave it out"
             raise ValueError(f"{name} is not an option of generate{hint}")

@@ -21,6 +21,7 @@ from locret.cache.digest import shortened
 from locret.cache.layer import RetentionLayer
 from locret.cache.limits import Limits, check_pair, column_bytes
 from locret.cache.ragged import RaggedStore
+from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
 from locret.cache.store import DenseStore, Store, Workspace
 from locret.heads.heads import RetainingHeads
@@ -140,6 +141,7 @@ class RetentionCache(Cache):
         """Whether a scorer may have returned NaN or infinity; looked at where the cache is used next."""
         self._peak = 0
         self._largest = [0] * len(backbone.layers)
+        route(model, self)
 
     def _new_layer(self, index: int) -> RetentionLayer | SlidingLayer:
         if index not in self.backbone.layers:
@@ -301,7 +303,8 @@ class RetentionCache(Cache):
         layer: RetentionLayer | SlidingLayer = self.layers[layer_idx]
         if self.reader is None:
             raise ValueError(
-                "a RetentionCache is filled by locret.prefill and locret.generate, not by calling the model"
+                "a RetentionCache is filled by locret.prefill, locret.generate and the generate method of its own "
+                "model, not by calling the model"
             )
         if isinstance(layer, SlidingLayer):
             layer.update(key_states, value_states)
@@ -384,6 +387,7 @@ class RetentionCache(Cache):
         twin = copy.copy(self)
         twin.reader, twin._workspace, twin._largest = None, Workspace(), list(self._largest)
         twin.layers = [layer.copy(twin._workspace) for layer in self.layers]
+        route(self.model, twin)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
