@@ -65,11 +65,12 @@ def describe(model_or_config: Any) -> Backbone:
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside a PEFT wrapper (its adapters stay active), or the model itself.
+    """Return the transformers model inside the wrappers of PEFT (its adapters stay active) and of torch.compile.
 
     Raises:
         ValueError: If an active adapter works outside of the transformers model, so that it would be dropped.
     """
+    model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "get_base_model"):
         return model
     configs = getattr(model, "peft_config", {})

@@ -123,6 +123,14 @@ def test_an_adapted_model_answers_with_its_adapter(model: Any) -> None:
     assert torch.equal(adapted.generate(input_ids=IDS, past_key_values=new_cache(adapted), **GREEDY), expected)
 
 
+def test_a_model_to_be_compiled_answers_too(model: Any) -> None:
+    compiled = torch.compile(model, backend="eager")
+    cache = new_cache(compiled)
+    expected = generate(model, IDS, cache=new_cache(model), **GREEDY)
+    assert torch.equal(generate(compiled, IDS, cache=cache, **GREEDY), expected)
+    assert torch.equal(compiled.generate(IDS, past_key_values=cache.fresh(), **GREEDY), expected)
+
+
 # -- the model is the user's ------------------------------------------------------------------------------------------
 
 
