@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from locret.cli import parse_options, print_json, run, warnings_as_lines
@@ -77,6 +77,8 @@ def _execute(options: Options) -> None:
     dry_run = options.output.dry_run
     pieces = None if dry_run else _document(options.prompt)
     device = loading.resolve_device(options.model.device)
+    heads = loading.chosen_heads(options.scorer.heads, options.model.model)
+    options = replace(options, scorer=replace(options.scorer, heads=heads))
     scorer, recommended = loading.load_scorer(options.scorer)
     draft = sizing.draft_policy(options.policy, options.chosen, recommended)
     counted = sizing.must_count(options.policy, draft) or (not dry_run and options.generation.num_beams > 1)

@@ -125,7 +125,7 @@ class EvalOptions(PublishedOptions):
     def without_heads(self) -> tuple[EvalOptions, list[str]]:
         """Return the options with methods that need no heads, and the names of those that were left out."""
         named = self._named_methods()
-        kept: list[str | dict[str, Any]] = [method.name for method in named if not method.needs_heads]
+        kept: Methods = [method.name for method in named if not method.needs_heads]
         return replace(self, methods=kept), [method.name for method in named if method.needs_heads]
 
     def chosen_methods(self) -> list[Method]:
@@ -237,6 +237,8 @@ class ReportOptions:
     """Replace what an earlier run left in the output folder."""
     figures: str = "all"
     """all or none. Pictures need locret[eval]; without it the rest is written all the same."""
+    score_predictions: Names | None = None
+    """Score files of answers that another program wrote, and stop; needs no --model. --tasks names the task of each."""
     list: bool = False
     """Print the tasks and methods there are, and stop."""
     json: bool = False
