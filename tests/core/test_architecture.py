@@ -29,6 +29,7 @@ STOREYS = (
         "load_options",
         "templates",
         "text_stream",
+        "transcript",
     ),
     ("backbone",),
     ("policy",),
@@ -37,7 +38,7 @@ STOREYS = (
     ("scorers",),
     ("cache",),
     ("chunked_prefill", "generation"),
-    ("loading", "context"),
+    ("loading", "document", "chat", "context"),
 )
 """The rooms of locret from the ground up; each may import those below it and its own storey."""
 STOREY = {room: number for number, rooms in enumerate(STOREYS) for room in rooms}
