@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -25,6 +25,7 @@ from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
+from locret.policy.resolve import resolve
 from locret.scorers import Scorer
 from locret.templates import Message, encode, leading_special_ids
 from locret.text_stream import TokenStream, trimmed
@@ -33,6 +34,10 @@ from locret.transcript import Transcript
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+EMBEDDED_KNOWS = (
+    "the embedded backbone knows only texts that locret generates, such as recipes/infer/pass_key.txt; for texts of "
+    "your own give a language model of the Hub"
+)
 _MORE_OPTIONS = ("compile", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
 _NOT_HERE = {
     "max_length": "say how long an answer may be with max_new_tokens",
@@ -147,12 +152,15 @@ class LongContextModel:
                 )
             if isinstance(heads, (str, Path)):
                 found, _ = loading.load_scorer(named)
+            elif isinstance(found, str):
+                found, recommended = loading.load_scorer(replace(named, scorer=found))
+                policy = _with_changes(policy, recommended)
             config = loading.load_config(source)
             if isinstance(found, RetainingHeads):
                 loading.check_matches(named, found, config)
             tokenizer = loading.load_tokenizer(source)
             backbone = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
-        assert not isinstance(found, Path)
+        assert isinstance(found, (RetainingHeads, Scorer))
         return cls(backbone, tokenizer, found, policy, template=template)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -216,13 +224,14 @@ class LongContextModel:
             bar(cache)
 
         blocks = bar.blocks(self._ids(document, transcript, stream, bar))
+        bar.start()
         try:
             prompt = as_prompt(blocks, cache.policy, cache.policy.prefill_units)
             prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=on_chunk)
             warn(cache)
             bar.end()
         finally:
-            bar.bar.close()
+            bar.close()
         return Context(self, cache, stream, transcript, document.name)
 
     def _ids(
@@ -315,11 +324,7 @@ class LongContextModel:
         """Say once that the embedded backbone knows no language, when it is asked."""
         if self._knows_little:
             self._knows_little = False
-            warnings.warn(
-                "the embedded backbone knows only texts that locret generates, such as recipes/infer/pass_key.txt; "
-                "for texts of your own load a language model of the Hub",
-                stacklevel=3,
-            )
+            warnings.warn(EMBEDDED_KNOWS, stacklevel=3)
 
     # -- on disk ------------------------------------------------------------------------------------------------------
 
@@ -425,9 +430,10 @@ class Context:
         """Answer a question from a fork and yield the answer word by word; arguments as for `ask`."""
         return self.chat().stream(question, max_new_tokens=max_new_tokens, **options)
 
-    def chat(self) -> Chat:
-        """Return a conversation about the context, in a fork of it."""
-        return Chat(self.lm, self.cache.copy(), self._stream.copy(), self._transcript.copy(), self.name)
+    def chat(self, cache: RetentionCache | None = None) -> Chat:
+        """Return a conversation about the context, in a copy of its cache, or in one that has been made already."""
+        cache = self.cache.copy() if cache is None else cache
+        return Chat(self.lm, cache, self._stream.copy(), self._transcript.copy(), self.name)
 
     def fork(self) -> Context:
         """Return an independent copy."""
@@ -478,6 +484,13 @@ def _are_turns(value: Any) -> bool:
         isinstance(turn, list) and len(turn) == 2 and turn[0] == roles[nth % 2] and isinstance(turn[1], str)
         for nth, turn in enumerate(value)
     )
+
+
+def _with_changes(policy: RetentionPolicy | None, recommended: dict[str, Any]) -> RetentionPolicy:
+    """Return the policy of a scorer that was named with changes of its own, such as snapkv+pyramid."""
+    if policy is None:
+        return resolve({}, recommended)
+    return replace(policy, **{name: value for name, value in recommended.items() if name != "positions"})
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from locret import shipped
 from locret.policy.policy import RetentionPolicy
-from locret.text_stream import read_text
+from locret.text_stream import read_text, token_stream, trimmed
 
 if TYPE_CHECKING:
     from locret.backbone.adapters import Backbone
@@ -40,6 +40,14 @@ class Document:
     """Characters, bytes or tokens; None if unknown."""
     unit: str = "characters"
     source: Path | None = None
+
+    def count(self, tokenizer: Any) -> None:
+        """Tokenise it all, so that its size is known in tokens; 8 bytes each are held."""
+        assert self.pieces is not None
+        found = whole(token_stream(tokenizer, trimmed(self.pieces), add_special_tokens=False))[0].tolist()
+        if not found:
+            raise ValueError(f"{self.name} is empty; give a text to read")
+        self.pieces, self.ids, self.size, self.unit = None, [found], len(found), "tokens"
 
 
 def open_document(source: Any, name: str | None = None) -> Document:
@@ -114,10 +122,12 @@ class ReadingBar:
     shown: bool = True
     waiting: Callable[[], str] = str
     """What has been handed out and has no tokens yet."""
+    bar: Any = field(default=None, init=False)
     _given: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
+    def start(self) -> None:
+        """Begin to count the time; nothing is shown before."""
         notebook = any(cls.__name__ == "tqdm_notebook" for cls in tqdm.__mro__)
         unit = {"bytes": "B", "characters": "chars", "tokens": "token"}[self.document.unit]
         disable = not self.shown or (False if notebook else None)
@@ -147,6 +157,9 @@ class ReadingBar:
         """Show that all has been read."""
         if self.document.size is not None:
             self.bar.update(max(0, self.document.size - self.bar.n))
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
         self.bar.close()
 
     def _size(self, text: str) -> int:
