@@ -202,8 +202,15 @@ class LongContextModel:
             if name is not None:
                 raise ValueError(f"name={name!r} names one context, but {len(source)} texts are given; leave it out")
             return [self.read(one, system=system, progress=progress) for one in source]
-        cache = RetentionCache(self.model, self.scorer, self.policy)
-        return self.read_into(cache, open_document(source, name), system=system, progress=progress)
+        return self.read_into(self.new_cache(), open_document(source, name), system=system, progress=progress)
+
+    def new_cache(self) -> RetentionCache:
+        """Return an empty cache."""
+        return RetentionCache(self.model, self.scorer, self.policy)
+
+    def tokens(self, document: Document, *, system: str | None = None) -> Iterator[list[int]]:
+        """Yield the token ids that `read_into` feeds."""
+        return self._ids(document, self._transcript(system), TokenStream(self.tokenizer), ReadingBar(document, False))
 
     def read_into(
         self,

@@ -18,6 +18,7 @@ REPOSITORY = "https://github.com/locret/locret/blob/main/"
 MODULES = {
     "locret-train": "locret.train.command",
     "locret-infer": "locret.infer.command",
+    "locret-chat": "locret.infer.chat_command",
     "locret-eval": "locret.infer.evaluation.command",
     "locret-bench": "locret.infer.speed.command",
     "locret-push": "locret.heads.push",
