@@ -52,7 +52,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cut
 @dataclass(frozen=True, kw_only=True)
 class _Backbone(BackboneSource):
     trust_remote_code: bool = False
-    attn_implementation: str | None = None
+    attn_implementation: str | None = None  # type: ignore[assignment]
 
 
 class LongContextModel:
@@ -201,7 +201,8 @@ class LongContextModel:
         if isinstance(source, (list, tuple)) and source and all(isinstance(one, (str, Path)) for one in source):
             if name is not None:
                 raise ValueError(f"name={name!r} names one context, but {len(source)} texts are given; leave it out")
-            return [self.read(one, system=system, progress=progress) for one in source]
+            documents = [open_document(one) for one in source]
+            return [self.read_into(self.new_cache(), one, system=system, progress=progress) for one in documents]
         return self.read_into(self.new_cache(), open_document(source, name), system=system, progress=progress)
 
     def new_cache(self) -> RetentionCache:
@@ -253,7 +254,7 @@ class LongContextModel:
             assert document.ids is not None
             yield from self._given(opening, document.ids, stream)
             return
-        pieces = (piece for piece in document.pieces if piece)
+        pieces: Iterator[str] = (piece for piece in document.pieces if piece)
         pieces = bar.pieces(pieces) if self.template == "none" else trimmed(bar.pieces(pieces))
         first = next(pieces, None)
         if first is None:
@@ -324,7 +325,7 @@ class LongContextModel:
     @property
     def end_ids(self) -> list[int]:
         """Tokens that end an answer."""
-        ends: Any = unwrap(self.model).generation_config.eos_token_id  # type: ignore[union-attr]
+        ends: Any = unwrap(self.model).generation_config.eos_token_id
         return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
     def say_what_it_knows(self) -> None:
@@ -355,9 +356,9 @@ class LongContextModel:
             OSError: If the file cannot be read.
         """
         read, _, unread = self._load(path)
-        return Chat(*read, unread)
+        return Chat(*read, unread=unread)
 
-    def _load(self, path: str | Path) -> tuple[Any, tuple[Message, ...], tuple[int, ...]]:
+    def _load(self, path: str | Path) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
         notes = read_notes(path).get("conversation")
         if notes is None:
             raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
@@ -371,10 +372,14 @@ class LongContextModel:
     @property
     def _vocabulary(self) -> int:
         """Token ids there are."""
-        return int(unwrap(self.model).config.get_text_config().vocab_size)  # type: ignore[union-attr]
+        return int(unwrap(self.model).config.get_text_config().vocab_size)
 
     def __repr__(self) -> str:
         return f"LongContextModel({self.name}, scorer {self.scorer.name}, budget {self.policy.budget:,})"
+
+
+_Parts = tuple[LongContextModel, RetentionCache, TokenStream, Transcript, str]
+"""What contexts and chats are made of."""
 
 
 class Context:
