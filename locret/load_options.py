@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from locret import method_spec
+from locret import method_spec, shipped
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -31,6 +36,25 @@ class BackboneSource:
             raise ValueError("--model is empty; give the folder of a backbone, or its Hub id")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+
+    def local_folder(self) -> str | None:
+        """Return the folder of the backbone, or of an adapter; None if `model` is a Hub id. Nothing is fetched.
+
+        Raises:
+            ValueError: If it can be neither.
+        """
+        name = shipped.find(self.model)
+        if os.path.exists(name) and not os.path.isdir(name):
+            raise ValueError(f"--model {name} is a file; give the folder of a backbone, or its Hub id")
+        if not os.path.isdir(name):
+            if not _HUB_ID.fullmatch(name):
+                raise ValueError(
+                    f"--model {name}: there is no such folder; give the folder of a backbone, or its Hub id"
+                )
+            return None
+        if not any(os.path.isfile(os.path.join(name, file)) for file in (CONFIG, ADAPTER_CONFIG)):
+            raise ValueError(f"--model {name} has no {CONFIG}; give the folder of a backbone, or its Hub id")
+        return name
 
 
 @dataclass(frozen=True, kw_only=True)
