@@ -46,7 +46,12 @@ def parse_options(
     for cls in option_classes:
         parser.add_class_arguments(cls)
     switches = {"--" + f.name for cls in option_classes for f in fields(cls) if f.type in (bool, "bool")}
-    lists = {"--" + f.name for cls in option_classes for f in fields(cls) if f.type in (list[str], "list[str]")}
+    lists = {
+        "--" + f.name
+        for cls in option_classes
+        for f in fields(cls)
+        if f.type in (list[str], "list[str]") and f.default_factory is list  # what is given adds to the default
+    }
     arguments = _normalised(list(sys.argv[1:] if argv is None else argv), switches, lists)
     parsed = parser.parse_args(arguments)
     chosen = {name for name in vars(parser.parse_args(arguments, defaults=False)) if name != "config"}
@@ -103,8 +108,9 @@ def _normalised(arguments: list[str], switches: set[str], lists: set[str]) -> li
             name, equals, value = argument.partition("=")
             value = shipped.find(value) if name == "--config" else value
             name = "--" + name[2:].replace("-", "_")
-            argument = name + ("+" if name in lists else "") + equals + value
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
+            whole = (value if equals else following).startswith("[")
+            argument = name + ("+" if name in lists and not whole else "") + equals + value
             if argument in switches and following.lower() not in ("true", "false"):
                 argument += "=true"
         result.append(argument)
