@@ -74,6 +74,8 @@ def _execute(options: Options) -> None:
     output, prompt = options.output, options.prompt
     if output.picture:
         _check_picture(output.picture)
+    if output.save_context is not None:
+        _check_target("--save-context", output.save_context)
     asked = questions_of(prompt)
     if prompt.context is not None:
         _ask_saved(options, prompt.context, asked)
@@ -396,11 +398,16 @@ def _check_picture(path: str) -> None:
     from locret.infer import pictures
 
     pictures.require_matplotlib("--picture")
-    if os.path.isdir(path):
-        raise ValueError(f"--picture {path} is a folder; give a PNG file")
+    _check_target("--picture", path)
+
+
+def _check_target(flag: str, path: str) -> None:
+    """Refuse a file that could not be written once all has been read."""
+    if not path or os.path.isdir(path):
+        raise ValueError(f"{flag} {path} is a folder; give a file" if path else f"{flag} is empty; give a file")
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
-        raise ValueError(f"--picture {path}: there is no folder {folder}; make it first")
+        raise ValueError(f"{flag} {path}: there is no folder {folder}; make it first")
 
 
 def _painter(path: str | None, scorer: ScorerOptions) -> Any:

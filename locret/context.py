@@ -340,7 +340,7 @@ class LongContextModel:
         """Return a context that `Context.save` has written.
 
         Raises:
-            ValueError: If the file is none, or was made with another backbone, scorer or tokenizer.
+            ValueError: If the file is none, or was made with another backbone or scorer.
             OSError: If the file cannot be read.
         """
         read, turns, _ = self._load(path)
@@ -352,7 +352,7 @@ class LongContextModel:
         """Return a conversation that `Chat.save` has written, or a new one about a saved context.
 
         Raises:
-            ValueError: If the file is none, or was made with another backbone, scorer or tokenizer.
+            ValueError: If the file is none, or was made with another backbone or scorer.
             OSError: If the file cannot be read.
         """
         read, _, unread = self._load(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -75,6 +75,8 @@ def open_document(source: Any, name: str | None = None) -> Document:
         source = source.flatten().tolist()
     size = len(source) if isinstance(source, (list, tuple, array)) else None
     try:
+        if isinstance(source, (bytes, bytearray, Mapping, Set)):  # their items are none of these
+            raise TypeError
         items = iter(source)
     except TypeError:
         raise ValueError(
@@ -85,9 +87,31 @@ def open_document(source: Any, name: str | None = None) -> Document:
         raise ValueError("the text is empty; give something to read")
     items = chain([first], items)
     if isinstance(first, str):
-        return Document(name or "text", items)
-    ids = ([item] if isinstance(item, int) else item for item in items)
-    return Document(name or "ids", ids=ids, size=size if isinstance(first, int) else None, unit="tokens")
+        return Document(name or "text", map(_piece, items))
+    return Document(name or "ids", ids=map(_ids, items), size=size if isinstance(first, int) else None, unit="tokens")
+
+
+def _piece(item: Any) -> str:
+    if not isinstance(item, str):
+        raise ValueError(f"a piece of the text is {item!r}, which is none; give texts only")
+    return item
+
+
+def _ids(item: Any) -> list[int]:
+    """Return one id, or several, as numbers of Python.
+
+    Raises:
+        ValueError: For anything else: nothing is rounded.
+    """
+    if type(item) is int:
+        return [item]
+    try:
+        ids = torch.as_tensor(item).flatten()
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{item!r} among the token ids is none; give whole numbers, or lists of them") from None
+    return ids.tolist()  # type: ignore[no-any-return]
 
 
 def _is_path(text: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -55,7 +56,7 @@ def test_everything_that_can_be_read_gives_the_same_answer(lm: LongContextModel,
     ids = lm.tokenizer(TEXT.strip()).input_ids
     pieces = (TEXT[start : start + 7] for start in range(0, len(TEXT), 7))
     blocks = iter([ids[:10], torch.tensor(ids[10:30]), ids[30:]])
-    for source in (path, str(path), pieces, ids, torch.tensor(ids), torch.tensor([ids]), iter(ids), blocks):
+    for source in (path, str(path), pieces, ids, torch.tensor([ids]), iter(ids), blocks, numpy.array(ids)):
         assert lm.read(source, progress=False).ask(QUESTION) == ANSWER
     both = lm.read([TEXT, path])
     assert [one.name for one in both] == ["text", "a text.txt"]
@@ -81,6 +82,12 @@ def test_a_text_of_one_word_is_read_whole(lm: LongContextModel) -> None:
         ("checkpoints/tiny", "is a folder; give one text file"),
         ("checkpoints/tiny/model.safetensors", "model.safetensors: not UTF-8 text"),
         (7, "int cannot be read; give a text"),
+        (b"The tower", "bytes cannot be read; give a text"),
+        ({"text": "The tower"}, "dict cannot be read; give a text"),
+        ([1, 2.5], "2.5 among the token ids is none"),
+        ([1, None], "None among the token ids is none"),
+        ([True, 3], "True among the token ids is none"),
+        (iter(["The tower ", None]), "a piece of the text is None"),
         (torch.zeros(2, 3, dtype=torch.long), "are no single text"),
     ],
 )

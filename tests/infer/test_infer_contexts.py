@@ -116,6 +116,8 @@ def test_what_has_no_effect_on_a_saved_context_is_refused(
         (["--context", "no.ctx"], "--context no.ctx waits for a question"),
         (["--question", "Who?", "--question", " "], "--question is empty"),
         (["--questions", "no.txt"], "--questions no.txt: no such file"),
+        (["--save-context", "no/a.ctx"], "--save-context no/a.ctx: there is no folder"),
+        (["--save-context", "."], "--save-context . is a folder; give a file"),
         (["--questions", "empty.txt"], "--questions empty.txt holds no questions"),
         (["--questions", "bad.jsonl"], "--questions bad.jsonl, line 2: not JSON"),
         (["--questions", "none.jsonl"], "--questions none.jsonl, line 1 holds no question"),
