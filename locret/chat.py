@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from locret.cache.cache import CacheMemory, RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.chunked_prefill import prefill
+from locret.document import is_text
 from locret.generation import generate
 from locret.templates import decode
 from locret.text_stream import TokenStream
@@ -214,7 +215,7 @@ class Chat:
                 "with context.chat()"
             )
         self.cache.check_whole()
-        if text is not None and not (isinstance(text, str) and text.strip()):
+        if text is not None and not (is_text(text) and text.strip()):
             raise ValueError(f"{text!r} is nothing to answer; give a question as text")
 
     @property

@@ -20,7 +20,7 @@ from locret.cache.cache import CacheMemory, RetentionCache
 from locret.cache.cache_file import load_cache, read_notes
 from locret.chat import LONGEST_ANSWER, Chat, described, save
 from locret.chunked_prefill import prefill
-from locret.document import Document, PositionWarning, ReadingBar, as_prompt, open_document
+from locret.document import Document, PositionWarning, ReadingBar, as_prompt, is_text, open_document
 from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
 from locret.nearest import nearest
@@ -275,12 +275,19 @@ class LongContextModel:
         for block in ids:
             if not newest and start and block[: len(start)] == start:
                 block = block[len(start) :]
+            if len(block) and not 0 <= min(block) <= max(block) < self._vocabulary:
+                raise ValueError(
+                    f"token ids from {min(block)} to {max(block)} are not all among the {self._vocabulary} of this "
+                    "backbone; use its own tokenizer"
+                )
             newest = [*newest, *block][-stream.margin // 8 :]
             if len(block):
                 yield block
         stream.context = self.tokenizer.decode(newest, clean_up_tokenization_spaces=False)
 
     def _transcript(self, system: str | None = None) -> Transcript:
+        if system is not None and not is_text(system):
+            raise ValueError(f"system={system!r} is no text; give the system message as one")
         transcript = Transcript(self.tokenizer, self.template, system)
         transcript.opening()
         return transcript
@@ -430,7 +437,7 @@ class Context:
         Raises:
             ValueError: For an empty question, or an option that does not exist.
         """
-        if not isinstance(question, str):
+        if isinstance(question, Sequence) and not isinstance(question, str):
             if stream:
                 raise ValueError("stream=True yields one answer; ask one question, or leave it out")
             return [self.ask(one, max_new_tokens=max_new_tokens, **options) for one in question]

@@ -66,7 +66,7 @@ def open_document(source: Any, name: str | None = None) -> Document:
     if isinstance(source, str) and not _is_path(source):
         if not source.strip():
             raise ValueError("the text is empty; give something to read")
-        return Document(name or "text", iter([source]), size=len(source))
+        return Document(name or "text", iter([_piece(source)]), size=len(source))
     if isinstance(source, (str, Path)):
         return _file(Path(shipped.find(str(source))).expanduser(), name)
     if isinstance(source, Tensor):
@@ -92,9 +92,17 @@ def open_document(source: Any, name: str | None = None) -> Document:
 
 
 def _piece(item: Any) -> str:
-    if not isinstance(item, str):
-        raise ValueError(f"a piece of the text is {item!r}, which is none; give texts only")
-    return item
+    if not is_text(item):
+        raise ValueError(f"a piece of the text is {str(item)[:80]!r}, which is no text in Unicode; give texts only")
+    return item  # type: ignore[no-any-return]
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a tokenizer can read a value: half characters (surrogates) are no text."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _ids(item: Any) -> list[int]:

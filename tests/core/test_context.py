@@ -84,6 +84,10 @@ def test_a_text_of_one_word_is_read_whole(lm: LongContextModel) -> None:
         (7, "int cannot be read; give a text"),
         (b"The tower", "bytes cannot be read; give a text"),
         ({"text": "The tower"}, "dict cannot be read; give a text"),
+        ([1, 10**9], "token ids from 1 to 1000000000 are not all among the 900"),
+        ([-1], "are not all among the 900"),
+        ("half a \ud800 character", "which is no text in Unicode"),
+        (iter(["half a \ud800 character"]), "which is no text in Unicode"),
         ([1, 2.5], "2.5 among the token ids is none"),
         ([1, None], "None among the token ids is none"),
         ([True, 3], "True among the token ids is none"),
@@ -94,6 +98,12 @@ def test_a_text_of_one_word_is_read_whole(lm: LongContextModel) -> None:
 def test_what_cannot_be_read_is_refused(lm: LongContextModel, source: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         lm.read(source)
+
+
+@pytest.mark.parametrize("question", ["", " \n", None, 3, "half \ud800", [""]])
+def test_what_is_no_question_is_refused(context: Context, question: Any) -> None:
+    with pytest.raises(ValueError, match="is nothing to answer; give a question as text"):
+        context.ask(question)
 
 
 @pytest.mark.parametrize(
