@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,7 @@ def _load(
             "--budget or --kv-memory"
         )
     device = loading.resolve_device(model.device)
+    scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
     rates, recommended = loading.load_scorer(scorer)
     sizing.draft_policy(policy, chosen, recommended)
     config = loading.load_config(model)

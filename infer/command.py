@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from locret.cli import parse_options, print_json, run, warnings_as_lines
@@ -83,6 +83,7 @@ def _execute(options: Options) -> None:
     plan = _plan(options, asked)
     if plan is None:
         return
+    options = plan.options
     if _apart(options, asked):
         _ask_apart(options, plan, asked)
         return
@@ -102,6 +103,7 @@ def _apart(options: Options, asked: Sequence[str]) -> bool:
 class _Plan:
     """What is known before weights are loaded."""
 
+    options: Options
     config: Any
     device: Any
     dtype: Any
@@ -129,6 +131,8 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     dry_run = options.output.dry_run
     document = None if dry_run else _document(options.prompt)
     device = loading.resolve_device(options.model.device)
+    heads = loading.chosen_heads(options.scorer.heads, options.model.model)
+    options = replace(options, scorer=replace(options.scorer, heads=heads))
     scorer, recommended = loading.load_scorer(options.scorer)
     draft = sizing.draft_policy(options.policy, options.chosen, recommended)
     counted = sizing.must_count(options.policy, draft) or (not dry_run and options.generation.num_beams > 1)
@@ -164,7 +168,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     if dry_run:
         _print_plan(options, config, dtype, scorer, policy, tokens, setup)
         return None
-    return _Plan(config, device, dtype, scorer, policy, tokenizer, document, ids, bar, setup)
+    return _Plan(options, config, device, dtype, scorer, policy, tokenizer, document, ids, bar, setup)
 
 
 def _setup(options: Options, scorer: Any, policy: Any, device: Any, dtype: Any) -> dict[str, Any]:
@@ -242,6 +246,8 @@ def _ask_saved(options: Options, path: str, asked: Sequence[str]) -> None:
     _check_not_read(options, path)
     read_notes(path)  # refuses a wrong file before weights are loaded
     output, device = options.output, loading.resolve_device(options.model.device)
+    heads = loading.chosen_heads(options.scorer.heads, options.model.model)
+    options = replace(options, scorer=replace(options.scorer, heads=heads))
     scorer, _ = loading.load_scorer(options.scorer)
     config = loading.load_config(options.model)
     loading.check_matches(options.scorer, scorer, config)

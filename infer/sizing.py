@@ -176,16 +176,16 @@ def _within_memory(
 def _within_free_memory(
     flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
 ) -> RetentionPolicy:
-    assert run.prompt_tokens is not None
     weights, free = run.weight_bytes, chunk_size.free_bytes(run.device)
+    if free is None:
+        raise ValueError(f"--kv-memory {AUTO}: {run.device} does not tell what is free; give an amount, such as 2GiB")
 
     def planned(budget: int) -> int:
         return weights + run.bytes_beside_weights(resolve_options(flags, chosen, recommended, budget))
 
     least = _least_budget(flags, chosen)
-    most = max(least, run.prompt_tokens)
-    within = most if free is None else int(chunk_size.SHARE * free)
-    budget = most if free is None else largest_budget(planned, within, least, most)
+    within = int(chunk_size.SHARE * free)
+    budget = largest_budget(planned, within, least, within if run.prompt_tokens is None else run.prompt_tokens)
     if budget is None:
         raise ValueError(
             f"--kv-memory {AUTO} finds nothing free: weights, a chunk and a budget of {least} take {planned(least):,} "

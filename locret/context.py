@@ -114,7 +114,7 @@ class LongContextModel:
 
         Args:
             model: Folder of the backbone, or its Hub id; `checkpoints/tiny` is embedded, with `checkpoints/tiny-heads`.
-            heads: Retaining heads: a folder, a Hub id, or loaded ones.
+            heads: Retaining heads: a folder, a Hub id, loaded ones; "auto" takes the best on the Hub for this backbone.
             scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides.
             policy: How many units stay; if None, what the heads recommend, else the defaults.
             adapter: LoRA adapter (PEFT) to put on the backbone.
@@ -133,6 +133,8 @@ class LongContextModel:
         if heads is not None and scorer is not None:
             raise ValueError(f"heads {heads} and scorer {scorer} exclude each other; drop one of them")
         with _as_arguments():
+            if isinstance(heads, str):
+                heads = loading.chosen_heads(heads, str(model))
             source = _Backbone(
                 model=str(model),
                 revision=revision,
