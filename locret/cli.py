@@ -46,7 +46,13 @@ def parse_options(
     for cls in option_classes:
         parser.add_class_arguments(cls)
     switches = {"--" + f.name for cls in option_classes for f in fields(cls) if f.type in (bool, "bool")}
-    arguments = _normalised(list(sys.argv[1:] if argv is None else argv), switches)
+    lists = {
+        "--" + f.name
+        for cls in option_classes
+        for f in fields(cls)
+        if f.type in (list[str], "list[str]") and f.default_factory is list  # what is given adds to the default
+    }
+    arguments = _normalised(list(sys.argv[1:] if argv is None else argv), switches, lists)
     parsed = parser.parse_args(arguments)
     chosen = {name for name in vars(parser.parse_args(arguments, defaults=False)) if name != "config"}
     instances = [cls(**{f.name: parsed[f.name] for f in fields(cls)}) for cls in option_classes]
@@ -92,8 +98,8 @@ def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
         yield
 
 
-def _normalised(arguments: list[str], switches: set[str]) -> list[str]:
-    """Accept `--like-this` for `--like_this`, a bare `--switch` for `--switch=true`, and shipped recipes anywhere."""
+def _normalised(arguments: list[str], switches: set[str], lists: set[str]) -> list[str]:
+    """Accept `--like-this`, a bare `--switch`, a list's flag given again for one more, and shipped recipes anywhere."""
     result = []
     for index, argument in enumerate(arguments):
         if index and arguments[index - 1] == "--config":
@@ -101,8 +107,10 @@ def _normalised(arguments: list[str], switches: set[str]) -> list[str]:
         elif argument.startswith("--"):
             name, equals, value = argument.partition("=")
             value = shipped.find(value) if name == "--config" else value
-            argument = "--" + name[2:].replace("-", "_") + equals + value
+            name = "--" + name[2:].replace("-", "_")
             following = arguments[index + 1] if index + 1 < len(arguments) else ""
+            whole = (value if equals else following).startswith("[")
+            argument = name + ("+" if name in lists and not whole else "") + equals + value
             if argument in switches and following.lower() not in ("true", "false"):
                 argument += "=true"
         result.append(argument)

@@ -161,6 +161,8 @@ def _row_tensors(rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule
         wanted |= {"rows.pad": ((rows,), ("I64",)), "rows._shift": ((rows,), ("I64",))}
     if "rows.last_tokens" in shapes:
         wanted["rows.last_tokens"] = ((rows, 1), ("I64",))
+    if "rows.digest" in shapes:
+        wanted["rows.digest"] = ((rows,), ("I64",))
     if "rows._context" in shapes:
         found = shapes["rows._context"][0]
         tokens = found[1] if len(found) == 3 and found[1] in (1, 2) else 1
