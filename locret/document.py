@@ -119,7 +119,7 @@ def _ids(item: Any) -> list[int]:
             raise TypeError
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{item!r} among the token ids is none; give whole numbers, or lists of them") from None
-    return ids.tolist()  # type: ignore[no-any-return]
+    return ids.tolist()
 
 
 def _is_path(text: str) -> bool:
