@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from locret.cli import print_json, run
 from locret.files import locked
-from locret.train.training_run import TrainingRun
+from locret.train import training_options
 
 if TYPE_CHECKING:
     from accelerate import PartialState
+
+    from locret.train.training_run import TrainingRun
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +30,10 @@ def command(argv: Sequence[str] | None = None) -> int:
         OSError: If a file cannot be read or written.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    training = TrainingRun(argv)
+    options, chosen = training_options.parse(argv)
+    from locret.train.training_run import TrainingRun  # imports torch
+
+    training = TrainingRun(options, chosen)
     training.check()
     from accelerate import PartialState
 

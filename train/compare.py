@@ -189,7 +189,7 @@ def check(options: CompareOptions) -> None:
         ValueError: For what the user must change.
     """
     from locret.data.training.question_rows import QuestionRowsOptions
-    from locret.train.training_run import TrainingRun
+    from locret.train import training_options
 
     for name, given in options.rows.items():
         try:
@@ -199,7 +199,7 @@ def check(options: CompareOptions) -> None:
     for name in options.chosen():
         flags = [f"--{key}={_flag_value(value)}" for key, value in options.recipe(name).items() if value is not None]
         try:
-            TrainingRun([*flags, f"--output={Path(options.output) / name}"])
+            training_options.parse([*flags, f"--output={Path(options.output) / name}"])
         except SystemExit:
             raise ValueError(f"variants.{name} is refused by locret-train, see above; mend the recipe") from None
         except ValueError as error:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
+from locret.cli import parse_options
 from locret.data.training.json_rows import MAX_ROW_BYTES
 from locret.data.training.row_order import SHUFFLE_BUFFER
 from locret.field_values import check_finite
+from locret.labels import kinds
 from locret.load_options import BackboneSource
 from locret.policy.policy import RetentionPolicy
 
@@ -114,11 +118,9 @@ class LossOptions(Loss):
     heads recommend), and learn from the states this leaves: a second stage. Labels are those without eviction."""
 
     def __post_init__(self) -> None:
-        from locret import labels  # imports torch
-
         check_finite(self)
         _check_positive(self, "temperature")
-        kind = labels.get(self.label_kind)
+        kind = kinds.get(self.label_kind)
         if self.answers == "all" and self.label_source == "reconstruction":
             raise ValueError("--answers all changes nothing with --label-source reconstruction; drop one of them")
         if self.temperature != 1 and self.objective != "ranking":
@@ -204,6 +206,30 @@ class RunOptions:
 
 
 OPTION_CLASSES = (BackboneOptions, DataOptions, LossOptions, OptimizerOptions, RunOptions)
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
+    """Read the command line and its recipe; see `locret.cli.parse_options`.
+
+    Args:
+        argv: Arguments; those of the process if None.
+
+    Raises:
+        SystemExit: With code 2 for an unknown flag, an unknown YAML key or a value of the wrong type.
+        ValueError: For values that make no sense.
+    """
+    arguments = _with_bare_resume(list(sys.argv[1:] if argv is None else argv))
+    return parse_options("locret-train", "Fit retaining heads on a frozen backbone.", OPTION_CLASSES, arguments)
+
+
+def _with_bare_resume(arguments: list[str]) -> list[str]:
+    """Let `--resume` stand alone for `--resume auto`."""
+    return [
+        "--resume=auto"
+        if argument == "--resume" and (index + 1 == len(arguments) or arguments[index + 1].startswith("--"))
+        else argument
+        for index, argument in enumerate(arguments)
+    ]
 
 
 def _check_positive(options: object, *names: str) -> None:

@@ -7,16 +7,14 @@ training can begin.
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from locret.backbone.adapters import describe
-from locret.cli import parse_options
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.heads.hub import no_token
@@ -26,7 +24,6 @@ from locret.train import checkpointing, run_folder
 from locret.train.memory_plan import backbone_parameters, checkpoint_bytes, memory_plan
 from locret.train.provenance import label_notes, training_notes
 from locret.train.training_options import (
-    OPTION_CLASSES,
     BackboneOptions,
     DataOptions,
     LossOptions,
@@ -48,14 +45,12 @@ class TrainingRun:
     """One run of the command: its options, and what it resolves them to, step by step.
 
     Args:
-        argv: Arguments; those of the process if None.
+        options: An instance of each of `OPTION_CLASSES`, in their order.
+        chosen: Names of the options that the user set.
     """
 
-    def __init__(self, argv: Sequence[str] | None) -> None:
-        arguments = _with_bare_resume(list(sys.argv[1:] if argv is None else argv))
-        options, self.chosen = parse_options(
-            "locret-train", "Fit retaining heads on a frozen backbone.", OPTION_CLASSES, arguments
-        )
+    def __init__(self, options: Sequence[Any], chosen: Iterable[str]) -> None:
+        self.chosen = set(chosen)
         self.backbone: BackboneOptions = options[0]
         self.data: DataOptions = options[1]
         self.loss: LossOptions = options[2]
@@ -264,13 +259,3 @@ class TrainingRun:
             heads.annotate(base_model=self.backbone.base_model, base_model_revision=self.backbone.revision)
         heads.annotate(base_weights=None if heads.config.base_model else weight_fingerprint(model))
         return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes)
-
-
-def _with_bare_resume(arguments: list[str]) -> list[str]:
-    """Let `--resume` stand alone for `--resume auto`."""
-    return [
-        "--resume=auto"
-        if argument == "--resume" and (index + 1 == len(arguments) or arguments[index + 1].startswith("--"))
-        else argument
-        for index, argument in enumerate(arguments)
-    ]

@@ -47,7 +47,6 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(processes: Processes, arguments: list[str]) -> None:
-    from locret.infer.evaluation import job
     from locret.infer.evaluation.eval_options import OPTION_CLASSES
 
     with processes.together():
@@ -60,6 +59,8 @@ def _command(processes: Processes, arguments: list[str]) -> None:
         if processes.is_main:
             _list(as_json=report.json)
         return
+    from locret.infer.evaluation import job  # imports torch
+
     with warnings_as_lines("locret-eval", quiet=report.quiet or not processes.is_main):
         with processes.together():
             prepared = job.prepare(model, evaluation, budgets, report, chosen, processes)

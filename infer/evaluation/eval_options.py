@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
 from locret.data.training.chat import TEMPLATES
-from locret.infer.evaluation import methods
-from locret.infer.evaluation.methods import Method
 from locret.infer.infer_options import ModelOptions
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import resolve
+
+if TYPE_CHECKING:
+    from locret.infer.evaluation.methods import Method
 
 Numbers = int | str | list[int]
 Names = str | list[str]
@@ -121,6 +122,8 @@ class EvalOptions(PublishedOptions):
         Raises:
             ValueError: For an unknown method, or one that needs --heads.
         """
+        from locret.infer.evaluation import methods  # imports torch
+
         chosen = [methods.get(name) for name in words(self.methods, "--methods")]
         for method in chosen:
             if method.needs_heads and not self.heads:

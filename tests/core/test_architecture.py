@@ -15,7 +15,18 @@ PACKAGES = ("locret", "data", "train", "infer")
 MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": ("locret",), "locret": ()}
 """The demonstration of infer uses the trainer too, as a process of its own."""
 STOREYS = (
-    ("shipped", "_version", "nearest", "environment", "field_values", "files", "tables", "cli", "load_options"),
+    (
+        "shipped",
+        "on_demand",
+        "_version",
+        "nearest",
+        "environment",
+        "field_values",
+        "files",
+        "tables",
+        "cli",
+        "load_options",
+    ),
     ("backbone",),
     ("policy",),
     ("labels",),

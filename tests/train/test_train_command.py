@@ -136,21 +136,23 @@ def test_a_recipe_is_overridden_by_flags(
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_parses(recipe: Path) -> None:
+    from locret.train.training_options import parse
     from locret.train.training_run import TrainingRun
 
     given = yaml.safe_load(recipe.read_text())
     missing = [f"--{name}=somewhere" for name in ("dataset", "output") if name not in given]
-    training = TrainingRun([f"--config={recipe}", *missing])
+    training = TrainingRun(*parse([f"--config={recipe}", *missing]))
     assert training.backbone.model == given["model"]
     assert "policy" in training.chosen
 
 
 def test_paper_recipes_change_nothing_of_the_papers_training() -> None:
+    from locret.train.training_options import parse
     from locret.train.training_run import TrainingRun
 
     for name in ("llama_3.1_8b", "phi_3_mini_128k"):
         recipe = REPOSITORY / "recipes" / "train" / f"{name}.yaml"
-        training = TrainingRun([f"--config={recipe}", "--output=somewhere"])
+        training = TrainingRun(*parse([f"--config={recipe}", "--output=somewhere"]))
         assert training.chosen == {"model", "dataset", "skip_bad_rows", "policy", "output"}
         o = training.optimizer
         assert (o.steps, o.lr, o.betas, o.warmup_steps, o.clip, o.clip_limit) == (
@@ -266,7 +268,7 @@ def test_labels_loss_and_step_need_no_more_than_torch_and_transformers() -> None
         "import sys\n"
         "for name in ('datasets', 'jsonargparse', 'accelerate', 'peft', 'tensorboard'):\n"
         "    sys.modules[name] = None\n"
-        "import locret.labels.labels, locret.train.loss, locret.train.step, locret.train\n"
+        "from locret.train import answer_labels, retention_loss, train_step\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
