@@ -21,10 +21,10 @@ from transformers.generation.streamers import BaseStreamer
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.cache.compiled_step import check_can_compile
-from locret.data.text.text_stream import token_stream
-from locret.data.training.chat import render_prompt
 from locret.infer.infer_options import GenerationOptions, PromptOptions
 from locret.infer.reading_warnings import PositionWarning
+from locret.templates import render_prompt
+from locret.text_stream import token_stream
 
 
 @dataclass(frozen=True, kw_only=True)

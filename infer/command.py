@@ -192,7 +192,7 @@ def _print_plan(
 
 
 def _document(options: PromptOptions) -> Iterator[str]:
-    from locret.data.text.text_stream import read_text
+    from locret.text_stream import read_text
 
     name = options.prompt_file
     if name is None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
-from locret.data.training.chat import TEMPLATES
 from locret.field_values import check_finite
 from locret.load_options import BackboneSource
 from locret.policy.policy import RetentionPolicy
+from locret.templates import TEMPLATES
 
 ATTENTION = ("auto", "sdpa", "flash_attention_2", "math")
 

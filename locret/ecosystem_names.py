@@ -44,7 +44,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "cache_budget": ("budget",),
 }
 _ADVICE: dict[str, str] = {
-    "num_train_epochs": "training is counted in optimizer steps; give --steps, rows times epochs over the rows of a step",
+    "num_train_epochs": "training is counted in optimizer steps; give --steps, rows times epochs over rows of a step",
     "max_grad_norm": "gradients are clipped by value unless told otherwise; give --clip norm --clip-limit X",
     "per_device_train_batch_size": "a process trains on one row at a time; give --gradient-accumulation N",
     "train_batch_size": "a process trains on one row at a time; give --gradient-accumulation N",

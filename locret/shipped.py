@@ -17,7 +17,7 @@ _EMBEDDED = (PurePath("checkpoints/tiny"), PurePath("checkpoints/tiny-heads"))
 
 
 def find(name: str) -> str:
-    """Return where a recipe or the embedded pair is: what the user has under that name, else what locret came with.
+    """Return where a recipe, its text or the embedded pair is: what the user has under that name, else what is shipped.
 
     So `recipes/infer/tiny.yaml` and `checkpoints/tiny` mean the same in every folder, and neither is looked for on the
     Hub. Every other name is returned as it is.
@@ -26,7 +26,7 @@ def find(name: str) -> str:
         name: What the user gave: a file, a folder, or a repository on the Hub.
     """
     path = PurePath(name)
-    recipe = path.parts[:1] == ("recipes",) and path.suffix == ".yaml" and ".." not in path.parts
+    recipe = path.parts[:1] == ("recipes",) and path.suffix in (".yaml", ".txt") and ".." not in path.parts
     if (recipe or path in _EMBEDDED) and not os.path.exists(name) and (_ROOT / path).exists():
         return str(_ROOT / path)
     return name

@@ -1,158 +1,16 @@
-"""How a conversation becomes text and tokens: one definition for training rows and for prompts read from a file.
-
-Three templates:
-    chat      the tokenizer's own chat template, which writes its special tokens itself
-    original  the one-shot format the original heads were trained on, whatever the backbone (fastchat's `one_shot`)
-    none      the texts as they are, one after the other
-"""
+"""Rows of training data as tokens: the prompt as inference reads it, and the answers in it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from locret.data.training.rows import Message, Row
+from locret.data.training.rows import Row
+from locret.templates import encode, leading_special_ids, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-TEMPLATES = ("chat", "original", "none")
-ORIGINAL_SYSTEM = (
-    "A chat between a curious human and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the human's questions."
-)
-ORIGINAL_ROLES = {"user": "Human", "assistant": "Assistant"}
-# Letters and digits only, so that no template trims, escapes or rewrites it.
-SENTINEL = "LocretDocument7f3a9c"
-
-
-@dataclass(frozen=True)
-class PromptFrame:
-    """The text around a document: `prefix` + document + `suffix` is the whole prompt."""
-
-    prefix: str
-    suffix: str
-    add_special_tokens: bool
-    """Whether the tokenizer's own leading special tokens (bos) still have to be added; False if the template did."""
-
-    def around(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The whole prompt, piece by piece, around a document given piece by piece."""
-        yield self.prefix
-        yield from pieces
-        yield self.suffix
-
-
-def check_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Refuse a template that does not exist or that the tokenizer does not have.
-
-    Raises:
-        ValueError: For an unknown name, or `chat` with a tokenizer that has no chat template.
-    """
-    if template not in TEMPLATES:
-        raise ValueError(f"--template {template}: no template of that name; choose one of {', '.join(TEMPLATES)}")
-    if template == "chat" and not tokenizer.chat_template:
-        raise ValueError(
-            "--template chat: the tokenizer has no chat template; use --template original or --template none"
-        )
-
-
-def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    question: str | None = None,
-    system: str | None = None,
-    template: str = "chat",
-) -> PromptFrame:
-    """Render the text around a document that is too long to be rendered itself.
-
-    The document and then, after an empty line, the question are one user turn. A template that trims a turn trims the
-    question's end here, but not the document's edges.
-
-    Args:
-        tokenizer: Gives the chat template.
-        question: What to ask about the document; None if the document is the whole turn.
-        system: System message; the template's own default if None.
-        template: One of `TEMPLATES`.
-
-    Raises:
-        ValueError: For a template that does not exist, is missing, refuses the messages or rewrites the user's text.
-    """
-    check_template(tokenizer, template)
-    turn = SENTINEL if question is None else f"{SENTINEL}\n\n{question}"
-    messages = [Message("user", turn)]
-    if system is not None:
-        messages.insert(0, Message("system", system))
-    parts = render(tokenizer, messages, template).split(SENTINEL)
-    if len(parts) != 2:
-        raise ValueError(
-            f"--template {template}: the tokenizer's chat template writes the user's text {len(parts) - 1} times, so a "
-            "document cannot be streamed through it; use --template original or --template none"
-        )
-    return PromptFrame(parts[0], parts[1], add_special_tokens=template != "chat")
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str, answer: str | None = None
-) -> str:
-    """Render messages up to where the assistant answers, or with that answer and what ends its turn.
-
-    Args:
-        tokenizer: Gives the chat template.
-        messages: The conversation before the answer.
-        template: One of `TEMPLATES`.
-        answer: The last assistant turn; None renders the prompt alone.
-
-    Raises:
-        ValueError: If the tokenizer's chat template refuses the messages.
-    """
-    if template == "chat":
-        return _render_chat(tokenizer, messages, answer)
-    if template == "original":
-        return _render_original(messages, answer)
-    return "\n".join(message.content for message in messages) + (answer or "")
-
-
-def _render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: str | None) -> str:
-    from jinja2 import TemplateError
-
-    chat = [message._asdict() for message in messages]
-    if answer is not None:
-        chat.append({"role": "assistant", "content": answer})
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer is None)
-    except TemplateError as error:
-        roles = ", ".join(message.role for message in messages)
-        raise ValueError(
-            f"--template chat: the tokenizer's chat template refuses turns of {roles} ({error}); "
-            "use --template original or --template none"
-        ) from None
-    return str(text)
-
-
-def _render_original(messages: Sequence[Message], answer: str | None) -> str:
-    """`one_shot` of fastchat 0.2.36 without its example, as the original label script falls back to."""
-    system = "\n".join(message.content for message in messages if message.role == "system") or ORIGINAL_SYSTEM
-    turns = [f"{ORIGINAL_ROLES[m.role]}: {m.content}" for m in messages if m.role != "system"]
-    opened = "\n### ".join([system, *turns, "Assistant:"])
-    return opened if answer is None else f"{opened} {answer}\n### "
-
-
-def leading_special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that the tokenizer puts before a text by default (bos), found by asking it."""
-    plain = encode(tokenizer, "a")
-    special = list(tokenizer.encode("a", add_special_tokens=True))
-    for start in range(len(special) - len(plain) + 1):
-        if special[start : start + len(plain)] == plain:
-            return special[:start]
-    return []
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text without added special tokens; no warning about the model's maximum length."""
-    arguments: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    return list(tokenizer(text, **arguments)["input_ids"])
 
 
 def tokenise_row(tokenizer: PreTrainedTokenizerBase, row: Row, template: str) -> tuple[list[int], list[int]]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from locret.data.training.json_rows import BadRow, text_of
+from locret.templates import Message
 
 ROLES = {
     "user": "user",
@@ -20,13 +21,6 @@ ROLES = {
     "system": "system",
 }
 ANSWER_COLUMNS = ("answer", "response", "completion")
-
-
-class Message(NamedTuple):
-    """One turn of a chat; `role` is user, assistant or system."""
-
-    role: str
-    content: str
 
 
 @dataclass(frozen=True)

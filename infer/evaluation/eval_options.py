@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
+<<<<<<< HEAD
 from locret.data.training.chat import TEMPLATES
+=======
+from locret.infer.evaluation import methods
+from locret.infer.evaluation.methods import Method
+>>>>>>> main
 from locret.infer.infer_options import ModelOptions
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import resolve
+from locret.templates import TEMPLATES
 
 if TYPE_CHECKING:
     from locret.infer.evaluation.methods import Method

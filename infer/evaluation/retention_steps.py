@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
 from locret.data.tasks import Sample
-from locret.data.training.chat import render
-from locret.data.training.rows import Message
 from locret.infer.evaluation.figures import new_figure
 from locret.infer.evaluation.methods import Prompt
 from locret.infer.pictures import INK, NEEDLE, column_edges, save
 from locret.scorers import Scorer
+from locret.templates import Message, render
 
 ROWS = 200
 """Most rows of a panel: one row stands for several neighbouring positions of a longer text."""

@@ -46,9 +46,8 @@ def test_help_and_a_misspelt_option_import_nothing_heavy(module: str) -> None:
 
 
 def test_the_watcher_sees_what_a_run_imports() -> None:
-    assert (
-        "imports torch" in run("locret.infer.command", "--model", "no/such/model", "--prompt-file", "setup.cfg").stdout
-    )
+    ran = run("locret.infer.command", "--model", "no/such/model", "--prompt-file", "setup.cfg")
+    assert "imports torch" in ran.stdout
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,9 @@ MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": 
 """The demonstration of infer uses the trainer too, as a process of its own."""
 STOREYS = (
     (
-        "shipped",
-        "on_demand",
-        "_version",
-        "nearest",
-        "environment",
-        "field_values",
-        "files",
-        "tables",
-        "cli",
-        "load_options",
+        *("shipped", "on_demand", "_version", "nearest", "environment", "field_values", "files", "tables"),
+        *("interrupts", "recipes", "option_values", "ecosystem_names", "option_help", "cli", "load_options"),
+        *("templates", "text_stream"),
     ),
     ("backbone",),
     ("policy",),

@@ -6,16 +6,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from locret.data.text.text_stream import token_stream
-from locret.data.training.chat import (
-    ORIGINAL_SYSTEM,
-    earlier_answers,
-    encode,
-    leading_special_ids,
-    render_prompt,
-    tokenise_row,
-)
-from locret.data.training.rows import Message, Row
+from locret.data.training.chat import earlier_answers, tokenise_row
+from locret.data.training.rows import Row
+from locret.templates import ORIGINAL_SYSTEM, Message, encode, leading_special_ids, render_prompt
+from locret.text_stream import token_stream
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"

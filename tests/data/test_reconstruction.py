@@ -7,8 +7,9 @@ import torch
 
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.training.reconstruction import REQUEST, reconstruction
-from locret.data.training.rows import Message, Row
+from locret.data.training.rows import Row
 from locret.data.training.stream import TrainingStream
+from locret.templates import Message
 
 TOKENIZER = build_tokenizer()
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret import RetentionCache, RetentionPolicy, generate, scorers
 from locret.data import tasks
+from locret.infer.command import command as infer
 from locret.infer.evaluation.command import command
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
@@ -51,3 +52,13 @@ def test_with_room_for_the_prompt_the_shipped_backbone_answers_as_plain_transfor
     ours = generate(model, ids_1N, cache=RetentionCache(model, scorers.get("random"), policy), **settings)
     assert plain.shape[1] > ids_1N.shape[1] + 3
     assert torch.equal(ours, plain)
+
+
+def test_the_first_example_answers_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pair = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
+    text = ["--prompt-file", "recipes/infer/pass_key.txt", "--question", "What is the pass key?"]
+    assert infer([*pair, *text]) == 0
+    assert capsys.readouterr().out == "The pass key is 43600.\n"

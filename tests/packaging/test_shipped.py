@@ -12,7 +12,7 @@ from locret.infer.command import OPTION_CLASSES
 from locret.infer.infer_options import ModelOptions
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ["recipes/infer/tiny.yaml", "checkpoints/tiny", "checkpoints/tiny-heads"]
+SHIPPED = ["recipes/infer/tiny.yaml", "recipes/infer/pass_key.txt", "checkpoints/tiny", "checkpoints/tiny-heads"]
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from locret.data.tasks.published.infinitebench_generated import TASKS, draw_answ
 from locret.data.tasks.published.niah import ANSWER, NEEDLE, QUESTION, SYSTEM
 from locret.data.tasks.published.row_maker import counter
 from locret.data.text.essays import NOISE_LINE, essay_sentences
-from locret.data.text.text_stream import token_stream
-from locret.data.training.chat import leading_special_ids, render_prompt
+from locret.templates import leading_special_ids, render_prompt
+from locret.text_stream import token_stream
 
 TEN_MILLION = 10 * 1024 * 1024
 _BLOCK = 64
@@ -99,7 +99,7 @@ def stream_needle(
         depth: Where the needle is, from 0 (start) to 1 (end), in tokens.
         seed: Same seed, same prompt.
         data_dir: Where the essays lie, see `essays.read_essays`; filler if None.
-        template: "chat", "original" or "none", as in `locret.data.training.chat`.
+        template: "chat", "original" or "none", as in `locret.templates`.
         passkey: Hide a pass key instead of the sandwich.
 
     Raises:

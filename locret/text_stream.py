@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from locret.data.training.chat import encode, leading_special_ids
+from locret import shipped
+from locret.templates import encode, leading_special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ def read_text(source: str | Path, block_chars: int = 1 << 20) -> Iterator[str]:
     """Read a UTF-8 text block by block; a byte-order mark is dropped, line ends become newlines.
 
     Args:
-        source: Path of a file, or `-` for standard input.
+        source: Path of a file, or the name of a shipped text; `-` is standard input.
         block_chars: Characters per block; never more are held.
 
     Yields:
@@ -63,7 +64,7 @@ def _open(source: str | Path) -> TextIO:
     if str(source) == "-":
         return open(sys.stdin.fileno(), encoding="utf-8-sig", closefd=False)
     try:
-        return open(Path(source).expanduser(), encoding="utf-8-sig")
+        return open(Path(shipped.find(str(source))).expanduser(), encoding="utf-8-sig")
     except FileNotFoundError:
         raise ValueError(f"--prompt-file {source}: no such file; check the path, or use - for standard input") from None
     except IsADirectoryError:
