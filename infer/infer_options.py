@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Literal
+from typing import ClassVar, Literal
 
 from locret.field_values import check_finite
 from locret.load_options import BackboneSource
@@ -52,6 +52,7 @@ class PolicyOptions(RetentionPolicy):
     """Instead of --budget: bytes that the whole cache may take, such as 2GiB; the largest budget that fits is used."""
     budget_share: float | None = None
     """Instead of --budget: share of the prompt's tokens, such as 0.1; the prompt is tokenised as a whole first."""
+    exclusive: ClassVar = (("budget", "kv_memory", "budget_share"),)
 
     def __post_init__(self) -> None:
         """Check nothing yet: what the heads recommend is still missing; `resolve_options` checks."""
@@ -65,7 +66,7 @@ class PromptOptions:
     """Text file of any size, UTF-8; - is standard input, as is no file at all if something is piped in."""
     question: str | None = None
     """What to ask about the text; without it the text is the whole message."""
-    system: str | None = None
+    system: str | None = field(default=None, metadata={"empty": True})
     """System message."""
     template: str = "chat"
     """chat: the tokenizer's chat template; original: the one the original heads were trained on; none: plain text."""
@@ -94,7 +95,7 @@ class GenerationOptions:
     repetition_penalty: float = 1.0
     """Divides the logits of tokens that the answer has used already; 1 does nothing."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end the answer, as --stop+=TEXT for each; the answer includes them."""
+    """Texts that end the answer, each with a --stop of its own; the answer includes them."""
     seed: int = 0
     """Seed of sampling."""
     compile: bool = False

@@ -66,9 +66,25 @@ class Given:
 
     value: Any
     setting: str
-    """As typed, for messages: "--max-new-tokens", or "max_new_tokens in recipe.yaml"."""
-    text: bool = False
-    """Whether it is a text of the command line."""
+    """The flag or key as typed, for messages."""
+    recipe: str | None = None
+    """The recipe that has the key; None for a flag, whose value is a text."""
+
+    @property
+    def text(self) -> bool:
+        """Whether the value is a text of the command line, or several."""
+        return self.recipe is None
+
+    def __str__(self) -> str:
+        several = self.text and isinstance(self.value, list)
+        shown = option_values.shown(" ".join(self.value) if several else self.value)
+        return f"{self.setting} {shown}" if self.recipe is None else f"{self.setting}: {shown} in {self.recipe}"
+
+    @property
+    def name(self) -> str:
+        """The setting, and where it stands."""
+        setting = option_values.shown(self.setting)
+        return setting if self.recipe is None else f"{setting} in {self.recipe}"
 
 
 def parse_options(
@@ -109,9 +125,10 @@ def run(
     Args:
         main: The command.
         argv: Its arguments; those of the process if None.
-        prog: Its name; that of the program if None.
+        prog: Its name; that of the module or program if None.
     """
-    prog = prog or (os.path.basename(sys.argv[0]) if sys.argv else "locret")
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    prog = prog or (module.name if module else os.path.basename(sys.argv[0]))
     interrupts.answer(prog)
     code: int | str | None
     try:
@@ -203,7 +220,7 @@ class _CommandLine:
             else:
                 self.asked[name] = text
             return
-        name, option = _known(name, typed, self.options)
+        name, option = _known(name, option_values.shown(typed), self.options)
         texts = self._values_of(option, typed, value, waiting)
         if name in self.flags and not option_values.takes_list(option.kind):
             raise ValueError(
@@ -212,7 +229,7 @@ class _CommandLine:
             )
         before = self.flags[name].value if name in self.flags else []
         texts = [*(before if isinstance(before, list) else [before]), *texts]
-        self.flags[name] = Given(texts if len(texts) > 1 else texts[0], typed, text=True)
+        self.flags[name] = Given(texts if len(texts) > 1 else texts[0], typed)
 
     def _values_of(self, option: Option, typed: str, value: str | None, waiting: list[str]) -> list[str]:
         """Return the texts that follow a flag: one, or several of a list."""
@@ -280,8 +297,7 @@ def _known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str,
     near = nearest(name, [*options, *_QUESTIONS])
     shown = [_flag(other) if setting.startswith("--") else other for other in near]
     raise ValueError(
-        f"{option_values.shown(setting)} is unknown; "
-        + (f"did you mean {' or '.join(shown)}?" if shown else "--help lists the options")
+        f"{setting} is unknown; " + (f"did you mean {' or '.join(shown)}?" if shown else "--help lists the options")
     )
 
 
@@ -322,14 +338,14 @@ def _of_recipe(recipe: str, options: Mapping[str, Option]) -> dict[str, Given]:
 
     def take(prefix: str, values: Mapping[Any, Any]) -> None:
         for key, value in values.items():
-            where = f"{prefix}{key} in {recipe}"
-            name, option = _known(prefix + str(key).replace("-", "_"), where, options)
+            one = Given(value, f"{prefix}{key}", recipe)
+            name, option = _known(prefix + str(key).replace("-", "_"), one.name, options)
             if name in found:
-                raise ValueError(f"{where} sets the same as {found[name].setting}; drop one of them")
+                raise ValueError(f"{one.name} sets the same as {found[name].setting}; drop one of them")
             if is_dataclass(option.kind) and isinstance(value, Mapping):
                 take(f"{name}.", value)
             else:
-                found[name] = Given(value, where)
+                found[name] = one
 
     take("", recipes.read(recipe))
     return found
@@ -360,10 +376,14 @@ def _values(options: Mapping[str, Option], given: Mapping[str, Given]) -> dict[s
             found[root] = {**inner, path[0]: value}
         else:
             found[root] = value
-    for name, option in options.items():
-        if isinstance(found.get(name), dict):
-            # Again as a whole: members came one by one.
-            found[name] = _typed(option, Given(found[name], option.flag))
+    for name in {name.partition(".")[0] for name in given if "." in name} & found.keys():
+        option = options[name]  # members came one by one, and belong together
+        try:
+            found[name] = option_values.read(found[name], option.kind, text=False)
+        except option_values.WrongType as error:
+            raise ValueError(f"{option.flag} {option_values.shown(found[name])} is not {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{option.flag}: {error}") from None
     return found
 
 
@@ -374,7 +394,6 @@ def _typed(option: Option, given: Given) -> Any:
         ValueError: If it is not of that type, or an empty text.
     """
     value, several = given.value, given.text and isinstance(given.value, list)
-    shown = option_values.shown(" ".join(value) if several else value)
     try:
         if several:
             value = [_item(option, text) for text in given.value]
@@ -383,11 +402,11 @@ def _typed(option: Option, given: Given) -> Any:
     except option_values.WrongType as error:
         default = option.default
         example = "" if default in (MISSING, None, "") or is_dataclass(default) else f"; give one such as {default}"
-        raise ValueError(f"{given.setting} {shown} is not {error}{'' if 'one of' in str(error) else example}") from None
+        raise ValueError(f"{given} is not {error}{'' if 'one of' in str(error) else example}") from None
     except ValueError as error:
-        raise ValueError(f"{given.setting}: {error}") from None
+        raise ValueError(f"{given.name}: {error}") from None
     if isinstance(value, str) and not value.strip() and option.default != "" and not option.empty:
-        raise ValueError(f"{given.setting} is empty; give a value, or leave it out")
+        raise ValueError(f"{given.name} is empty; give a value, or leave it out")
     return value
 
 
@@ -456,15 +475,18 @@ def _leave(text: str) -> None:
 
 def _stdout_is_gone(error: OSError) -> bool:
     """Return whether nobody reads what is printed any more; what is still to be printed is then dropped."""
+    import select
+
     if not isinstance(error, BrokenPipeError) or sys.stdout is None:
         return False
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    with suppress(OSError, ValueError):
+        if hasattr(select, "poll"):  # another pipe can break too
+            output = select.poll()
+            output.register(sys.stdout.fileno(), 0)
+            if not any(state & select.POLLERR for _, state in output.poll(0)):
+                return False
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _complain(prog: str, error: object, code: int) -> int:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from locret import interrupts
+
 LOCK = ".locret.lock"
 PARTIAL = ".*.partial"
 """Pattern of what a killed process was about to write."""
@@ -43,17 +45,20 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise OSError("it is a device or a pipe")
         staging.mkdir(parents=parents)
-        yield fresh
+        with interrupts.undone(lambda: shutil.rmtree(staging, ignore_errors=True)):
+            yield fresh
         if path.exists() and path.is_dir() != fresh.is_dir():
             raise OSError("it is a folder" if path.is_dir() else "it is a file")
         for file in fresh.rglob("*") if fresh.is_dir() else [fresh]:
             if file.is_file():
                 _finish(file, staging.stat().st_mode & 0o666)
-        if path.is_dir():
-            for file in sorted(fresh.iterdir(), key=lambda file: file.name == last):
-                os.replace(file, path / file.name)
-        else:
-            os.replace(fresh, path)
+        with interrupts.uninterrupted():
+            if path.is_dir():
+                for file in sorted(fresh.iterdir(), key=lambda file: file.name == last):
+                    os.replace(file, path / file.name)
+            else:
+                os.replace(fresh, path)
+            shutil.rmtree(staging, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         kind = type(error) if isinstance(error, OSError) else OSError
         raise kind(f"cannot write {target}: {_reason(error)}; choose another folder or make room") from error
@@ -120,15 +125,20 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
         warnings.warn(  # some network file systems
             f"{setting} cannot be locked ({error.strerror}); make sure that no other command writes it", stacklevel=3
         )
-    try:
-        with suppress(OSError):  # only for the message above
-            (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
-        yield
-    finally:
+
+    def let_go() -> None:
         with suppress(OSError):
             (path / LOCK).unlink()  # before it is let go: whoever locks then finds that its file is gone
         lock.release()
         _remove_empty(made)
+
+    try:
+        with suppress(OSError):  # only for the message above
+            (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        with interrupts.undone(let_go):
+            yield
+    finally:
+        let_go()
 
 
 def visible(folder: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -43,6 +43,7 @@ class ScorerOptions:
     """Training-free scorer to use instead of heads."""
     scorer_options: dict[str, Any] = field(default_factory=dict)
     """The scorer's own options, as --scorer-options.NAME VALUE."""
+    exclusive: ClassVar = (("heads", "scorer"),)
 
     def __post_init__(self) -> None:
         if self.heads and self.scorer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
@@ -175,7 +174,7 @@ class RunOptions:
 
     output: str
     """Folder for the heads, logs and checkpoints; new or empty unless --resume or --overwrite is given."""
-    resume: str | None = None
+    resume: str | None = field(default=None, metadata={"bare": "auto"})
     """Go on from a checkpoint: auto for the newest in the output folder, or a path to one."""
     overwrite: bool = False
     """Delete an earlier run in the output folder first."""
@@ -200,9 +199,6 @@ class RunOptions:
         _check_positive(self, "save_every", "keep_checkpoints", "log_every")
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; drop one of them")
-        if not isinstance(self.policy, RetentionPolicy):
-            # The parser hands over a namespace, so that the policy's own checks run here.
-            object.__setattr__(self, "policy", RetentionPolicy(**vars(self.policy)))
 
 
 OPTION_CLASSES = (BackboneOptions, DataOptions, LossOptions, OptimizerOptions, RunOptions)
@@ -218,18 +214,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
         SystemExit: With code 2 for an unknown flag, an unknown YAML key or a value of the wrong type.
         ValueError: For values that make no sense.
     """
-    arguments = _with_bare_resume(list(sys.argv[1:] if argv is None else argv))
-    return parse_options("locret-train", "Fit retaining heads on a frozen backbone.", OPTION_CLASSES, arguments)
-
-
-def _with_bare_resume(arguments: list[str]) -> list[str]:
-    """Let `--resume` stand alone for `--resume auto`."""
-    return [
-        "--resume=auto"
-        if argument == "--resume" and (index + 1 == len(arguments) or arguments[index + 1].startswith("--"))
-        else argument
-        for index, argument in enumerate(arguments)
-    ]
+    return parse_options("locret-train", "Fit retaining heads on a frozen backbone.", OPTION_CLASSES, argv)
 
 
 def _check_positive(options: object, *names: str) -> None:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret import interrupts
 from locret.cli import parse_options, print_json, run, warnings_as_lines
 from locret.files import locked
 
@@ -95,7 +96,7 @@ def _execute(job: Job) -> None:
     with processes.together():
         log = _open(job, settings) if processes.is_main else None
     try:
-        with processes.together():
+        with processes.together(), interrupts.unwinding():
             _measure(job, setup, log or _other_log(job))
     except KeyboardInterrupt:
         if log is not None:
@@ -222,7 +223,7 @@ def _can_draw() -> bool:
 
 def main() -> None:
     """Entry point of `locret-eval`."""
-    run(command)
+    run(command, prog="locret-eval")
 
 
 if __name__ == "__main__":

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
-<<<<<<< HEAD
-from locret.data.training.chat import TEMPLATES
-=======
-from locret.infer.evaluation import methods
-from locret.infer.evaluation.methods import Method
->>>>>>> main
 from locret.infer.infer_options import ModelOptions
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import resolve
@@ -95,6 +89,7 @@ class EvalOptions(PublishedOptions):
     evenly from its file. None: 100 samples, all rows."""
     seed: int = 0
     """Seed of the samples, of random eviction and of untrained heads."""
+    exclusive: ClassVar = (("suite", "tasks"),)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from locret.load_options import DTYPES
 from locret.policy.budget import parse_bytes
@@ -67,6 +67,7 @@ class BenchOptions:
     peer_timeout: float = 3600.0
     """Seconds after which a side of --vs that has not finished a run (or has not loaded, or counted a run's bytes) is
     ended; its row says so, and the others go on."""
+    exclusive: ClassVar = (("shape", "model"),)
 
     def __post_init__(self) -> None:
         for name, least in (("new_tokens", 1), ("repeats", 1), ("threads", 1), ("hidden_dim", 1)):

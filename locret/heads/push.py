@@ -111,7 +111,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Entry point of `locret-push`."""
-    run(command)
+    run(command, prog="locret-push")
 
 
 def _contents(folder: Path, repo: str) -> dict[str, Path | bytes]:
