@@ -185,10 +185,15 @@ def _print_plan(
     planned = loading.planned_bytes(
         options.model, config, dtype, scorer, policy, generation.max_new_tokens, generation.num_beams, tokens
     )
-    plan = {"planned_cache_bytes": planned, "prompt_tokens": tokens, "steps": steps}
+    plan = {
+        "planned_cache_bytes": planned,
+        "prompt_tokens": tokens,
+        "not_given": policy.following(),
+        "steps": steps,
+    }
     print_json({**plan, **setup, "options": _resolved(options)})
     if not options.output.quiet:
-        sys.stderr.write(sizing.step_lines(steps, adaptive=policy.memory == "adaptive"))
+        sys.stderr.write(sizing.follow_line(policy) + sizing.step_lines(steps, adaptive=policy.memory == "adaptive"))
 
 
 def _document(options: PromptOptions) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from locret.field_values import check_finite
 from locret.load_options import BackboneSource
-from locret.policy.policy import RetentionPolicy
+from locret.policy.resolve import PolicyFlags
 from locret.templates import TEMPLATES
 
 ATTENTION = ("auto", "sdpa", "flash_attention_2", "math")
@@ -43,19 +43,16 @@ class ModelOptions(BackboneSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyOptions(RetentionPolicy):
+class PolicyOptions(PolicyFlags):
     """How many units stay. What is not given here is what the heads recommend, else the default."""
 
-    chunk_size: int | Literal["auto"] = RetentionPolicy.chunk_size  # type: ignore[assignment]
+    chunk_size: int | Literal["auto"] | None = None  # type: ignore[assignment]
     """Prompt tokens per forward pass (the paper's B); auto: as many as help and fit into the memory that is free."""
     kv_memory: str | None = None
     """Instead of --budget: bytes that the whole cache may take, such as 2GiB; the largest budget that fits is used."""
     budget_share: float | None = None
     """Instead of --budget: share of the prompt's tokens, such as 0.1; the prompt is tokenised as a whole first."""
     exclusive: ClassVar = (("budget", "kv_memory", "budget_share"),)
-
-    def __post_init__(self) -> None:
-        """Check nothing yet: what the heads recommend is still missing; `resolve_options` checks."""
 
 
 @dataclass(frozen=True, kw_only=True)

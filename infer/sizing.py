@@ -172,6 +172,15 @@ def steps(config: Any, scorer: RetainingHeads | Scorer, policy: RetentionPolicy,
     return Limits(policy, scorer, len(describe(config).layers)).plan(tokens).table()
 
 
+def follow_line(policy: RetentionPolicy) -> str:
+    """Return a line with the numbers that nobody gave, and what they are with more budget; empty if all were given."""
+    parts = []
+    for name in policy.following():
+        number, wanted = getattr(policy, name), getattr(policy, name).wanted
+        parts.append(f"{name} {number:,}" + (f" (else {wanted:,})" if number < wanted else ""))
+    return f"not given, so from a budget of {policy.budget:,}: {', '.join(parts)}\n" if parts else ""
+
+
 def step_lines(rows: Sequence[dict[str, Any]], *, adaptive: bool = False) -> str:
     """Return the planned steps as a table for people; of layers that differ, the first and the last are shown."""
     table: list[tuple[str, ...]] = [("step", "chunk", "attends to", "keeps", "protects")]

@@ -1,5 +1,7 @@
 """One way to read a command line: flags are the fields of dataclasses, `--config` reads a recipe, flags override it.
 
+Of a flag that is given again the last one counts, as everywhere; a list is the list of all that are given.
+
 A dataclass field is the home of an option's default, and the string under the field its help text. What a class may
 say besides: `exclusive`, groups of its options of which one that is given as a flag replaces a recipe's; and in the
 metadata of a field `bare`, the value of a flag that stands alone, and `empty`, whether an empty text is a value.
@@ -185,7 +187,8 @@ class _CommandLine:
         """Read all arguments.
 
         Raises:
-            ValueError: For one that is no flag, a flag that there is not, one without a value, or one given twice.
+            ValueError: For one that is no flag, a flag that there is not, one without a value, or an option that is
+                given by two names.
         """
         waiting = list(reversed(arguments))
         while waiting:
@@ -222,13 +225,11 @@ class _CommandLine:
             return
         name, option = _known(name, option_values.shown(typed), self.options)
         texts = self._values_of(option, typed, value, waiting)
-        if name in self.flags and not option_values.takes_list(option.kind):
-            raise ValueError(
-                f"{typed} is given twice ({option_values.shown(self.flags[name].value)} and "
-                f"{option_values.shown(texts[0])}); drop one of them"
-            )
-        before = self.flags[name].value if name in self.flags else []
-        texts = [*(before if isinstance(before, list) else [before]), *texts]
+        before = self.flags.get(name)
+        if before is not None and option_values.takes_list(option.kind):
+            texts = [*(before.value if isinstance(before.value, list) else [before.value]), *texts]
+        elif before is not None and _plain(before.setting) != _plain(typed):
+            raise ValueError(f"{before} and {typed} {option_values.shown(texts[0])} set the same; drop one of them")
         self.flags[name] = Given(texts if len(texts) > 1 else texts[0], typed)
 
     def _values_of(self, option: Option, typed: str, value: str | None, waiting: list[str]) -> list[str]:
@@ -302,6 +303,10 @@ def _known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str,
 
 
 _QUESTIONS = ("config", "help", "version", "print_config", "print_completion")
+
+
+def _plain(flag: str) -> str:
+    return flag.rstrip("+").replace("_", "-")
 
 
 def _flag(name: str) -> str:

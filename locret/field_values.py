@@ -38,7 +38,7 @@ def checked(cls: type, name: str, value: Any) -> Any:
         default = next(field.default for field in fields(cls) if field.name == name)
         example = "" if default in (MISSING, None) else f" such as {default!r}"
         way_out = ", or leave it out" if NoneType in kinds else ""
-        raise ValueError(f"{name}={value!r} is not {rule}; give one{example}{way_out}") from None
+        raise ValueError(f"{name}={shown(value)} is not {rule}; give one{example}{way_out}") from None
 
 
 def checked_values(cls: type, values: Any, where: str) -> dict[str, Any]:
@@ -49,12 +49,12 @@ def checked_values(cls: type, values: Any, where: str) -> dict[str, Any]:
             message begins with `where`.
     """
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where}={values!r} is not a mapping; give the fields of {cls.__name__} by name")
+        raise ValueError(f"{where}={shown(values)} is not a mapping; give the fields of {cls.__name__} by name")
     known = _types(cls)
     for name in values:
         if name not in known:
             raise ValueError(
-                f"{where} has an unknown key '{name}'; the keys are those of {cls.__name__}: {', '.join(known)}"
+                f"{where} has an unknown key {shown(name)}; the keys are those of {cls.__name__}: {', '.join(known)}"
             )
     try:
         return {name: checked(cls, name, value) for name, value in values.items()}
@@ -72,6 +72,15 @@ def check_finite(options: Any) -> None:
         value = getattr(options, field.name)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"--{field.name.replace('_', '-')} {value} is not a finite number; give one")
+
+
+def shown(value: Any) -> str:
+    """Return a value that somebody gave, for a message: on one line, and cut where it is long."""
+    try:
+        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    except (ValueError, RecursionError):  # numbers of thousands of digits, lists in lists in lists
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @cache

@@ -41,29 +41,35 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
     # Beside the files to be replaced, since a rename cannot cross file systems and a mounted folder is one of its own.
     staging = (path if path.is_dir() else path.parent) / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
     fresh = staging / path.name
-    try:
-        if path.exists() and not (path.is_dir() or path.is_file()):
-            raise OSError("it is a device or a pipe")
-        staging.mkdir(parents=parents)
-        with interrupts.undone(lambda: shutil.rmtree(staging, ignore_errors=True)):
+    if not parents and not staging.parent.exists():
+        raise FileNotFoundError(
+            f"cannot write {target}: there is no folder {staging.parent}; make it, or choose another"
+        )
+    with interrupts.undone(lambda: shutil.rmtree(staging, ignore_errors=True)):
+        try:
+            if path.exists() and not (path.is_dir() or path.is_file()):
+                raise OSError("it is a device or a pipe")
+            staging.mkdir(parents=parents)
             yield fresh
-        if path.exists() and path.is_dir() != fresh.is_dir():
-            raise OSError("it is a folder" if path.is_dir() else "it is a file")
-        for file in fresh.rglob("*") if fresh.is_dir() else [fresh]:
-            if file.is_file():
-                _finish(file, staging.stat().st_mode & 0o666)
-        with interrupts.uninterrupted():
-            if path.is_dir():
-                for file in sorted(fresh.iterdir(), key=lambda file: file.name == last):
-                    os.replace(file, path / file.name)
-            else:
-                os.replace(fresh, path)
+            if path.exists() and path.is_dir() != fresh.is_dir():
+                raise OSError("it is a folder" if path.is_dir() else "it is a file")
+            for file in fresh.rglob("*") if fresh.is_dir() else [fresh]:
+                if file.is_file():
+                    # As the umask allows, which made the staging folder: safetensors writes for the owner alone.
+                    old = path / file.relative_to(fresh)
+                    _finish(file, old.stat().st_mode & 0o777 if old.is_file() else staging.stat().st_mode & 0o666)
+            with interrupts.uninterrupted():
+                if path.is_dir():
+                    for file in sorted(fresh.iterdir(), key=lambda file: file.name == last):
+                        os.replace(file, path / file.name)
+                else:
+                    os.replace(fresh, path)
+                shutil.rmtree(staging, ignore_errors=True)
+        except (OSError, SafetensorError) as error:
+            kind = type(error) if isinstance(error, OSError) else OSError
+            raise kind(f"cannot write {target}: {_reason(error)}; choose another folder or make room") from error
+        finally:
             shutil.rmtree(staging, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        kind = type(error) if isinstance(error, OSError) else OSError
-        raise kind(f"cannot write {target}: {_reason(error)}; choose another folder or make room") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
@@ -77,10 +83,10 @@ def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
 
 
 def _finish(file: Path, mode: int) -> None:
-    """Bring a file to the disk, readable by whom the umask allows: safetensors writes for the owner alone."""
-    file.chmod(mode)
+    """Bring a file to the disk, with the permissions it is to have."""
     with open(file, "rb+") as handle:
         os.fsync(handle.fileno())
+    file.chmod(mode)
 
 
 def _reason(error: Exception) -> str:
@@ -93,7 +99,8 @@ def _reason(error: Exception) -> str:
 def locked(folder: str | Path, setting: str) -> Iterator[None]:
     """Hold a folder against other commands until the block, or this process, ends, however it ends.
 
-    The folder is made if need be, and removed again if it stays empty.
+    The folder is made if need be, and removed again if it stays empty. What a killed process was about to write in it
+    is removed.
 
     Args:
         folder: The folder.
@@ -135,6 +142,8 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
     try:
         with suppress(OSError):  # only for the message above
             (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        for partial in path.glob(PARTIAL):
+            shutil.rmtree(partial, ignore_errors=True)
         with interrupts.undone(let_go):
             yield
     finally:

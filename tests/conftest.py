@@ -13,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Without a GPU triton only interprets its kernels, and it asks for that once, when transformers imports it.
 if not torch.cuda.is_available():
@@ -25,6 +26,12 @@ GOLDEN = TESTS / "golden"
 CASES = ("A_llama_gqa", "B_llama_mha", "C_phi3_mha")
 
 torch.set_num_threads(1)
+
+# Property tests: the same draws in every run; `--hypothesis-profile many` draws others, and more.
+_CALM = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("default", _CALM, max_examples=120, derandomize=True)
+settings.register_profile("many", _CALM, max_examples=2000, print_blob=True)
+settings.load_profile("default")
 
 
 @pytest.fixture(params=CASES)

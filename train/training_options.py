@@ -13,6 +13,7 @@ from locret.field_values import check_finite
 from locret.labels import kinds
 from locret.load_options import BackboneSource
 from locret.policy.policy import RetentionPolicy
+from locret.policy.resolve import PolicyFlags, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +185,9 @@ class RunOptions:
     """Newest checkpoints to keep."""
     log_every: int = 10
     """Steps between two lines of the log."""
-    policy: RetentionPolicy = field(default_factory=RetentionPolicy)
-    """Retention policy to recommend with the heads; none is recorded if left out."""
+    policy: RetentionPolicy = field(default_factory=PolicyFlags)
+    """Retention policy to recommend with the heads; none is recorded if left out. What it leaves out follows from its
+    budget."""
     push_to_hub: str | None = None
     """Repository (org/name) to upload the heads to at the end."""
     private: bool = False
@@ -199,6 +201,9 @@ class RunOptions:
         _check_positive(self, "save_every", "keep_checkpoints", "log_every")
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; drop one of them")
+        if type(self.policy) is not RetentionPolicy:
+            # Flags, which the policy's own checks are for.
+            object.__setattr__(self, "policy", resolve(vars(self.policy), {}))
 
 
 OPTION_CLASSES = (BackboneOptions, DataOptions, LossOptions, OptimizerOptions, RunOptions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from locret.data import tasks
@@ -134,16 +135,15 @@ class EvalOptions(PublishedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetOptions:
-    """How many units stay. What is not given is what the heads recommend, else the default."""
+    """How many units stay. What is not given is what the heads recommend, else follows from the budget."""
 
-    budget: Numbers = RetentionPolicy.budget
+    budget: Numbers | None = None
     """Cache units kept per KV head and layer after a chunk, such as 256,128; the same for every method."""
-    chunk_size: Numbers = RetentionPolicy.chunk_size
+    chunk_size: Numbers | None = None
     """Prompt tokens per forward pass; several make an ablation."""
-    stabilizers: Numbers = RetentionPolicy.stabilizers
-    """Newest units kept unconditionally after every chunk but the last; several make an ablation. If not given, at most
-    a quarter of the budget."""
-    local_len: int = RetentionPolicy.local_len
+    stabilizers: Numbers | None = None
+    """Newest units kept unconditionally after every chunk but the last; several make an ablation."""
+    local_len: int | None = None
     """Last prompt tokens, read after the last eviction and never evicted in prefill."""
     positions: str = RetentionPolicy.positions
     """compact or original; streaming-original always uses original."""
@@ -159,13 +159,13 @@ class BudgetOptions:
     """fixed, linear, sqrt, square, square_sqrt or adaptive, for every method; NAME+linear and so on for one."""
     decremental: bool = RetentionPolicy.decremental
     """Make chunks smaller as memory grows, for every method; NAME+linear+decremental for one."""
-    min_chunk: int = RetentionPolicy.min_chunk
+    min_chunk: int | None = None
     """Smallest chunk in tokens with decremental."""
     when: str = RetentionPolicy.when
     """Evict after every chunk, or once at prompt_end, for every method; NAME+prompt_end for one."""
     decode_budget: int | None = RetentionPolicy.decode_budget
     """Units per KV head that a cache may hold while it generates; none: it grows by one for each token."""
-    decode_interval: int = RetentionPolicy.decode_interval
+    decode_interval: int | None = None
     """Units evicted at once when generation reaches decode_budget."""
 
     def policies(self, chosen: Collection[str], recommended: dict[str, Any]) -> list[RetentionPolicy]:
@@ -178,24 +178,11 @@ class BudgetOptions:
         Raises:
             ValueError: If numbers are out of range, or a budget is smaller than the units that are protected.
         """
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        values |= {name: value for name, value in recommended.items() if name in values and name not in chosen}
-        budgets = numbers(values["budget"], "--budget")
-        sizes = numbers(values["chunk_size"], "--chunk-size")
-        kept = numbers(values.pop("stabilizers"), "--stabilizers")
-        asked = [{"stabilizers": units} for units in kept] if "stabilizers" in chosen else [{}]
-        result = []
-        for budget in budgets:
-            for own in asked:
-                if own and own["stabilizers"] >= budget > 0:
-                    raise ValueError(
-                        f"--budget {budget} has no room next to the {own['stabilizers']} units that --stabilizers "
-                        "protects; lower --stabilizers or raise --budget"
-                    )
-                for size in sizes:
-                    varied = {**values, **own, "budget": budget, "chunk_size": size}
-                    result.append(resolve(varied, {"stabilizers": kept[0]}, follow_budget=True))
-        return result
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name in chosen}
+        flags = {name: f"--{name.replace('_', '-')}" for name in ("budget", "stabilizers", "chunk_size")}
+        lists = {name: numbers(own[name], flag) for name, flag in flags.items() if own.get(name) is not None}
+        varied = product(*lists.values())
+        return [resolve({**own, **dict(zip(lists, values, strict=True))}, recommended) for values in varied]
 
 
 @dataclass(frozen=True, kw_only=True)

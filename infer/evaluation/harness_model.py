@@ -39,8 +39,8 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         max_batch_size: Not used.
         max_gen_toks: Longest answer where a task does not say.
         **settings: `heads` or `scorer` (one of them), and options of `locret-infer`: budget, chunk_size, stabilizers,
-            local_len, positions, dtype, revision, adapter, ... What is missing is what the heads recommend, as in
-            `locret-eval`: stabilizers are then at most a quarter of the budget.
+            local_len, positions, dtype, revision, adapter, ... What is missing is what the heads recommend, or
+            follows from the budget, as in all commands.
 
     Raises:
         ValueError: For an unknown setting, or one that `locret-infer` would refuse.
@@ -68,7 +68,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         self.scorer, recommended = loading.load_scorer(scorer)
         loading.check_matches(scorer, self.scorer, config)
         own = {k: v for k, v in settings.items() if k in _POLICY_KEYS}
-        self.policy = resolve(own, recommended, follow_budget=True)
+        self.policy = resolve(own, recommended)
         dtype = loading.resolve_dtype(model.dtype, config, self._device)
         self.model = loading.load_model(model, config, self._device, dtype)
         self.max_gen_toks, self._name = int(max_gen_toks), pretrained

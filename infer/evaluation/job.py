@@ -97,7 +97,7 @@ class Job:
             size = loading.planned_bytes(
                 self.model, self.config, self.dtype, scorer, policy, new_tokens, prompt_tokens=tokens
             )
-            planned.append({**policy.to_dict(), "planned_cache_bytes": size})
+            planned.append({**policy.to_dict(), "not_given": policy.following(), "planned_cache_bytes": size})
         return {
             "runs": len(self.runs) * len(self.cases),
             "tokens": sum(case.tokens for case in self.cases) * len(self.runs),

@@ -97,13 +97,14 @@ def _write(record: Mapping[str, Any], page: str, paths: Mapping[str, Path]) -> N
 
 def _print_plan(plan: BenchPlan, output: BenchOutput) -> None:
     """Print what would be measured: JSON for programs, a table for people."""
+    from locret.infer.sizing import follow_line
     from locret.infer.speed.plan import plan_lines
     from locret.infer.speed.report import numbers
 
     rows, config = plan.rows(), plan.resolved()
-    print_json({"config": config, "plan": rows})
+    print_json({"config": config, "not_given": plan.policy.following(), "plan": rows})
     if not output.quiet:
-        sys.stderr.write("\n".join([numbers(config), "", *plan_lines(rows)]) + "\n")
+        sys.stderr.write("\n".join([numbers(config), "", follow_line(plan.policy), *plan_lines(rows)]) + "\n")
 
 
 def _line(arguments: Sequence[str]) -> str:

@@ -41,6 +41,9 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
     preset, config = _backbone(options)
     device = _device(options, preset)
+    compared = tuple(methods.get(name) for name in options.method_names())
+    if options.heads is not None and not any(_with_heads(method) for method in compared):
+        raise ValueError(f"--heads {options.heads}: no method of --methods uses them; add locret, or drop them")
     policy_of = partial(_policy, options, preset)
     peers = _peers(options)
     if "peer_timeout" in chosen and not peers:
@@ -49,9 +52,9 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         shape=None if options.model is not None else options.shape,
         model=options.model,
         config=config,
-        methods=tuple(methods.get(name) for name in options.method_names()),
+        methods=compared,
         lengths=options.prompt_lengths() or preset.lengths,
-        policy=policy_of(_chunk_size(options, preset)),
+        policy=policy_of(_chunk_size(options)),
         chunk_choice=None,
         hidden_dim=options.hidden_dim or preset.hidden_dim,
         heads=options.heads,
@@ -98,17 +101,17 @@ def _device(options: BenchOptions, preset: Preset) -> torch.device | None:
     return loading.resolve_device(options.device)
 
 
-def _chunk_size(options: BenchOptions, preset: Preset) -> int:
-    if options.chunk_size is None:
-        return preset.chunk_size
+def _chunk_size(options: BenchOptions) -> int | None:
     return chunk_size.LARGEST if isinstance(options.chunk_size, str) else options.chunk_size
 
 
-def _policy(options: BenchOptions, preset: Preset, size: int) -> RetentionPolicy:
-    usual = {name: getattr(preset, name) for name in ("budget", "stabilizers", "local_len")}
-    own = {name: getattr(options, name) for name in (*usual, "min_chunk") if getattr(options, name) is not None}
-    smaller = own.get("budget", preset.budget) < preset.budget
-    return resolve({**own, "chunk_size": size}, usual, follow_budget=smaller)
+def _policy(options: BenchOptions, preset: Preset, size: int | None) -> RetentionPolicy:
+    """Return the policy: what the user chose, else what the heads recommend, else the shape's."""
+    usual = {name: getattr(preset, name) for name in ("budget", "chunk_size", "stabilizers", "local_len")}
+    if options.heads is not None:
+        usual = loading.load_scorer(ScorerOptions(heads=options.heads))[1] or usual
+    own = {name: getattr(options, name) for name in ("budget", "stabilizers", "local_len", "min_chunk")}
+    return resolve({**own, "chunk_size": size}, usual)
 
 
 def _peers(options: BenchOptions) -> tuple[str, ...]:
@@ -147,6 +150,10 @@ def with_chosen_chunk(plan: BenchPlan, policy_of: Callable[[int], RetentionPolic
         least=max(run.least_chunk(method.policy(draft)) for method, run in runs),
     )
     return replace(plan, policy=policy_of(choice.chunk_size), chunk_choice=choice)
+
+
+def _with_heads(method: methods.BenchMethod) -> bool:
+    return isinstance(method, methods.Bounded) and method.has_heads
 
 
 def _deciding(plan: BenchPlan) -> list[methods.Bounded]:
@@ -198,8 +205,6 @@ def _check(plan: BenchPlan) -> None:
     if plan.memory_cap is not None and plan.device is not None and plan.device.type == "cpu":
         raise ValueError("--memory-cap bounds device memory, but this runs on the CPU; drop it, or use --device cuda")
     if plan.heads is not None:
-        if not any(isinstance(method, methods.Bounded) and method.has_heads for method in plan.methods):
-            raise ValueError(f"--heads {plan.heads}: no method of --methods uses them; add locret, or drop them")
         scorer = ScorerOptions(heads=plan.heads)
         loading.check_matches(scorer, loading.load_scorer(scorer)[0], plan.config)
     if plan.compile:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from locret._version import __version__
+from locret.backbone.adapters import unwrap
 from locret.cache.cache import RetentionCache
+from locret.cache.saved_units import (
+    Reading,
+    check_counters,
+    check_shapes,
+    check_units,
+    checksum,
+    dtype_name,
+)
+from locret.field_values import shown
 from locret.files import written_whole
+from locret.heads.fingerprint import any_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
@@ -52,12 +63,15 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
         "toolkit_version": __version__,
         "backbone": asdict(cache.backbone),
         "policy": cache.policy.to_dict(),
-        "scorer": cache.scorer.name,
+        "weights": any_fingerprint(cache.model),
+        "scorer": _identity(cache),
+        "columns": {name: dtype_name(dtype) for name, dtype in cache.scorer.columns.items()},
         **numbers,
     }
+    text, units = json.dumps(state), {name: tensor.cpu() for name, tensor in tensors.items()}
+    metadata = {"state": text, "notes": kept, "checksum": checksum(text, units)}
     with written_whole(path) as fresh:
-        metadata = {"state": json.dumps(state), "notes": kept}
-        save_file({key: tensor.cpu() for key, tensor in tensors.items()}, fresh, metadata=metadata)
+        save_file(units, fresh, metadata=metadata)
 
 
 def _notes(notes: Mapping[str, Any]) -> str:
@@ -82,17 +96,27 @@ def read_notes(path: str | Path) -> dict[str, Any]:
     return _header(path)[1]
 
 
-def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scorer | str) -> RetentionCache:
+def load_cache(
+    path: str | Path, model: nn.Module, scorer: RetainingHeads | Scorer | str, *, allow_other_scorer: bool = False
+) -> RetentionCache:
     """Read a cache back, ready for `generate` or for more text.
+
+    Everything in the file is checked before it is used: shapes from its header, then values, then a checksum.
 
     Args:
         path: File written by `save_cache`.
-        model: The backbone it was made with.
-        scorer: Scores the units of further tokens.
+        model: The backbone it was made with, with the same weights.
+        scorer: Scores the units of further tokens; the one it was made with.
+        allow_other_scorer: Accept another scorer, or other options of it: what was kept stays, with its scores, and
+            only further tokens are scored in the other way.
 
     Raises:
-        ValueError: If the file is not a cache, or belongs to a backbone of another shape; the message shows both sides.
+        ValueError: If there is no such file, it is not a cache, is damaged, or belongs to another backbone, other
+            weights or another scorer; the message shows both sides.
         OSError: If the file cannot be read.
+
+    Warns:
+        UserWarning: If the file, or this backbone, does not tell which weights or which scorer it has.
 
     Examples:
         >>> cache = RetentionCache(model, scorer=heads, policy=policy)
@@ -103,28 +127,122 @@ def load_cache(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scor
         >>> tokenizer.decode(answer[0], skip_special_tokens=True)
         'The pass key is 71432.'
     """
-    state, tensors = _read(path)
-    cache = RetentionCache(model, scorer, RetentionPolicy.from_dict(state["policy"], f"{path}: policy"))
-    saved, here = state["backbone"], json.loads(json.dumps(asdict(cache.backbone)))
-    different = [
-        f"{key} {saved.get(key)} in the file, {here[key]} in the model" for key in here if saved.get(key) != here[key]
-    ]
-    if different:
-        raise ValueError(f"{path} was made with another backbone ({'; '.join(different)}); load that backbone")
-    cache.load(tensors, state)
+    state, _ = _header(path)
+    try:
+        saved_policy = RetentionPolicy.from_dict(state.get("policy"), "policy")
+        cache = RetentionCache(model, scorer, saved_policy)
+        _check_backbone(state, cache)
+        _check_scorer(state, cache, allow_other_scorer)
+        cache.load(_read_units(path, state, cache), state)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return cache
 
 
-def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    state, _ = _header(path)
-    with safe_open(path, framework="pt") as file:
-        tensors: dict[str, torch.Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    return state, tensors
+def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
+    saved, here = state.get("backbone"), json.loads(json.dumps(asdict(cache.backbone)))
+    if not isinstance(saved, dict):
+        raise ValueError("it does not say which backbone it was made with; save the cache again")
+    different = [
+        f"{key} {shown(saved.get(key))} in the file, {shown(here[key])} in the model"
+        for key in here
+        if saved.get(key) != here[key]
+    ]
+    if different:
+        raise ValueError(f"it was made with another backbone ({'; '.join(different)}); load that backbone")
+    check_counters(state, cache.backbone)
+    ours, theirs = any_fingerprint(cache.model), state.get("weights")
+    # What is before a colon says in which form the weights are held.
+    if ours is None or theirs is None or ours.rpartition(":")[0] != str(theirs).rpartition(":")[0]:
+        why = "the file does not record them" if theirs is None else "these are held in another form"
+        warnings.warn(
+            f"whether {cache.backbone.model_type} has the weights that this cache was made with is unknown ({why}); "
+            "with other weights its answers mean nothing",
+            stacklevel=4,
+        )
+    elif ours != theirs:
+        raise ValueError(
+            f"it was made with other weights of this backbone (fingerprint {shown(_digits(theirs))} in the file, "
+            f"{shown(_digits(ours))} in the model), and its keys and values mean nothing to these; load those "
+            "weights, or read the text again"
+        )
+
+
+def _digits(fingerprint: Any) -> str:
+    return str(fingerprint).rpartition(":")[2][:12]
+
+
+def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: bool) -> None:
+    saved, here = state.get("scorer"), _identity(cache)
+    if isinstance(saved, str):  # files of earlier versions have the name alone
+        saved = {"name": saved}
+    if not isinstance(saved, dict) or not isinstance(saved.get("name"), str):
+        raise ValueError("it does not say which scorer it was made with; save the cache again")
+    options = saved.get("options", here["options"])
+    # An option that is newer than the file had its default.
+    same = (
+        saved["name"] == here["name"]
+        and isinstance(options, dict)
+        and {**here["options"], **options} == here["options"]
+    )
+    if not same and not allow_other:
+        raise ValueError(
+            f"it was made with the scorer {_described(saved)}, here it is {_described(here)}; give that scorer, or "
+            "allow_other_scorer=True to rate further text in the other way"
+        )
+
+
+def _identity(cache: RetentionCache) -> dict[str, Any]:
+    options = cache.scorer.identity(cache.prepared)
+    return {"name": cache.scorer.name, "options": json.loads(json.dumps(options, default=str))}
+
+
+def _described(scorer: Mapping[str, Any]) -> str:
+    options = scorer.get("options")
+    given = list(options.items())[:6] if isinstance(options, dict) else []
+    # Twelve characters tell fingerprints apart.
+    text = ", ".join(f"{name}={value[:12] if isinstance(value, str) else shown(value)}" for name, value in given)
+    name = f"{scorer['name'][:40]} ({text})" if text else scorer["name"][:40]
+    return name if name.isprintable() else ascii(name)
+
+
+def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCache) -> dict[str, Tensor]:
+    """Read the tensors, shapes first: a header that lies cannot make us allocate."""
+    ours = {name: dtype_name(dtype) for name, dtype in cache.scorer.columns.items()}
+    columns = state.get("columns", ours)
+    if not isinstance(columns, dict) or not all(isinstance(dtype, str) for dtype in columns.values()):
+        raise ValueError("its columns are not named; save the cache again")
+    if lost := ours.keys() - columns.keys():
+        raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
+    config = unwrap(cache.model).config.get_text_config()
+    reading = Reading(
+        backbone=cache.backbone,
+        ragged=cache.policy.head_budgets == "adaptive",
+        compact=cache.policy.positions == "compact",
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        columns=columns,
+    )
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            shapes = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
+            check_shapes(shapes, state, reading)
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in shapes}
+            metadata = file.metadata()
+        check_units(tensors, state, reading)
+        if "checksum" in metadata and checksum(metadata["state"], tensors) != metadata["checksum"]:
+            raise ValueError("its checksum is another")
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
+    dtype = next(cache.model.parameters()).dtype
+    return {name: tensor.to(dtype) if name == "rows._context" else tensor for name, tensor in tensors.items()}
 
 
 def _header(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not Path(path).is_file():
-        raise ValueError(f"{path} does not exist; give a file written by save_cache")
+        what = "is not a file" if Path(path).exists() else "does not exist"
+        raise ValueError(f"{path} {what}; give a file written by save_cache")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -134,5 +252,5 @@ def _header(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(state, dict) or not isinstance(notes, dict):
         raise ValueError(f"{path} is not a saved cache; give a file written by save_cache")
     if state.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {state.get('format')} instead of {FORMAT}; save the cache again")
+        raise ValueError(f"{path} has format {shown(state.get('format'))} instead of {FORMAT}; save the cache again")
     return state, notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from locret.backbone.adapters import unwrap
 
@@ -32,8 +32,30 @@ def weight_fingerprint(model: nn.Module) -> str | None:
         # Sharded and quantised weights are of other types.
         if type(weight) is not nn.Parameter or weight.is_meta or weight.dtype not in _EXACT or not weight.numel():
             return None
-        flat = weight.detach().reshape(-1)
-        places = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).long().to(flat.device)
-        values = flat[places].to(torch.bfloat16).view(torch.int16).cpu()
+        values = _samples(weight).to(torch.bfloat16).view(torch.int16).cpu()
         digest.update(f"{name} {tuple(weight.shape)} {values.tolist()}\n".encode())
     return digest.hexdigest()
+
+
+@torch.no_grad()
+def any_fingerprint(model: nn.Module) -> str | None:
+    """Return `weight_fingerprint`, or one that holds for weights in this very form: quantised, or in float16.
+
+    Returns:
+        The digits, for the second kind with the form and a colon before them; None if weights are not there to be read.
+    """
+    if exact := weight_fingerprint(model):
+        return exact
+    digest, forms = hashlib.sha256(), set()
+    for name, weight in sorted(unwrap(model).named_parameters()):
+        if type(weight.data) is not torch.Tensor or weight.is_meta or not weight.numel():
+            return None
+        forms.add(str(weight.dtype).removeprefix("torch."))
+        values = _samples(weight.data).contiguous().view(torch.uint8).cpu()
+        digest.update(f"{name} {tuple(weight.shape)} {values.tolist()}\n".encode())
+    return f"{' '.join(sorted(forms))}:{digest.hexdigest()}"
+
+
+def _samples(weight: Tensor) -> Tensor:
+    flat = weight.detach().reshape(-1)
+    return flat[torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).long().to(flat.device)]

@@ -13,34 +13,69 @@ LAYER_BUDGETS = ("uniform", "pyramid")
 MEMORIES = ("fixed", "linear", "sqrt", "square", "square_sqrt", "adaptive")
 HEAD_BUDGETS = ("uniform", "adaptive")
 _BY_LAYER = ("square_sqrt", "adaptive")
+LEAST_CHUNK = 512
+"""Tokens per forward pass that the smallest budget leaves: shorter chunks cost time and save little."""
+
+
+class Follows(int):
+    """A number that nobody gave: the reference's own, or less where the budget is below the reference's."""
+
+    wanted: int
+    """The reference's number."""
+    reference: int
+    """The reference's budget."""
+
+    @classmethod
+    def of(cls, value: int, wanted: int, reference: int) -> Follows:
+        """Return `value`, which knows what it follows from."""
+        number = cls(value)
+        number.wanted, number.reference = wanted, reference
+        return number
+
+    def __deepcopy__(self, memo: Any) -> int:
+        """Return a plain number: in plain data nothing follows."""
+        return int(self)
+
+
+def _default(value: int) -> Follows:
+    return Follows.of(value, value, 6000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
     """The memory a prompt may use. Defaults are those of the original package (Phi-3-mini-128K, Locret section 4.1).
 
+    A budget alone is enough: what is not given follows from it. The defaults belong to a budget of 6,000; below that,
+    stabilizers that are not given are at most a quarter of the budget, local tokens at most the budget, and a chunk at
+    most the budget or 512 tokens. Given numbers are taken as they are. `dataclasses.replace` keeps the difference:
+    what was given stays, the rest follows the new budget.
+
     Raises:
         ValueError: If a value is of another type or not finite, out of range, or two of them contradict each other.
 
     Examples:
+        >>> RetentionPolicy(budget=1024).stabilizers
+        256
         >>> policy = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
         >>> policy.budget + policy.local_len  # units per KV head when a prompt has been read
         80
     """
 
     budget: int = 6000
-    """Cache units kept per layer and KV head once a chunk has been read (the paper's b)."""
-    chunk_size: int = 3072
-    """Prompt tokens per forward pass (the paper's B)."""
-    stabilizers: int = 2500
-    """Newest units of the cache kept unconditionally after every chunk but the last (n_s); 0 protects nothing."""
-    local_len: int = 100
-    """Last prompt tokens, read after the last eviction and never evicted while reading (n_loc)."""
+    """Cache units kept per layer and KV head once a chunk has been read (the paper's b, 6000)."""
+    chunk_size: int = _default(3072)
+    """Prompt tokens per forward pass (the paper's B, 3072; with a smaller budget at most as many, or 512)."""
+    stabilizers: int = _default(2500)
+    """Newest units of the cache kept unconditionally after every chunk but the last (n_s, 2500; of a smaller
+    budget at most a quarter); 0 protects nothing."""
+    local_len: int = _default(100)
+    """Last prompt tokens, read after the last eviction and never evicted while reading (n_loc, 100; with a smaller
+    budget at most as many)."""
     positions: str = "compact"
     """Rotary position of a kept unit: its rank in the cache ("compact"), or its position in the text ("original")."""
     decode_budget: int | None = None
     """Units per KV head that a cache may hold while it generates; none: it grows by one for each token."""
-    decode_interval: int = 64
+    decode_interval: int = _default(64)
     """Units evicted at once when generation reaches decode_budget."""
     when: str = "chunk"
     """Evict after every "chunk", in bounded memory; or once at "prompt_end", with memory that grows with the prompt."""
@@ -59,11 +94,15 @@ class RetentionPolicy:
     for layers that keep more of their old units). All but "fixed" need a prompt of known length."""
     decremental: bool = False
     """Make chunks smaller as memory grows, so that all chunks attend to as many units (IMDC)."""
-    min_chunk: int = 64
+    min_chunk: int = _default(64)
     """Smallest chunk in tokens with decremental."""
 
     def __post_init__(self) -> None:
+        following = {name: value for name in FOLLOWING if isinstance(value := getattr(self, name), Follows)}
         check_fields(self)
+        for name, value in following.items():
+            number = min([value.wanted, *_limits(self, name, small=self.budget < value.reference)])
+            object.__setattr__(self, name, Follows.of(number, value.wanted, value.reference))
         for name in ("budget", "chunk_size", "local_len", "decode_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; it must be 1 or more")
@@ -72,7 +111,7 @@ class RetentionPolicy:
         if self.stabilizers > self.budget - 1:
             raise ValueError(
                 f"stabilizers={self.stabilizers} leaves no room for scored units in budget={self.budget}; "
-                f"raise budget or lower stabilizers to at most {self.budget - 1}"
+                f"raise budget, lower stabilizers to at most {self.budget - 1}, or leave them out to follow the budget"
             )
         if self.when not in MOMENTS:
             raise ValueError(f'when="{self.when}" is unknown; choose one of {", ".join(MOMENTS)}')
@@ -143,8 +182,31 @@ class RetentionPolicy:
         try:
             return cls(**given)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(" ".join(f"{where}: {error}".split())) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as plain data, for config.json and reports."""
         return asdict(self)
+
+    def following(self) -> list[str]:
+        """Return the names of the numbers that nobody gave and that have an effect; they follow from those given."""
+        idle = {"min_chunk": not self.decremental, "decode_interval": self.decode_budget is None}
+        return [name for name in FOLLOWING if isinstance(getattr(self, name), Follows) and not idle.get(name)]
+
+
+FOLLOWING = ("stabilizers", "local_len", "chunk_size", "min_chunk", "decode_interval")
+"""Fields that follow from the budget, each after those that it depends on."""
+
+
+def _limits(policy: RetentionPolicy, name: str, *, small: bool) -> list[int]:
+    """Return what a number that nobody gave may be at most; `small` budgets are below that of the reference."""
+    budget, decode_budget = policy.budget, policy.decode_budget
+    below = {"stabilizers": budget // 4, "local_len": budget, "chunk_size": max(LEAST_CHUNK, budget)}
+    found = [below[name]] if small and name in below else []
+    if policy.decremental and name == "min_chunk":
+        found.append(policy.chunk_size)
+    if decode_budget is not None and name == "local_len":
+        found.append(max(1, decode_budget // 2))
+    if decode_budget is not None and name == "decode_interval":
+        found.append(max(1, decode_budget - policy.local_len - 1))
+    return found

@@ -3,45 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from locret.field_values import checked
-from locret.policy.policy import RetentionPolicy
+from locret.policy.policy import FOLLOWING, Follows, RetentionPolicy
 
 
-def resolve(own: Mapping[str, Any], recommended: Mapping[str, Any], *, follow_budget: bool) -> RetentionPolicy:
+@dataclass(frozen=True, kw_only=True)
+class PolicyFlags(RetentionPolicy):
+    """The numbers of a policy as options: those that may follow from others are None unless they are given."""
+
+    budget: int = None  # type: ignore[assignment]
+    chunk_size: int = None  # type: ignore[assignment]
+    stabilizers: int = None  # type: ignore[assignment]
+    local_len: int = None  # type: ignore[assignment]
+    decode_interval: int = None  # type: ignore[assignment]
+    min_chunk: int = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """Check nothing yet: what is recommended is still missing, and `resolve` checks."""
+
+
+def resolve(own: Mapping[str, Any], recommended: Mapping[str, Any]) -> RetentionPolicy:
     """Return the policy: what the user chose, else what is recommended, else the defaults.
 
+    Recommended numbers belong to the recommended budget. Below it, those that follow from a budget (see
+    `RetentionPolicy`) are at most what the smaller one allows.
+
     Args:
-        own: Numbers that the user chose, or that follow from what the user chose.
-        recommended: Numbers of the heads, the scorer or a preset; may be empty.
-        follow_budget: Let stabilizers that are not among `own` be at most a quarter of the budget. Recommended ones
-            belong to a budget of their own; a smaller one must keep room for scored units.
+        own: Numbers that the user chose, or that follow from what the user chose; None where one is left open
+            (but a decode_budget of None is a choice: no bound).
+        recommended: Numbers of the heads or a preset; may be empty.
 
     Raises:
         ValueError: If numbers are out of range or contradict each other.
     """
-    settings = {**recommended, **own}
-    if follow_budget and "stabilizers" not in own:
-        wanted, budget = (
-            checked(RetentionPolicy, name, settings.get(name, getattr(RetentionPolicy, name)))
-            for name in ("stabilizers", "budget")
-        )
-        settings["stabilizers"] = min(wanted, budget // 4)
-    return RetentionPolicy(**settings)
+    reference = RetentionPolicy(**recommended)
+    settings = {field.name: getattr(reference, field.name) for field in fields(RetentionPolicy)}
+    for name in FOLLOWING:
+        if not isinstance(wanted := settings[name], Follows):
+            settings[name] = Follows.of(wanted, wanted, reference.budget)
+    given = {name: value for name, value in own.items() if value is not None or name == "decode_budget"}
+    return RetentionPolicy(**{**settings, **given})
 
 
 def resolve_options(
-    options: RetentionPolicy, chosen: Collection[str], recommended: Mapping[str, Any], budget: int | None = None
+    options: Any, chosen: Collection[str], recommended: Mapping[str, Any], budget: int | None = None
 ) -> RetentionPolicy:
     """Return the policy of a command's options.
 
     Args:
-        options: The options.
+        options: The options, which have fields of the policy's names.
         chosen: Names that the user set.
-        recommended: Numbers of the heads or the scorer; may be empty.
-        budget: Budget that follows from something else, such as bytes or a share; stabilizers then follow it.
+        recommended: Numbers of the heads or a preset; may be empty.
+        budget: Budget that follows from something else, such as bytes or a share.
 
     Raises:
         ValueError: If numbers are out of range or contradict each other.
@@ -49,4 +64,4 @@ def resolve_options(
     own = {field.name: getattr(options, field.name) for field in fields(RetentionPolicy) if field.name in chosen}
     if budget is not None:
         own["budget"] = budget
-    return resolve(own, recommended, follow_budget=budget is not None)
+    return resolve(own, recommended)

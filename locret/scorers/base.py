@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -72,6 +73,11 @@ class Scorer(ABC):
         """Check that the scorer fits the model, and return what it needs of it; called once per cache."""
         return None
 
+    def identity(self, prepared: Any) -> dict[str, Any]:
+        """Return plain data that tells this scorer from another of its name: a saved cache is bound to it."""
+        options = {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
+        return {name: _checksum(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+
     @abstractmethod
     def score(self, chunk: Chunk) -> Tensor | Rated:
         """Rate units of one layer.
@@ -89,6 +95,11 @@ class Scorer(ABC):
             (B, K, L) float32.
         """
         raise NotImplementedError(f"scorer {self.name} needs more than features")
+
+
+def _checksum(tensor: Tensor) -> str:
+    held = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f"{list(tensor.shape)} {zlib.crc32(held):08x}"
 
 
 @dataclass(frozen=True, kw_only=True)

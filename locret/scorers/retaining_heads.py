@@ -9,12 +9,13 @@ Cost:      O(L) per chunk; a score does not change later. Query-agnostic. Traine
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from locret.backbone.adapters import attention_modules
 from locret.backbone.chunk import Chunk
+from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.labels import KINDS
 from locret.scorers.base import Scorer
@@ -42,6 +43,10 @@ class RetainingHeadScorer(Scorer):
             if index in heads.layers:
                 heads[index].to(next(module.parameters()).device)
         return heads
+
+    def identity(self, prepared: RetainingHeads) -> dict[str, Any]:
+        """Return a fingerprint of the heads' weights."""
+        return {"weights": weight_fingerprint(prepared)}
 
     def relative(self, prepared: RetainingHeads) -> bool:
         """Yes, unless a regression taught labels that compare across heads: a ranking leaves each head's level open."""

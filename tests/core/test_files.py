@@ -74,8 +74,10 @@ def test_the_umask_decides_who_may_read(tmp_path: Path, mask: int) -> None:
 
 
 def test_what_the_system_refuses_is_one_sentence_of_the_same_kind(tmp_path: Path, monkeypatch) -> None:
-    for target, reason in ((tmp_path / "no" / "a", "No such file or directory"), (tmp_path, "it is a folder")):
-        with pytest.raises(OSError, match=f"cannot write {target}: {reason}; choose another folder or make room"):
+    missing = f"there is no folder {tmp_path / 'no'}; make it, or choose another"
+    there = "it is a folder; choose another folder or make room"
+    for target, reason in ((tmp_path / "no" / "a", missing), (tmp_path, there)):
+        with pytest.raises(OSError, match=f"cannot write {target}: {reason}"):
             write_text(target, "")
     with pytest.raises(OSError, match="cannot write /dev/null: it is a device"):
         write_text("/dev/null", "")

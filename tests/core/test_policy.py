@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, load_cache, prefill, save_cache
 
@@ -18,14 +21,14 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, load_cache, 
     [
         ({"budget": 0}, "budget=0 is too small; it must be 1 or more"),
         ({"budget": 100, "stabilizers": 100}, "stabilizers=100 leaves no room for scored units in budget=100; "
-         "raise budget or lower stabilizers to at most 99"),
+         "raise budget, lower stabilizers to at most 99, or leave them out to follow the budget"),
         ({"chunk_size": 0}, "chunk_size=0 is too small"),
         ({"local_len": 0}, "local_len=0 is too small"),
         ({"stabilizers": -1}, "stabilizers=-1 is negative; use 0 to protect nothing"),
         ({"positions": "absolute"}, 'positions="absolute" is unknown; choose one of compact, original'),
         ({"head_budgets": "ragged"}, 'head_budgets="ragged" is unknown; choose one of uniform, adaptive'),
         ({"head_floor": 1.5}, "head_floor=1.5 is not a share of the budget; give 0 to 1, such as 0.2"),
-        ({"decode_budget": 164}, "decode_budget=164 cannot hold local_len=100 protected units"),
+        ({"decode_budget": 164, "local_len": 100, "decode_interval": 64}, "decode_budget=164 cannot hold local_len=1"),
     ],
 )  # fmt: skip
 def test_impossible_numbers_are_refused(numbers: dict[str, int], message: str) -> None:
@@ -121,3 +124,56 @@ def test_defaults_are_those_of_the_original_package() -> None:
     policy = RetentionPolicy()
     assert (policy.budget, policy.chunk_size, policy.stabilizers, policy.local_len) == (6000, 3072, 2500, 100)
     assert RetentionPolicy.from_dict(policy.to_dict(), "policy") == policy
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"),
+    [
+        ({}, (6000, 3072, 2500, 100)),
+        ({"budget": 6000}, (6000, 3072, 2500, 100)),
+        ({"budget": 16384}, (16384, 3072, 2500, 100)),
+        ({"budget": 5999}, (5999, 3072, 1499, 100)),
+        ({"budget": 1024}, (1024, 1024, 256, 100)),
+        ({"budget": 64}, (64, 512, 16, 64)),
+        ({"budget": 1}, (1, 512, 0, 1)),
+        ({"budget": 1024, "stabilizers": 1000, "chunk_size": 4096}, (1024, 4096, 1000, 100)),
+        ({"budget": 64, "local_len": 100}, (64, 512, 16, 100)),
+    ],
+)
+def test_what_is_not_given_follows_from_the_budget(given: dict[str, int], numbers: tuple[int, ...]) -> None:
+    policy = RetentionPolicy(**given)  # type: ignore[arg-type]
+    assert (policy.budget, policy.chunk_size, policy.stabilizers, policy.local_len) == numbers
+    assert set(policy.following()) == {"stabilizers", "local_len", "chunk_size"} - set(given)
+    assert RetentionPolicy.from_dict(given, "policy") == policy
+
+
+@pytest.mark.parametrize(("decode_budget", "local_len", "interval"), [(None, 100, 64), (1000, 100, 64), (80, 40, 39)])
+def test_a_small_decode_budget_leaves_room(decode_budget: int | None, local_len: int, interval: int) -> None:
+    policy = RetentionPolicy(decode_budget=decode_budget)
+    assert (policy.local_len, policy.decode_interval) == (local_len, interval)
+
+
+def test_the_least_chunk_follows_from_the_chunk_where_chunks_shrink() -> None:
+    assert RetentionPolicy(chunk_size=16, memory="linear", decremental=True).min_chunk == 16
+    with pytest.raises(ValueError, match="min_chunk=64 is larger than the average chunk, chunk_size=16"):
+        RetentionPolicy(chunk_size=16, memory="linear", decremental=True, min_chunk=64)
+
+
+def test_a_copy_with_another_budget_keeps_what_was_given_and_follows_with_the_rest() -> None:
+    small = replace(RetentionPolicy(), budget=1024)
+    assert small == RetentionPolicy(budget=1024)
+    assert replace(small, budget=6000) == RetentionPolicy()
+    assert replace(RetentionPolicy(budget=1024, stabilizers=7), budget=6000).stabilizers == 7
+    with pytest.raises(ValueError, match="stabilizers=2500 leaves no room for scored units in budget=1024; raise "):
+        replace(RetentionPolicy(stabilizers=2500), budget=1024)
+    saved = RetentionPolicy.from_dict(RetentionPolicy().to_dict(), "policy")
+    assert saved.following() == []
+    with pytest.raises(ValueError, match="stabilizers=2500 leaves no room"):
+        replace(saved, budget=1024)
+
+
+def test_numbers_that_follow_are_plain_in_plain_data() -> None:
+    policy = RetentionPolicy(budget=1024)
+    assert {type(value) for value in policy.to_dict().values()} == {int, str, float, bool, type(None)}
+    assert yaml.safe_load(yaml.safe_dump(asdict(policy))) == policy.to_dict()
+    assert pickle.loads(pickle.dumps(policy)).following() == policy.following()

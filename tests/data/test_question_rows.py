@@ -102,5 +102,5 @@ def test_bad_input_is_one_sentence_and_writes_nothing(tmp_path: Path, arguments:
 def test_a_file_of_another_kind_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--output rows.txt has another ending than .json and .jsonl; rename it"):
         command(["--output=rows.txt"])
-    with pytest.raises(OSError, match=r"cannot write .*missing/rows.json: No such file or directory; choose"):
+    with pytest.raises(OSError, match=r"cannot write .*missing/rows.json: there is no folder .*missing; make it"):
         write_rows([], tmp_path / "missing" / "rows.json")

@@ -171,7 +171,7 @@ def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluat
         (("--tasks", "passky"), 'task "passky" is unknown; did you mean passkey'),
         (
             ("--budget", "16", "--stabilizers", "32"),
-            "--budget 16 has no room next to the 32 units that --stabilizers protects; lower",
+            "stabilizers=32 leaves no room for scored units in budget=16; raise budget, lower",
         ),
         (("--budget", "many"), "--budget many is not a list of whole numbers; write it like 256,128"),
         (("--samples", "0"), "--samples 0 leaves nothing to measure; give 1 or more"),

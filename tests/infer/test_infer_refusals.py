@@ -28,7 +28,7 @@ def refused(outcome: Any, *parts: str, code: int = 2) -> None:
     ("arguments", "parts"),
     [
         (("--budget", 0), ("budget=0 is too small", "1 or more")),
-        (("--budget", 8), ("stabilizers=16 leaves no room", "budget=8")),
+        (("--budget", 8, "--stabilizers", 16), ("stabilizers=16 leaves no room", "budget=8")),
         (("--prompt-file", "nowhere.txt"), ("--prompt-file nowhere.txt: no such file",)),
         (("--prompt-file", "."), ("--prompt-file .: that is a folder",)),
         (("--model", "no/such/model"), ("--model no/such/model: there is no such folder",)),

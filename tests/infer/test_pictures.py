@@ -67,7 +67,7 @@ def test_text_shorter_than_the_columns_is_drawn(tmp_path: Path) -> None:
 
 def test_folder_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
-    with pytest.raises(OSError, match=r"cannot write .*map.png: No such file or directory; choose"):
+    with pytest.raises(OSError, match=r"cannot write .*map.png: there is no folder .*; make it"):
         retention_map([made(50, 1, 1, 2)], tmp_path / "no" / "map.png")
 
 

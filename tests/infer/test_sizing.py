@@ -110,7 +110,21 @@ def test_dry_run_shows_the_steps_as_data_and_as_a_table(call: Infer) -> None:
         ["1-", "32", "96", "64", "8"],
         ["local", "8", "72", "72", "0"],
     ]
+    assert record["not_given"] == []
     assert call("--budget", 64, "--stabilizers", 8, "--dry-run", "--quiet").err == ""
+
+
+def test_dry_run_says_what_follows_from_the_budget(infer: Infer, backbone: Path, heads: Path, text: Path) -> None:
+    usual = ("--model", backbone, "--prompt-file", text, "--dry-run", "--budget", 1024)
+    outcome = infer(*usual, "--scorer", "snapkv", "--chunk-size", 64)
+    assert json.loads(outcome.out)["not_given"] == ["stabilizers", "local_len"]
+    assert outcome.err.splitlines()[0] == (
+        "not given, so from a budget of 1,024: stabilizers 256 (else 2,500), local_len 100"
+    )
+    outcome = infer("--model", backbone, "--heads", heads, "--prompt-file", text, "--dry-run", "--budget", 20)
+    assert outcome.err.splitlines()[0] == (
+        "not given, so from a budget of 20: stabilizers 5 (else 16), local_len 8, chunk_size 32"
+    )
 
 
 def test_dry_run_counts_the_prompt_where_the_plan_depends_on_it(ask: Infer, call: Infer, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from locret.infer.answer import MeasuredCache, answer
 from locret.infer.infer_options import GenerationOptions, ModelOptions
 from locret.infer.speed.lab.streamed_prompts import LongPrompt, stream_needle, stream_number
 from locret.load_options import ScorerOptions
-from locret.policy.resolve import resolve_options
+from locret.policy.resolve import PolicyFlags, resolve_options
 
 KINDS = ("needle", "needle-passkey", "number", "passkey")
 
@@ -91,7 +91,7 @@ def make(blocks: _Counted) -> dict[str, Any]:
 
 
 def reader(
-    options: ModelOptions, scorer_options: ScorerOptions, flags: RetentionPolicy, chosen: set[str]
+    options: ModelOptions, scorer_options: ScorerOptions, flags: PolicyFlags, chosen: set[str]
 ) -> tuple[Any, RetentionPolicy]:
     """Return a backbone with an empty cache, and the policy of the cache.
 
@@ -114,7 +114,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     """
     import torch
 
-    classes = [LongPromptOptions, ModelOptions, ScorerOptions, GenerationOptions, RetentionPolicy]
+    classes = [LongPromptOptions, ModelOptions, ScorerOptions, GenerationOptions, PolicyFlags]
     name = "locret.infer.speed.lab.long_prompts"
     (options, model, scorer, generation, flags), chosen = parse_options(
         name, (__doc__ or "").split("\n")[0], classes, argv

@@ -1,0 +1,246 @@
+"""What a saved cache may hold: counters and tensor shapes checked before a unit is read, units before they are used.
+
+Everything here is checked against the backbone and against itself, because a cache that is read wrongly still answers.
+"""
+
+# B batch, K KV heads, S slots, U units of all heads and rows, D head dim
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locret.backbone.adapters import Backbone
+from locret.cache.store import COLUMNS, NO_UNIT, POSITIONS, SCORES
+from locret.field_values import shown
+
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of every tensor of a file by name, dtypes as safetensors spells them."""
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_MOST_TOKENS = 2**31 - 1
+"""Positions are int32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What the units of a file must agree with."""
+
+    backbone: Backbone
+    ragged: bool
+    """Whether heads hold different numbers of units."""
+    compact: bool
+    vocab_size: int
+    hidden_size: int
+    columns: Mapping[str, str]
+    """Columns besides `scores` and `positions`, with dtypes as safetensors spells them."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return how safetensors spells a dtype; itself where it has no name for it."""
+    return _DTYPES.get(dtype, str(dtype))
+
+
+def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return a CRC-32 of a text and of tensors on the CPU: it tells damage, not a forgery."""
+    total = zlib.crc32(text.encode())
+    for name in sorted(tensors):
+        total = zlib.crc32(name.encode(), total)
+        if tensors[name].numel():
+            total = zlib.crc32(tensors[name].contiguous().flatten().view(torch.uint8).numpy(), total)
+    return f"{total:08x}"
+
+
+def check_counters(numbers: Mapping[str, Any], backbone: Backbone) -> None:
+    """Check the numbers beside the tensors, for themselves.
+
+    Raises:
+        ValueError: For the first that is missing, of another type or out of range.
+    """
+    for name in ("seen", "next_position"):
+        _whole(numbers.get(name), name, 1, _MOST_TOKENS)
+    for name in ("held_back", "fed_again"):
+        # `fed_again` is newer than the first files.
+        if not isinstance(numbers.get(name, False if name == "fed_again" else None), bool):
+            raise ValueError(f"{name} is {shown(numbers.get(name))} instead of true or false")
+    if numbers["next_position"] > numbers["seen"]:
+        raise ValueError(f"next_position is {numbers['next_position']} after {numbers['seen']} tokens")
+    layers = numbers.get("layers")
+    if not isinstance(layers, list) or len(layers) != backbone.num_layers:
+        held = len(layers) if isinstance(layers, list) else "no"
+        raise ValueError(f"it has counters of {held} layers instead of {backbone.num_layers}")
+    for index, counters in enumerate(layers):
+        if not isinstance(counters, dict) or not isinstance(counters.get("rotated"), bool):
+            raise ValueError(f"the counters of layer {index} are {shown(counters)}")
+        slides = index not in backbone.layers
+        least = numbers["seen"] if slides else 0
+        _whole(counters.get("fill"), f"fill of layer {index}", least, numbers["seen"])
+    if len({layers[index]["rotated"] for index in backbone.layers}) > 1:
+        raise ValueError("the keys of some layers are rotated and those of others are not")
+
+
+def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -> None:
+    """Check name, shape and dtype of every tensor, against checked counters.
+
+    Raises:
+        ValueError: For the first tensor that is missing, of another shape or dtype, or not part of a cache.
+    """
+    if not reading.compact and any(counters["rotated"] for counters in numbers["layers"]):
+        raise ValueError('its keys are rotated to slots, but its policy has positions="original"')
+    first = _first(reading)
+    if first not in shapes or not shapes[first][0] or not shapes[first][0][0]:
+        raise ValueError(f"it has no {first} with a row")
+    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    rows = shapes[first][0][0]
+    for index, counters in enumerate(numbers["layers"]):
+        layer = _layer(index, counters["fill"], rows, shapes, reading)
+        wanted |= {f"layers.{index}.{name}": rule for name, rule in layer.items()}
+    wanted |= _row_tensors(rows, shapes, reading)
+    missing, foreign = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+    if missing or foreign:
+        raise ValueError(f"it lacks {_names(missing)} and has {_names(foreign)} too much")
+    for name, (shape, dtypes) in wanted.items():
+        found, dtype = shapes[name]
+        if found != shape or dtype not in dtypes:
+            raise ValueError(f"{name} is {list(found)} of {dtype} instead of {list(shape)} of {' or '.join(dtypes)}")
+    kinds = {shapes[name][1] for name in wanted if name.endswith((".keys", ".values", "._context"))}
+    if len(kinds) > 1:
+        raise ValueError(f"its keys, values and hidden states are of several types ({', '.join(sorted(kinds))})")
+
+
+def _first(reading: Reading) -> str:
+    """Return the name of a tensor that has a row per row of the batch."""
+    return f"layers.0.{'counts' if reading.ragged and 0 in reading.backbone.layers else 'keys'}"
+
+
+def _layer(
+    index: int, fill: int, rows: int, shapes: Shapes, reading: Reading
+) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    heads, dim = reading.backbone.num_kv_heads, reading.backbone.head_dim
+    row_start = {"row_start": ((rows,), ("I64",))} if f"layers.{index}.row_start" in shapes else {}
+    if index not in reading.backbone.layers:
+        most = min(fill, reading.backbone.window or fill)
+        found = shapes.get(f"layers.{index}.keys", ((), ""))[0]
+        # One less once the newest token was taken back.
+        slots = found[2] if len(found) == 4 and found[2] == most - 1 else most
+        return dict.fromkeys(("keys", "values"), ((rows, heads, slots, dim), _FLOATS)) | row_start
+    columns = {name: dtype_name(dtype) for name, dtype in COLUMNS.items()} | dict(reading.columns)
+    if not reading.ragged:
+        units: tuple[int, ...] = (rows, heads, fill)
+        extra = row_start
+    else:
+        found = shapes.get(f"layers.{index}.keys", ((), ""))[0]
+        units = (min(found[0] if found else 0, rows * heads * fill),)
+        extra = {"counts": ((rows, heads), ("I64",))}
+    states = dict.fromkeys(("keys", "values"), ((*units, dim), _FLOATS))
+    return states | {name: (units, (dtype,)) for name, dtype in columns.items()} | extra
+
+
+def _row_tensors(rows: int, shapes: Shapes, reading: Reading) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    if {"rows.pad", "rows._shift"} & shapes.keys():
+        wanted |= {"rows.pad": ((rows,), ("I64",)), "rows._shift": ((rows,), ("I64",))}
+    if "rows.last_tokens" in shapes:
+        wanted["rows.last_tokens"] = ((rows, 1), ("I64",))
+    if "rows._context" in shapes:
+        found = shapes["rows._context"][0]
+        tokens = found[1] if len(found) == 3 and found[1] in (1, 2) else 1
+        wanted["rows._context"] = ((rows, tokens, reading.hidden_size), _FLOATS)
+    return wanted
+
+
+def check_units(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], reading: Reading) -> None:
+    """Check the values of tensors whose shapes are right.
+
+    Raises:
+        ValueError: For the first that no cache can hold.
+    """
+    seen = numbers["seen"]
+    rows = len(tensors[_first(reading)])
+    pad = _within(tensors, "rows.pad", 0, seen - 1)
+    _within(tensors, "rows._shift", 0, numbers["next_position"])
+    _within(tensors, "rows.last_tokens", 0, reading.vocab_size - 1)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not name.endswith(SCORES) and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} holds values that are not finite numbers")
+    for index, counters in enumerate(numbers["layers"]):
+        layer = {
+            name.removeprefix(f"layers.{index}."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"layers.{index}.")
+        }
+        start = _within(layer, "row_start", 0, counters["fill"], f"layers.{index}.")
+        if index not in reading.backbone.layers:
+            continue
+        if bool(layer[SCORES].isnan().any()):
+            raise ValueError(f"layers.{index}.{SCORES} holds values that are not numbers")
+        try:
+            if reading.ragged:
+                _check_segments(layer, counters["fill"], seen, pad)
+            else:
+                ends = torch.full((rows,), seen) - (0 if pad is None else pad)
+                _check_rows(layer[POSITIONS], torch.zeros(rows, dtype=torch.long) if start is None else start, ends)
+        except ValueError as error:
+            raise ValueError(f"layers.{index}.{error}") from None
+
+
+def _check_rows(positions_BKS: Tensor, start_B: Tensor, end_B: Tensor) -> None:
+    """Check that each row has ascending positions below its end, and none in its first empty slots."""
+    empty = (torch.arange(positions_BKS.shape[2]) < start_B[:, None])[:, None]
+    above = torch.where(empty, torch.arange(positions_BKS.shape[2]) - _MOST_TOKENS, positions_BKS.long())
+    ascending = bool((above.diff(dim=2) > 0).all())
+    inside = empty | ((positions_BKS >= 0) & (positions_BKS < end_B[:, None, None]))
+    if not ascending or not bool(inside.all()) or bool((positions_BKS.masked_fill(~empty, NO_UNIT) != NO_UNIT).any()):
+        raise ValueError("positions are not ascending indices of the text")
+
+
+def _check_segments(layer: Mapping[str, Tensor], fill: int, seen: int, pad: Tensor | None) -> None:
+    """Check how many units each head of a ragged layer holds, and the positions of each."""
+    counts_BK = layer["counts"]
+    rows, heads = counts_BK.shape
+    if bool((counts_BK < 0).any()) or bool((counts_BK > seen).any()):
+        raise ValueError("counts are not numbers of units")
+    by_row = counts_BK.sum(1)
+    if int(by_row.max()) != heads * fill or int(by_row.sum()) != len(layer["keys"]):
+        raise ValueError(f"counts do not add up to {len(layer['keys'])} units, at most {fill} per head on average")
+    ends = torch.full((rows,), seen) - (0 if pad is None else pad)
+    positions = layer[POSITIONS].long()
+    inside = (positions >= 0) & (positions < ends.repeat_interleave(by_row))
+    firsts = torch.zeros(len(positions) + 1, dtype=torch.bool)
+    firsts[counts_BK.flatten().cumsum(0)] = True
+    rising = (positions.diff() > 0) | firsts[1 : len(positions)]
+    if not bool(inside.all()) or not bool(rising.all()):
+        raise ValueError("positions are not ascending indices of the text")
+
+
+def _within(tensors: Mapping[str, Tensor], name: str, least: int, most: int, prefix: str = "") -> Tensor | None:
+    tensor = tensors.get(name)
+    if tensor is not None and not bool(((tensor >= least) & (tensor <= most)).all()):
+        raise ValueError(f"{prefix}{name} holds numbers outside of {least} to {most}")
+    return tensor
+
+
+def _whole(value: Any, name: str, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} is {shown(value)} instead of a whole number from {least} to {most}")
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "") if names else "nothing"
