@@ -1,6 +1,6 @@
 """One way to read a command line: flags are the fields of dataclasses, `--config` reads a recipe, flags override it.
 
-Of a flag that is given again the last one counts, as everywhere; a list is the list of all that are given.
+Of a flag that is given again the last one counts, as everywhere; of a flag that is a list and nothing else, all count.
 
 A dataclass field is the home of an option's default, and the string under the field its help text. What a class may
 say besides: `exclusive`, groups of its options of which one that is given as a flag replaces a recipe's; and in the
@@ -226,7 +226,7 @@ class _CommandLine:
         name, option = _known(name, option_values.shown(typed), self.options)
         texts = self._values_of(option, typed, value, waiting)
         before = self.flags.get(name)
-        if before is not None and option_values.takes_list(option.kind):
+        if before is not None and option_values.adds_up(option.kind):
             texts = [*(before.value if isinstance(before.value, list) else [before.value]), *texts]
         elif before is not None and _plain(before.setting) != _plain(typed):
             raise ValueError(f"{before} and {typed} {option_values.shown(texts[0])} set the same; drop one of them")

@@ -76,8 +76,13 @@ def takes_none(kind: Any) -> bool:
 
 
 def takes_list(kind: Any) -> bool:
-    """Return whether an option may be given several times."""
+    """Return whether several values may follow a flag."""
     return any(get_origin(member) is list for member in union_members(kind))
+
+
+def adds_up(kind: Any) -> bool:
+    """Return whether a flag may be given several times: one that could also be a text such as a,b is replaced."""
+    return takes_list(kind) and str not in union_members(kind)
 
 
 def shown(value: Any) -> str:
