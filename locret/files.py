@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -12,10 +13,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from locret import interrupts
+from locret.field_values import shown
 
 LOCK = ".locret.lock"
 PARTIAL = ".*.partial"
@@ -80,6 +83,34 @@ def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
     """
     with written_whole(path, parents=parents) as fresh:
         fresh.write_text(text, encoding="utf-8")
+
+
+def read_json(file: Path, what: str) -> Any:
+    """Read a JSON file that somebody else may have written.
+
+    Args:
+        file: The file.
+        what: What it should be, for messages: "the config of retaining heads".
+
+    Raises:
+        ValueError: If it is not JSON in UTF-8, is nested too deeply, or gives a key of a mapping twice.
+        OSError: If it cannot be read.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in values:
+                raise ValueError(f"it has {shown(name)[1:-1]} twice")
+            values[name] = value
+        return values
+
+    try:
+        return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError(f"{file} is not valid JSON (its values are nested too deeply); give {what}") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); give {what}") from error
 
 
 def _finish(file: Path, mode: int) -> None:

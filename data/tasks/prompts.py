@@ -55,12 +55,29 @@ def build_prompt(
     Raises:
         ValueError: If the template is missing or refuses the turns, or the prompt cannot be cut to the limit.
     """
-    chat = task.chat and not sample.plain
 
     def count(text: str) -> int:
         return len(_encoded(tokenizer, text))
 
     limit = task.allowed(sample, count)
+    built = _built(task, sample, tokenizer, template, limit, count)
+    # A limit counts what the protocol cuts; what stands around that is part of the user's bound.
+    while task.bound is not None and len(built.ids) > task.bound:
+        limit = built.tokens_after - (len(built.ids) - task.bound)
+        if limit < 2 or sample.plain:
+            raise ValueError(
+                f"--max-prompt {task.bound} has no room for what stands around the text of {task.name} {sample.id}; "
+                f"raise it (this prompt has {len(built.ids):,} tokens)"
+            )
+        built = _built(task, sample, tokenizer, template, limit, count)
+    return built
+
+
+def _built(
+    task: Task, sample: Sample, tokenizer: Any, template: str, limit: int | None, count: Callable[[str], int]
+) -> BuiltPrompt:
+    """Return the prompt whose content or document is cut to `limit`."""
+    chat = task.chat and not sample.plain
     content, before, after = sample.content, None, None
     if limit is not None and task.truncation == "words" and not sample.plain:
         document = cut_words(sample.document, limit, count, from_start=task.cut_start)

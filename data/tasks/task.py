@@ -163,8 +163,13 @@ class MadeSamples(SampleSet):
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return what tells these data from others."""
-        return {"generated": True, "seed": self.seed, "source": None if self.source is None else self.source.name}
+        """Return what tells these data from others; `source` says where texts and words come from."""
+        return {"generated": True, "seed": self.seed, "source": self.task.texts(self.source)}
+
+    def label(self, count: int) -> str:
+        """Return the task's name, with what stands in for the published texts."""
+        own = self.task.stand_in(self.source)
+        return f"{self.task.name} ({own})" if own and self.made else super().label(count)
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,8 @@ class Task(ABC):
     limit: int | None = None
     """Tokens of the whole prompt that the protocol allows, before the chat template; with truncation "words", of the
     document alone. None if it sets none."""
+    bound: int | None = None
+    """Tokens that the whole prompt may have, chat template included; what `truncation` cuts is cut further for it."""
     truncation: Truncation = "none"
     """What is cut from a longer prompt: its middle, or words of its document."""
     reencode: bool = False
@@ -258,6 +265,18 @@ class Task(ABC):
     def single_needle(self) -> bool:
         """Whether one statement holds the whole answer, so that a sample's first depth says where it is."""
         return False
+
+    def texts(self, data_dir: Path | None) -> str | None:
+        """Return where the texts and words of made samples come from, for results.json; None if they need none.
+
+        Args:
+            data_dir: Local copy that has been found for them.
+        """
+        return None
+
+    def stand_in(self, data_dir: Path | None) -> str:
+        """Return in a word or two what stands in for published texts, for tables; empty where scores are comparable."""
+        return ""
 
     def options(self) -> dict[str, Any]:
         """Return the options as a dictionary."""

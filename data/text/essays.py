@@ -19,6 +19,15 @@ _PLAIN = FillerOptions(number_share=0.0, keylike_share=0.0)
 """Essays hold few numbers and no look-alikes of needles, and so does what stands in for them."""
 
 
+FILLER = "filler"
+"""What tables call a haystack of our own in place of the essays."""
+
+
+def haystack_source(data_dir: Path | None) -> str:
+    """Return where a haystack's text comes from, for results.json."""
+    return "our own filler, not the published essays" if data_dir is None else f"essays in {data_dir.name}"
+
+
 def read_essays(data_dir: Path) -> list[str]:
     """Return the texts of an essay collection, in the order of their file names.
 
@@ -83,7 +92,7 @@ class Words:
     """Words of the essays, or of the filler that stands in for them, read no further than needed."""
 
     def __init__(self, data_dir: Path | None, seed: int) -> None:
-        self.name = "filler" if data_dir is None else "essays"
+        self.name = FILLER if data_dir is None else "essays"
         self._more = essay_words(data_dir, seed)
         self._read: list[str] = []
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +54,6 @@ def _command(processes: Processes, arguments: list[str]) -> None:
         (model, evaluation, budgets, report), chosen = parse_options(
             "locret-eval", DESCRIPTION, OPTION_CLASSES, arguments
         )
-        if not report.output and not report.dry_run and not report.list:
-            raise ValueError("--output is missing; name a folder for the results")
     if report.list:
         if processes.is_main:
             _list(as_json=report.json)
@@ -69,10 +67,13 @@ def _command(processes: Processes, arguments: list[str]) -> None:
             if processes.is_main:
                 print_json(prepared.plan())
             return
+        if processes.is_main and not report.quiet:
+            _say(prepared, named=bool(report.output))
         with ExitStack() as held:
             with processes.together():
                 if processes.is_main:
-                    held.enter_context(locked(report.output, f"--output {report.output}"))
+                    output = prepared.report.output
+                    held.enter_context(locked(output, f"--output {output}"))
             _execute(prepared)
 
 
@@ -86,9 +87,18 @@ def _list(as_json: bool) -> None:
         print(listing.as_text(), end="")
 
 
+def _say(job: Job, named: bool) -> None:
+    """Write what may not have been expected, and where results go unless the user named that."""
+    tokens = sum(case.tokens for case in job.cases) * len(job.runs)
+    read = f", {tokens:,} prompt tokens" if tokens else ""
+    going = f"{len(job.runs) * len(job.cases):,} answers{read}; results go to {job.report.output}"
+    for line in (*job.notes, *([] if named else [going])):
+        sys.stderr.write(f"locret-eval: {line}\n")
+
+
 def _execute(job: Job) -> None:
     """Load everything, open the output folder, measure, report."""
-    from locret.infer.evaluation.report import order_of, write_results
+    from locret.infer.evaluation.report import order_of
 
     processes = job.processes
     with processes.together():
@@ -98,15 +108,23 @@ def _execute(job: Job) -> None:
     try:
         with processes.together(), interrupts.unwinding():
             _measure(job, setup, log or _other_log(job))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit, ValueError, OSError):
         if log is not None:
-            log.collect()
-            write_results(Path(job.report.output), log, settings, job)
-            sys.stderr.write(f"{len(log.records)} answers are in {log.path}; the same command with --resume goes on\n")
+            _keep(job, log, settings)
         raise
     if log is not None:
         log.merge(order_of(job.cases, job.runs))
         _report(job, setup, log, settings, draw)
+
+
+def _keep(job: Job, log: SampleLog, settings: dict[str, Any]) -> None:
+    """Leave results of what was answered before the end came; a full disk is not what the user has to hear of then."""
+    from locret.infer.evaluation.report import write_results
+
+    with suppress(ValueError, OSError):
+        log.collect()
+        write_results(Path(job.report.output), log, settings, job)
+    sys.stderr.write(f"{len(log.records)} answers are in {log.path}; the same command with --resume goes on\n")
 
 
 def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
@@ -157,7 +175,7 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
         OSError: If the device's memory or the disk is full.
     """
     import torch
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     from locret.infer.evaluation import runner
     from locret.infer.evaluation.records import key
@@ -189,11 +207,12 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
 
 def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], draw: bool) -> None:
     """Write results and pictures, and print them."""
-    from locret.infer.evaluation import report
+    from locret.infer.evaluation import report, runner
     from locret.infer.evaluation.left_out import left_out
 
     output = Path(job.report.output)
-    results = report.write_results(output, log, settings, job)
+    unasked = runner.unasked(setup.tokenizer, job.cases, job.runs, log.done())
+    results = report.write_results(output, log, settings, job, unasked)
     if draw:
         if not job.report.quiet:
             sys.stderr.write("locret-eval: all answers are known; drawing pictures, which can take minutes\n")

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
+from locret.infer.evaluation.allotment import Allotment
 from locret.infer.infer_options import ModelOptions
+from locret.policy.budget import units_of_share
 from locret.policy.policy import RetentionPolicy
-from locret.policy.resolve import resolve
 from locret.templates import TEMPLATES
 
 if TYPE_CHECKING:
     from locret.infer.evaluation.methods import Method
 
 Numbers = int | str | list[int]
+Shares = float | str | list[float]
 Names = str | list[str]
 
 
@@ -78,7 +80,8 @@ class EvalOptions(PublishedOptions):
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
     methods: Names = "full,locret,untrained,random,streaming"
-    """Methods, such as full,locret,random; --list names them."""
+    """Methods, such as full,locret,random; --list names them. If not given, those that need heads are left out without
+    --heads."""
     tasks: Names = "passkey,number,multikey"
     """Tasks; --list names them."""
     task_options: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -118,6 +121,14 @@ class EvalOptions(PublishedOptions):
         names = words(self.tasks, "--tasks") if suite is None else suite.tasks
         return [tasks.get(name, **self.task_options.get(name, {})) for name in names]
 
+    def without_heads(self) -> tuple[EvalOptions, list[str]]:
+        """Return the options with methods that need no heads, and the names of those that were left out."""
+        from locret.infer.evaluation import methods  # imports torch
+
+        named = [methods.get(name) for name in words(self.methods, "--methods")]
+        kept = [method.name for method in named if not method.needs_heads]
+        return replace(self, methods=kept), [method.name for method in named if method.needs_heads]
+
     def chosen_methods(self) -> list[Method]:
         """Return the methods.
 
@@ -138,7 +149,11 @@ class BudgetOptions:
     """How many units stay. What is not given is what the heads recommend, else follows from the budget."""
 
     budget: Numbers | None = None
-    """Cache units kept per KV head and layer after a chunk, such as 256,128; the same for every method."""
+    """Cache units kept per KV head and layer after a chunk, such as 256,128; the same for every method. If
+    neither given nor recommended by heads, at most an eighth of the shortest prompt that is made here."""
+    budget_share: Shares | None = None
+    """Instead of --budget: shares of every prompt's tokens, such as 0.1,0.2. Stabilizers are then at most a quarter of
+    what a prompt gets."""
     chunk_size: Numbers | None = None
     """Prompt tokens per forward pass; several make an ablation."""
     stabilizers: Numbers | None = None
@@ -168,8 +183,17 @@ class BudgetOptions:
     decode_interval: int | None = None
     """Units evicted at once when generation reaches decode_budget."""
 
-    def policies(self, chosen: Collection[str], recommended: dict[str, Any]) -> list[RetentionPolicy]:
-        """Return every combination of budget, chunk size and stabilizers.
+    def fitted(self, recommended: dict[str, Any], shortest: int) -> BudgetOptions:
+        """Return the options with a budget that fits prompts of `shortest` tokens, where nobody gave one.
+
+        The default is the paper's, for prompts of 128K tokens; it would hold a short prompt whole.
+        """
+        given = self.budget is not None or self.budget_share is not None or "budget" in recommended
+        fits = max(1, shortest // 8)
+        return self if given or fits >= RetentionPolicy.budget else replace(self, budget=fits)
+
+    def allotments(self, chosen: Collection[str], recommended: dict[str, Any]) -> list[Allotment]:
+        """Return every combination of budget or share, stabilizers and chunk size.
 
         Args:
             chosen: Names of the options that the user set.
@@ -178,11 +202,23 @@ class BudgetOptions:
         Raises:
             ValueError: If numbers are out of range, or a budget is smaller than the units that are protected.
         """
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name in chosen}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name in chosen and f.name != "budget_share"}
+        if self.budget is not None:
+            own["budget"] = self.budget
+        if self.budget_share is not None and "budget" in own:
+            both = f"--budget {self.budget} and --budget-share {self.budget_share}"
+            raise ValueError(f"{both} exclude each other; drop one of them")
         flags = {name: f"--{name.replace('_', '-')}" for name in ("budget", "stabilizers", "chunk_size")}
         lists = {name: numbers(own[name], flag) for name, flag in flags.items() if own.get(name) is not None}
-        varied = product(*lists.values())
-        return [resolve({**own, **dict(zip(lists, values, strict=True))}, recommended) for values in varied]
+        parts = [None] if self.budget_share is None else shares(self.budget_share)
+        return [
+            Allotment({**own, **dict(zip(lists, values, strict=True))}, recommended, share)
+            for share, *values in product(parts, *lists.values())
+        ]
+
+    def policies(self, chosen: Collection[str], recommended: dict[str, Any], tokens: int = 1) -> list[RetentionPolicy]:
+        """Return the policies of a prompt of so many tokens, which matter for shares alone; see `allotments`."""
+        return [one.policy(tokens) for one in self.allotments(chosen, recommended)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +226,8 @@ class ReportOptions:
     """What is written, and how a run goes on."""
 
     output: str = ""
-    """Folder for samples.jsonl, results.json, results.md and the pictures."""
+    """Folder for samples.jsonl, results.json, results.md and the pictures. If not given, one in runs/ whose name says
+    the backbone and the first task, with the start of the configuration's hash."""
     resume: bool = False
     """Go on with an interrupted run in the output folder."""
     overwrite: bool = False
@@ -231,6 +268,25 @@ def numbers(value: Numbers, flag: str) -> list[int]:
         found = [int(str(part).strip()) for part in parts]
     except ValueError:
         raise ValueError(f"{flag} {value} is not a list of whole numbers; write it like 256,128") from None
+    return list(dict.fromkeys(found))
+
+
+def shares(value: Shares) -> list[float]:
+    """Return the shares of `0.1,0.2`, 0.1 or [0.1, 0.2], without repeats.
+
+    Raises:
+        ValueError: For anything else, or a share that is not above 0 and at most 1.
+    """
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    try:
+        found = [float(str(part).strip()) for part in parts]
+    except ValueError:
+        raise ValueError(f"--budget-share {value} is not a list of numbers; write it like 0.1,0.2") from None
+    for share in found:
+        try:
+            units_of_share(share, 1)
+        except ValueError as error:
+            raise ValueError(f"--budget-share: {error}") from None
     return list(dict.fromkeys(found))
 
 

@@ -19,11 +19,13 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F
 MARKERS = "osDv^<>"
 AXIS_LABELS = {
     "budget": "budget (units per KV head)",
+    "budget_share": "budget (share of the prompt)",
     "chunk_size": "chunk size (tokens)",
     "stabilizers": "stabilizers (units)",
 }
 FILES = {
     "budget": "accuracy_by_budget.png",
+    "budget_share": "accuracy_by_budget_share.png",
     "chunk_size": "accuracy_by_chunk_size.png",
     "stabilizers": "accuracy_by_stabilizers.png",
 }
@@ -140,9 +142,9 @@ def _x_axis(axes: Any, panel: Panel, axis: str) -> None:
     ticks = sorted({point.x for line in panel.lines if not line.everywhere for point in line.points})
     if ticks[0] > 0 and ticks[-1] >= 4 * ticks[0]:
         axes.set_xscale("log", base=2)
-    elif ticks[-1] >= 8 * max(ticks[1], 1):
+    elif axis != "budget_share" and ticks[-1] >= 8 * max(ticks[1], 1):
         axes.set_xscale("symlog", base=2, linthresh=max(ticks[1], 1))
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xticks(ticks, [series.label(axis, tick) for tick in ticks])
     axes.minorticks_off()
 
 

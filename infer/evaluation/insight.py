@@ -48,11 +48,12 @@ def write(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequence[Run]
     prompt, _ = ask(setup, candidates[len(candidates) // 3])
     names: list[str] = []
     for name, run in smallest.items():
-        assert run.policy is not None
-        if prompt.ids_1N.shape[1] <= run.policy.chunk_size + run.policy.local_len:
+        policy = run.policy_of(prompt.ids_1N.shape[1])
+        assert policy is not None
+        if prompt.ids_1N.shape[1] <= policy.chunk_size + policy.local_len:
             continue  # one chunk: nothing is ever evicted step by step
         sources = {name: _source(run, prompt)}
-        names += write_retention_steps(output, prompt, sources, run.policy)
+        names += write_retention_steps(output, prompt, sources, policy)
     short = [case for case in shown if case.task.name == shown[0].task.name and case.tokens <= MOST_TOKENS]
     if short:
         names += _consistency(setup, output, short, list(smallest.values()))
@@ -66,7 +67,7 @@ def _consistency(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequen
     prefixes = consistency.default_prefixes(min(prompt.ids_1N.shape[1] for prompt in prompts))
     measured = []
     for prompt in prompts:
-        policy = runs[0].policy
+        policy = runs[0].policy_of(prompt.ids_1N.shape[1])
         assert policy is not None
         methods = {run.method.name: _source(run, prompt) for run in runs if run.method.name != "oracle"}
         measured.append(consistency.measure(setup.model, prompt.ids_1N, methods, policy, prefixes, prompt.labels))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,16 @@ import torch
 from locret import loading
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
 from locret.infer.evaluation import output_folder, runner
+from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions
 from locret.infer.evaluation.processes import Processes
 from locret.infer.evaluation.runner import Case, Run
 from locret.infer.infer_options import ModelOptions
 from locret.infer.reading_warnings import warn_of_recency
 from locret.load_options import ScorerOptions
-from locret.policy.policy import RetentionPolicy
+
+_UNKNOWN = 2**17
+"""Tokens of the longest prompt, for a plan, where neither the tasks nor the backbone have a limit."""
 
 
 @dataclass
@@ -37,11 +41,13 @@ class Job:
     """Tasks of the suite whose rows there are not, and why."""
     cases: list[Case]
     runs: list[Run]
-    policies: list[RetentionPolicy]
+    allotments: list[Allotment]
     heads: Any
     config: Any
     device: torch.device
     dtype: torch.dtype
+    notes: list[str] = field(default_factory=list)
+    """What the user may not have expected, in sentences."""
 
     @property
     def own_device(self) -> torch.device:
@@ -81,7 +87,7 @@ class Job:
             "lengths": evaluation.token_lengths(),
             "samples": evaluation.samples or usual,
             "seed": evaluation.seed,
-            "policies": [policy.to_dict() for policy in self.policies],
+            "policies": [one.record() for one in self.allotments],
             "decoding": "greedy",
             **({} if evaluation.suite is None else {"suite": evaluation.suite}),
         }
@@ -103,6 +109,8 @@ class Job:
             "tokens": sum(case.tokens for case in self.cases) * len(self.runs),
             "policies": planned,
             "missing": self.missing,
+            "output": self.report.output,
+            "notes": self.notes,
             "config": self.settings(),
         }
 
@@ -121,7 +129,10 @@ def prepare(
         ValueError: For anything the user must change.
         OSError: If a Hub or a disk fails.
     """
-    _check_choices(evaluation, chosen)
+    _check_choices(evaluation, budgets, chosen)
+    left: list[str] = []
+    if not evaluation.heads and "methods" not in chosen:
+        evaluation, left = evaluation.without_heads()
     methods = evaluation.chosen_methods()
     if report.threads:
         torch.set_num_threads(report.threads)
@@ -133,13 +144,18 @@ def prepare(
         allow_other_base=evaluation.allow_other_base,
     )
     heads, recommended = loading.load_scorer(scorer)
-    policies = budgets.policies(chosen, recommended)
+    budgets.policies(chosen, recommended)  # refuses what needs no prompt to be refused
     config = loading.load_config(model)
     loading.check_matches(scorer, heads, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
-    runs = runner.plan_runs(methods, policies, chosen)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     found, missing = _selected(evaluation, positions, partial(loading.load_tokenizer, model))
+    cases = runner.plan_cases(found, evaluation.seed, evaluation.template)
+    made = [case.tokens for case in cases if case.samples.made and case.tokens]
+    if made:
+        budgets = budgets.fitted(recommended, min(made))
+    allotments = budgets.allotments(chosen, recommended)
+    longest = max(case.tokens for case in cases) or positions or _UNKNOWN
     job = Job(
         model=model,
         scorer=scorer,
@@ -148,20 +164,62 @@ def prepare(
         processes=processes,
         selections=found,
         missing=missing,
-        cases=runner.plan_cases(found, evaluation.seed, evaluation.template),
-        runs=runs,
-        policies=policies,
+        cases=cases,
+        runs=runner.plan_runs(methods, allotments, longest, chosen),
+        allotments=allotments,
         heads=heads,
         config=config,
         device=device,
         dtype=dtype,
     )
+    if not report.output:
+        job.report = replace(report, output=_default_output(job))
+    job.notes = _notes(job, left)
     if not report.dry_run:
-        output_folder.check_output(report.output, job.settings(), resume=report.resume, overwrite=report.overwrite)
-    _warn_about_positions(positions, runs, [case.tokens for case in job.cases])
+        output_folder.check_output(job.report.output, job.settings(), resume=report.resume, overwrite=report.overwrite)
+    _warn_about_positions(positions, job.runs, [case.tokens for case in cases])
     for method in methods:
-        warn_of_recency(method.name, method.recent, [r.policy for r in runs if r.method is method and r.policy])
+        warn_of_recency(method.name, method.recent, [r.policy for r in job.runs if r.method is method and r.policy])
     return job
+
+
+def _default_output(job: Job) -> str:
+    """Return a folder for the results that is the same for the same configuration, and another for any other."""
+    first = job.evaluation.suite or job.selections[0].task.name
+    backbone = Path(job.model.model).name or "backbone"
+    return f"runs/{backbone}-{first.replace('/', '-')}-{output_folder.fingerprint(job.settings())[:8]}"
+
+
+def _notes(job: Job, left: Sequence[str]) -> list[str]:
+    """Return what the user may not have expected, in sentences."""
+    notes = []
+    if left:
+        notes.append(f"--methods without {', '.join(left)}, as trained heads are needed for that; give --heads")
+    own = {case.task.name: case.samples.label(0) for case in _longest(job.cases) if case.samples.made}
+    named = [label for name, label in own.items() if label != name]
+    if named:
+        notes.append(
+            f"{', '.join(named)}: our own texts stand in for the published ones, so scores are comparable with each "
+            "other only; give --data-dir with the essays, and the task option words=wonderwords"
+        )
+    bounded = [run for run in job.runs if run.policy is not None]
+    if bounded and all(_holds(run, case.tokens) for run in bounded for case in _longest(job.cases)):
+        notes.append(
+            "no prompt is longer than the budget and --local-len together, so nothing is evicted and all methods read "
+            "alike; lower --budget, or raise --lengths"
+        )
+    return notes
+
+
+def _longest(cases: Sequence[Case]) -> list[Case]:
+    """Return a case of every task and length."""
+    return list({(case.task.name, case.tokens): case for case in cases}.values())
+
+
+def _holds(run: Run, tokens: int) -> bool:
+    """Return whether a run keeps a prompt of at most so many tokens whole; 0 tokens are a prompt without a limit."""
+    policy = run.policy_of(tokens) if tokens else None
+    return policy is not None and policy.budget + policy.local_len >= tokens
 
 
 def _selected(
@@ -205,8 +263,15 @@ def _selected(
     return found, missing
 
 
-def _check_choices(evaluation: EvalOptions, chosen: set[str]) -> None:
-    """Refuse options that contradict a suite."""
+def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[str]) -> None:
+    """Refuse options that contradict a suite or a task."""
+    if budgets.budget_share is not None:
+        for task in evaluation.chosen_tasks():
+            if task.family == "sirllm":
+                raise ValueError(
+                    f"--budget-share {budgets.budget_share} is a share of a whole prompt, and {task.name} is a session "
+                    "that goes on; give --budget"
+                )
     suite = evaluation.chosen_suite()
     if suite is None:
         return

@@ -29,6 +29,11 @@ def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
     }
 
 
+def fingerprint(settings: dict[str, Any]) -> str:
+    """Return the hash of the resolved configuration."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
 def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
     """Refuse a folder that holds something else; nothing is written.
 
@@ -64,12 +69,8 @@ def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwri
 
 def _different(state: Path, settings: dict[str, Any]) -> list[str]:
     """Return the settings that are not those of the folder; one that only one side knows makes no difference."""
-    try:
-        stored = json.loads(state.read_text(encoding="utf-8"))
-        here = json.loads(json.dumps(settings))
-        return [name for name, value in here.items() if stored.get(name, value) != value]
-    except (ValueError, AttributeError):
-        raise ValueError(f"{state} is broken; --overwrite starts again, or choose another folder") from None
+    stored, here = _configuration(state), json.loads(json.dumps(settings))
+    return [name for name, value in here.items() if stored.get(name, value) != value]
 
 
 def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> SampleLog:
@@ -101,8 +102,33 @@ def versions_of(folder: Path) -> list[dict[str, str]]:
     """Return the versions that the processes of a folder ran on, the newest last; equal ones in a row are one.
 
     Empty for a folder of an older toolkit, which did not record them.
+
+    Raises:
+        ValueError: If they are damaged.
     """
-    return list(json.loads((folder / CONFIGURATION).read_text(encoding="utf-8")).get(VERSIONS, []))
+    stored = _configuration(folder / CONFIGURATION).get(VERSIONS, [])
+    if not isinstance(stored, list) or not all(isinstance(found, dict) for found in stored):
+        raise _broken(folder / CONFIGURATION)
+    return [{str(name): str(value) for name, value in found.items()} for found in stored]
+
+
+def _configuration(path: Path) -> dict[str, Any]:
+    """Return what a configuration file holds.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise _broken(path) from None
+    if not isinstance(stored, dict):
+        raise _broken(path)
+    return stored
+
+
+def _broken(path: Path) -> ValueError:
+    return ValueError(f"{path} is broken; --overwrite starts again, or choose another folder")
 
 
 def _add_versions(folder: Path, log: SampleLog) -> None:
@@ -123,15 +149,14 @@ def _add_versions(folder: Path, log: SampleLog) -> None:
             stacklevel=2,
         )
     state = folder / CONFIGURATION
-    stored = json.loads(state.read_text(encoding="utf-8"))
-    write_text(state, json.dumps({**stored, VERSIONS: [*before, here]}, indent=1) + "\n")
+    write_text(state, json.dumps({**_configuration(state), VERSIONS: [*before, here]}, indent=1) + "\n")
 
 
 def _versions_of_results(folder: Path) -> dict[str, str]:
     """Return the versions that the results of an older toolkit name."""
     try:
         return dict(json.loads((folder / RESULTS).read_text(encoding="utf-8"))["versions"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {"commit": "unknown"}
 
 
@@ -139,6 +164,6 @@ def _pictures(folder: Path) -> list[str]:
     """Return the files that an earlier evaluation says it has drawn here."""
     try:
         named = json.loads((folder / RESULTS).read_text(encoding="utf-8"))["figures"]
-        return [Path(str(name)).name for name in named]
-    except (OSError, ValueError, KeyError, TypeError):
+        return [Path(str(name)).name for name in named if str(name).endswith((".png", ".json"))]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []

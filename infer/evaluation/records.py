@@ -15,11 +15,59 @@ PART = "samples.process-{}.jsonl"
 """What another process than the first writes, until the first merges it."""
 KEY = ("task", "version", "tokens", "index", "method", "budget", "chunk_size", "stabilizers")
 """What tells one run from another within an output folder."""
+_AGAIN = "mend the file, or use --overwrite to start again"
+
+
+_COUNT, _TEXT, _UNITS = "a whole number", "a text", "a whole number or null"
+_FIELDS = {
+    **dict.fromkeys(("task", "method", "prediction"), _TEXT),
+    **dict.fromkeys(("version", "tokens", "index", "prompt_tokens", "generated_tokens"), _COUNT),
+    **dict.fromkeys(("kept_units", "peak_units", "cache_bytes", "peak_bytes"), _COUNT),
+    **dict.fromkeys(("budget", "chunk_size", "stabilizers"), _UNITS),
+    "score": "a number from 0 to 1",
+    "targets": "a list of texts",
+    **dict.fromkeys(("prefill_seconds", "decode_seconds"), "a number, 0 or more"),
+}
+"""What every record has, in words."""
+_OPTIONAL = {
+    "depth": "a number from 0 to 1",
+    "budget_share": "a number from 0 to 1",
+    **dict.fromkeys(("tokens_before", "tokens_after"), _COUNT),
+}
+
+
+def problem(record: Any) -> str | None:
+    """Return what keeps an object from being a record of an evaluation, None if nothing does."""
+    if not isinstance(record, dict):
+        return "is no object"
+    for name, kind in (_FIELDS | {name: kind for name, kind in _OPTIONAL.items() if name in record}).items():
+        if name not in record:
+            return f"has no field {name!r}"
+        if not _is(record[name], kind):
+            return f"has {_short(record[name])} in field {name!r}, which must be {kind}"
+    return None
+
+
+def _is(value: Any, kind: str) -> bool:
+    if kind == _TEXT:
+        return isinstance(value, str)
+    if kind == "a list of texts":
+        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    if value is None:
+        return kind == _UNITS
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        return False
+    return value <= 1 if kind == "a number from 0 to 1" else type(value) is int or kind == "a number, 0 or more"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def key(record: dict[str, Any]) -> tuple[Any, ...]:
     """Return what tells a record from others."""
-    return tuple(record[name] for name in KEY)
+    return (*(record[name] for name in KEY), record.get("budget_share"))
 
 
 class SampleLog:
@@ -107,33 +155,35 @@ def parts(folder: Path) -> list[Path]:
 def read(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records of a file, which need not exist, and its bytes up to the end of the last whole one.
 
+    An answer that is there twice counts once.
+
     Raises:
-        ValueError: If a line that is not the last one is broken.
+        ValueError: If a line that is not the last one is broken, or two lines give different answers to one question.
     """
-    records: list[dict[str, Any]] = []
+    records: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     good = 0
-    for number, line in enumerate(lines):
-        whole = number < len(lines) - 1  # what follows the last line break was cut off
+    for number, line in enumerate(lines, start=1):
+        whole = number < len(lines)  # what follows the last line break was cut off
         if not line:
             good += whole
             continue
         try:
             record = json.loads(line)
-            hash(key(record))
-            if record["score"] is not None and not math.isfinite(record["score"]):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, RecursionError):
-            if any(lines[number + 1 :]):
-                raise ValueError(
-                    f"{path}, line {number + 1} is not a record of an evaluation; use --overwrite to start again"
-                ) from None
+            wrong = problem(record)
+        except (ValueError, RecursionError):
+            wrong = "is not JSON"
+        if wrong is not None:
+            if any(lines[number:]):
+                raise ValueError(f"{path}, line {number} is not a record of an evaluation: it {wrong}; {_AGAIN}")
             break
         if not whole:
             break
-        records.append(record)
+        first, before = records.setdefault(key(record), (number, record))
+        if (before["prediction"], before["score"]) != (record["prediction"], record["score"]):
+            raise ValueError(f"{path}, lines {first} and {number} answer one question in different ways; {_AGAIN}")
         good += len(line) + 1
-    return records, good
+    return [record for _, record in records.values()], good
 
 
 def in_order(records: Iterable[dict[str, Any]], order: dict[tuple[Any, ...], int]) -> list[dict[str, Any]]:

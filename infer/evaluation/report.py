@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +15,17 @@ from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order,
 from locret.infer.evaluation.runner import Case, Run
 
 
-def fingerprint(settings: dict[str, Any]) -> str:
-    """Return the hash of the resolved configuration."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: Job) -> dict[str, Any]:
+def write_results(
+    output: Path, log: SampleLog, settings: dict[str, Any], job: Job, unasked: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     """Write results.json and results.md from what has been measured so far, and return the results.
+
+    Args:
+        output: Folder of the evaluation.
+        log: Its records.
+        settings: The resolved configuration.
+        job: What is evaluated.
+        unasked: Samples that could not be made.
 
     Raises:
         OSError: If they cannot be written.
@@ -32,12 +35,13 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
     *earlier, found = output_folder.versions_of(output)
     results: dict[str, Any] = {
         "config": settings,
-        "configuration_sha256": fingerprint(settings),
+        "configuration_sha256": output_folder.fingerprint(settings),
         "versions": found,
         "commit": found.get("commit"),
         **({"resumed_from": earlier} if earlier else {}),
         "seed": settings["seed"],
-        "complete": len(records) == len(cases) * len(runs),
+        "complete": len(records) == (len(cases) - len(unasked)) * len(runs),
+        **({"unasked": list(unasked)} if unasked else {}),
         "cells": summary.cells(records, {(case.task.name, case.tokens): case.samples for case in cases}),
         "figures": [],
     }
@@ -53,7 +57,19 @@ def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown: a suite's table first, budgets side by side last."""
     suite = suite_table.table(results["suite"]) + "\n" if "suite" in results else ""
     beside = budget_table.table(results["cells"])
-    return suite + summary.table(results["cells"]) + (f"\n{beside}" if beside else "")
+    parts = [suite + summary.table(results["cells"]), *([beside] if beside else []), *_passed_over(results)]
+    return "\n".join(parts)
+
+
+def _passed_over(results: dict[str, Any]) -> list[str]:
+    """Return a line for each task and length some of whose samples could not be made."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for one in results.get("unasked", ()):
+        groups.setdefault((one["task"], one["tokens"]), []).append(one)
+    return [
+        f"Left out: {len(group)} samples of {task} @ {tokens:,} ({group[0]['reason']}).\n"
+        for (task, tokens), group in groups.items()
+    ]
 
 
 def write_figures(

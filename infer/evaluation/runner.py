@@ -17,6 +17,7 @@ from locret.backbone.adapters import unwrap
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import SampleSet, Selection
+from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.methods import Method, Prompt, Setup
 from locret.infer.evaluation.records import key
 from locret.infer.evaluation.sessions import answer_turns
@@ -33,18 +34,36 @@ class Run:
 
     method: Method
     policy: RetentionPolicy | None
+    """Of the longest prompt, where the budget is a share of each."""
+    allotment: Allotment | None = field(default=None, compare=False)
+    """Where the budget is a share."""
+    chosen: Collection[str] = field(default=(), compare=False)
+    """Names of the numbers that the user set."""
+
+    def policy_of(self, tokens: int) -> RetentionPolicy | None:
+        """Return the policy of a prompt of so many tokens."""
+        if self.allotment is None:
+            return self.policy
+        return self.method.policy(self.allotment.policy(tokens), self.chosen)
 
     @property
     def axes(self) -> dict[str, Any]:
-        """The method and the numbers that vary, as they stand in a record."""
-        policy = self.policy
+        """The method and the numbers that vary, as they stand in a record; what follows the prompt is None."""
+        policy, shared = self.policy, self.allotment
+        numbers = ("budget", "chunk_size", "stabilizers")
         return {
             "method": self.method.name,
-            "budget": policy and policy.budget,
-            "chunk_size": policy and policy.chunk_size,
-            "stabilizers": policy and policy.stabilizers,
+            **{name: shared.own.get(name) if shared else policy and int(getattr(policy, name)) for name in numbers},
+            **({"budget_share": shared.share} if shared else {}),
             **{name: getattr(policy, name) for name in _USUAL if policy and getattr(policy, name) != _USUAL[name]},
         }
+
+    def resolved(self, tokens: int) -> dict[str, Any]:
+        """Return what a record says besides of the policy of a prompt of so many tokens."""
+        policy = self.policy_of(tokens)
+        if self.allotment is None or policy is None:
+            return {}
+        return {"resolved": {name: int(getattr(policy, name)) for name in _ALWAYS}}
 
 
 @dataclass(frozen=True)
@@ -88,14 +107,24 @@ class Case:
 
 
 def plan_runs(
-    methods: Sequence[Method], policies: Sequence[RetentionPolicy], chosen: Collection[str] = ()
+    methods: Sequence[Method], allotments: Sequence[Allotment], tokens: int = 1, chosen: Collection[str] = ()
 ) -> list[Run]:
-    """Return the runs of every sample; the plain cache is run once, whatever the budgets."""
+    """Return the runs of every sample; the plain cache is run once, whatever the budgets.
+
+    Args:
+        methods: The methods.
+        allotments: How much of a prompt stays.
+        tokens: Of the longest prompt; matters for shares alone.
+        chosen: Names of the numbers that the user set.
+    """
     runs: list[Run] = []
     for method in methods:
-        runs += (
-            [Run(method, None)] if method.make is None else [Run(method, method.policy(p, chosen)) for p in policies]
-        )
+        if method.make is None:
+            runs.append(Run(method, None))
+            continue
+        for one in allotments:
+            policy = method.policy(one.policy(tokens), chosen)
+            runs.append(Run(method, policy, None if one.share is None else one, tuple(chosen)))
     return runs
 
 
@@ -110,18 +139,30 @@ def plan_cases(selections: Iterable[Selection], seed: int, template: str = "chat
 
 
 def evaluate(setup: Setup, cases: Sequence[Case], runs: Sequence[Run], done: set[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the record of every run that is not done yet; each sample is written and tokenised once."""
+    """Yield the record of every run that is not done yet; each sample is written and tokenised once.
+
+    A sample that cannot be made is passed over: chance decides what a sample holds, and not all fit a short length.
+
+    Raises:
+        ValueError: If a row of a file, or the tokenizer, is unfit.
+    """
     for case in cases:
         missing = [run for run in runs if key(case.axes | run.axes) not in done]
         if not missing:
             continue
-        prompt, facts = ask(setup, case)
+        try:
+            prompt, facts = ask(setup, case)
+        except ValueError:
+            if not case.samples.made:
+                raise
+            continue
         digest = hashlib.sha256(prompt.ids_1N.cpu().numpy().tobytes()).hexdigest()
         for run in missing:
             measured = _answered(prompt, run, case.task)
             yield {
                 **case.axes,
                 **run.axes,
+                **run.resolved(prompt.ids_1N.shape[1]),
                 **facts,
                 "prompt_tokens": prompt.ids_1N.shape[1],
                 "prompt_sha256": digest,
@@ -146,9 +187,28 @@ def ask(setup: Setup, case: Case) -> tuple[Prompt, dict[str, Any]]:
     return Prompt(torch.tensor([built.ids], device=next(setup.model.parameters()).device), sample, setup), facts
 
 
+def unasked(tokenizer: Any, cases: Sequence[Case], runs: Sequence[Run], done: set[Any]) -> list[dict[str, Any]]:
+    """Return which samples could not be made, and why; each of them has no record at all.
+
+    Args:
+        tokenizer: The backbone's.
+        cases: All samples.
+        runs: All runs.
+        done: Keys of the records.
+    """
+    found = []
+    for case in cases:
+        if case.samples.made and not any(key(case.axes | run.axes) in done for run in runs):
+            try:
+                case.built(tokenizer, case.sample(tokenizer))
+            except ValueError as error:
+                found.append({"task": case.task.name, "tokens": case.tokens, "index": case.index, "reason": str(error)})
+    return found
+
+
 def _answered(prompt: Prompt, run: Run, task: Task) -> dict[str, Any]:
     if prompt.sample.turns:
-        return answer_turns(prompt, run.method, run.policy, task.name)
+        return answer_turns(prompt, run.method, run.policy_of(prompt.ids_1N.shape[1]), task.name)
     measured = answer(prompt, run, task.max_new_tokens, task.stop, task.min_new_tokens)
     prediction = measured["prediction"]
     ends = [prediction.find(text) for text in task.stop if text in prediction]
@@ -175,7 +235,7 @@ def answer(
         new, measured = _plain(model, ids_1N, settings)
     else:
         scorer = run.method.make(prompt)
-        new, measured = _retained(model, scorer, run.policy, ids_1N, settings)
+        new, measured = _retained(model, scorer, run.policy_of(ids_1N.shape[1]), ids_1N, settings)
     tokenizer = prompt.setup.tokenizer
     prediction = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return {"prediction": str(prediction), "generated_tokens": len(new), **measured}

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from locret.data import tasks
+from locret.infer.evaluation.allotment import percent
 
-AXES = ("budget", "chunk_size", "stabilizers")
+AXES = ("budget", "budget_share", "chunk_size", "stabilizers")
 """Settings that a figure can have on its x-axis; the others tell lines apart where they differ."""
-_WORDS = {"budget": "budget", "chunk_size": "chunk", "stabilizers": "stabilizers"}
+_WORDS = {"budget": "budget", "budget_share": "share", "chunk_size": "chunk", "stabilizers": "stabilizers"}
 _EVEN_ROWS = 10
 _MOST_ROWS = 12
 
@@ -23,7 +24,7 @@ _MOST_ROWS = 12
 class Point:
     """One mean on a line."""
 
-    x: int
+    x: float
     score: float
     """Mean score, 0 to 100."""
     error: float
@@ -74,15 +75,18 @@ def _lines(cells: list[dict[str, Any]], axis: str) -> tuple[Line, ...]:
     lines: list[Line] = []
     for method in dict.fromkeys(cell["method"] for cell in cells):
         own = [cell for cell in cells if cell["method"] == method]
-        if all(cell.get("budget") is None for cell in own):
+        if all(cell.get("budget") is None and cell.get("budget_share") is None for cell in own):
             lines.append(Line(method, method, (_point(own[0], 0),), everywhere=True))
             continue
+        own = [cell for cell in own if cell.get(axis) is not None]
+        if not own:
+            continue  # a share has no budget in units, nor stabilizers that nobody asked for
         apart = _telling_apart(own, axis)
         splits: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for cell in own:
-            splits.setdefault(tuple(cell[name] for name in apart), []).append(cell)
+            splits.setdefault(tuple(cell.get(name) for name in apart), []).append(cell)
         for values, group in splits.items():
-            words = [f"{_WORDS[name]} {value:,}" for name, value in zip(apart, values, strict=True)]
+            words = [f"{_WORDS[name]} {label(name, value)}" for name, value in zip(apart, values, strict=True)]
             points = sorted((_point(cell, cell[axis]) for cell in group), key=lambda point: point.x)
             lines.append(Line(method, ", ".join([method, *words]), tuple(points), everywhere=False))
     return tuple(lines)
@@ -97,14 +101,21 @@ def _telling_apart(cells: list[dict[str, Any]], axis: str) -> list[str]:
     for name in AXES:
         seen: dict[Any, set[Any]] = {}
         for cell in cells:
-            seen.setdefault(cell[axis], set()).add(cell[name])
-        several = len({cell[name] for cell in cells}) > 1
-        if name != axis and (any(len(values) > 1 for values in seen.values()) or (name == "budget" and several)):
+            seen.setdefault(cell[axis], set()).add(cell.get(name))
+        several = name.startswith("budget") and len({cell.get(name) for cell in cells}) > 1
+        if name != axis and (any(len(values) > 1 for values in seen.values()) or several):
             apart.append(name)
     return apart
 
 
-def _point(cell: dict[str, Any], x: int) -> Point:
+def label(axis: str, value: float | None) -> str:
+    """Return a value of an axis for people."""
+    if value is None:
+        return "unset"
+    return percent(value) if axis == "budget_share" else f"{value:,}"
+
+
+def _point(cell: dict[str, Any], x: float) -> Point:
     return Point(x, float(cell["score"]), float(cell.get("standard_error") or 0))
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from locret.data.tasks.published.suites import PublishedRow, Suite
+from locret.infer.evaluation.allotment import amount
+from locret.infer.evaluation.summary import with_error
 from locret.tables import markdown
 
 _CLOSE = 0.1
 """Points by which a printed average may differ from its cells: they are rounded to one or two places."""
-_READING = ("method", "budget", "chunk_size", "stabilizers")
+_READING = ("method", "budget", "chunk_size", "stabilizers", "budget_share")
 
 
 def results(
@@ -55,7 +58,7 @@ def _readings(cells: Sequence[dict[str, Any]], settings: dict[str, Any]) -> dict
         # What has no length of its own belongs to the rows of all lengths.
         several = [None] if len(lengths) < 2 else [cell["tokens"]] if _has_length(cell, settings) else sorted(lengths)
         for tokens in several:
-            found.setdefault((*(cell[name] for name in _READING), tokens), []).append(cell)
+            found.setdefault((*(cell.get(name) for name in _READING), tokens), []).append(cell)
     return found
 
 
@@ -65,17 +68,31 @@ def _has_length(cell: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 def _row(suite: Suite, reading: tuple[Any, ...], cells: list[dict[str, Any]]) -> dict[str, Any]:
     scores = {cell.get("set", cell["task"]): cell["score"] for cell in cells}
+    errors = {cell.get("set", cell["task"]): cell.get("standard_error") for cell in cells}
     average = suite.average(scores)
     whole = len(scores) == len(suite.tasks)
     return {
         **dict(zip((*_READING, "tokens"), reading, strict=True)),
         "scores": {task: scores.get(task) for task in suite.tasks},
+        "standard_errors": {task: errors.get(task) for task in suite.tasks},
         "groups": suite.group_means(scores),
         "average": None if average is None else round(average, 4),
+        "average_standard_error": _average_error(suite, scores, errors),
         "tasks_measured": len(scores),
-        "partial": not whole or any(cell.get("set", cell["task"]) != cell["task"] for cell in cells),
+        "partial": not whole or any("of" in cell and cell["set"] != cell["task"] for cell in cells),
         "size_unknown": any("of" in cell and cell["of"] is None for cell in cells),
     }
+
+
+def _average_error(suite: Suite, scores: Mapping[str, float], errors: Mapping[str, float | None]) -> float | None:
+    """Return the standard error of an average of tasks, whose samples are drawn apart; None if one is not known."""
+    known = {task: error for task, error in errors.items() if error is not None}
+    base = suite.average(scores)
+    if base is None or len(known) < len(scores):
+        return None
+    # An average is linear: what a task weighs is what one point more of it adds.
+    raised = {task: (suite.average({**scores, task: scores[task] + 1}) or 0.0) - base for task in scores}
+    return round(math.fsum((raised[task] * known[task]) ** 2 for task in scores) ** 0.5, 4)
 
 
 def _label(task: str, cells: Sequence[dict[str, Any]]) -> str:
@@ -118,14 +135,16 @@ def table(found: dict[str, Any]) -> str:
     lines = [f"**{found['name']}**: {found['title']}; average = {found['average_rule']}", ""]
     rows = []
     for row in found["rows"]:
-        texts = [_shown(row["scores"][task], "missing" if task in found["missing"] else "") for task in tasks]
-        average = _shown(row["average"], "")
+        texts = [
+            _shown(row["scores"][task], "missing" if task in found["missing"] else "", row["standard_errors"][task])
+            for task in tasks
+        ]
+        average = _shown(row["average"], "", row["average_standard_error"])
         if row["tasks_measured"] < count:
             average += f" (partial: {row['tasks_measured']} of {count} tasks)"
         elif row["partial"]:
             average += " (perhaps partial: size unknown)" if row["size_unknown"] else " (partial: not all rows)"
-        budget = "all" if row["budget"] is None else f"{row['budget']:,}"
-        rows.append([_reading(row, found["rows"]), budget, *texts, average])
+        rows.append([_reading(row, found["rows"]), amount(row), *texts, average])
     notes = list(dict.fromkeys(_footnote(row) for row in found.get("published", ())))
     for row in found.get("published", ()):
         texts = [_shown(row["scores"][task], "") for task in tasks]
@@ -168,20 +187,23 @@ def remarks(suite: Suite, settings: dict[str, Any]) -> list[str]:
         found.append("Rows come from local files, which are taken at their word: results.json has their SHA-256.")
     if any("generated" in part for part in data):
         found.append("Rows are generated here, by our own writing of the benchmark's generator.")
+    sources = sorted({str(part["source"]) for part in data if "generated" in part and part.get("source")})
+    if sources:
+        found.append(f"Their texts: {'; '.join(dict.fromkeys(text for one in sources for text in one.split('; ')))}.")
     return found
 
 
 def _reading(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """Return the method, with the numbers that tell it from others of the same budget."""
-    twins = [one for one in rows if (one["method"], one["budget"]) == (row["method"], row["budget"])]
+    twins = [one for one in rows if (one["method"], amount(one)) == (row["method"], amount(row))]
     parts = [f"{row['tokens']:,} tokens"] if row["tokens"] is not None else []
     parts += [
         f"{name.replace('_', ' ')} {row[name]:,}"
-        for name in _READING[2:]
+        for name in _READING[2:4]
         if len({one[name] for one in twins}) > 1 and row[name] is not None
     ]
     return ", ".join([row["method"], *parts])
 
 
-def _shown(score: float | None, otherwise: str) -> str:
-    return otherwise if score is None else f"{score:.2f}"
+def _shown(score: float | None, otherwise: str, error: float | None = None) -> str:
+    return otherwise if score is None else with_error(score, error, 2)

@@ -6,10 +6,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from locret.data.tasks.task import SampleSet
+from locret.data.tasks.task import SampleSet, Task
+from locret.infer.evaluation.allotment import amount
 from locret.tables import markdown
 
-CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers")
+CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers", "budget_share")
+ERRORS = "±: standard error, the samples' standard deviation / √n (by jackknife where a task's score is not a mean)"
 
 
 def cells(
@@ -24,16 +26,18 @@ def cells(
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
-        groups.setdefault(tuple(record[name] for name in CELL), []).append(record)
+        groups.setdefault(tuple(record.get(name) for name in CELL), []).append(record)
     found = []
     for group, members in groups.items():
-        cell = dict(zip(CELL, group, strict=True)) | _summary(members)
+        axes = dict(zip(CELL, group, strict=True))
+        if axes["budget_share"] is None:
+            del axes["budget_share"]
+        cell = axes | _summary(members)
         whole = (sets or {}).get((cell["task"], cell["tokens"]))
         if whole is not None and "item" in members[0]:
             cell |= {"set": cell["task"], "task": whole.label(len(members))}
             cell |= {} if whole.made else {"of": whole.of}
-            answers = [(record["prediction"], tuple(record["targets"])) for record in members]
-            cell["score"] = round(100 * whole.task.summarise([record["score"] for record in members], answers), 4)
+            cell |= task_score(whole.task, members)
             cell["tokens_before"], cell["tokens_after"] = (
                 round(statistics.fmean(record[name] for record in members), 1)
                 for name in ("tokens_before", "tokens_after")
@@ -42,9 +46,31 @@ def cells(
     return found
 
 
+def task_score(task: Task, records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the `score` of a task from 0 to 100 by its own rule, and its `standard_error`.
+
+    The error of a mean is the samples' standard deviation over the root of n; that of any other rule (L-Eval's ROUGE)
+    is the jackknife's, which for a mean is the same.
+    """
+    scores = [record["score"] for record in records]
+    answers = [(record["prediction"], tuple(record["targets"])) for record in records]
+    score = 100 * task.summarise(scores, answers)
+    if type(task).summarise is Task.summarise or len(records) < 2:
+        error = _error([100 * value for value in scores])
+    else:
+        kept = [[i for i in range(len(scores)) if i != out] for out in range(len(scores))]
+        without = [100 * task.summarise([scores[i] for i in own], [answers[i] for i in own]) for own in kept]
+        error = (len(scores) - 1) / len(scores) ** 0.5 * statistics.stdev(without)
+    return {"score": round(score, 4), "standard_error": None if error is None else round(error, 4)}
+
+
+def _error(scores: Sequence[float]) -> float | None:
+    return statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None
+
+
 def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     scores = [100 * record["score"] for record in records]
-    error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None
+    error = _error(scores)
     return {
         "n": len(records),
         "score": round(statistics.fmean(scores), 4),
@@ -63,11 +89,11 @@ def _rate(records: Sequence[dict[str, Any]], tokens: str, seconds: str) -> float
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table: a row per method and policy, a column per task and length, and what it took."""
     columns = list(dict.fromkeys((_set(cell), cell["tokens"]) for cell in found))
-    rows = list(dict.fromkeys(tuple(cell[name] for name in CELL[2:]) for cell in found))
-    by_place = {(_set(cell), *(cell[name] for name in CELL[1:])): cell for cell in found}
+    rows = list(dict.fromkeys(tuple(cell.get(name) for name in CELL[2:]) for cell in found))
+    by_place = {(_set(cell), *(cell.get(name) for name in CELL[1:])): cell for cell in found}
     varied = [
         name
-        for index, name in enumerate(CELL[4:], start=2)
+        for index, name in enumerate(CELL[4:6], start=2)
         if len({row[index] for row in rows if row[index] is not None}) > 1
     ]
     titles = ["method", "budget", *(name.replace("_", " ") for name in varied)]
@@ -79,16 +105,17 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         policy = dict(zip(CELL[2:], row, strict=True))
         own = [by_place.get((*column, *row)) for column in columns]
         known = [cell for cell in own if cell is not None]
-        texts = [policy["method"], "all" if policy["budget"] is None else f"{policy['budget']:,}"]
+        texts = [policy["method"], amount(policy)]
         texts += ["" if policy[name] is None else f"{policy[name]:,}" for name in varied]
         texts += [
-            _score(cell, by_place.get((*column, "full", None, None, None)), names[column])
+            _score(cell, by_place.get((*column, "full", None, None, None, None)), names[column])
             for cell, column in zip(own, columns, strict=True)
         ]
         texts += [f"{max(cell['kept_units'] for cell in known):,}", size(max(cell["peak_bytes"] for cell in known))]
         texts += [_mean_rate(known, f"{phase}_tokens_per_second") for phase in ("prefill", "decode")]
         lines.append(texts)
-    return "\n".join(markdown(titles, lines)) + "\n"
+    noted = ["", ERRORS] if any(cell.get("standard_error") is not None for cell in found) else []
+    return "\n".join([*markdown(titles, lines), *noted]) + "\n"
 
 
 def _set(cell: dict[str, Any]) -> str:
@@ -114,9 +141,15 @@ def _score(cell: dict[str, Any] | None, full: dict[str, Any] | None, title: str)
         return ""
     # Methods of an unfinished run may have read different parts of a published set.
     part = f" [{cell['task'].removeprefix(_set(cell)).strip(' ()')}]" if cell["task"] not in title else ""
+    shown = with_error(cell["score"], cell.get("standard_error"))
     if full is None or cell is full or not full["score"]:
-        return f"{cell['score']:.1f}{part}"
-    return f"{cell['score']:.1f} ({cell['score'] / full['score']:.0%}){part}"
+        return f"{shown}{part}"
+    return f"{shown} ({cell['score'] / full['score']:.0%}){part}"
+
+
+def with_error(score: float, error: float | None, places: int = 1) -> str:
+    """Return a score with its standard error, if that is known."""
+    return f"{score:.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
 
 
 def _mean_rate(known: Sequence[dict[str, Any]], name: str) -> str:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from locret import shipped
-from locret.files import written_whole
+from locret.files import read_json, written_whole
 from locret.heads import hub
 from locret.heads.config import HeadsConfig
 
@@ -59,11 +59,7 @@ def read_config(folder: Path) -> HeadsConfig:
         raise ValueError(
             f"{folder} has no {CONFIG}, so it does not hold retaining heads; give a folder that locret-train wrote"
         )
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON ({error}); write the heads again") from error
-    return HeadsConfig.from_json(values, str(file))
+    return HeadsConfig.from_json(read_json(file, "the config of retaining heads"), str(file))
 
 
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]], device: str = "cpu") -> dict[str, Tensor]:
@@ -123,7 +119,12 @@ def as_float32(weight: Tensor, name: str, where: str) -> Tensor:
     Raises:
         ValueError: If a value is not finite, or not a float: one NaN makes every score of its layer NaN.
     """
-    if weight.dtype not in _DTYPES or not bool(weight.isfinite().all()):
+    if weight.layout != torch.strided or weight.is_meta or weight.is_quantized:
+        raise ValueError(f"{name} in {where} is no plain tensor with values; give the weights as they were published")
+    if weight.dtype not in _DTYPES:
+        kind = str(weight.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} in {where} is of {kind}; give float32, bfloat16, float16 or float64")
+    if not bool(weight.isfinite().all()):
         raise ValueError(f"{name} in {where} holds values that are not finite numbers; train the heads again")
     with torch.inference_mode(False):  # a tensor made under inference mode could never be trained
         return weight.to(torch.float32, copy=True).contiguous()

@@ -10,12 +10,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 from locret._version import __version__
 from locret.backbone.adapters import Backbone, describe, unwrap
-from locret.field_values import check_fields, checked, checked_values
+from locret.field_values import check_fields, checked, checked_values, shown
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
 
@@ -24,6 +24,7 @@ NOTES = ("base_model", "base_model_revision", "base_weights", "label", "policy",
 """The fields that `RetainingHeads.annotate` may set: facts about the heads that their weights do not show."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_WORD = re.compile(r"[\w.+/-]{1,200}")
 _CACHED = re.compile(r"models--(.+?)--(.+?)[/\\]snapshots[/\\]([0-9a-f]{40})")
 
 
@@ -82,11 +83,23 @@ class HeadsConfig:
             or not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers
         ):
             raise ValueError(
-                f"layers={list(layers)} must be ascending indices below num_hidden_layers={self.num_hidden_layers}; "
+                f"layers={shown(list(layers))} must be ascending indices below "
+                f"num_hidden_layers={self.num_hidden_layers}; "
                 "list the full-attention layers"
             )
         if self.initializer_range < 0:
             raise ValueError(f"initializer_range={self.initializer_range} is negative; give one such as 0.02")
+        for name, value in vars(self).items():
+            # They go into the model card's code and its YAML.
+            if isinstance(value, str) and not _WORD.fullmatch(value):
+                raise ValueError(
+                    f"{name}={shown(value)} is not a name; use letters, digits, '-', '_', '.', '+' and '/'"
+                )
+        for name in ("label", "training", "evaluation"):
+            if not _is_plain(getattr(self, name)):
+                raise ValueError(
+                    f"{name} has values that are not plain (finite numbers, texts, lists, mappings by name)"
+                )
         # Whether the numbers agree is known only with those that the user gives.
         checked_values(RetentionPolicy, self.policy or {}, "policy")
 
@@ -144,22 +157,22 @@ class HeadsConfig:
             ValueError: If it is not the config of retaining heads, or not one this version reads.
         """
         if not isinstance(values, Mapping) or "hidden_dim" not in values or "format_version" not in values:
-            kind = values.get("model_type") if isinstance(values, Mapping) else type(values).__name__
+            kind = str(values.get("model_type")) if isinstance(values, Mapping) else type(values).__name__
             raise ValueError(
                 f"{where} is not the config of retaining heads (it has no hidden_dim and format_version; model_type is "
-                f"{kind}); give a folder written by locret-train or RetainingHeads.save_pretrained"
+                f"{shown(kind)[1:-1]}); give a folder written by locret-train or RetainingHeads.save_pretrained"
             )
         if values["format_version"] != FORMAT_VERSION:
             raise ValueError(
-                f"{where} has format_version {values['format_version']}, this toolkit ({__version__}) reads "
-                f"{FORMAT_VERSION}; use the toolkit version that wrote it ({values.get('toolkit_version')})"
+                f"{where} has format_version {shown(values['format_version'])}, this toolkit ({__version__}) reads "
+                f"{FORMAT_VERSION}; use the toolkit version that wrote it ({shown(values.get('toolkit_version'))})"
             )
         known = {f.name: f for f in fields(cls)}
         for key in values:
             if key not in known:
                 near = nearest(key, known)
                 raise ValueError(
-                    f"{where} has an unknown key '{key}'" + (f"; did you mean '{near[0]}'?" if near else "")
+                    f"{where} has an unknown key {shown(key)}" + (f"; did you mean '{near[0]}'?" if near else "")
                 )
         missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
         if missing:
@@ -169,8 +182,8 @@ class HeadsConfig:
                 checked(cls, name, value)
             except ValueError:
                 raise ValueError(
-                    f"{where} has {name}={value!r}, which is not of type {known[name].type} (numbers must be finite); "
-                    "write the heads again"
+                    f"{where} has {name}={shown(value)}, which is not of type {known[name].type} (numbers must be "
+                    "finite); write the heads again"
                 ) from None
         try:
             return cls(**values)
@@ -207,6 +220,17 @@ class HeadsConfig:
         if known and not allow_other_base and name.lower() != self.base_model.lower():  # type: ignore[union-attr]
             lines.append(f"base_model is {self.base_model} in the heads and {name} in the model")
         return lines
+
+
+def _is_plain(value: Any, depth: int = 20) -> bool:
+    """Return whether JSON can hold a value and give the same one back."""
+    if isinstance(value, Mapping):
+        return depth > 0 and all(isinstance(name, str) and _is_plain(value[name], depth - 1) for name in value)
+    if isinstance(value, list | tuple):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
+    if isinstance(value, str):
+        return not any("\ud800" <= letter <= "\udfff" for letter in value)  # half of a pair cannot be written
+    return value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value))
 
 
 def base_identity(model_or_config: Any) -> tuple[str | None, str | None]:

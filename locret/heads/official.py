@@ -7,18 +7,19 @@ takes only entries of that exact form, so that a backbone whose MLP layers are c
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from locret.field_values import shown
+from locret.files import read_json
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 from locret.labels.logit import LOGIT
@@ -51,7 +52,7 @@ def read(path: Path, model_or_config: Any) -> tuple[HeadsConfig, dict[str, Tenso
             f"{path} has no retaining heads: no entry like model.layers.0.self_attn.fc1.weight among its {len(seen)} "
             f"({', '.join(seen[:3])}{', ...' if len(seen) > 3 else ''}); give the weights published for Locret"
         )
-    hidden_dim = next((weight.shape[0] for name, weight in weights.items() if name.endswith("fc1.weight")), 1)
+    hidden_dim = next((len(w) for name, w in weights.items() if name.endswith("fc1.weight") and w.ndim and len(w)), 1)
     config = HeadsConfig.for_model(model_or_config, hidden_dim).annotated(
         label={"kind": LOGIT.name, "include_last_prompt_token": False},  # as the published code has it
         training={"source": f"weights published by the authors of Locret ({path.name})"},
@@ -84,16 +85,23 @@ def _files(path: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is not an index of a sharded checkpoint; download it again") from error
+    values = read_json(index, "the index of a sharded checkpoint")
+    files = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError(f"{index} is not an index of a sharded checkpoint (it has no weight_map); download it again")
     # Shards without heads are never opened: a backbone has gigabytes of them.
-    names = sorted({place for name, place in places.items() if _ENTRY.fullmatch(name)})
-    for name in names:
-        if not (index.parent / name).is_file():
-            raise ValueError(f"{index} names {name}, which is not in its folder; download all parts that hold heads")
-    return [index.parent / name for name in names]
+    names = {name: file for name, file in files.items() if _ENTRY.fullmatch(name)}
+    for name, file in names.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or PurePath(file).name != file:
+            raise ValueError(
+                f"{index} has {shown(file)} for {name}, which is not the name of a file of its folder; "
+                "download it again"
+            )
+        if not (index.parent / file).is_file():
+            raise ValueError(
+                f"{index} names {shown(file)}, which is not in its folder; download all parts that hold heads"
+            )
+    return [index.parent / file for file in sorted(set(names.values()))]
 
 
 def _entries(file: Path, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
@@ -112,7 +120,9 @@ def _entries(file: Path, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
     state = _load_bin(file)
     seen += list(state)
     for name, value in state.items():
-        if (ours := _our_name(name, file)) and isinstance(value, Tensor):
+        if ours := _our_name(name, file):
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name} in {file} is no plain tensor but a {type(value).__name__}; download it again")
             yield ours, value
 
 
@@ -124,7 +134,8 @@ def _load_bin(file: Path) -> dict[str, Any]:
         raise ValueError(
             f"{file} holds more than tensors, and loading it could run code; convert it to safetensors"
         ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
+    # What a damaged pickle makes the unpickler raise has no end: IndexError, KeyError, TypeError, ...
+    except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{file} is not a file that torch.save wrote ({reason}); download it again") from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):

@@ -182,7 +182,7 @@ def test_files_that_are_missing_ambiguous_or_broken_are_named(tmp_path):
 def test_a_missing_shard_and_a_broken_index_are_named(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(official(), "gone.safetensors")}))
-    with pytest.raises(ValueError, match=r"names gone\.safetensors, which is not in its folder"):
+    with pytest.raises(ValueError, match=r"names 'gone\.safetensors', which is not in its folder"):
         RetainingHeads.from_official(tmp_path, LLAMA)
     index.write_text("{}")
     with pytest.raises(ValueError, match="is not an index of a sharded checkpoint"):

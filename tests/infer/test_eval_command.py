@@ -141,7 +141,7 @@ def test_a_broken_line_in_the_middle_is_refused(evaluate: Any, tmp_path: Path) -
     log.write_text("nonsense\n" + log.read_text())
     code, _, err = evaluate(*arguments, "--output", tmp_path, "--resume")
     assert code == 2
-    assert "samples.jsonl, line 1 is not a record of an evaluation; use --overwrite to start again" in err
+    assert "samples.jsonl, line 1 is not a record of an evaluation: it is not JSON; mend the file, or use --over" in err
 
 
 @pytest.mark.slow
@@ -304,3 +304,77 @@ def test_a_plan_that_depends_on_the_length_is_made_for_the_longest_prompt(evalua
     code, _, err = evaluate(*arguments, "--decremental", "--dry-run")
     assert (code, err.count("\n")) == (2, 1)
     assert 'memory="fixed" does not grow; choose memory linear, sqrt or square' in err
+
+
+def test_without_heads_the_default_methods_are_those_that_need_none(evaluate: Any) -> None:
+    code, out, err = evaluate("--tasks", "passkey", "--lengths", 400, "--samples", 2, "--dry-run", own_heads=None)
+    assert code == 0, err
+    plan = json.loads(out)
+    assert plan["config"]["methods"] == ["full", "untrained", "random", "streaming"]
+    assert plan["notes"] == ["--methods without locret, as trained heads are needed for that; give --heads"]
+    # An eighth of 400 tokens: the default would hold the prompt whole.
+    assert {(p["budget"], p["stabilizers"]) for p in plan["policies"]} == {(50, 12)}
+
+
+def test_the_minimal_command_runs_and_says_where_the_results_are(
+    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ("--tasks", "passkey", "--lengths", 200, "--samples", 1, "--figures", "none")
+    code, table, err = evaluate(*line, own_heads=None)
+    assert code == 0, err
+    (output,) = (tmp_path / "runs").iterdir()
+    assert output.name.startswith("backbone-passkey-")
+    assert "locret-eval: --methods without locret, as trained heads are needed for that; give --heads" in err
+    assert f"locret-eval: 4 answers, 800 prompt tokens; results go to runs/{output.name}" in err
+    assert (output / "results.md").read_text() == table
+    code, _, err = evaluate(*line, own_heads=None)
+    assert code == 2
+    assert f"--output runs/{output.name} holds this evaluation already; --resume goes on, --overwrite starts" in err
+
+
+def test_a_budget_that_holds_every_prompt_is_said_to_compare_nothing(evaluate: Any) -> None:
+    line = ("--methods", "full,random", "--tasks", "passkey", "--samples", 1, "--dry-run", "--local-len", 8)
+    _, out, _ = evaluate(*line, "--lengths", 300, "--budget", 292, own_heads=None)
+    assert json.loads(out)["notes"][0].startswith("no prompt is longer than the budget and --local-len together")
+    _, out, _ = evaluate(*line, "--lengths", 300, "--budget", 291, own_heads=None)
+    assert json.loads(out)["notes"] == []
+
+
+def test_shares_of_the_prompt_are_on_record_by_share_with_what_they_came_to(evaluate: Any, tmp_path: Path) -> None:
+    line = ("--methods", "full,random", "--tasks", "passkey", "--lengths", "200,400", "--samples", 1, *SMALL[:2])
+    line = (*line, "--local-len", 8, "--threads", 1, "--figures", "none", "--output", tmp_path / "out")
+    code, table, err = evaluate(*line, "--budget-share", "0.1,0.25", own_heads=None)
+    assert code == 0, err
+    found = [one for one in records(tmp_path / "out") if one["method"] == "random"]
+    sizes = {(one["tokens"], one["budget_share"]): one["resolved"]["budget"] for one in found}
+    prompts = {one["tokens"]: one["prompt_tokens"] for one in found}
+    assert sizes == {(n, share): int(share * prompts[n]) for n in (200, 400) for share in (0.1, 0.25)}
+    assert all(one["kept_units"] == one["resolved"]["budget"] + 8 and one["budget"] is None for one in found)
+    assert [line.split("|")[2].strip() for line in table.splitlines()[2:5]] == ["all", "10%", "25%"]
+    assert "Budgets 10% / 25%:" in table
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [policy["budget_share"] for policy in results["config"]["policies"]] == [0.1, 0.25]
+    assert [cell.get("budget_share") for cell in results["cells"]] == [None, 0.1, 0.25] * 2
+    before = (tmp_path / "out" / "samples.jsonl").read_text()
+    assert evaluate(*line, "--budget-share", "0.1,0.25", "--resume", own_heads=None)[0] == 0
+    assert (tmp_path / "out" / "samples.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--budget-share", "0.1", "--budget", 64), "--budget 64 and --budget-share 0.1 exclude each other; drop one"),
+        (
+            ("--budget-share", "0.1,2"),
+            "--budget-share: 2.0 is not a share of the prompt; give more than 0",
+        ),
+        (("--budget-share", "nan"), "--budget-share: nan is not a share of the prompt"),
+        (("--budget-share", "a"), "--budget-share a is not a list of numbers; write it like 0.1,0.2"),
+        (("--budget-share", "0.1", "--tasks", "sirllm/rock"), "sirllm/rock is a session that goes on; give --budget"),
+    ],
+)
+def test_shares_that_mean_nothing_are_refused(evaluate: Any, flags: Any, message: str) -> None:
+    code, _, err = evaluate("--methods", "random", "--tasks", "passkey", *flags, "--dry-run", own_heads=None)
+    assert code == 2
+    assert message in err

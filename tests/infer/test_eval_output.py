@@ -30,6 +30,8 @@ RECORD = {
     "chunk_size": 32,
     "stabilizers": 16,
     "prompt_tokens": 300,
+    "prediction": "48213",
+    "targets": ["48213"],
     "score": 1.0,
     "kept_units": 72,
     "peak_units": 96,
@@ -171,7 +173,7 @@ def test_without_matplotlib_all_but_the_pictures_is_written(
     monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)
     code, out, err = evaluate("--methods", "random", "--output", tmp_path / "out")
     assert code == 0
-    assert err.count("matplotlib") == 1
+    assert err.count("needs matplotlib") == 1
     assert "--figures all needs matplotlib; install it with `pip install 'locret[eval]'`; everything but" in err
     assert "| random | 64 |" in out
     assert json.loads((tmp_path / "out" / "results.json").read_text())["figures"] == []
@@ -275,11 +277,68 @@ def test_blank_lines_between_records_cost_no_answer(tmp_path: Path) -> None:
     assert good == path.stat().st_size
 
 
-@pytest.mark.parametrize(
-    "changes", [{"task": []}, {"score": "x"}, {"score": float("nan")}], ids=["task", "score", "not a number"]
-)
-def test_a_line_that_cannot_be_a_record_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+DAMAGE = [
+    ({"task": []}, r"it has \[\] in field 'task', which must be a text"),
+    ({"version": "one"}, r"it has \"one\" in field 'version', which must be a whole number"),
+    ({"tokens": 1e400}, r"it has Infinity in field 'tokens'"),
+    ({"score": "x"}, r"it has \"x\" in field 'score', which must be a number from 0 to 1"),
+    ({"score": None}, r"it has null in field 'score'"),
+    ({"score": True}, r"it has true in field 'score'"),
+    ({"score": float("nan")}, r"it has NaN in field 'score'"),
+    ({"targets": "48213"}, r"it has \"48213\" in field 'targets', which must be a list of texts"),
+    ({"prefill_seconds": -1}, r"it has -1 in field 'prefill_seconds', which must be a number, 0 or more"),
+    ({"depth": {}}, r"it has {} in field 'depth'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), DAMAGE)
+def test_a_line_that_cannot_be_a_record_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text(json.dumps(record() | changes) + "\n" + json.dumps(record(index=1)) + "\n")
-    with pytest.raises(ValueError, match="line 1 is not a record of an evaluation; use --overwrite to start again"):
+    with pytest.raises(ValueError, match=f"line 1 is not a record of an evaluation: {message}.*; mend the file, or"):
         records.read(path)
+
+
+@pytest.mark.parametrize("line", ["[]", "5", "null", "[" * 100_000])
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text(line + "\n" + json.dumps(record(index=1)) + "\n")
+    with pytest.raises(ValueError, match="line 1 is not a record of an evaluation: it is no"):
+        records.read(path)
+
+
+@pytest.mark.parametrize("name", [name for name in RECORD if name != "depth"])
+def test_a_field_that_is_missing_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "samples.jsonl"
+    broken = {key: value for key, value in record().items() if key != name}
+    path.write_text(json.dumps(broken) + "\n" + json.dumps(record(index=1)) + "\n")
+    with pytest.raises(ValueError, match=f"it has no field '{name}'"):
+        records.read(path)
+
+
+def test_an_answer_that_is_there_twice_counts_once_and_two_answers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    lines = [json.dumps(record(index=index)) + "\n" for index in (0, 1, 0)]
+    path.write_text("".join(lines))
+    assert [one["index"] for one in records.read(path)[0]] == [0, 1]
+    path.write_text("".join([*lines, json.dumps(record(index=1, prediction="else")) + "\n"]))
+    with pytest.raises(ValueError, match="lines 2 and 4 answer one question in different ways; mend the file, or"):
+        records.read(path)
+
+
+@pytest.mark.parametrize("versions", ['"5"', "[1]", "[[]]", "{}"])
+def test_versions_that_are_damaged_are_one_sentence(tmp_path: Path, versions: str) -> None:
+    (tmp_path / output_folder.CONFIGURATION).write_text(f'{{"versions": {versions}}}')
+    with pytest.raises(ValueError, match="configuration.json is broken; --overwrite starts again, or choose another"):
+        output_folder.versions_of(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "\udcff", "[" * 100_000, '{"figures": 5, "versions": 3}'])
+def test_results_that_are_damaged_keep_no_run_from_going_on(tmp_path: Path, text: str) -> None:
+    settings = {"seed": 0}
+    output_folder.open_output(str(tmp_path), settings, overwrite=False).append(record())
+    (tmp_path / records.RESULTS).write_bytes(text.encode(errors="surrogateescape"))
+    output_folder.check_output(str(tmp_path), settings, resume=True, overwrite=False)
+    assert len(output_folder.open_output(str(tmp_path), settings, overwrite=False).records) == 1
+    output_folder.open_output(str(tmp_path), settings, overwrite=True)
+    assert not (tmp_path / records.RESULTS).exists()

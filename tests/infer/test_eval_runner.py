@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from locret import RetainingHeads, RetentionPolicy, scorers
 from locret.data import tasks
 from locret.infer.evaluation import methods, runner
+from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.methods import Prompt, Setup
 from locret.infer.evaluation.records import key
 from locret.labels.labels import answer_labels
@@ -140,7 +141,7 @@ def test_labels_are_computed_once_per_sample_and_only_for_the_oracle(
 
     monkeypatch.setattr(methods, "answer_labels", counted)
     places = cases([tasks.get("passkey")], [300], 2, 0)
-    budgets = [RetentionPolicy(budget=b, chunk_size=64, stabilizers=8, local_len=8) for b in (32, 64, 96)]
+    budgets = [Allotment({"budget": b, "chunk_size": 64, "local_len": 8, "stabilizers": 8}) for b in (32, 64, 96)]
     list(runner.evaluate(setup, places, runner.plan_runs([methods.get("random")], budgets), set()))
     assert not calls
     found = list(runner.evaluate(setup, places, runner.plan_runs([methods.get("oracle")], budgets), set()))
@@ -160,7 +161,7 @@ def test_a_sample_is_written_once_for_all_its_runs_and_not_at_all_when_all_are_d
 
     monkeypatch.setattr(runner.Case, "sample", counted)
     places = cases([tasks.get("number")], [300], 3, 0)
-    runs = runner.plan_runs([methods.get("full"), methods.get("random")], [POLICY])
+    runs = runner.plan_runs([methods.get("full"), methods.get("random")], [Allotment(POLICY.to_dict())])
     done = {key(places[1].axes | run.axes) for run in runs} | {key(places[2].axes | runs[0].axes)}
     found = list(runner.evaluate(setup, places, runs, done))
     assert written == [0, 2]
@@ -170,7 +171,7 @@ def test_a_sample_is_written_once_for_all_its_runs_and_not_at_all_when_all_are_d
 def test_depths_are_even_over_the_samples_and_the_plain_cache_runs_once() -> None:
     places = cases([tasks.get("passkey")], [300, 400], 4, 7)
     assert [place.axes["depth"] for place in places] == [0.125, 0.375, 0.625, 0.875] * 2
-    budgets = [RetentionPolicy(budget=b, chunk_size=64, stabilizers=8, local_len=8) for b in (32, 64)]
+    budgets = [Allotment({"budget": b, "chunk_size": 64, "local_len": 8, "stabilizers": 8}) for b in (32, 64)]
     runs = runner.plan_runs([methods.get("full"), methods.get("streaming-original")], budgets)
     assert [run.axes["budget"] for run in runs] == [None, 32, 64]
     assert [run.policy and run.policy.positions for run in runs] == [None, "original", "original"]
@@ -248,3 +249,20 @@ def test_a_scorer_runs_in_the_positions_of_its_paper_unless_the_user_or_a_modifi
     assert methods.get("snapkv+compact").policy(policy).positions == "compact"
     assert methods.get("locret").policy(policy).positions == "compact"
     assert methods.get("snapkv").description.startswith("keep what")
+
+
+def test_a_sample_that_cannot_be_made_is_passed_over_and_named(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = cases([tasks.get("number")], [300], 3, 0)
+    made = runner.Case.sample
+
+    def second_is_too_long(self: runner.Case, tokenizer: Any) -> Any:
+        if self.index == 1:
+            raise ValueError("tokens=300 cannot hold it")
+        return made(self, tokenizer)
+
+    monkeypatch.setattr(runner.Case, "sample", second_is_too_long)
+    runs = runner.plan_runs([methods.get("random")], [Allotment(POLICY.to_dict())])
+    found = list(runner.evaluate(setup, places, runs, set()))
+    assert [record["index"] for record in found] == [0, 2]
+    left = runner.unasked(setup.tokenizer, places, runs, {key(record) for record in found})
+    assert left == [{"task": "number", "tokens": 300, "index": 1, "reason": "tokens=300 cannot hold it"}]

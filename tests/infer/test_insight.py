@@ -14,11 +14,11 @@ from locret.data import tasks
 from locret.data.tasks import Sample
 from locret.data.tasks.task import MadeSamples
 from locret.infer.evaluation import insight, methods
+from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.runner import Case, plan_runs
-from locret.policy.policy import RetentionPolicy
 
-POLICIES = [RetentionPolicy(budget=n, chunk_size=32, stabilizers=8, local_len=8) for n in (48, 32)]
+POLICIES = [Allotment({"budget": n, "chunk_size": 32, "stabilizers": 8, "local_len": 8}) for n in (48, 32)]
 
 
 @dataclass
@@ -47,7 +47,7 @@ def test_consistency_is_averaged_at_prefixes_that_every_text_has(backbone: Path,
     setup = setup_of(backbone)
     shortest = insight.ask(setup, cases(LooselyFilled)[2])[0].ids_1N.shape[1]
     assert 128 <= shortest <= 142
-    insight.write(setup, tmp_path, cases(LooselyFilled), plan_runs([methods.get("random")], POLICIES))
+    insight.write(setup, tmp_path, cases(LooselyFilled), plan_runs([methods.get("random")], POLICIES, 160))
     written = json.loads((tmp_path / "consistency.json").read_text())
     assert written["texts"] == 3
     assert written["prefixes"] == [shortest * step // 8 for step in range(1, 9)]
@@ -60,7 +60,7 @@ def test_consistency_is_averaged_at_prefixes_that_every_text_has(backbone: Path,
 def test_each_method_is_shown_and_the_plain_cache_is_not(backbone: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
     chosen = [methods.get(name) for name in ("full", "random", "streaming", "oracle")]
-    names = insight.write(setup_of(backbone), tmp_path, cases(MadeSamples), plan_runs(chosen, POLICIES))
+    names = insight.write(setup_of(backbone), tmp_path, cases(MadeSamples), plan_runs(chosen, POLICIES, 160))
     steps = [f"retention_steps_{name}.png" for name in ("random", "streaming", "oracle")]
     assert names == [*steps, "consistency.png", "consistency.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
@@ -73,6 +73,6 @@ def test_each_method_is_shown_and_the_plain_cache_is_not(backbone: Path, tmp_pat
 
 
 def test_plain_cache_alone_gives_no_picture(backbone: Path, tmp_path: Path) -> None:
-    runs = plan_runs([methods.get("full")], POLICIES)
+    runs = plan_runs([methods.get("full")], POLICIES, 160)
     assert insight.write(setup_of(backbone), tmp_path, cases(MadeSamples), runs) == []
     assert list(tmp_path.iterdir()) == []

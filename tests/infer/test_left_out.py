@@ -9,11 +9,11 @@ from locret.data import tasks
 from locret.data.tasks import get
 from locret.data.tasks.task import MadeSamples
 from locret.infer.evaluation import methods
+from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.left_out import left_out
 from locret.infer.evaluation.runner import Case, plan_runs
-from locret.policy.policy import RetentionPolicy
 
-POLICY = RetentionPolicy(budget=64, chunk_size=512, stabilizers=16, local_len=8)
+POLICY = Allotment({"budget": 64, "chunk_size": 512, "stabilizers": 16, "local_len": 8})
 HEAT, CONSISTENCY = "heat_map_random_64.png", "consistency.png"
 STEPS = ["retention_steps_random.png", "retention_steps_tova.png"]
 PLACES = cases([tasks.get("number")], [600], 1, 0)

@@ -104,7 +104,7 @@ class PublishedTask(Task):
         if max_prompt is not None:
             # A protocol that cuts nothing leaves it to the user where.
             cut = "middle" if task.truncation == "none" else task.truncation
-            return replace(task, limit=max_prompt, truncation=cut), "--max-prompt"
+            return replace(task, limit=max_prompt, truncation=cut, bound=max_prompt), "--max-prompt"
         if positions is None or task.truncation == "none":
             return task, "protocol" if task.limit else "none"
         room = _QUESTION_ROOM if task.truncation == "words" else _TEMPLATE_ROOM if task.chat else 0

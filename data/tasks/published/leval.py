@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.choice import LETTERS, chosen_letters, expected_letters, letters_match
@@ -120,8 +121,7 @@ def exact_match(prediction: str, reference: str) -> float:
     """Return what L-Eval calls exact match, from 0 to 1.
 
     A reference of the capitals A to D alone: 1 for the same letters, 0.25 for a part of them. Any other: 1 for the same
-    number; where either is none, 1 for an answer that has the reference in it, spaces and case aside, in its first line
-    of two characters or more.
+    number; where either is none, 1 for an answer that has the reference in it, spaces and case aside.
     """
     letters = " ".join(bare_words(reference))
     if set(letters) <= set(LETTERS):
@@ -129,8 +129,7 @@ def exact_match(prediction: str, reference: str) -> float:
     try:
         return float(float(prediction) == float(reference))
     except ValueError:
-        line = next((line for line in prediction.split("\n") if len(line) > 1), prediction)
-        return float(reference.lower().replace(" ", "") in line.lower().replace(" ", ""))
+        return float(reference.lower().replace(" ", "") in prediction.lower().replace(" ", ""))
 
 
 def final_number(text: str) -> str:
@@ -218,6 +217,7 @@ def score(task: str, prediction: str, reference: str) -> float:
     return _METRICS[task](prediction, reference)
 
 
+@lru_cache(maxsize=1024)
 def rouge_parts(prediction: str, reference: str) -> Parts:
     """Return ROUGE-1, -2 and -L of an answer, each from 0 to 1.
 
@@ -339,9 +339,10 @@ class LEvalTask(PublishedTask):
         return task_score(self.task, predictions, references)
 
 
-def _task(name: str, size: int | None, metric: str, *, exam: bool = False) -> LEvalTask:
+def _task(name: str, size: int | None, metric: str, *, exam: bool = False, version: int = 1) -> LEvalTask:
     return LEvalTask(
         name=f"leval/{name}",
+        version=version,
         source="L-Eval, arXiv 2307.11088; protocol of arXiv 2410.01805",
         metric=metric,
         max_new_tokens=MAX_NEW_TOKENS,
@@ -373,7 +374,7 @@ TASKS: tuple[LEvalTask, ...] = (
     _task("gsm100", 100, _EXACT, exam=True),
     _task("quality", 202, _EXACT, exam=True),
     _task("sci_fi", None, _EXACT + ", in the story and in the world", exam=True),
-    _task("topic_retrieval_longchat", 150, _EXACT, exam=True),
+    _task("topic_retrieval_longchat", 150, _EXACT, exam=True, version=2),
     _task("tpo", 269, _EXACT, exam=True),
     *(_task(name, None, _F1) for name in ("financial_qa", "multidoc_qa", "scientific_qa")),
     *(

@@ -21,7 +21,7 @@ from locret.data.tasks.metrics.retrieval import first_integer
 from locret.data.tasks.published.infinitebench_generated import draw_answer, needle_line, question
 from locret.data.tasks.published.row_maker import RowMaker, spread
 from locret.data.tasks.task import Sample
-from locret.data.text.essays import Words, sentences
+from locret.data.text.essays import FILLER, Words, haystack_source, sentences
 from locret.data.training.json_rows import text_of
 
 SYSTEM = "You are a helpful AI bot that answers questions for a user. Keep your response short and direct"
@@ -51,6 +51,14 @@ class NeedleTask(RowMaker):
                 f"task {self.name}: min_depth={self.min_depth}, max_depth={self.max_depth} is not a range of depths; "
                 "give 0 to 100 per cent, the smaller one first"
             )
+
+    def texts(self, data_dir: Path | None) -> str:
+        """Return where the haystack comes from."""
+        return haystack_source(data_dir)
+
+    def stand_in(self, data_dir: Path | None) -> str:
+        """Return "filler" where there are no essays."""
+        return FILLER if data_dir is None else ""
 
     def maker(
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None

@@ -101,14 +101,34 @@ class RowMaker(PublishedTask):
             OSError: If a file cannot be read.
         """
         task, folders = self.shortened(wanted.max_new_tokens), wanted.folders
+        there = not self.file.split("/")[0].isdigit() and folders is not None and task.is_here(folders)
+        if wanted.max_prompt is not None:
+            if there:
+                task, _ = self.fitted(None, wanted.max_prompt, wanted.max_new_tokens)
+            else:
+                self._check_lengths(wanted.lengths, wanted.max_prompt)
         try:
-            if not self.file.split("/")[0].isdigit() and folders is not None and task.is_here(folders):
+            if there:
                 samples: dict[int, SampleSet] = {0: FileSamples(task.opened(wanted), wanted.samples)}
                 return task.selection("file", samples, wanted, self.max_new_tokens)
             limit_from, samples = task.made(wanted)
             return task.selection(limit_from, samples, wanted, self.max_new_tokens)
         except ValueError as error:
             raise NoSamples(str(error)) from error
+
+    def _check_lengths(self, lengths: Sequence[int], max_prompt: int) -> None:
+        """Refuse to cut prompts that are made to a length.
+
+        Raises:
+            ValueError: If one may be longer than the user allows.
+        """
+        for tokens in lengths:
+            if not 0 < tokens <= max_prompt:
+                size = f"to --lengths {tokens}" if tokens else "in their published sizes"
+                raise ValueError(
+                    f"--max-prompt {max_prompt} cannot cut prompts of {self.name}, which are made {size}; "
+                    f"give --lengths {max_prompt} or less, or drop --max-prompt"
+                )
 
     def made(self, wanted: Wanted) -> tuple[str, dict[int, SampleSet]]:
         """Return rows of every length, from files where there are some, and what their length comes from."""

@@ -6,10 +6,11 @@ import random
 import string
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import ClassVar
 
 from locret.data.tasks.ruler.task import Draft, Drafter, RulerTask, Setting
-from locret.data.tasks.ruler.vocabulary import Vocabulary
+from locret.data.tasks.ruler.vocabulary import Vocabulary, word_source
 
 _CWE = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
@@ -24,6 +25,8 @@ _FWE = (
 _FWE_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
 SHORT = 4096
 """Below this length RULER repeats words less often."""
+_PROBES = 8
+"""Smallest prompts that are looked at: words have as many tokens as a tokenizer gives them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +40,18 @@ class CommonWords(RulerTask):
     unit: ClassVar[int] = 15
     least: ClassVar[int] = 12
 
+    def texts(self, data_dir: Path | None) -> str:
+        """Return where the words come from."""
+        return word_source(self.words)
+
+    def stand_in(self, data_dir: Path | None) -> str:
+        """Return "own words" where the words are not RULER's."""
+        return "own words" if self.words == "own" else ""
+
     def drafter(self, setting: Setting) -> tuple[Drafter, str]:
         """Return what writes a prompt, and "short lists" where a length or tokenizer leaves little room."""
-        probe = self.draft(random.Random(0), self.least, setting.words)
-        long = setting.tokens >= SHORT and setting.count(probe.prompt) < 0.9 * setting.tokens
+        probes = [self.draft(random.Random(draw), self.least, setting.words).prompt for draw in range(_PROBES)]
+        long = setting.tokens >= SHORT and max(map(setting.count, probes)) < 0.9 * setting.tokens
         form = "" if long else "short lists"
         return (lambda rng, _, size: self.draft(rng, size, setting.words, short=not long)), form
 

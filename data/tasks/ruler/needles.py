@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from locret.data.tasks.ruler.task import Draft, Drafter, RulerTask, Setting
-from locret.data.tasks.ruler.vocabulary import Vocabulary
-from locret.data.text.essays import NOISE_LINE, Words, sentences
+from locret.data.tasks.ruler.vocabulary import Vocabulary, word_source
+from locret.data.text.essays import FILLER, NOISE_LINE, Words, haystack_source, sentences
 
 DEPTHS = tuple(round(100 * step / 39) for step in range(40))
 """Where needles may stand in essays, in per cent of the sentences."""
@@ -51,6 +52,15 @@ class Needles(RulerTask):
     def least(self) -> int:  # type: ignore[override]
         """The shortest haystack: as many lines as needles; a word of an essay."""
         return 1 if self.haystack == "essay" else max(self.keys, self.queries) * self.values
+
+    def texts(self, data_dir: Path | None) -> str | None:
+        """Return where haystack and keys come from."""
+        hay = [haystack_source(data_dir)] if self.haystack == "essay" else []
+        return "; ".join([*hay, *([word_source(self.words)] if self.key == "word" else [])]) or None
+
+    def stand_in(self, data_dir: Path | None) -> str:
+        """Return "filler" where essays are missing; words of keys say too little to count."""
+        return FILLER if self.haystack == "essay" and data_dir is None else ""
 
     def drafter(self, setting: Setting) -> tuple[Drafter, str]:
         """Return what writes a prompt, and whether its haystack is "essays" or "filler"."""

@@ -52,6 +52,10 @@ class Questions(RulerTask):
     unit: ClassVar[int] = 150
     least: ClassVar[int] = 1
 
+    def texts(self, data_dir: Path | None) -> str:
+        """Return where the questions come from."""
+        return f"{self.dataset} in {data_dir.name if data_dir else 'no folder'}"
+
     def drafter(self, setting: Setting) -> tuple[Drafter, str]:
         """Return what writes a prompt; row i asks question i of the file, and starts over at its end."""
         found = self.load(setting.data_dir)

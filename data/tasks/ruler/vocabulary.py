@@ -85,6 +85,11 @@ class Vocabulary(NamedTuple):
         ]
 
 
+def word_source(source: str) -> str:
+    """Return where words come from, for results.json."""
+    return "words of our own, not those of wonderwords" if source == "own" else f"words of {source}"
+
+
 @lru_cache
 def vocabulary(source: str) -> Vocabulary:
     """Return the words of a source: "own" or "wonderwords".
