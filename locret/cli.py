@@ -295,7 +295,10 @@ def _known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str,
         return name, options[root]
     if advice := ecosystem_names.advice(name):
         raise ValueError(f"{setting} is not an option here: {advice}")
+    inner = {other for other in options if other.startswith(root + ".")}
     near = nearest(name, [*options, *_QUESTIONS])
+    if member and inner:
+        near = [f"{root}.{other}" for other in nearest(member, [other.partition(".")[2] for other in inner])]
     shown = [_flag(other) if setting.startswith("--") else other for other in near]
     raise ValueError(
         f"{setting} is unknown; " + (f"did you mean {' or '.join(shown)}?" if shown else "--help lists the options")

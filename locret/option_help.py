@@ -56,12 +56,16 @@ def field_docs(cls: type) -> dict[str, str]:
     return found
 
 
+class _Formatter(argparse.HelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def _parser(
     options: Mapping[str, Any], prog: str, description: str, classes: Sequence[type]
 ) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog, usage=f"{prog} [--config RECIPE] [--OPTION VALUE ...]", description=description, add_help=False
-    )
+    usage = f"{prog} [--config RECIPE] [--OPTION VALUE ...]"
+    parser = argparse.ArgumentParser(prog, usage, description, add_help=False, formatter_class=_Formatter)
     general = parser.add_argument_group("recipe and help")
     general.add_argument("-h", "--help", action="store_true", help="Show this text and stop.")
     general.add_argument("--version", action="store_true", help="Show the version and stop.")

@@ -110,7 +110,8 @@ def _read_union(value: Any, members: tuple[Any, ...], text: bool) -> Any:
     failures = []
     # A text can be anything, so it comes last.
     for member in sorted((m for m in members if m is not NoneType), key=lambda m: m is str):
-        if text and get_origin(member) is list and not value.startswith("[") and str in members:
+        single = not value.startswith("[") if text else not isinstance(value, list | tuple)
+        if get_origin(member) is list and single and str in members:
             continue
         try:
             return read(value, member, text=text)
