@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from locret import shipped
 from locret.cli import parse_options, print_json, run
 
 
@@ -67,7 +68,7 @@ def push(options: PushOptions) -> dict[str, Any]:
 
     from locret.heads import hub
 
-    contents = _contents(Path(options.heads), options.repo)
+    contents = _contents(Path(shipped.find(options.heads)), options.repo)
     url = f"{constants.ENDPOINT}/{options.repo}" + (f"/tree/{options.revision}" if options.revision else "")
     files = [{"path": name, "bytes": _size(content)} for name, content in contents.items()]
     record: dict[str, Any] = {"repo": options.repo, "url": url, "commit": None, "files": files}
