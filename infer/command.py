@@ -107,7 +107,7 @@ def _execute(options: Options) -> None:
         warn_of_recency(scorer.name, scorer.recent, [policy])
     setup: dict[str, Any] = {
         "model": options.model.model,
-        "scorer": options.scorer.heads or scorer.name,
+        "scorer": options.scorer.label or scorer.name,
         "policy": policy.to_dict(),
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -227,7 +227,7 @@ def _painter(path: str | None, scorer: ScorerOptions) -> Any:
         from locret.infer import pictures
         from locret.scorers import FALLBACK
 
-        name = scorer.heads or scorer.scorer or FALLBACK
+        name = scorer.label or FALLBACK
         title = f"{name}, budget {cache.policy.budget:,}"
         pictures.retention_map([pictures.retention_of(cache, title)], path)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 def check_fields(instance: Any) -> None:
@@ -28,17 +28,23 @@ def checked(cls: type, name: str, value: Any) -> Any:
         ValueError: If it is not of the field's type; a number must be finite.
     """
     kind = _types(cls)[name]
-    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    kinds = get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
     if value is None and NoneType in kinds:
         return None
-    convert, rule = _RULES[get_origin(kinds[0]) or kinds[0]]
-    try:
-        return convert(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        default = next(field.default for field in fields(cls) if field.name == name)
-        example = "" if default in (MISSING, None) else f" such as {default!r}"
-        way_out = ", or leave it out" if NoneType in kinds else ""
-        raise ValueError(f"{name}={shown(value)} is not {rule}; give one{example}{way_out}") from None
+    ours = [_RULES.get(get_origin(one) or one) for one in kinds if one is not NoneType]
+    if not ours or None in ours:  # a type of somebody else's, who checks it
+        return value
+    rules = [rule for rule in ours if rule is not None]
+    for convert, _ in rules:
+        try:
+            return convert(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            continue
+    default = next(field.default for field in fields(cls) if field.name == name)
+    example = "" if default in (MISSING, None) else f" such as {default!r}"
+    way_out = ", or leave it out" if NoneType in kinds else ""
+    rule = " or ".join(rule for _, rule in rules)
+    raise ValueError(f"{name}={shown(value)} is not {rule}; give one{example}{way_out}")
 
 
 def checked_values(cls: type, values: Any, where: str) -> dict[str, Any]:
@@ -85,8 +91,11 @@ def shown(value: Any) -> str:
 
 @cache
 def _types(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in fields(cls)}
+    try:
+        hints = get_type_hints(cls)
+    except NameError:  # a class of somebody else's, whose types only a checker of types knows
+        hints = {}
+    return {field.name: hints.get(field.name, Any) for field in fields(cls)}
 
 
 def _plain(value: Any) -> Any:

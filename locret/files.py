@@ -12,7 +12,7 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from safetensors import SafetensorError
@@ -111,6 +111,25 @@ def read_json(file: Path, what: str) -> Any:
         raise ValueError(f"{file} is not valid JSON (its values are nested too deeply); give {what}") from None
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON ({error}); give {what}") from error
+
+
+def shards(index: Path) -> dict[str, Path]:
+    """Return which file of its folder holds each weight, by the index of a sharded checkpoint.
+
+    Raises:
+        ValueError: If it is no such index, or names anything but files of its own folder.
+    """
+    values = read_json(index, "the index of a sharded checkpoint")
+    files = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError(f"{index} is not an index of a sharded checkpoint (it has no weight_map); download it again")
+    for name, file in files.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or PurePath(file).name != file or "\0" in file:
+            raise ValueError(
+                f"{index} has {shown(file)} for {shown(name)[1:-1]}, which is not the name of a file of its folder; "
+                "download it again"
+            )
+    return {name: index.parent / file for name, file in files.items()}
 
 
 def _finish(file: Path, mode: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+
+from locret import method_spec
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -39,13 +41,28 @@ class ScorerOptions:
     """Folder of retaining heads, or their Hub id."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
-    scorer: str | None = None
-    """Training-free scorer to use instead of heads."""
+    scorer: str | dict[str, Any] | None = None
+    """Training-free scorer to use instead of heads, such as snapkv or snapkv:kernel=7,pooling=max (in a recipe also
+    {snapkv: {kernel: 7}}); one of your own is package.module:Class or file.py:Class, a press kvpress:SnapKVPress."""
     scorer_options: dict[str, Any] = field(default_factory=dict)
     """The scorer's own options, as --scorer-options.NAME VALUE."""
     exclusive: ClassVar = (("heads", "scorer"),)
 
+    @property
+    def label(self) -> str | None:
+        """The heads, or the scorer with its options in the spelling of records; None if neither is given.
+
+        Raises:
+            ValueError: If the scorer is not written as `locret.method_spec` says.
+        """
+        if self.heads is not None or self.scorer is None:
+            return self.heads
+        spec = method_spec.parse(self.scorer, "--scorer")
+        return str(replace(spec, options={**spec.options, **self.scorer_options}))
+
     def __post_init__(self) -> None:
+        if self.scorer in ("", {}):
+            raise ValueError("--scorer is empty; name one, such as snapkv, or drop it")
         if self.heads and self.scorer:
             raise ValueError(f"--heads {self.heads} and --scorer {self.scorer} exclude each other; drop one of them")
         if self.scorer_options and not self.scorer:

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from locret import scorers, shipped
+from locret import method_spec, scorers, shipped
 from locret.backbone.adapters import describe
 from locret.cache.cache import RetentionCache
+from locret.field_values import shown
+from locret.files import read_json, shards
 from locret.heads import hub
 from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
+_ADAPTER = "adapter_config.json"
+_MOST = {
+    "num_hidden_layers": 1000,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**16,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "vocab_size": 2**28,
+    "max_position_embeddings": 2**40,
+}
+"""What no backbone exceeds: with more, modules would be made for hours."""
+_MOST_ROPE = 1e15
+_MOST_PER_BYTE = 8
+"""Weights per byte: the most that quantisation to one bit gives."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -67,57 +86,147 @@ def _cpu_multiplies_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
+class _Source(NamedTuple):
+    """Where the parts of a backbone are."""
+
+    model: str
+    revision: str | None
+    adapter: str | None
+    tokenizer: str
+
+
+def _source(options: BackboneSource) -> _Source:
+    """Return where a backbone is; for the folder of an adapter that is its base model, with the adapter on it.
+
+    Raises:
+        ValueError: If there is no such folder or repository, or it holds no backbone.
+        OSError: If the Hub refuses or cannot be reached.
+    """
+    name = shipped.find(options.model)
+    if os.path.exists(name) and not os.path.isdir(name):
+        raise ValueError(f"--model {name} is a file; give the folder of a backbone, or its Hub id")
+    if not os.path.isdir(name):
+        if not _HUB_ID.fullmatch(name):
+            raise ValueError(f"--model {name}: there is no such folder; give the folder of a backbone, or its Hub id")
+        if _fetch_config(name, options.revision):
+            return _Source(name, options.revision, options.adapter, name)
+    elif os.path.isfile(os.path.join(name, "config.json")):
+        return _Source(name, options.revision, options.adapter, name)
+    elif not os.path.isfile(os.path.join(name, _ADAPTER)):
+        raise ValueError(f"--model {name} has no config.json; give the folder of a backbone, or its Hub id")
+    return _under_adapter(name, options)
+
+
+def _under_adapter(name: str, options: BackboneSource) -> _Source:
+    """Return the base model of an adapter, as transformers' own `from_pretrained` finds it."""
+    from peft import PeftConfig
+
+    if options.adapter:
+        raise ValueError(
+            f"--model {name} is an adapter itself; give its base model, or drop --adapter {options.adapter}"
+        )
+    with _one_sentence(f"--model {name} is an adapter whose {_ADAPTER} cannot be read"):
+        adapter = PeftConfig.from_pretrained(name, **({"revision": options.revision} if options.revision else {}))
+    base = adapter.base_model_name_or_path
+    if not isinstance(base, str) or not base:
+        raise ValueError(
+            f"--model {name} is an adapter that does not name its base model; give the base model, and --adapter {name}"
+        )
+    under = _source(BackboneSource(model=base, revision=adapter.revision))
+    if under.adapter:
+        raise ValueError(f"--model {name} is an adapter on {base}, which is an adapter too; merge them")
+    own = os.path.isfile(os.path.join(name, "tokenizer_config.json"))
+    return _Source(under.model, under.revision, name, name if own else under.tokenizer)
+
+
 def load_config(options: BackboneSource) -> Any:
     """Read the backbone's config and refuse an architecture that cannot work, before any weights are touched.
 
     Raises:
-        ValueError: For a folder without a config, a repository that is not there, or an unsupported architecture.
+        ValueError: For a folder without a config, a repository that is not there, a config that no backbone can have,
+            or an unsupported architecture.
         OSError: If the Hub refuses or cannot be reached.
     """
     from transformers import AutoConfig
 
-    name = shipped.find(options.model)
-    if os.path.isdir(name):
-        if not os.path.isfile(os.path.join(name, "config.json")):
-            raise ValueError(f"--model {name} has no config.json; give the folder of a backbone, or its Hub id")
-    elif os.path.exists(name):
-        raise ValueError(f"--model {name} is a file; give the folder of a backbone, or its Hub id")
-    elif not _HUB_ID.fullmatch(name):
-        raise ValueError(f"--model {name}: there is no such folder; give the folder of a backbone, or its Hub id")
-    else:
-        _fetch_config(name, options.revision)
-    with _one_sentence(f"--model {name} cannot be read"):
+    source = _source(options)
+    if os.path.isdir(source.model):
+        values = read_json(Path(source.model, "config.json"), "the config of a backbone")
+        if not isinstance(values, dict):
+            raise ValueError(f"--model {source.model} has a config.json without names; give the folder of a backbone")
+    with _one_sentence(f"--model {source.model} has a config.json that cannot be read"):
         config = AutoConfig.from_pretrained(
-            name, revision=options.revision, trust_remote_code=options.trust_remote_code
+            source.model, revision=source.revision, trust_remote_code=options.trust_remote_code
         )
-    describe(config)
+        _check_config(config)
+    try:
+        describe(config)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"--model {source.model} has a config.json that says too little ({' '.join(str(error).split())[:200]}); "
+            "give the folder of a backbone with full attention"
+        ) from error
     return config
 
 
-def _fetch_config(name: str, revision: str | None) -> None:
-    """Download the config alone, because huggingface_hub's errors are clearer than what transformers makes of them."""
+def _check_config(config: Any) -> None:
+    """Refuse numbers that no backbone has, before modules are made of them."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    text = config.get_text_config()
+    for name, most in _MOST.items():
+        value = getattr(text, name, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
+            raise ValueError(f"{name} is {shown(value)} instead of a whole number from 1 to {most:,}")
+    for name in ("rms_norm_eps", "initializer_range", "rope_theta"):
+        value = getattr(text, name, None)
+        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} is {shown(value)} instead of a finite number of at least 0")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        known = ("default", *ROPE_INIT_FUNCTIONS)
+        if kind.get("rope_type", "default") not in known:
+            raise ValueError(f"rope_type is {shown(kind['rope_type'])}; known are {', '.join(known)}")
+        for name, value in kind.items():
+            numbers = value if isinstance(value, list) else [value]
+            for number in numbers:
+                if isinstance(number, int | float) and not (math.isfinite(number) and abs(number) <= _MOST_ROPE):
+                    raise ValueError(f"{name} of the rotary embedding is {shown(number)}, which is out of range")
+
+
+def _fetch_config(name: str, revision: str | None) -> bool:
+    """Download the config alone, because huggingface_hub's errors are clearer than what transformers makes of them.
+
+    Returns:
+        Whether the repository holds a backbone; else it holds an adapter.
+    """
     from huggingface_hub import errors, hf_hub_download
 
     with hub.one_sentence("load", name):
-        try:
-            hf_hub_download(name, "config.json", revision=revision)
-        except errors.LocalEntryNotFoundError:
-            raise
-        except errors.EntryNotFoundError:
-            raise ValueError("it has no config.json, so it is not a backbone; check --model") from None
+        for file in ("config.json", _ADAPTER):
+            try:
+                hf_hub_download(name, file, revision=revision)
+                return file == "config.json"
+            except errors.LocalEntryNotFoundError:
+                raise
+            except errors.EntryNotFoundError:
+                continue
+        raise ValueError("it has no config.json, so it is not a backbone; check --model")
 
 
 def load_tokenizer(options: BackboneSource) -> Any:
-    """Load the backbone's own tokenizer.
+    """Load the backbone's own tokenizer; an adapter may bring one.
 
     Raises:
         ValueError: If there is none.
     """
     from transformers import AutoTokenizer
 
+    source = _source(options)
+    revision = source.revision if source.tokenizer == source.model else options.revision
     with _one_sentence(f"--model {options.model} has no tokenizer that can be read"):
         return AutoTokenizer.from_pretrained(
-            shipped.find(options.model), revision=options.revision, trust_remote_code=options.trust_remote_code
+            source.tokenizer, revision=revision, trust_remote_code=options.trust_remote_code
         )
 
 
@@ -129,23 +238,52 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
     """
     from transformers import AutoModelForCausalLM
 
+    source = _source(options)
     with _one_sentence(f"--model {options.model} cannot be loaded"):
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            shipped.find(options.model),
+        _check_weights(Path(source.model), config, options.trust_remote_code)
+        model: nn.Module
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source.model,
             config=config,
-            revision=options.revision,
+            revision=source.revision,
             trust_remote_code=options.trust_remote_code,
             dtype=dtype,
             attn_implementation=options.attn_implementation,
             # Straight to the device: the host need not hold the weights.
             device_map=None if device.type == "cpu" else {"": device},
+            output_loading_info=True,
         )
-    if options.adapter:
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
+    if foreign := sorted(found["unexpected_keys"]):
+        warnings.warn(
+            f"--model {options.model}: its config.json has no use for {len(foreign)} of its weights, such as "
+            f"{foreign[0]}",
+            stacklevel=2,
+        )
+    if source.adapter:
         from peft import PeftModel
 
-        with _one_sentence(f"--adapter {options.adapter} cannot be put on --model {options.model}"):
-            model = PeftModel.from_pretrained(model, options.adapter)
+        with _one_sentence(f"--adapter {source.adapter} cannot be put on --model {source.model}"):
+            model = PeftModel.from_pretrained(model, source.adapter)
+            describe(model)  # refuses adapters that work outside of the layers
     return model.eval().requires_grad_(False)
+
+
+def _check_weights(folder: Path, config: Any, trust_remote_code: bool) -> None:
+    """Refuse a config that describes far more weights than a local folder holds, before memory is taken for them."""
+    from transformers import AutoModelForCausalLM
+
+    if not folder.is_dir():
+        return
+    for index in folder.glob("*.index.json"):
+        shards(index)
+    held = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
+    with torch.device("meta"):
+        sketch = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    described = sum(weight.numel() for weight in sketch.parameters())
+    if described > _MOST_PER_BYTE * held:
+        raise ValueError(f"its config.json describes {described:,} weights and its files hold {held:,} bytes")
 
 
 def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
@@ -162,8 +300,9 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
                 "backbone with --heads, or another scorer with --scorer",
                 stacklevel=2,
             )
-        scorer = scorers.get(options.scorer or scorers.FALLBACK, **options.scorer_options)
-        return scorer, {"positions": scorer.positions}
+        spec = method_spec.parse(scorers.FALLBACK if options.scorer is None else options.scorer, "--scorer")
+        scorer = scorers.make(spec, options.scorer_options)
+        return scorer, {"positions": scorer.positions, **spec.changes}
     try:
         heads = RetainingHeads.from_pretrained(options.heads, allow_other_base=options.allow_other_base)
     except ValueError as error:
@@ -202,7 +341,7 @@ def planned_bytes(
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with _one_sentence(f"--model {options.model} has a config.json that describes no backbone"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
     cache = RetentionCache(model, scorer, policy)
     cache.reserve(prompt_tokens, new_tokens)
@@ -212,14 +351,16 @@ def planned_bytes(
 @contextmanager
 def _one_sentence(what: str) -> Iterator[None]:
     """Turn the paragraphs that loaders raise into the first line that says something."""
-    from safetensors import SafetensorError
-
-    # RuntimeError: peft, when an adapter's shapes are another model's.
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    # Not a list of classes: a damaged file makes unpicklers, validators and Rust (whose panics are no Exception) raise
+    # whatever they like.
+    except BaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = re.split(r"(?<=[a-z\])'\"])\. ", " ".join(lines[:2]))[0].rstrip(".")
+        reason = re.split(r"(?<=[a-z\])'\"])\. ", " ".join(lines[:2]))[0].rstrip(".")[:400]
+        if isinstance(error, (KeyError, IndexError, AttributeError)):
+            reason = f"{type(error).__name__}: {reason}"
+        reason = "".join(letter if letter.isprintable() else "?" for letter in reason)
         raise ValueError(f"{what} ({reason}); check that it is whole and of the right kind") from error

@@ -1,16 +1,20 @@
 """The tasks of `locret-eval`. To add one: one file, and one line in `_FAMILIES` or in the file of its family.
 
+A task of another package or of a file comes in as `package.module:TASK` or `file.py:TASK`, or by the name under which
+its package announces it in the group `locret.tasks`. The object is a task, or a class that makes one without options.
+
 A task is a frozen dataclass whose options are fields; see `task.Task` for what each has to answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
+from locret import plugins
 from locret.data.tasks.task import Sample, Task
 from locret.nearest import nearest
 
@@ -61,9 +65,37 @@ def get(name: str, **options: Any) -> Task:
         if task.name == name:
             _check_options(task, options)
             return replace(task, **options)
+    if (found := _of_others(name)) is not None:
+        _check_options(found, options)
+        return replace(found, **options)
     known = names(None)
     near = nearest(name, known) or (families() if "/" in name else names())
     raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')
+
+
+def _of_others(name: str) -> Task | None:
+    """Return the task of another package or a file; None if nothing of that name is announced.
+
+    Raises:
+        ValueError: If it cannot be loaded, or is not a task.
+    """
+    announced = plugins.announced(plugins.TASKS)
+    if name in announced:  # ours have been looked through
+        found = plugins.load_announced(announced[name], "task")
+    elif plugins.is_reference(name):
+        found = plugins.load(name, "task")
+    else:
+        return None
+    if isinstance(found, type) and issubclass(found, Task):
+        try:
+            found = found()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f'task "{name}" cannot be made without options ({error}); name an instance') from error
+    if not isinstance(found, Task):
+        raise ValueError(f'task "{name}" is no locret.data.tasks.Task; derive it from that')
+    if not (is_dataclass(found) and type(found).__dataclass_params__.frozen):  # type: ignore[attr-defined]
+        raise ValueError(f'task "{name}" is not a frozen dataclass; put @dataclass(frozen=True, kw_only=True) above it')
+    return replace(found, name=name)  # results and --task-options speak of it as it was asked for
 
 
 def _tasks(family: str) -> Sequence[Task]:

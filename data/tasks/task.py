@@ -258,8 +258,8 @@ class Task(ABC):
 
     @property
     def family(self) -> str:
-        """The benchmark; "generated" for the tasks that need no data."""
-        return self.name.split("/")[0] if "/" in self.name else "generated"
+        """The benchmark; "generated" for the tasks that need no data, and for those of other packages and files."""
+        return self.name.split("/")[0] if "/" in self.name and ":" not in self.name else "generated"
 
     @property
     def single_needle(self) -> bool:

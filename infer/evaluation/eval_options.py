@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from locret import method_spec
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Numbers = int | str | list[int]
 Shares = float | str | list[float]
 Names = str | list[str]
+Methods = str | list[str | dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +81,10 @@ class EvalOptions(PublishedOptions):
     """Trained retaining heads: a folder, or a Hub id; `locret` needs them."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
-    methods: Names = "full,locret,untrained,random,streaming"
-    """Methods, such as full,locret,random; --list names them. If not given, those that need heads are left out without
-    --heads."""
+    methods: Methods = "full,locret,untrained,random,streaming"
+    """Methods, with options and modifiers, such as full,snapkv:kernel=7,pooling=max,locret+pyramid, or in a recipe
+    {snapkv: {kernel: 7}}; scorers of your own as package.module:Class or file.py:Class. --list names ours. If not
+    given, those that need heads are left out without --heads."""
     tasks: Names = "passkey,number,multikey"
     """Tasks; --list names them."""
     task_options: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -123,9 +126,7 @@ class EvalOptions(PublishedOptions):
 
     def without_heads(self) -> tuple[EvalOptions, list[str]]:
         """Return the options with methods that need no heads, and the names of those that were left out."""
-        from locret.infer.evaluation import methods  # imports torch
-
-        named = [methods.get(name) for name in words(self.methods, "--methods")]
+        named = self._named_methods()
         kept = [method.name for method in named if not method.needs_heads]
         return replace(self, methods=kept), [method.name for method in named if method.needs_heads]
 
@@ -135,13 +136,19 @@ class EvalOptions(PublishedOptions):
         Raises:
             ValueError: For an unknown method, or one that needs --heads.
         """
-        from locret.infer.evaluation import methods  # imports torch
-
-        chosen = [methods.get(name) for name in words(self.methods, "--methods")]
+        chosen = self._named_methods()
         for method in chosen:
             if method.needs_heads and not self.heads:
                 raise ValueError(f"--methods {method.name} needs trained heads; give --heads, or leave it out")
         return chosen
+
+    def _named_methods(self) -> list[Method]:
+        from locret.infer.evaluation import methods  # imports torch
+
+        named = method_spec.split(self.methods)
+        if not named:
+            raise ValueError("--methods is empty; name at least one (--list shows what there is)")
+        return list({method.name: method for method in map(methods.get, named)}.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 from torch import Tensor
 from tqdm import tqdm
 
-from locret import RetentionCache, RetentionPolicy, generate, loading, prefill
+from locret import RetentionCache, RetentionPolicy, generate, loading, method_spec, prefill, scorers
 from locret.backbone.adapters import unwrap
 from locret.cache.reader import answering
 from locret.infer.infer_options import ModelOptions
@@ -40,7 +40,8 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         max_gen_toks: Longest answer where a task does not say.
         **settings: `heads` or `scorer` (one of them), and options of `locret-infer`: budget, chunk_size, stabilizers,
             local_len, positions, dtype, revision, adapter, ... What is missing is what the heads recommend, or
-            follows from the budget, as in all commands.
+            follows from the budget, as in all commands. Where the harness splits a scorer such as
+            snapkv:kernel=7,pooling=max at its comma, what comes after it is still an option of the scorer.
 
     Raises:
         ValueError: For an unknown setting, or one that `locret-infer` would refuse.
@@ -56,6 +57,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         **settings: Any,
     ) -> None:
         super().__init__()
+        settings = _with_scorer_options(settings)
         if unknown := sorted(set(settings) - _MODEL_KEYS - _SCORER_KEYS - _POLICY_KEYS):
             known = ", ".join(sorted(_MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS))
             raise ValueError(f"--model_args: {unknown[0]} is not a setting of the model locret; choose among {known}")
@@ -215,6 +217,17 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
     def _pad(self) -> int:
         own = self.tokenizer.pad_token_id
         return self.eot_token_id if own is None else int(own)
+
+
+def _with_scorer_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with those that only the scorer knows among its options."""
+    named, known = settings.get("scorer"), _MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS
+    if named is None:
+        return settings
+    kind = scorers.find(method_spec.parse(named, "--model_args scorer").name)
+    own = {field.name for field in fields(kind)} - known  # type: ignore[arg-type]
+    options = {**settings.get("scorer_options", {}), **{k: v for k, v in settings.items() if k in own}}
+    return {**{k: v for k, v in settings.items() if k not in own}, "scorer_options": options}
 
 
 _LONGEST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

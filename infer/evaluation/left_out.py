@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from locret.infer.evaluation.insight import MOST_TOKENS
 from locret.infer.evaluation.runner import Case, Run
+from locret.method_spec import file_name
 
 _NO_BUDGET = "a method with a budget, such as --methods random"
 _NO_TEXTS = "a task whose texts are generated here, such as --tasks passkey"
@@ -32,7 +33,7 @@ def left_out(drawn: Collection[str], cases: Sequence[Case], runs: Sequence[Run])
         missing(["accuracy_by_budget.png"], "several budgets, such as --budget 64,128" if bounded else _NO_BUDGET)
     if not any(name.startswith("heat_map_") for name in drawn):
         missing(["heat_map_*.png"], "a task with a single needle, such as --tasks passkey")
-    steps = [f"retention_steps_{name}.png" for name in bounded if f"retention_steps_{name}.png" not in drawn]
+    steps = [name for method in bounded if (name := f"retention_steps_{file_name(method)}.png") not in drawn]
     if steps or not bounded:
         missing(["retention_steps_*.png"] if len(steps) == len(bounded) else steps, needed or _ONE_CHUNK)
     if "consistency.png" not in drawn:

@@ -7,6 +7,7 @@ from typing import Any
 from locret.data import tasks
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import methods
+from locret.method_spec import MODIFIERS
 
 
 def as_record() -> dict[str, Any]:
@@ -14,9 +15,16 @@ def as_record() -> dict[str, Any]:
     known = {name: tasks.get(name) for name in tasks.names(None)}
     about = ("version", "metric", "source", "max_new_tokens", "size")
     facts = {name: {one: getattr(t, one) for one in about} | {"options": t.options()} for name, t in known.items()}
-    described = {name: methods.get(name).description for name in methods.names()}
+    described = {name: _about(name) for name in methods.names()}
     tables = {name: {"title": suites.get(name).title, "tasks": suites.get(name).tasks} for name in suites.names()}
-    return {"tasks": facts, "suites": tables, "methods": described, "modifiers": methods.MODIFIERS}
+    return {"tasks": facts, "suites": tables, "methods": described, "modifiers": MODIFIERS}
+
+
+def _about(method: str) -> str:
+    try:
+        return methods.get(method).description
+    except ValueError as error:  # what a package announces may be broken
+        return f"cannot be used: {error}"
 
 
 def as_text() -> str:

@@ -1,7 +1,8 @@
 """The methods that `locret-eval` compares: the plain cache, and everything that can rate cache units.
 
-Every registered scorer is a method of the same name; a scorer that needs more than options gets a line here. What a
-method's scores are used for can be changed by modifiers of the policy: `snapkv+prompt_end`, `locret+pyramid`.
+Every scorer that can be named is a method of the same name, with its options, as `locret.method_spec` says; a scorer
+that needs more than options gets a line here. What a method's scores are used for can be changed by modifiers of the
+policy: `snapkv:kernel=7+prompt_end`, `locret+pyramid`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locret import RetainingHeads, scorers
+from locret import RetainingHeads, method_spec, plugins, scorers
 from locret.data.tasks import Sample
 from locret.labels.labels import answer_labels
+from locret.method_spec import MethodSpec
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
@@ -89,22 +91,6 @@ class Method:
             raise ValueError(f"method {self.name}: {error}") from error
 
 
-MODIFIERS: Mapping[str, Mapping[str, Any]] = {
-    "prompt_end": {"when": "prompt_end"},
-    "pyramid": {"layer_budgets": "pyramid"},
-    "adaptive_heads": {"head_budgets": "adaptive"},
-    "linear": {"memory": "linear"},
-    "sqrt": {"memory": "sqrt"},
-    "square": {"memory": "square"},
-    "square_sqrt": {"memory": "square_sqrt"},
-    "adaptive": {"memory": "adaptive"},
-    "decremental": {"decremental": True},
-    "compact": {"positions": "compact"},
-    "original": {"positions": "original"},
-}
-"""What may follow a method's name after a plus sign, and what it changes in the policy."""
-
-
 def _heads(prompt: Prompt) -> RetainingHeads:
     assert prompt.setup.heads is not None
     return prompt.setup.heads
@@ -114,55 +100,72 @@ _SPECIAL = (
     Method("full", "the plain cache of transformers: every unit stays", None),
     Method("locret", "trained retaining heads", _heads, needs_heads=True),
     Method("untrained", "retaining heads with fresh weights", lambda prompt: prompt.setup.untrained),
-    Method("random", "units drawn at random", lambda prompt: scorers.get("random", seed=prompt.setup.seed)),
-    Method("streaming", "first and most recent tokens (StreamingLLM)", lambda prompt: scorers.get("streaming")),
-    Method(
-        "streaming-original",
-        "the same, with the positions of the text",
-        lambda prompt: scorers.get("streaming"),
-        changes={"positions": "original"},
-    ),
     Method(
         "oracle",
         "labels of the true answer: the upper bound that trained heads chase",
         lambda prompt: scorers.get("oracle", labels=prompt.labels),
     ),
 )
+"""Methods without options."""
+_ABOUT = {
+    "random": "units drawn at random",
+    "streaming": "first and most recent tokens (StreamingLLM)",
+    "streaming-original": "the same, with the positions of the text",
+}
+"""Methods that have the positions of the policy, as heads do."""
+_FIRST = ("full", "locret", "untrained", "random", "streaming", "streaming-original", "oracle")
+"""What lists begin with."""
 
 
 def names() -> list[str]:
     """Return the names that `get` knows."""
-    special = [method.name for method in _SPECIAL]
-    return special + [name for name in scorers.names() if name not in special and name != "retaining_heads"]
+    return [*_FIRST, *(name for name in scorers.names() if name not in _FIRST and name != "retaining_heads")]
 
 
-def get(name: str) -> Method:
-    """Return the method called `name`, which may carry modifiers: `locret+pyramid+linear`.
+def get(method: str | Mapping[str, Any]) -> Method:
+    """Return the method that a text or a mapping of YAML names, such as `snapkv:kernel=7+pyramid`.
 
     Raises:
-        ValueError: If there is none; the message lists the nearest names.
+        ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
     """
-    base, *modifiers = name.split("+")
-    method = _named(base)
-    for modifier in modifiers:
-        if method.make is None:
-            raise ValueError(f'method "{name}": the plain cache evicts nothing, so +{modifier} means nothing; drop it')
-        if modifier not in MODIFIERS:
-            near = nearest(modifier, MODIFIERS) or list(MODIFIERS)
-            raise ValueError(f'method "{name}": +{modifier} is unknown; did you mean +{" or +".join(near)}?')
-        method = replace(method, name=name, changes={**method.changes, **MODIFIERS[modifier]})
-    return method
+    spec = method_spec.parse(method)
+    found = _special(spec) or _of_scorer(spec)
+    if found.make is None and spec.modifiers:
+        modifier = spec.modifiers[0]
+        raise ValueError(f'method "{spec}": the plain cache evicts nothing, so +{modifier} means nothing; drop it')
+    return replace(found, name=str(spec), changes={**found.changes, **spec.changes})
 
 
-def _named(name: str) -> Method:
+def _special(spec: MethodSpec) -> Method | None:
     for method in _SPECIAL:
-        if method.name == name:
+        if method.name == spec.name:
+            if spec.options:
+                raise ValueError(f'method "{spec}": {spec.name} has no options; drop {next(iter(spec.options))}')
             return method
-    if name in names():
-        kind = scorers.find(name)
-        about = (kind.__doc__ or "").splitlines()[0].rstrip(".")
-        about = about[:1].lower() + about[1:]
-        own = kind()
-        return Method(name, about, lambda prompt: scorers.get(name), positions=kind.positions, recent=own.recent)
-    near = nearest(name, names()) or names()
-    raise ValueError(f'method "{name}" is unknown; did you mean {" or ".join(near)}?')
+    return None
+
+
+def _of_scorer(spec: MethodSpec) -> Method:
+    if not _is_scorer(spec.name):
+        near = nearest(spec.name, names()) or names()
+        raise ValueError(f'method "{spec.name}" is unknown; did you mean {" or ".join(near)}?')
+    original = spec.name == "streaming-original"
+    scorer = scorers.make(replace(spec, name="streaming") if original else spec)
+
+    def make(prompt: Prompt) -> Scorer:
+        drawn = spec.name == "random" and "seed" not in spec.options
+        return scorers.get("random", seed=prompt.setup.seed) if drawn else scorer
+
+    about = _ABOUT.get(spec.name) or (type(scorer).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
+    return Method(
+        spec.name,
+        about[:1].lower() + about[1:],
+        make,
+        changes={"positions": "original"} if original else {},
+        positions=None if spec.name in _ABOUT else scorer.positions,
+        recent=scorer.recent,
+    )
+
+
+def _is_scorer(name: str) -> bool:
+    return name in names() or plugins.is_reference(name) or name.endswith(".py")

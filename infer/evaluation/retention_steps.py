@@ -22,6 +22,7 @@ from locret.data.tasks import Sample
 from locret.infer.evaluation.figures import new_figure
 from locret.infer.evaluation.methods import Prompt
 from locret.infer.pictures import INK, NEEDLE, column_edges, save
+from locret.method_spec import file_name
 from locret.scorers import Scorer
 from locret.templates import Message, render
 
@@ -220,6 +221,6 @@ def write_retention_steps(
     for method, scorer in scorers.items():
         title = f"{method}: {ids.shape[1]:,} tokens read with a budget of {policy.budget:,} units per KV head"
         steps = record_steps(model, ids, RetentionCache(model, scorer, policy), title)
-        names.append(f"retention_steps_{method}.png")
+        names.append(f"retention_steps_{file_name(method)}.png")
         draw_steps(steps, Path(output) / names[-1], spans=spans)
     return names

@@ -12,6 +12,7 @@ from typing import Any
 
 from locret.data import tasks
 from locret.infer.evaluation.allotment import percent
+from locret.method_spec import file_name
 
 AXES = ("budget", "budget_share", "chunk_size", "stabilizers")
 """Settings that a figure can have on its x-axis; the others tell lines apart where they differ."""
@@ -173,7 +174,7 @@ class Reading:
     @property
     def name(self) -> str:
         """The end of the file's name."""
-        parts = [self.method, "all" if self.budget is None else str(self.budget), *self.extra.split(", ")]
+        parts = [file_name(self.method), "all" if self.budget is None else str(self.budget), *self.extra.split(", ")]
         return "_".join(part.replace(" ", "-") for part in parts if part)
 
     @property

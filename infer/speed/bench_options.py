@@ -6,8 +6,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from locret import method_spec
 from locret.load_options import DTYPES
 from locret.policy.budget import parse_bytes
 
@@ -28,9 +29,10 @@ class BenchOptions:
     """Trained retaining heads, a folder or a Hub id; fresh ones, which cost the same, if none."""
     hidden_dim: int | None = None
     """Width between a fresh head's two layers, d_R; the shape's if not given."""
-    methods: Names = "full,floor,locret"
+    methods: str | list[str | dict[str, Any]] = "full,floor,locret"
     """Methods to compare: full (transformers' own cache), floor (the same chunks without scores and eviction), locret
-    (retaining heads) or any scorer, with modifiers of locret-eval such as snapkv+pyramid."""
+    (retaining heads) or any scorer, with options and modifiers as in locret-eval: snapkv:kernel=7,pooling=max+pyramid,
+    package.module:Class, or in a recipe {snapkv: {kernel: 7}}."""
     lengths: Numbers | None = None
     """Prompt tokens, such as 8192,16384 or 8K,16K (K is 1024); the shape's if not given."""
     budget: int | None = None
@@ -93,13 +95,13 @@ class BenchOptions:
         parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else [given]
         return tuple(sorted({_length(str(part).strip(), given) for part in parts}))
 
-    def method_names(self) -> list[str]:
-        """Return the methods in the order given, without repeats.
+    def method_names(self) -> list[Any]:
+        """Return the methods as they were written, in the order given, without repeats.
 
         Raises:
             ValueError: If there are none.
         """
-        found = _names(self.methods)
+        found = method_spec.split(self.methods)
         if not found:
             raise ValueError("--methods is empty; name at least one, such as full,floor,locret")
         return found

@@ -2,22 +2,22 @@
 
 `full` keeps every unit (transformers' own cache and attention, the prompt in chunks), `floor` reads the same chunks as
 a bounded cache does but neither scores nor evicts, and every scorer is a method of its name, `locret` that of
-retaining heads. Modifiers change a scorer's policy: `snapkv+pyramid`.
+retaining heads. Options and modifiers are written as in `locret.method_spec`: `snapkv:kernel=7+pyramid`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from locret import RetainingHeads, scorers
+from locret import RetainingHeads, method_spec, plugins, scorers
 from locret.cache.limits import Limits, planned_bytes
-from locret.infer.evaluation.methods import MODIFIERS
 from locret.infer.speed.cost import Pass, Sizes
+from locret.method_spec import MethodSpec
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
 from locret.policy.schedule import Schedule
@@ -96,7 +96,10 @@ class Bounded(BenchMethod):
 
     name: str
     scorer: str = "retaining_heads"
-    changes: dict[str, Any] = field(default_factory=dict, hash=False)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Of the scorer."""
+    changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Of the policy."""
 
     @property
     def has_heads(self) -> bool:
@@ -116,7 +119,7 @@ class Bounded(BenchMethod):
 
     def make_scorer(self, heads: RetainingHeads | None) -> Scorer:
         """Return a scorer for one cache."""
-        return scorers.get(self.scorer, heads=heads) if self.has_heads else scorers.get(self.scorer)
+        return scorers.get(self.scorer, heads=heads) if self.has_heads else self._scorer()
 
     def reading(self, sizes: Sizes, policy: RetentionPolicy, length: int) -> list[Pass]:
         return _passes(self._limits(sizes, policy).plan(length))
@@ -139,7 +142,10 @@ class Bounded(BenchMethod):
 
     def _placeholder(self) -> Scorer:
         # Heads are like random scores as far as the plan goes: rated once, none kept by right.
-        return scorers.get("random" if self.has_heads else self.scorer)
+        return scorers.get("random") if self.has_heads else self._scorer()
+
+    def _scorer(self) -> Scorer:
+        return scorers.make(MethodSpec(self.scorer, self.options))
 
     def _limits(self, sizes: Sizes, policy: RetentionPolicy) -> Limits:
         return Limits(self.policy(policy), self._placeholder(), len(sizes.backbone.layers))
@@ -150,27 +156,27 @@ def names() -> list[str]:
     return ["full", "floor", "locret", *(name for name in scorers.names() if name not in _UNTIMED)]
 
 
-def get(name: str) -> BenchMethod:
-    """Return the method of that name, which may carry modifiers.
+def get(method: str | Mapping[str, Any]) -> BenchMethod:
+    """Return the method that a text or a mapping of YAML names, such as `snapkv:kernel=7+pyramid`.
 
     Raises:
-        ValueError: If there is none; the message lists the nearest names.
+        ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
     """
-    base, *modifiers = name.split("+")
-    if base not in names():
+    spec = method_spec.parse(method, "--methods")
+    base = spec.name
+    if base in _UNTIMED or not (base in names() or plugins.is_reference(base) or base.endswith(".py")):
         near = nearest(base, names()) or names()
-        raise ValueError(f"--methods {name} is unknown; did you mean {' or '.join(near)}?")
+        raise ValueError(f"--methods {base} is unknown; did you mean {' or '.join(near)}?")
+    if base in ("full", "floor", "locret") and spec.options:
+        raise ValueError(f"--methods {spec}: {base} has no options; drop {next(iter(spec.options))}")
     if base in ("full", "floor"):
-        if modifiers:
-            raise ValueError(f"--methods {name}: {base} evicts nothing, so +{modifiers[0]} means nothing; drop it")
+        if spec.modifiers:
+            raise ValueError(f"--methods {spec}: {base} evicts nothing, so +{spec.modifiers[0]} means nothing; drop it")
         return Full() if base == "full" else Floor()
-    changes: dict[str, Any] = {}
-    for modifier in modifiers:
-        if modifier not in MODIFIERS:
-            near = nearest(modifier, MODIFIERS) or list(MODIFIERS)
-            raise ValueError(f"--methods {name}: +{modifier} is unknown; did you mean +{' or +'.join(near)}?")
-        changes.update(MODIFIERS[modifier])
-    return Bounded(name, "retaining_heads" if base == "locret" else base, changes)
+    found = Bounded(str(spec), "retaining_heads" if base == "locret" else base, spec.options, spec.changes)
+    if not found.has_heads:
+        found.make_scorer(None)  # refuses options that are unfit
+    return found
 
 
 def _passes(schedule: Schedule) -> list[Pass]:

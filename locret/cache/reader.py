@@ -69,6 +69,8 @@ class Reader:
             layer.unsettle(cache.next_position)
             if self.policy.when == "chunk":
                 layer.evict(self.limits.before_reading(nth))
+            if self.scorer.fade != 1 and layer.fill:
+                layer.store.columns["scores"].mul_(self.scorer.fade)
         cache.reserve_slots(self.limits.capacity(schedule, new_tokens))
         self._new_tokens = new_tokens
 

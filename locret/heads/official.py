@@ -11,7 +11,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from locret.field_values import shown
-from locret.files import read_json
+from locret.files import shards
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 from locret.labels.logit import LOGIT
@@ -72,7 +72,13 @@ def _files(path: Path) -> list[Path]:
             f"there is no file or folder '{path}'; download the published heads first (`hf download REPO`)"
         )
     for index in sorted(path.glob("*.index.json")):
-        return _shards(index)
+        # Shards without heads are never opened: a backbone has gigabytes of them.
+        files = sorted({file for name, file in shards(index).items() if _ENTRY.fullmatch(name)})
+        if gone := [file.name for file in files if not file.is_file()]:
+            raise ValueError(
+                f"{index} names {shown(gone[0])}, which is not in its folder; download all parts that hold heads"
+            )
+        return files
     for suffix in ("safetensors", "bin"):
         files = sorted(path.glob(f"*.{suffix}"))
         if len(files) == 1:
@@ -82,26 +88,6 @@ def _files(path: Path) -> list[Path]:
                 f"{path} has several .{suffix} files ({', '.join(f.name for f in files[:4])}); name one of them"
             )
     raise ValueError(f"{path} has no .safetensors or .bin file; give the file or folder of the published heads")
-
-
-def _shards(index: Path) -> list[Path]:
-    values = read_json(index, "the index of a sharded checkpoint")
-    files = values.get("weight_map") if isinstance(values, dict) else None
-    if not isinstance(files, dict):
-        raise ValueError(f"{index} is not an index of a sharded checkpoint (it has no weight_map); download it again")
-    # Shards without heads are never opened: a backbone has gigabytes of them.
-    names = {name: file for name, file in files.items() if _ENTRY.fullmatch(name)}
-    for name, file in names.items():
-        if not isinstance(file, str) or file in ("", ".", "..") or PurePath(file).name != file:
-            raise ValueError(
-                f"{index} has {shown(file)} for {name}, which is not the name of a file of its folder; "
-                "download it again"
-            )
-        if not (index.parent / file).is_file():
-            raise ValueError(
-                f"{index} names {shown(file)}, which is not in its folder; download all parts that hold heads"
-            )
-    return [index.parent / file for file in sorted(set(names.values()))]
 
 
 def _entries(file: Path, seen: list[str]) -> Iterator[tuple[str, Tensor]]:

@@ -132,7 +132,14 @@ def nacl_kept(
 
 
 def sage_kept(
-    query_ND: Tensor, key_KSD: Tensor, scaling: float, positions_KS: Tensor, budget: int, newest: int
+    query_ND: Tensor,
+    key_KSD: Tensor,
+    scaling: float,
+    positions_KS: Tensor,
+    budget: int,
+    newest: int,
+    sink_share: float = 0.25,
+    size: int | None = None,
 ) -> list[set[int]]:
     """Return per KV head the slots that stay: sinks, newest, every query head's list, and the next best of the group.
 
@@ -143,11 +150,13 @@ def sage_kept(
         positions_KS: Original positions.
         budget: Slots that stay.
         newest: Newest slots that stay, out of `budget`.
+        sink_share: Share of the budget for first tokens.
+        size: Of each query head's list; None: an equal part of what sinks and newest slots leave.
     """
     heads, (kv_heads, slots, _) = len(query_ND), key_KSD.shape
     group, result = heads // kv_heads, []
-    sinks = min(budget // 4, budget - newest)
-    each = (budget - newest - sinks) // group
+    sinks = min(int(budget * sink_share), budget - newest)
+    each = (budget - newest - sinks) // group if size is None else size
     for k in range(kv_heads):
         kept = {s for s in range(slots) if s >= slots - newest or positions_KS[k, s] < sinks}
         between = [s for s in range(slots) if s not in kept]

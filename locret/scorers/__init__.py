@@ -1,16 +1,28 @@
-"""Everything that can rate cache units. To add a scorer: one file next to these, and one line in `_SCORERS`."""
+"""Everything that can rate cache units. To add a scorer: one file next to these, and one line in `_SCORERS`.
+
+Scorers of other packages and files come in by name: `package.module:Class`, `file.py:Class`, or an entry point of the
+group `locret.scorers`. A press of kvpress that rates units comes in as `kvpress:SnapKVPress`.
+"""
 
 from __future__ import annotations
 
+import inspect
+import warnings
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
+from locret import method_spec, plugins
 from locret.backbone.chunk import Chunk
+from locret.field_values import checked
+from locret.method_spec import MethodSpec
 from locret.nearest import nearest
 from locret.scorers.base import Rated, Scorer, TokenPass, TokenScorer
 from locret.scorers.expected_attention import ExpectedAttentionScorer
 from locret.scorers.h2o import H2OScorer
 from locret.scorers.key_difference import KeyDifferenceScorer
 from locret.scorers.key_norm import KeyNormScorer
+from locret.scorers.kvpress import is_press, press_scorer
 from locret.scorers.nacl import NACLScorer
 from locret.scorers.oracle import OracleScorer
 from locret.scorers.random import RandomScorer
@@ -45,6 +57,7 @@ __all__ = [
     "TokenScorer",
     "find",
     "get",
+    "make",
     "names",
 ]
 
@@ -70,34 +83,109 @@ FALLBACK = "expected_attention"
 
 
 def names() -> list[str]:
-    """Return the names that `get` knows, sorted."""
-    return sorted(scorer.name for scorer in _SCORERS)
+    """Return the names that `get` knows, sorted: ours, and those that installed packages announce."""
+    return sorted({scorer.name for scorer in _SCORERS} | plugins.announced(plugins.SCORERS).keys())
 
 
-def get(name: str, **options: Any) -> Scorer:
+def get(name: str | Mapping[str, Any], **options: Any) -> Scorer:
     """Return the scorer called `name` with its options.
 
+    Args:
+        name: A name with or without options, as `locret.method_spec` says, such as "snapkv:kernel=7",
+            "package.module:Class" or "kvpress:SnapKVPress"; or a mapping, {"snapkv": {"kernel": 7}}.
+        **options: The scorer's own options.
+
     Raises:
-        ValueError: If there is no such scorer (the message lists the nearest names), or it has no such option.
+        ValueError: If there is no such scorer (the message lists the nearest names), it has no such option, or an
+            option has a value that it cannot have.
 
     Examples:
         >>> scorers.get("snapkv", window=32).window
         32
+        >>> scorers.get("snapkv:kernel=7,pooling=max").kernel
+        7
     """
+    spec = method_spec.parse(name, "scorer")
+    if spec.modifiers:
+        changes = ", ".join(f"{field}={value}" for field, value in spec.changes.items())
+        raise ValueError(
+            f'scorer "{spec}": +{spec.modifiers[0]} is for the policy, not for the scorer; set {changes} there'
+        )
+    return make(spec, options)
+
+
+def make(spec: MethodSpec, options: Mapping[str, Any] | None = None) -> Scorer:
+    """Return the scorer of a spec, whatever its modifiers; `options` come on top of those it holds.
+
+    Raises:
+        ValueError: As `get` does.
+    """
+    kind, given = find(spec.name), {**spec.options, **(options or {})}
+    if options and (twice := sorted(spec.options.keys() & options.keys())):
+        raise ValueError(f'scorer "{spec}" has the option {twice[0]} already; give it once')
+    known = {field.name: field for field in fields(kind) if field.init}
+    for option in given:
+        if option not in known:
+            hint = f"did you mean {' or '.join(nearest(option, known) or known)}?" if known else "there are none"
+            raise ValueError(f'scorer {spec.name}: it has no option "{option}"; {hint}')
+    for option, field in known.items():
+        if option not in given and field.default is MISSING and field.default_factory is MISSING:
+            wants = kind.needs or f"its option {option}; write {spec.name}:{option}=VALUE"
+            raise ValueError(f"scorer {spec.name} needs {wants}")
     try:
-        return find(name)(**options)
-    except TypeError as error:
-        raise ValueError(f"scorer {name}: {error}") from error
+        # Checked here as well as by the scorer itself: a class of somebody else's may check nothing.
+        return kind(**{option: checked(kind, option, value) for option, value in given.items()})
+    except ValueError as error:
+        about = str(error)
+        raise ValueError(about if about.startswith("scorer ") else f"scorer {spec.name}: {about}") from None
+    except (TypeError, AssertionError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"scorer {spec.name} cannot be made of these options ({error}); check them") from error
 
 
 def find(name: str) -> type[Scorer]:
-    """Return the class of the scorer called `name`.
+    """Return the class of the scorer called `name`, which may be `module:Class`, `file.py:Class` or an entry point.
 
     Raises:
-        ValueError: If there is no such scorer; the message lists the nearest names.
+        ValueError: If there is no such scorer (the message lists the nearest names), or it is no scorer.
     """
+    announced = plugins.announced(plugins.SCORERS)
     for scorer in _SCORERS:
         if scorer.name == name:
+            if name in announced:
+                warnings.warn(f'scorer "{name}" is ours; a package announces another one in vain', stacklevel=2)
             return scorer
+    if name in announced:
+        return _checked(plugins.load_announced(announced[name], "scorer"), name)
+    base = name.partition(":")[0]
+    if plugins.is_reference(name) and base not in names():
+        return _checked(plugins.load(name, "scorer"), name)
+    if plugins.is_reference(name):
+        raise ValueError(f'scorer "{name}": options are written OPTION=VALUE, such as {base}:OPTION=VALUE')
+    if name.endswith(".py"):
+        raise ValueError(f'scorer "{name}" names no class of the file; write {name}:Class')
     near = nearest(name, names()) or names()
     raise ValueError(f'scorer "{name}" is unknown; did you mean {" or ".join(near)}?')
+
+
+def _checked(found: Any, name: str) -> type[Scorer]:
+    """Return somebody else's class as a scorer.
+
+    Raises:
+        ValueError: If it is none, or lacks something of one.
+    """
+    if is_press(found):
+        return press_scorer(found, name)
+    if not (isinstance(found, type) and issubclass(found, Scorer)):
+        raise ValueError(
+            f'scorer "{name}" is no subclass of locret.scorers.Scorer, and no press; derive it from Scorer'
+        )
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ValueError(f'scorer "{name}" does not define {missing}; see docs/scorers.md')
+    if not (is_dataclass(found) and found.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+        raise ValueError(
+            f'scorer "{name}" is not a frozen dataclass; put @dataclass(frozen=True, kw_only=True) above it'
+        )
+    if not isinstance(getattr(found, "name", None), str) or not found.name:
+        raise ValueError(f'scorer "{name}" has no name; add name: ClassVar[str] = "..." to the class')
+    return found

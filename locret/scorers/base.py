@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from locret.backbone.chunk import Chunk
+from locret.field_values import check_fields
 
 
 class Rated(NamedTuple):
@@ -35,6 +36,8 @@ class Scorer(ABC):
     """
 
     name: ClassVar[str]
+    needs: ClassVar[str] = ""
+    """What to say where an option without a default is missing, if naming the option is not enough."""
     positions: ClassVar[str] = "compact"
     """Position mode of the method's own paper or code; commands use it unless told otherwise."""
     rates_answers: ClassVar[bool] = True
@@ -52,6 +55,17 @@ class Scorer(ABC):
     columns: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType({})
     """What the method remembers of every unit besides its score and position."""
 
+    def __post_init__(self) -> None:
+        """Check the options by their types; a scorer with ranges of its own checks those afterwards.
+
+        Raises:
+            ValueError: For the first value that is not of its option's type.
+        """
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise ValueError(f"scorer {self.name}: {error}") from None
+
     def recent(self, budget: int) -> int:
         """Return how many of the newest units the method itself keeps whatever their score, out of `budget`."""
         return 0
@@ -63,6 +77,11 @@ class Scorer(ABC):
     def relative(self, prepared: Any) -> bool:
         """Return whether scores are logarithms up to a constant of each head, rather than comparable among heads."""
         return False
+
+    @property
+    def fade(self) -> float:
+        """Factor of the scores held when another text of a conversation is read."""
+        return 1.0
 
     @property
     def lookback(self) -> int:

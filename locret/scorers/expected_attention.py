@@ -25,7 +25,7 @@ from locret.backbone.adapters import find_decoder
 from locret.backbone.chunk import Chunk
 from locret.backbone.rotary import Rotary, rotate
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least
+from locret.scorers.option_checks import check_at_least, check_at_most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,8 @@ class ExpectedAttentionScorer(Scorer):
     """Attention granted to every unit before it is weighed, so that long values count everywhere (kvpress: 0)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_most(self.name, 2**20, future=self.future)
         check_at_least(self.name, 1, future=self.future, queries=self.queries)
         check_at_least(self.name, 0, sinks=self.sinks)
         if self.epsilon < 0:

@@ -2,6 +2,7 @@
 
 Paper:     H2O, arXiv 2306.14048, Algorithm 1.
 Formula:   s[j] = sum over all queries i that saw j of softmax(q_i . k / sqrt(D))[j], reduced over the group.
+           accumulate=False: the sum over the queries of the last chunk alone (the heavy hitters of LoCoCo).
 Deviates:  eviction follows every chunk instead of every token (the official real-drop code: the whole prompt), by what
            has been accumulated over all chunks; the official code has one KV head per query head, so no reduction.
 Cost:      one more product and softmax over chunk x units, in blocks; a unit's score grows with every later query.
@@ -36,8 +37,11 @@ class H2OScorer(Scorer):
     """Share of the budget that goes to the newest units (the paper: half); 0 leaves them to the policy alone."""
     normalise: bool = False
     """Divide by the queries that saw a unit, so that old units have no head start (kvpress: ObservedAttention)."""
+    accumulate: bool = True
+    """Count the queries of all chunks (the paper), not only those of the last one (LoCoCo, arXiv 2406.05317)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice(self.name, "reduce", self.reduce)
         check_shares(self.name, recent_share=self.recent_share)
 
@@ -50,9 +54,13 @@ class H2OScorer(Scorer):
         totals = reduce_group(attention_sums(chunk), chunk.key.shape[1], self.reduce)
         old = totals[:, :, : -chunk.new_tokens]
         if not self.normalise:
-            old += chunk.stored_scores
+            if self.accumulate:
+                old += chunk.stored_scores
             return totals
         # A unit that is still here has been seen by every query since its own.
+        if not self.accumulate:
+            seen = (chunk.positions[..., -1:] - chunk.unit_positions + 1).clamp_max(chunk.new_tokens)
+            return totals / seen.to(torch.float32)
         seen_before = (chunk.positions[..., :1] - chunk.unit_positions).clamp_min(0)[:, :, : -chunk.new_tokens]
         old += chunk.stored_scores * seen_before
         seen = chunk.positions[..., -1:] - chunk.unit_positions + 1

@@ -15,6 +15,7 @@ Cost:      `proxy_share` of the chunk's rows of attention, and two sorts.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,10 +25,8 @@ from torch import Tensor
 from locret.backbone.chunk import Chunk
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least, check_choice, check_shares
+from locret.scorers.option_checks import check_at_least, check_choice, check_seed, check_shares
 from locret.scorers.random import uniform_draw
-
-_MOST_SINKS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +40,18 @@ class NACLScorer(Scorer):
     proxy_share: float = 0.1
     """Proxies, as a share of the chunk, or of the prompt at its end (the paper: about 0.1 is best; its code: 0.01)."""
     most_proxies: int = 256
-    """Most proxies; with when="prompt_end" at least that many tokens must fit in one forward pass."""
+    """Most proxies, whatever `proxy_share` asks for; with when="prompt_end" that many tokens are read in one pass."""
     protect_share: float = 0.1
     """Share of the budget for the first and the newest units (Table 4: 0.05 to 0.1), half of it at most for sinks."""
     random_share: float = 0.7
     """Share of the budget that is drawn by lot (the paper: 0.7 is best; its code: 0.35)."""
     sampling: str = "attention"
-    """Draw with the odds of their "attention", or with "uniform" ones."""
+    """Draw with the odds of their "attention", or with "uniform" ones (an ablation of the paper)."""
+    draws: str = "by_head"
+    """Every KV head of every layer draws on its own ("by_head"); or the heads of a layer have one "shared" draw, so
+    that with uniform odds they draw alike (an ablation of the paper)."""
+    most_sinks: int = 256
+    """Most first units that stay by right, out of the protected share (the paper's code: 256)."""
     group: str = "sum"
     """Who scores a KV head: the "sum" of its group; or the query head of its number, as the "official" code."""
     proxy_mask: str = "causal"
@@ -56,6 +60,7 @@ class NACLScorer(Scorer):
     """Seed of the draw."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_shares(
             self.name,
             proxy_share=self.proxy_share,
@@ -63,6 +68,9 @@ class NACLScorer(Scorer):
             random_share=self.random_share,
         )
         check_at_least(self.name, 1, most_proxies=self.most_proxies)
+        check_at_least(self.name, 0, most_sinks=self.most_sinks)
+        check_seed(self.name, self.seed)
+        check_choice(self.name, "draws", self.draws, ("by_head", "shared"))
         check_choice(self.name, "sampling", self.sampling, ("attention", "uniform"))
         check_choice(self.name, "group", self.group, ("sum", "official"))
         check_choice(self.name, "proxy_mask", self.proxy_mask, ("causal", "full"))
@@ -81,13 +89,20 @@ class NACLScorer(Scorer):
         return self._sinks(budget)
 
     def _sinks(self, budget: int) -> int:
-        return min(_MOST_SINKS, int(budget * self.protect_share) // 2)
+        return min(self.most_sinks, int(budget * self.protect_share) // 2)
 
     def _proxies(self, chunk: Chunk) -> int:
         tokens = chunk.new_tokens
         if chunk.last:
             tokens = int(chunk.positions.max()) + 1
-        return max(1, min(math.ceil(self.proxy_share * tokens), self.most_proxies, chunk.new_tokens))
+        wanted = math.ceil(self.proxy_share * tokens)
+        if wanted > self.most_proxies:
+            warnings.warn(
+                f"scorer {self.name}: proxy_share={self.proxy_share:g} asks for more than most_proxies="
+                f"{self.most_proxies} queries, and gets so many; raise most_proxies, or lower proxy_share",
+                stacklevel=2,
+            )
+        return max(1, min(wanted, self.most_proxies, chunk.new_tokens))
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S): the proxies' attention, raised for units that stay by score or by lot."""
@@ -106,7 +121,8 @@ class NACLScorer(Scorer):
         own = budget - (chunk.recent - self.recent(budget))
         by_lot = places.clamp_max(round(self.random_share * own))
         best = free & (_ranks(sums_BKS.masked_fill(~free, -torch.inf)) < places - by_lot)
-        draw = uniform_draw(positions, self.seed, chunk.layer_idx, positions.shape[1]).clamp_min(2.0**-32)
+        draw = uniform_draw(positions, self.seed, chunk.layer_idx, positions.shape[1], self.draws == "shared")
+        draw = draw.clamp_min(2.0**-32)
         luck = -torch.log(-torch.log(draw))
         if self.sampling == "attention":
             luck = luck + sums_BKS

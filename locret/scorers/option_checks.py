@@ -26,6 +26,27 @@ def check_at_least(scorer: str, least: int, **options: int) -> None:
             raise ValueError(f"scorer {scorer}: {option}={value} is too small; it must be {least} or more")
 
 
+def check_at_most(scorer: str, most: int, **options: int) -> None:
+    """Refuse numbers above `most`.
+
+    Raises:
+        ValueError: Naming the first.
+    """
+    for option, value in options.items():
+        if value > most:
+            raise ValueError(f"scorer {scorer}: {option}={value} is too large; it must be {most:,} or less")
+
+
+def check_seed(scorer: str, seed: int) -> None:
+    """Refuse a seed that the arithmetic of the draw cannot hold.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    if abs(seed) >= 2**32:
+        raise ValueError(f"scorer {scorer}: seed={seed} has more than 32 bits; choose a smaller one")
+
+
 def check_shares(scorer: str, **options: float) -> None:
     """Refuse shares outside 0 .. 1.
 

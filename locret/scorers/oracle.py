@@ -23,6 +23,10 @@ class OracleScorer(Scorer):
     """Keep the units that the true answer looks at most."""
 
     name: ClassVar[str] = "oracle"
+    needs: ClassVar[str] = (
+        "the labels of the true answer, which only locret-eval knows; compare it there with --methods oracle, or give "
+        "labels=answer_labels(...) in Python"
+    )
 
     labels: Tensor
     """(layers, kv_heads, n): labels of the prompt's n tokens; layers are the full-attention ones, in order."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from locret.backbone.chunk import Chunk
 from locret.scorers.base import Scorer
+from locret.scorers.option_checks import check_seed
 
 _MASK = (1 << 31) - 1
 
@@ -27,13 +28,17 @@ class RandomScorer(Scorer):
     seed: int = 0
     """Seed of the draw."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seed(self.name, self.seed)
+
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
         batch, kv_heads = chunk.key.shape[:2]
         return uniform_draw(chunk.positions, self.seed, chunk.layer_idx, kv_heads).float().expand(batch, -1, -1)
 
 
-def uniform_draw(positions: Tensor, seed: int, layer_idx: int, kv_heads: int) -> Tensor:
+def uniform_draw(positions: Tensor, seed: int, layer_idx: int, kv_heads: int, shared: bool = False) -> Tensor:
     """Draw one number per unit from U(0, 1): a function of seed, layer, KV head and original position alone.
 
     Args:
@@ -41,11 +46,12 @@ def uniform_draw(positions: Tensor, seed: int, layer_idx: int, kv_heads: int) ->
         seed: Of the draw.
         layer_idx: Layer.
         kv_heads: K.
+        shared: Let all KV heads have the draw of the first.
 
     Returns:
         (B, K, S) float64, in [0, 1).
     """
-    heads = torch.arange(kv_heads, device=positions.device)[:, None]
+    heads = torch.arange(kv_heads, device=positions.device)[:, None] * (not shared)
     # Two rounds of a multiplicative integer hash in 31 bits; products stay below 2**62.
     state = positions.long() * 2 + seed * 7919 + layer_idx * 104729 + heads * 1299709
     for multiplier in (0x2C1B3C6D, 0x297A2D39):

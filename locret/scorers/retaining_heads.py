@@ -26,6 +26,7 @@ class RetainingHeadScorer(Scorer):
     """Rank units with trained retaining heads."""
 
     name: ClassVar[str] = "retaining_heads"
+    needs: ClassVar[str] = "trained heads; give --heads FOLDER, or the option as retaining_heads:heads=FOLDER"
     by_features: ClassVar[bool] = True
 
     heads: RetainingHeads | str

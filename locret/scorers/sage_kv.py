@@ -22,6 +22,7 @@ from torch import Tensor
 from locret.backbone.chunk import Chunk
 from locret.scorers.attention_rows import last_logits
 from locret.scorers.base import Scorer
+from locret.scorers.option_checks import check_at_least, check_shares
 
 _BELOW_ALL = 2.0**24
 """Recent units score their position less this, exact in float32 for texts of 16 million tokens."""
@@ -36,13 +37,32 @@ class SageKVScorer(Scorer):
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
 
+    sink_share: float = 0.25
+    """Share of the budget for the first tokens (the paper: a quarter)."""
+    recent_share: float = 0.25
+    """Share of the budget for the newest units (the paper: a quarter; 2,560 of 8,192 for Qwen2.5)."""
+    k: int | None = None
+    """Units in the list of each query head; none: an equal part of what sinks and newest units leave (the paper: 1,024
+    of 8,192 for Llama-3, 512 for Qwen2.5). Places that shorter lists leave go to the next best units."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_shares(self.name, sink_share=self.sink_share, recent_share=self.recent_share)
+        if self.sink_share + self.recent_share > 1:
+            raise ValueError(
+                f"scorer {self.name}: sink_share={self.sink_share} and recent_share={self.recent_share} are more than "
+                "the budget; lower one of them"
+            )
+        if self.k is not None:
+            check_at_least(self.name, 0, k=self.k)
+
     def recent(self, budget: int) -> int:
-        """Return the recent quarter of the budget."""
-        return budget // 4
+        """Return the recent part of the budget."""
+        return int(budget * self.recent_share)
 
     def sink_tokens(self, budget: int, recent: int) -> int:
-        """Return the first quarter; where the policy protects more recent units, the selection gives way."""
-        return max(0, min(budget // 4, budget - recent))
+        """Return the first part; where the policy protects more recent units, the selection gives way."""
+        return max(0, min(int(budget * self.sink_share), budget - recent))
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S) where units are selected, else (B, K, L): new units enter the recent window."""
@@ -59,7 +79,8 @@ class SageKVScorer(Scorer):
         between = (positions >= 0) & ~first & ~newest
         logits = last_logits(chunk).unflatten(1, (kv_heads, -1))
         group = logits.shape[2]
-        lists = logits.masked_fill(~between[:, :, None], -torch.inf).topk(min(places // group, slots), dim=-1).indices
+        each = min(places // group if self.k is None else self.k, slots)
+        lists = logits.masked_fill(~between[:, :, None], -torch.inf).topk(each, dim=-1).indices
         listed = torch.zeros_like(between).scatter_(-1, lists.flatten(2), True) & between
         # 1 / (1 - x) keeps the order of log-probabilities and lies in 0 .. 1, between recent and listed units.
         best = 1 / (1 - logits.log_softmax(-1).amax(2))

@@ -39,6 +39,7 @@ class ScissorhandsScorer(Scorer):
     """Newest units that stay (the paper: 10)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least(self.name, 1, history=self.history)
         check_at_least(self.name, 0, keep_recent=self.keep_recent)
 

@@ -2,13 +2,12 @@
 
 Paper:     SirLLM, arXiv 2405.12528, section 3 ("token entropy").
 Formula:   s_t = -ln p(x_t | x_<t), under the model with the cache it had; the first `sinks` tokens
-           and the `keep_recent` newest ones stay.
+           and the `keep_recent` newest ones stay. Every further text of a conversation multiplies the scores of the
+           units held by `decay`.
            definition="official" repeats the released code: s_t is what the logits at t - 1 say of x_{t-1} itself, and
            the first token of every forward pass gets the largest value of its pass.
 Deviates:  budget units stay after every chunk (the released code: budget less the chunk to come). Nothing precedes
            the first token of a text, so it gets ln(vocabulary), the surprisal of a blind guess; sinks keep it anyway.
-           Left out: decay, by which the released code multiplies all stored scores once per turn of a conversation
-           (1, 0.9 or 0.7 by task): the engine knows texts and answers but no turns, and the default is 1.
 Cost:      the language-model head on every token, in slices, so that logits of a chunk never exist at once: for a small
            backbone with a large vocabulary that is more than the layers cost. A score does not change later.
 """
@@ -44,10 +43,21 @@ class SirLLMScorer(TokenScorer):
     """First tokens of the text that always stay (the paper: 4)."""
     keep_recent: int = 0
     """Newest units that always stay (the paper's tasks: 0; as a baseline in Locret's evaluation: 1000)."""
+    decay: float = 1.0
+    """Factor of the scores held when another text is read into the cache, above 0 and at most 1 (the released code: 1;
+    0.9 for rock-paper-scissors, 0.7 for DailyDialog)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice(self.name, "definition", self.definition, ("paper", "official"))
         check_at_least(self.name, 0, sinks=self.sinks, keep_recent=self.keep_recent)
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"scorer {self.name}: decay={self.decay} is not above 0 and at most 1; 1 fades nothing")
+
+    @property
+    def fade(self) -> float:
+        """The decay."""
+        return self.decay
 
     def recent(self, budget: int) -> int:
         """Return the newest units that stay."""

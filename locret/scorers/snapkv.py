@@ -21,7 +21,7 @@ from torch import Tensor
 from locret.backbone.chunk import Chunk
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least, check_choice
+from locret.scorers.option_checks import check_at_least, check_at_most, check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,14 @@ class SnapKVScorer(Scorer):
     """How the query heads of a KV head vote: "mean" (kvpress), "max" or "sum" (IMDC)."""
     queries: str = "window"
     """Who votes: the "window"; or all queries of the "chunk", none of them kept by right (IMDC)."""
+    sinks: int = 0
+    """First tokens of the text that always stay (the paper: none; IMDC: 4)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least(self.name, 1, window=self.window, kernel=self.kernel)
+        check_at_most(self.name, 2**20, kernel=self.kernel)
+        check_at_least(self.name, 0, sinks=self.sinks)
         if self.kernel % 2 == 0:
             raise ValueError(f"scorer {self.name}: kernel={self.kernel} has no middle slot; choose an odd number")
         check_choice(self.name, "pooling", self.pooling, ("avg", "max"))
@@ -61,6 +66,10 @@ class SnapKVScorer(Scorer):
     def recent(self, budget: int) -> int:
         """Return the window's own units."""
         return self.window if self.queries == "window" else 0
+
+    def sink_tokens(self, budget: int, recent: int) -> int:
+        """Return the sinks."""
+        return self.sinks
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S); (B, K, L) zeros where nothing is selected by them."""

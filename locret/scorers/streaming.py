@@ -15,6 +15,7 @@ from torch import Tensor
 
 from locret.backbone.chunk import Chunk
 from locret.scorers.base import Scorer
+from locret.scorers.option_checks import check_at_least, check_shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,18 @@ class StreamingScorer(Scorer):
 
     sinks: int = 4
     """First tokens of the text that always stay (the paper: 4)."""
+    sink_share: float = 0.0
+    """Share of the budget for first tokens, where that is more than `sinks` (OmniKV: 1 % of the prompt, 1/30 of a
+    budget of 30 %)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self.name, 0, sinks=self.sinks)
+        check_shares(self.name, sink_share=self.sink_share)
 
     def sink_tokens(self, budget: int, recent: int) -> int:
         """Return the sinks."""
-        return self.sinks
+        return max(self.sinks, int(self.sink_share * budget))
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from locret.backbone.chunk import Chunk
 from locret.scorers.attention_rows import attention_sums
 from locret.scorers.base import Scorer
+from locret.scorers.option_checks import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,18 @@ class TOVAScorer(Scorer):
     name: ClassVar[str] = "tova"
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
+
+    keep_recent: int = 0
+    """Newest units that stay whatever their score (the paper: none; kvpress: 1). A policy's stabilizers and local
+    tokens come before this."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self.name, 0, keep_recent=self.keep_recent)
+
+    def recent(self, budget: int) -> int:
+        """Return the newest units that stay."""
+        return self.keep_recent
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S), equal in all KV heads."""

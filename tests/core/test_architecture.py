@@ -17,18 +17,8 @@ MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": 
 STOREYS = (
     (
         *("shipped", "on_demand", "_version", "nearest", "environment", "field_values", "files", "tables"),
-        *(
-            "interrupts",
-            "recipes",
-            "option_values",
-            "ecosystem_names",
-            "option_help",
-            "cli",
-            "load_options",
-            "system_report",
-            "__main__",
-        ),
-        *("templates", "text_stream", "system_report", "__main__"),
+        *("method_spec", "plugins", "interrupts", "recipes", "option_values", "ecosystem_names", "option_help"),
+        *("cli", "load_options", "templates", "text_stream", "system_report", "__main__"),
     ),
     ("backbone",),
     ("policy",),

@@ -193,8 +193,10 @@ def test_policy_is_the_users_then_the_heads_then_the_default(ask: Infer, tmp_pat
 def test_scorers_by_name_take_options(ask: Infer) -> None:
     small = ("--budget", 64, "--stabilizers", 0, "--chunk-size", 32, "--local-len", 8)
     answers = [ask("--scorer", "random", "--scorer-options.seed", seed, *small) for seed in (0, 1)]
-    assert answers[0]["scorer"] == "random"
+    assert [one["scorer"] for one in answers] == ["random:seed=0", "random:seed=1"]
     assert answers[0]["answer"] != answers[1]["answer"]
+    short = ask("--scorer", "random:seed=1", *small)
+    assert (short["scorer"], short["answer"]) == (answers[1]["scorer"], answers[1]["answer"])
 
 
 @pytest.mark.slow

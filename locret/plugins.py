@@ -1,0 +1,115 @@
+"""What other packages and files add: classes by `package.module:Class` or `file.py:Class`, and entry points.
+
+Nothing is imported before it is named. A module is looked for where Python looks; a file is run only if its path is
+given. A package announces what it has in its metadata, in the groups `locret.scorers`, `locret.tasks` and
+`locret.stores`; the name on the left is then as good as one of ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from locret.nearest import nearest
+
+SCORERS, TASKS, STORES = "locret.scorers", "locret.tasks", "locret.stores"
+"""Groups of entry points."""
+
+
+def is_reference(name: str) -> bool:
+    """Return whether a name is `module:Class` or `file.py:Class`, rather than a name of ours or of an entry point."""
+    return ":" in name
+
+
+def announced(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name; none of them is loaded."""
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def load_announced(point: EntryPoint, what: str) -> Any:
+    """Return what an entry point stands for.
+
+    Args:
+        point: The entry point.
+        what: What messages call it, such as "scorer".
+
+    Raises:
+        ValueError: If its package cannot be imported, or does not hold it.
+    """
+    owner = f" of {point.dist.name}" if point.dist else ""
+    return _found(point.value.partition("[")[0].strip(), f'{what} "{point.name}"{owner}')
+
+
+def load(reference: str, what: str) -> Any:
+    """Return what `package.module:Class` or `path/file.py:Class` names.
+
+    Args:
+        reference: As somebody wrote it.
+        what: What messages call it, such as "scorer".
+
+    Raises:
+        ValueError: If there is no such module, file or name, or running it fails.
+    """
+    return _found(reference, f'{what} "{reference}"')
+
+
+def _found(reference: str, what: str) -> Any:
+    source, _, path = reference.rpartition(":")
+    try:
+        module = _from_file(Path(source)) if source.endswith(".py") else _from_python(source)
+    except LookupError as error:
+        raise ValueError(f"{what}: {error.args[0]}") from None
+    except (Exception, SystemExit) as error:  # whatever a stranger's module does when it is run
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{what}: {source} cannot be imported ({type(error).__name__}: {reason})") from error
+    found: Any = module
+    for name in path.split("."):
+        if not hasattr(found, name):
+            near = nearest(name, [one for one in vars(found) if not one.startswith("_")])
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; check the spelling"
+            raise ValueError(f"{what}: {source} has no {name}{hint}")
+        found = getattr(found, name)
+    return found
+
+
+def _from_python(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise LookupError(f"{name} is not the name of a module; give package.module:Class, or path/file.py:Class")
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name + ".").startswith(error.name + "."):
+            raise LookupError(
+                f"Python finds no module {error.name}; install its package, or give a file as path/file.py:Class"
+            ) from None
+        raise
+
+
+def _from_file(path: Path) -> ModuleType:
+    path = path.expanduser()
+    if not path.is_file():
+        raise LookupError(f"there is no file {path}; check the path")
+    return _run(path.resolve())
+
+
+@cache
+def _run(path: Path) -> ModuleType:
+    # Under a name of its own: two files may be called alike, and a dataclass looks its module up by name.
+    name = f"locret_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

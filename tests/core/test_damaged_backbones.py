@@ -1,0 +1,197 @@
+"""Backbone folders that are damaged, or hold something else than a backbone, are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mutations
+import pytest
+import torch
+from families import build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save
+
+from locret import loading, shipped
+from locret.load_options import BackboneSource
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("backbones") / "backbone"
+    build("llama").save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(shipped.find("checkpoints/tiny"), name), folder)
+    return folder
+
+
+def damaged(backbone: Path, *without: str) -> Path:
+    folder = backbone.parent / "damaged"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(backbone, folder, ignore=shutil.ignore_patterns(*without))
+    return folder
+
+
+def load(folder: Path, adapter: Path | None = None) -> Any:
+    source = BackboneSource(model=str(folder), adapter=adapter and str(adapter))
+    config = loading.load_config(source)
+    return loading.load_model(source, config, CPU, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=settings().max_examples // 2)
+@given(data=st.data())
+def test_a_damaged_config_is_refused_or_loads(backbone: Path, data: st.DataObject) -> None:
+    values = json.loads((backbone / "config.json").read_text())
+    folder = damaged(backbone)
+    mutations.put(folder, "config.json", mutations.json_text_of(data.draw, values))
+    model = mutations.loaded_or_refused(lambda: load(folder))
+    if model is not None:
+        assert model(torch.arange(3, 9)[None]).logits.shape[:2] == (1, 6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=settings().max_examples // 2)
+@given(data=st.data())
+def test_damaged_weights_are_refused_or_load(backbone: Path, data: st.DataObject) -> None:
+    folder = damaged(backbone)
+    weights = load_file(backbone / "model.safetensors")
+    mutations.put(folder, "model.safetensors", mutations.safetensors_of(data.draw, weights, {"format": "pt"}))
+    mutations.loaded_or_refused(lambda: load(folder))
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=settings().max_examples // 2)
+@given(data=st.data())
+def test_a_damaged_tokenizer_is_refused_or_loads(backbone: Path, data: st.DataObject) -> None:
+    folder = damaged(backbone)
+    name = data.draw(st.sampled_from(("tokenizer.json", "tokenizer_config.json")))
+    values = json.loads((backbone / name).read_text())
+    mutations.put(folder, name, mutations.json_text_of(data.draw, values))
+    mutations.loaded_or_refused(lambda: loading.load_tokenizer(BackboneSource(model=str(folder))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 0}, "config.json that cannot be read"),
+        ({"num_hidden_layers": "5"}, "expected int, got str"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000 instead of a whole number from 1 to 1,000"),
+        ({"hidden_size": 10**9}, "hidden_size is 1000000000 instead of"),
+        ({"vocab_size": 2**27}, r"describes [\d,]+ weights and its files hold [\d,]+ bytes"),
+        ({"intermediate_size": 2**23}, r"describes [\d,]+ weights and its files hold [\d,]+ bytes"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "rope_type is 'spiral'; known are default, "),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta .* is nan"),
+        ({"dtype": "float99"}, "float99"),
+        ({"model_type": "no such"}, "cannot be read"),
+        ({"num_hidden_layers": 4}, "9 weights are missing, such as model.layers.3"),
+    ],
+)
+def test_an_odd_config_is_refused_in_a_sentence(backbone: Path, changes: dict[str, Any], said: str) -> None:
+    folder = damaged(backbone)
+    values = json.loads((backbone / "config.json").read_text())
+    mutations.put(folder, "config.json", json.dumps({**values, **changes}).encode())
+    with pytest.raises(ValueError, match=said) as refused:
+        load(folder)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 700
+
+
+def test_weights_that_nothing_uses_are_told(backbone: Path) -> None:
+    folder = damaged(backbone)
+    values = json.loads((backbone / "config.json").read_text())
+    mutations.put(folder, "config.json", json.dumps({**values, "num_hidden_layers": 2}).encode())
+    with pytest.warns(UserWarning, match="no use for 9 of its weights, such as model.layers.2"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"a text", b"", pickle.dumps([1, 2]), pickle.dumps(Path("x")), b"\x80\x04]\x94.", b"PK\x03\x04zip"]
+)
+def test_a_bin_that_holds_no_tensors_is_refused(backbone: Path, content: bytes) -> None:
+    folder = damaged(backbone, "model.safetensors")
+    mutations.put(folder, "pytorch_model.bin", content)
+    with pytest.raises(ValueError, match=r"--model .* cannot be loaded \(.*\); check that it is whole") as refused:
+        load(folder)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("place", ["../../etc/passwd", "/etc/passwd", 5, None, "..", ""])
+def test_an_index_that_leaves_its_folder_is_refused(backbone: Path, place: Any) -> None:
+    folder = damaged(backbone, "model.safetensors")
+    weights = load_file(backbone / "model.safetensors")
+    mutations.put(folder, "model-00001-of-00001.safetensors", save(weights, {"format": "pt"}))
+    places = {**dict.fromkeys(weights, "model-00001-of-00001.safetensors"), "lm_head.weight": place}
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    mutations.put(folder, "model.safetensors.index.json", json.dumps(index).encode())
+    with pytest.raises(ValueError, match="which is not the name of a file of its folder"):
+        load(folder)
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(backbone: Path) -> Path:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = build("llama")
+    base.config._name_or_path = base.name_or_path = str(backbone)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2, init_lora_weights=False)
+    model = get_peft_model(base, config)
+    model.save_pretrained(backbone.parent / "adapter")
+    return backbone.parent / "adapter"
+
+
+def logits(model: Any) -> torch.Tensor:
+    return model(torch.arange(3, 12)[None]).logits
+
+
+def test_the_folder_of_an_adapter_is_its_base_model_with_the_adapter(backbone: Path, adapter: Path) -> None:
+    expected = logits(load(backbone, adapter))
+    assert torch.equal(logits(load(adapter)), expected)
+    assert not torch.allclose(logits(load(backbone)), expected)
+    assert loading.load_tokenizer(BackboneSource(model=str(adapter))).vocab_size
+    with pytest.raises(ValueError, match="is an adapter itself; give its base model, or drop --adapter"):
+        load(adapter, adapter)
+
+
+def test_an_adapter_without_a_base_model_says_what_to_give(adapter: Path, tmp_path: Path) -> None:
+    values = json.loads((adapter / "adapter_config.json").read_text())
+    for base, said in ((None, "does not name its base model"), (str(adapter), "is an adapter too")):
+        mutations.put(
+            tmp_path / "a", "adapter_config.json", json.dumps({**values, "base_model_name_or_path": base}).encode()
+        )
+        with pytest.raises(ValueError, match=said):
+            load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("content", [b"a text", b"", pickle.dumps([1, 2]), pickle.dumps(Path("x"))])
+def test_an_adapter_that_holds_no_tensors_is_refused(
+    backbone: Path, adapter: Path, tmp_path: Path, content: bytes
+) -> None:
+    shutil.copy(adapter / "adapter_config.json", tmp_path)
+    mutations.put(tmp_path, "adapter_model.bin", content)
+    with pytest.raises(ValueError, match="--adapter .* cannot be put on --model") as refused:
+        load(backbone, tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@settings(max_examples=settings().max_examples // 3)
+@pytest.mark.filterwarnings("ignore")
+@given(data=st.data())
+def test_a_damaged_adapter_is_refused_or_loads(backbone: Path, adapter: Path, data: st.DataObject) -> None:
+    folder = backbone.parent / "damaged-adapter"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(adapter, folder)
+    values = json.loads((adapter / "adapter_config.json").read_text())
+    mutations.put(folder, "adapter_config.json", mutations.json_text_of(data.draw, values))
+    mutations.loaded_or_refused(lambda: load(backbone, folder))
+    mutations.loaded_or_refused(lambda: load(folder))

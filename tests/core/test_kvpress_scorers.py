@@ -1,0 +1,176 @@
+"""Presses of kvpress run as scorers, in chunks and within the budget; where ours is the same method, alike."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+from typing import Any
+
+import pytest
+import torch
+from chunks import make_chunk
+from families import build, prompt
+from scorer_passes import GREEDY, policy, watch
+from test_kvpress_agreement import CASES, load, rate_once
+from torch import Tensor
+
+from locret import RetentionCache, generate, prefill, scorers
+from locret.backbone.chunk import Chunk
+
+
+def kept(spec: str, how: Any = None, model: Any = None, length: int = 61) -> list[Tensor]:
+    cache = RetentionCache(model or build("llama"), spec, how or policy())
+    generate(cache.model, prompt(length), cache=cache, max_new_tokens=3, **GREEDY)
+    assert cache.memory().units <= 24 + 6 + 3
+    return [cache.kept_positions(layer) for layer in range(3)]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mha"])
+@pytest.mark.parametrize(
+    ("press", "ours", "positions"),
+    [
+        ("presses:NormPress", "key_norm", "original"),
+        ("presses:WindowPress", "snapkv:window=8,kernel=1", "original"),
+        ("presses:WindowPress", "snapkv:window=8,kernel=1", "compact"),
+        ("presses:WindowPress:window_size=3", "snapkv:window=3,kernel=1", "original"),
+    ],
+)
+def test_a_press_keeps_what_the_same_scorer_keeps(press: str, ours: str, positions: str, family: str) -> None:
+    for length in (61, 70):  # the last chunk has as many tokens as the others; the last chunk has nine
+        how = policy(positions=positions, stabilizers=0, chunk_size=11)
+        pairs = zip(kept(press, how, build(family), length), kept(ours, how, build(family), length), strict=True)
+        assert all(torch.equal(theirs, own) for theirs, own in pairs)
+
+
+def test_a_window_as_long_as_the_chunk_is_cut_and_a_single_token_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scorer, before = scorers.get("presses:WindowPress:window_size=30"), []
+
+    def see(chunk: Chunk, scores: Tensor) -> None:
+        if chunk.layer_idx == 0 and not chunk.generating and chunk.selects:
+            window = int((scores[0, 0] == scores[0, 0, -1]).sum())
+            before.append((chunk.new_tokens, window))
+            if chunk.new_tokens == 1:
+                assert torch.equal(scores[..., :-1], chunk.stored_scores)
+
+    watch(monkeypatch, scorer, see)
+    cache = RetentionCache(build("llama"), scorer, policy(chunk_size=9))
+    prefill(cache.model, prompt(61), cache)
+    assert before[0] == (9, 8)
+    assert before[-1][0] == 1
+
+
+def test_a_press_learns_what_the_budget_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = kept("presses:RatioPress", policy(stabilizers=0))
+    assert held[0][0, 0, :24].tolist() == list(range(24))
+
+
+def test_a_press_that_rates_hidden_states_rates_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[int, float] = {}
+    cache = RetentionCache(build("llama"), "presses:HiddenPress", policy())
+
+    def look(cache: RetentionCache) -> None:
+        pairs = zip(cache.kept_positions(1)[0, 0].tolist(), cache.kept_scores(1)[0, 0].tolist(), strict=True)
+        assert all(given.setdefault(position, score) == score for position, score in pairs)
+
+    prefill(cache.model, prompt(61), cache, on_chunk=look)
+    assert len(given) > 30
+
+
+def test_rotations_are_asked_for_from_the_chunk_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = build("llama"), []
+    scorer = scorers.get("presses:RotaryPress")
+    watch(monkeypatch, scorer, lambda chunk, scores: seen.append((chunk.next_position, scores, chunk.generating)))
+    prefill(model, prompt(40), RetentionCache(model, scorer, policy()))
+    for position, scores, generating in seen:
+        cos, _ = model.model.rotary_emb(torch.zeros(1), torch.tensor([[position]]))
+        assert generating or (scores == cos[0, 0, 0]).all()
+    assert len({position for position, _, _ in seen}) >= 4
+
+
+def test_nothing_of_a_press_stays_with_the_model() -> None:
+    model = build("llama")
+    before = set(vars(model.model.layers[0].self_attn))
+    cache = RetentionCache(model, "presses:WindowPress", policy())
+    prefill(model, prompt(40), cache)
+    twin = cache.copy()
+    copy.deepcopy(model)
+    assert sum(len(layer.self_attn._forward_pre_hooks) for layer in model.model.layers) == 3
+    assert all(ref() is None for ref in next(iter(cache.prepared.calls._newest.values())))
+    del cache, twin
+    gc.collect()
+    assert sum(len(layer.self_attn._forward_pre_hooks) for layer in model.model.layers) == 0
+    assert set(vars(model.model.layers[0].self_attn)) == before
+    assert model.state_dict().keys() == build("llama").state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("presses:WindowPress:window_size=0.5", "presses:WindowPress: window_size=0.5 is not a whole number"),
+        ("presses:WindowPress:windowsize=9", 'has no option "windowsize"; did you mean window_size?'),
+        ("presses:WindowPress:compression_ratio=0.5", 'has no option "compression_ratio"'),
+        ("presses:ChoosyPress", "has a compress of its own, which selects or rewrites units; take a press that only"),
+        ("presses:Nothing", "presses has no Nothing; check the spelling"),
+        ("presses:NormPresses", "presses has no NormPresses; did you mean NormPress"),
+    ],
+)
+def test_a_press_that_does_not_only_rate_is_refused(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        scorers.get(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_press_that_needs_all_attention_weights_is_refused_when_it_asks() -> None:
+    with pytest.raises(ValueError, match=r"scorer presses:NeedyPress cannot rate 11 new .* needs no attention weights"):
+        kept("presses:NeedyPress")
+
+
+def test_generated_tokens_are_not_rated() -> None:
+    with pytest.raises(ValueError, match="decode_budget=36 .* scorer presses:NormPress is not defined for generated"):
+        RetentionCache(build("llama"), "presses:NormPress", policy(decode_budget=36, decode_interval=7))
+    scorer = scorers.get("presses:NormPress")
+    chunk = make_chunk(torch.randn(1, 4, 1, 8), torch.randn(1, 2, 7, 8), 0.4, generating=True)
+    assert (scorer.score(chunk) == 0).all()
+
+
+# -- kvpress itself, where it is installed beside this package; tests/peers/README.md ---------------------------------
+
+SAME = {
+    "snapkv": ("SnapKVPress", ""),
+    "snapkv_narrow": ("SnapKVPress", ":window_size=16,kernel_size=7"),
+    "tova": ("TOVAPress", ""),
+    "knorm": ("KnormPress", ""),
+    "keydiff": ("KeyDiffPress", ""),
+    "expected_attention": ("ExpectedAttentionPress", ""),
+    "expected_attention_mean": ("ExpectedAttentionPress", ":use_covariance=false,n_future_positions=64"),
+    "expected_attention_epsilon": ("ExpectedAttentionPress", ":epsilon=0.01,n_sink=2"),
+    "expected_attention_unweighed": ("ExpectedAttentionPress", ":use_vnorm=false"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", SAME)
+def test_presses_of_kvpress_rate_as_they_did_in_kvpress(monkeypatch: pytest.MonkeyPatch, name: str, case: str) -> None:
+    pytest.importorskip("kvpress", reason="kvpress is not installed; see tests/peers/README.md")
+    press, options = SAME[name]
+    theirs = load(case)[2][f"{name}.scores"]
+    ours = rate_once(monkeypatch, case, f"kvpress:{press}{options}", {})
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("press", "ours"),
+    [
+        ("kvpress:SnapKVPress:window_size=8", "snapkv:window=8"),
+        ("kvpress:TOVAPress", "tova:keep_recent=1"),
+        ("kvpress:KnormPress", "key_norm"),
+        ("kvpress:KeyDiffPress", "key_difference"),
+    ],
+)
+def test_presses_of_kvpress_keep_in_chunks_what_ours_keep(press: str, ours: str) -> None:
+    pytest.importorskip("kvpress", reason="kvpress is not installed; see tests/peers/README.md")
+    how = policy(stabilizers=0)
+    assert all(torch.equal(theirs, own) for theirs, own in zip(kept(press, how), kept(ours, how), strict=True))

@@ -1,0 +1,119 @@
+"""A method is written in one way everywhere, and what is written otherwise gets one sentence."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from locret import RetentionPolicy
+from locret.method_spec import MODIFIERS, MethodSpec, parse, split
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "options", "modifiers"),
+    [
+        ("snapkv", "snapkv", {}, ()),
+        ("snapkv:kernel=7,pooling=max", "snapkv", {"kernel": 7, "pooling": "max"}, ()),
+        ("snapkv:window=32+prompt_end", "snapkv", {"window": 32}, ("prompt_end",)),
+        ("locret+pyramid+linear", "locret", {}, ("pyramid", "linear")),
+        ("nacl:proxy_share=1e-2,random_share=.5", "nacl", {"proxy_share": 0.01, "random_share": 0.5}, ()),
+        ("expected_attention:epsilon=1e+3+compact", "expected_attention", {"epsilon": 1000.0}, ("compact",)),
+        ("h2o:normalise=True", "h2o", {"normalise": True}, ()),
+        ("sage_kv:k=none", "sage_kv", {"k": None}, ()),
+        ("some.package:Scorer", "some.package:Scorer", {}, ()),
+        ("some.package:Scorer:power=2+pyramid", "some.package:Scorer", {"power": 2}, ("pyramid",)),
+        ("a+b/c.py:Scorer:power=2", "a+b/c.py:Scorer", {"power": 2}, ()),
+        (r"C:\some\where.py:Scorer", r"C:\some\where.py:Scorer", {}, ()),
+        ("retaining_heads:heads=org/heads", "retaining_heads", {"heads": "org/heads"}, ()),
+        (" snapkv : kernel = 7 ", "snapkv", {"kernel": 7}, ()),
+    ],
+)
+def test_a_text_says_name_options_and_modifiers(
+    text: str, name: str, options: dict[str, Any], modifiers: tuple[str, ...]
+) -> None:
+    spec = parse(text)
+    assert (spec.name, spec.options, spec.modifiers) == (name, options, modifiers)
+
+
+def test_a_mapping_says_the_same_and_has_the_same_spelling() -> None:
+    mapping = parse({"snapkv+prompt_end": {"kernel": 7, "pooling": "max"}})
+    assert mapping == parse("snapkv:kernel=7,pooling=max+prompt_end")
+    assert str(mapping) == "snapkv:kernel=7,pooling=max+prompt_end"
+    assert parse({"h2o": {}}) == parse("h2o")
+
+
+@given(
+    options=st.dictionaries(
+        st.from_regex(r"[a-z_]{1,8}", fullmatch=True),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.from_regex(r"[a-z]+", fullmatch=True),
+        max_size=3,
+    ),
+    modifier=st.sampled_from([(), *((one,) for one in MODIFIERS)]),
+)
+def test_what_is_recorded_is_read_back(options: dict[str, Any], modifier: tuple[str, ...]) -> None:
+    options = {name: value for name, value in options.items() if value not in ("none", "null", "true", "false", "nan")}
+    spec = MethodSpec("snapkv", options, modifier)
+    again = parse(str(spec))
+    assert str(again) == str(spec)
+    if "inf" not in str(spec):
+        assert again == spec
+
+
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [
+        ("full,snapkv:kernel=7,pooling=max", ["full", "snapkv:kernel=7,pooling=max"]),
+        ("h2o:reduce=max,normalise=true,full , full", ["h2o:reduce=max,normalise=true", "full"]),
+        ("a.b:C:x=1,y=2,c.py:D", ["a.b:C:x=1,y=2", "c.py:D"]),
+        ("retaining_heads:heads=a:b,locret", ["retaining_heads:heads=a:b", "locret"]),
+        (["full", "snapkv:kernel=7", "pooling=max"], ["full", "snapkv:kernel=7,pooling=max"]),
+        (["full", {"snapkv": {"kernel": 7}}], ["full", {"snapkv": {"kernel": 7}}]),
+        (" , ", []),
+    ],
+)
+def test_commas_part_methods_but_not_the_options_of_one(methods: Any, expected: list[Any]) -> None:
+    assert split(methods) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        ("snapkv:", 'method "snapkv:" is not NAME, NAME:OPTION=VALUE or MODULE:CLASS; write it like snapkv:kernel=7'),
+        ("", 'method "" is not NAME'),
+        ("kernel=7", 'method "kernel=7" is not NAME'),
+        ("a:b:c", 'method "a:b:c" is not NAME'),
+        ("snapkv:kernel=", '"kernel=" is not an option; write OPTION=VALUE, such as kernel=7'),
+        ("snapkv:kernel=7,", '"" is not an option'),
+        ("snapkv:kernel=7,kernel=9", "has the option kernel twice; drop one of them"),
+        ("locret+linear+sqrt", 'method "locret+linear+sqrt": +linear and +sqrt both set memory; drop one of them'),
+        ("locret+compact+original", "+compact and +original both set positions; drop one of them"),
+        ("locret+pyramid+pyramid", "+pyramid and +pyramid both set layer_budgets; drop one of them"),
+        ("locret+", "+ is unknown; did you mean +"),
+        ("locret+pyrmid", "+pyrmid is unknown; did you mean +pyramid?"),
+        ("snapkv+prompt_end:window=8", "options come before +; write NAME:OPTION=VALUE+MODIFIER"),
+        ({"a": {}, "b": {}}, "is not one method with its options; write {snapkv: {kernel: 7}}"),
+        ({"snapkv": 7}, 'method "snapkv" has 7 for options; write {snapkv: {kernel: 7}}'),
+        ({"snapkv:kernel=7": {"kernel": 9}}, "has the option kernel twice"),
+        ({"snapkv": {"kernel": [7]}}, "kernel=[7] cannot be written after a colon"),
+        ({"retaining_heads": {"heads": "a,b"}}, "heads='a,b' cannot be written after a colon"),
+        (7, "method 7 is neither a name nor a mapping"),
+    ],
+)
+def test_what_is_written_otherwise_is_refused(method: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        parse(method)
+    assert "\n" not in str(caught.value)
+
+
+def test_modifiers_change_numbers_that_policies_have() -> None:
+    known = {field.name for field in fields(RetentionPolicy)}
+    assert {name for changes in MODIFIERS.values() for name in changes} <= known

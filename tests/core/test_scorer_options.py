@@ -1,0 +1,240 @@
+"""Options of scorers are checked by type and range where the scorer is made; new ones equal their slow versions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+import torch
+from chunks import make_chunk
+from families import build, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scorer_passes import GREEDY, dense, policy, watch
+from torch import Tensor
+
+from locret import RetentionCache, RetentionPolicy, generate, prefill, reference, scorers
+from locret.backbone.chunk import Chunk
+
+OPTIONS = [
+    (name, field.name)
+    for name in scorers.names()
+    for field in fields(scorers.find(name))
+    if field.default is not MISSING
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("snapkv:kernel=1.5", "scorer snapkv: kernel=1.5 is not a whole number; give one such as 5"),
+        ("snapkv:kernel=4", "scorer snapkv: kernel=4 has no middle slot; choose an odd number"),
+        ("snapkv:kernel=1000000000001", "scorer snapkv: kernel=1000000000001 is too large"),
+        ("snapkv:window=true", "scorer snapkv: window=True is not a whole number"),
+        ("snapkv:pooling=7", "scorer snapkv: pooling=7 is not a string"),
+        ("snapkv:pooling=median", 'scorer snapkv: pooling="median" is unknown; choose one of avg, max'),
+        ("snapkv:kernle=7", 'scorer snapkv: it has no option "kernle"; did you mean kernel?'),
+        ("streaming:sinks=-1", "scorer streaming: sinks=-1 is too small; it must be 0 or more"),
+        ("streaming:sinks=a", "scorer streaming: sinks='a' is not a whole number"),
+        ("h2o:normalise=abc", "scorer h2o: normalise='abc' is not one of True and False"),
+        ("h2o:recent_share=2", "scorer h2o: recent_share=2 is not a share"),
+        ("random:seed=nan", "scorer random: seed=nan is not a whole number"),
+        ("random:seed=1000000000000000000000", "has more than 32 bits; choose a smaller one"),
+        ("nacl:proxy_share=nan", "scorer nacl: proxy_share=nan is not a finite number"),
+        ("nacl:draws=some", 'scorer nacl: draws="some" is unknown; choose one of by_head, shared'),
+        ("sirllm:decay=0", "scorer sirllm: decay=0 is not above 0 and at most 1"),
+        ("sage_kv:sink_share=0.9,recent_share=0.2", "are more than the budget; lower one of them"),
+        ("tova:window=3", 'scorer tova: it has no option "window"; did you mean keep_recent?'),
+        ("key_norm:window=3", 'scorer key_norm: it has no option "window"; there are none'),
+        ("expected_attention:future=10000000000000", "future=10000000000000 is too large"),
+        ("oracle", "scorer oracle needs the labels of the true answer, which only locret-eval knows"),
+        ("retaining_heads", "scorer retaining_heads needs trained heads; give --heads FOLDER"),
+        ("snapkv+pyramid", "+pyramid is for the policy, not for the scorer; set layer_budgets=pyramid there"),
+        ("snapkv:max", 'scorer "snapkv:max": options are written OPTION=VALUE'),
+    ],
+)
+def test_an_unfit_option_is_named_as_it_was_typed(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        scorers.get(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_scorer_made_by_hand_checks_its_options_too() -> None:
+    with pytest.raises(ValueError, match=r"scorer snapkv: kernel=1\.5 is not a whole number"):
+        scorers.SnapKVScorer(kernel=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scorer random: seed=None is not a whole number"):
+        scorers.RandomScorer(seed=None)  # type: ignore[arg-type]
+
+
+@given(
+    which=st.sampled_from(OPTIONS),
+    value=st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.lists(st.integers(), max_size=2)
+    | st.sampled_from(["avg", "max", "sum", "mean", "chunk", "official", 10**30, -1, 0, 1, 0.5]),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_value_of_any_option_is_used_or_refused_in_one_sentence(which: tuple[str, str], value: Any) -> None:
+    name, option = which
+    try:
+        made = scorers.get(name, **{option: value})
+        refusal = None
+    except ValueError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert refusal.startswith(f"scorer {name}: {option}")
+        assert "\n" not in refusal
+    else:
+        assert getattr(made, option) == value
+        chunk = make_chunk(torch.randn(1, 4, 3, 8), torch.randn(1, 2, 7, 8), 0.4, budget=6, recent=2, selects=True)
+        if name not in ("expected_attention", "sirllm"):  # these need a model
+            assert made.score(chunk).shape[:2] == (1, 2)
+        assert made.recent(6) >= 0
+        assert made.sink_tokens(6, 2) >= 0
+
+
+def test_options_are_given_in_any_of_three_ways() -> None:
+    expected = scorers.SnapKVScorer(kernel=7, pooling="max")
+    assert scorers.get("snapkv:kernel=7,pooling=max") == expected
+    assert scorers.get("snapkv", kernel=7, pooling="max") == expected
+    assert scorers.get({"snapkv": {"kernel": 7, "pooling": "max"}}) == expected
+    with pytest.raises(ValueError, match='"snapkv:kernel=7" has the option kernel already; give it once'):
+        scorers.get("snapkv:kernel=7", kernel=9)
+    cache = RetentionCache(build("llama"), "snapkv:kernel=7", policy())
+    assert cache.scorer == scorers.SnapKVScorer(kernel=7)
+
+
+# -- options of the papers' own settings ------------------------------------------------------------------------------
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, spec: str, slow: Any, **changes: Any) -> RetentionCache:
+    """Compare a scorer with its slow version on every pass of a read and an answer."""
+    scorer, passes = scorers.get(spec), []
+
+    def see(chunk: Chunk, scores: Tensor) -> None:
+        torch.testing.assert_close(scores[0], slow(chunk, dense(chunk)), atol=1e-5, rtol=1e-5)
+        passes.append(chunk.new_tokens)
+
+    watch(monkeypatch, scorer, see)
+    decode = {"decode_budget": 33, "decode_interval": 3} if scorer.rates_answers else {}
+    cache = RetentionCache(build("llama"), scorer, policy(**{**decode, **changes}))
+    generate(cache.model, prompt(61), cache=cache, max_new_tokens=5, **GREEDY)
+    assert len(set(passes)) >= 3
+    return cache
+
+
+@pytest.mark.parametrize("normalise", ["false", "true"])
+def test_h2o_without_accumulation_counts_the_last_chunk_alone(monkeypatch: pytest.MonkeyPatch, normalise: str) -> None:
+    def slow(chunk: Chunk, weights: Tensor) -> Tensor:
+        new, units = weights.shape[1:]
+        sums = reference.h2o(weights, torch.zeros(2, units - new), "mean")
+        if normalise == "true":
+            for j in range(units):
+                sums[:, j] /= sum(1 for i in range(new) if units - new + i >= j)
+        return sums
+
+    compare(monkeypatch, f"h2o:accumulate=false,normalise={normalise}", slow)
+
+
+def test_tova_keeps_its_newest_units_only_if_asked() -> None:
+    # One chunk of 30 tokens, of which 29 stay; what its last query looks at least is the newest unit itself.
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 30, 8), torch.randn(1, 2, 30, 8)
+    query[:, :, -1], key[:, :, -1] = 1.0, -10.0
+    chunk = make_chunk(query, key, 1.0)
+    assert (scorers.get("tova").score(chunk).argmin(-1) == 29).all()
+    assert scorers.get("tova").recent(29) == 0
+    assert scorers.get("tova:keep_recent=1").recent(29) == 1
+
+
+def test_streaming_takes_a_share_of_the_budget_for_sinks() -> None:
+    cache = RetentionCache(
+        build("llama"),
+        "streaming:sink_share=0.25",
+        RetentionPolicy(budget=24, chunk_size=11, stabilizers=0, local_len=6),
+    )
+    prefill(cache.model, prompt(61), cache)
+    assert cache.kept_positions(0)[0, 0].tolist() == [*range(6), *range(37, 61)]
+
+
+def test_snapkv_keeps_the_sinks_of_imdc() -> None:
+    cache = RetentionCache(build("llama"), "snapkv:queries=chunk,reduce=sum,sinks=4", policy(stabilizers=0))
+    prefill(cache.model, prompt(61), cache)
+    assert (cache.kept_positions(1)[0, :, :4] == torch.arange(4)).all()
+
+
+def test_sirllm_fades_what_it_holds_with_every_further_text() -> None:
+    model, held = build("llama"), {}
+    for decay in (1.0, 0.5):
+        how = policy(budget=200, chunk_size=40, positions="compact")
+        cache = RetentionCache(model, f"sirllm:decay={decay}", how)
+        for seed in range(3):
+            prefill(model, prompt(20, seed=seed), cache)
+        held[decay] = cache.kept_scores(0)[0, 0]
+    turns = torch.tensor([0.25, 0.5, 1.0]).repeat_interleave(20)
+    torch.testing.assert_close(held[0.5], held[1.0] * turns)
+
+
+def test_sirllm_fades_units_of_heads_of_different_sizes_too() -> None:
+    model, held = build("llama"), {}
+    for decay in (1.0, 0.5):
+        cache = RetentionCache(model, f"sirllm:decay={decay}", policy(budget=200, head_budgets="adaptive"))
+        for seed in range(2):
+            prefill(model, prompt(20, seed=seed), cache)
+        held[decay] = cache.kept_scores(0)[0, 0]
+    torch.testing.assert_close(held[0.5], held[1.0] * torch.tensor([0.5, 1.0]).repeat_interleave(20))
+
+
+def test_nacl_says_that_its_proxies_are_bounded() -> None:
+    chunk = make_chunk(torch.randn(1, 4, 40, 8), torch.randn(1, 2, 40, 8), 0.4)
+    with pytest.warns(UserWarning, match="proxy_share=0.5 asks for more than most_proxies=8 queries, and gets so many"):
+        few = scorers.get("nacl:proxy_share=0.5,most_proxies=8").score(chunk)
+    torch.testing.assert_close(few, scorers.get("nacl:proxy_share=0.2").score(chunk))
+    many = scorers.get("nacl:proxy_share=0.5,most_proxies=20").score(chunk)
+    weights = reference.attention(chunk.query[0], chunk.key[0], 0.4)
+    torch.testing.assert_close(many[0], reference.reduce_group(weights[:, -20:].sum(1), 2, "sum"), atol=1e-5, rtol=1e-5)
+
+
+def test_nacl_may_share_one_draw_among_the_heads_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {}
+    for draws in ("by_head", "shared"):
+        spec = f"nacl:draws={draws},random_share=1,sampling=uniform,protect_share=0"
+        cache = RetentionCache(build("llama"), spec, policy(chunk_size=60, stabilizers=0, local_len=1))
+        prefill(cache.model, prompt(61), cache)
+        kept[draws] = [cache.kept_positions(layer)[0] for layer in (0, 1)]
+    assert all(torch.equal(layer[0], layer[1]) for layer in kept["shared"])
+    assert not any(torch.equal(layer[0], layer[1]) for layer in kept["by_head"])
+    assert not torch.equal(*kept["shared"])
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"), [("", (0.25, 0.25, None)), (":sink_share=0.25,recent_share=0.3125,k=3", (0.25, 0.3125, 3))]
+)
+def test_sage_kv_has_the_sizes_of_its_paper_for_qwen(
+    monkeypatch: pytest.MonkeyPatch, options: str, numbers: tuple[float, float, int | None]
+) -> None:
+    scorer, seen = scorers.get(f"sage_kv{options}"), []
+    sinks, recent, k = numbers
+
+    def see(chunk: Chunk, scores: Tensor) -> None:
+        if chunk.selects and chunk.key.shape[2] > chunk.budget:
+            where = chunk.unit_positions[0]
+            expected = reference.sage_kept(
+                chunk.query[0, :, -1], chunk.key[0], chunk.scaling, where, chunk.budget, chunk.recent, sinks, k
+            )
+            best = scores[0].masked_fill(chunk.pinned[0], torch.inf).topk(chunk.budget).indices
+            assert [set(row.tolist()) for row in best] == expected
+            seen.append((chunk.budget, chunk.recent))
+
+    watch(monkeypatch, scorer, see)
+    cache = RetentionCache(build("llama"), scorer, policy(budget=32, stabilizers=0))
+    prefill(cache.model, prompt(61), cache)
+    assert set(seen) == {(32, int(32 * recent))}
+    # Numbers of the paper: 2,048 sinks, 2,560 newest and 7 lists of 512 out of 8,192.
+    qwen = scorers.get("sage_kv:recent_share=0.3125")
+    assert (qwen.sink_tokens(8192, 0), qwen.recent(8192), (8192 - 2048 - 2560) // 7) == (2048, 2560, 512)

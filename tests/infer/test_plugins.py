@@ -1,0 +1,250 @@
+"""Scorers and tasks of other packages and files work in every command, and are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from locret import scorers
+from locret.data import tasks
+
+ROOT = Path(__file__).parents[2]
+MODULE = '''
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from locret.data.tasks.generated.passkey import PassKey
+from locret.scorers import Chunk, Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueNorm(Scorer):
+    """Keep long values."""
+
+    name: ClassVar[str] = "value_norm"
+    power: float = 1.0
+
+    def score(self, chunk: Chunk) -> Tensor:
+        return chunk.value[:, :, -chunk.new_tokens :].float().norm(dim=-1) ** self.power
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nameless(Scorer):
+    def score(self, chunk: Chunk) -> Tensor: ...
+
+
+class Loose(ValueNorm):
+    """No dataclass of its own is needed where there is no option of its own."""
+
+
+@dataclass
+class Open:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfinished(Scorer):
+    name: ClassVar[str] = "unfinished"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strict(ValueNorm):
+    least: int
+
+    def __post_init__(self) -> None:
+        if self.least < 1:
+            raise ValueError("least is below 1")
+
+
+KEYS = PassKey(version=9)
+'''
+POINTS = """[locret.scorers]
+acme_norm = acme_memory:ValueNorm
+acme_gone = acme_memory:Gone
+[locret.tasks]
+acme_keys = acme_memory:KEYS
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of packages with one that announces a scorer and a task, as pip lays it out."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "acme_memory.py").write_text(MODULE)
+    about = folder / "acme_memory-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-memory\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(POINTS)
+    return folder
+
+
+@pytest.fixture
+def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(site))
+
+
+def run(module: str, *arguments: Any, site: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    # As an installed command does, without the current folder on the path.
+    code = f"import sys; sys.path.remove(''); from {module} import main; main()"
+    path = os.pathsep.join([str(ROOT), str(site)])
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_a_comparison_holds_scorers_of_a_package_of_a_module_and_of_a_file(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE.replace("Keep long values", "Keep values of my own"))
+    named = "full,acme_norm:power=2+original,acme_memory:ValueNorm,mine.py:ValueNorm,snapkv:kernel=7,pooling=max"
+    options = ("--lengths", 400, "--budget", 64, "--chunk-size", 64, "--stabilizers", 8, "--local-len", 8, "--quiet")
+    out = run(
+        "locret.infer.evaluation.command",
+        *("--model", ROOT / "checkpoints" / "tiny", "--methods", named, "--tasks", "passkey,acme_keys"),
+        *("--samples", 2, "--output", tmp_path / "out", *options),
+        site=site,
+        cwd=tmp_path,
+    )
+    assert out.returncode == 0, out.stderr
+    wanted = ["full", "acme_norm:power=2+original", "acme_memory:ValueNorm", "mine.py:ValueNorm"]
+    wanted.append("snapkv:kernel=7,pooling=max")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["config"]["methods"] == wanted
+    table = (tmp_path / "out" / "results.md").read_text()
+    assert all(f"| {name} |" in table for name in wanted)
+    records = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert {(one["task"], one["version"]) for one in records} == {("passkey", 1), ("acme_keys", 9)}
+    assert [one["method"] for one in records[:5]] == wanted
+    predictions = {one["method"]: one["prediction"] for one in records if one["task"] == "passkey"}
+    assert predictions["acme_memory:ValueNorm"] == predictions["mine.py:ValueNorm"]
+    assert {one["positions"] for one in records if one["method"] == wanted[1]} == {"original"}
+
+
+@pytest.mark.slow
+def test_a_module_in_the_current_folder_is_not_imported_unless_its_file_is_named(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "here.py").write_text(f"open('ran', 'w').close()\n{MODULE.replace('from __future__', '#', 1)}")
+    (tmp_path / "text.txt").write_text("The pass key is 12345. " * 20)
+    options = ("--model", ROOT / "checkpoints" / "tiny", "--prompt-file", "text.txt", "--dry-run", "--quiet")
+    options = (*options, "--budget", 64, "--chunk-size", 64, "--stabilizers", 8, "--local-len", 8)
+    out = run("locret.infer.command", *options, "--scorer", "here:ValueNorm", site=site, cwd=tmp_path)
+    assert out.returncode == 2
+    assert "Python finds no module here; install its package, or give a file as path/file.py:Class" in out.stderr
+    assert not (tmp_path / "ran").exists()
+    out = run("locret.infer.command", *options, "--scorer", "here.py:ValueNorm:power=3", site=site, cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    assert json.loads(out.stdout)["scorer"] == "here.py:ValueNorm:power=3"
+    assert (tmp_path / "ran").exists()
+
+
+def test_an_announced_scorer_is_as_good_as_ours(installed: None) -> None:
+    assert "acme_norm" in scorers.names()
+    assert scorers.get("acme_norm:power=2").power == 2  # type: ignore[attr-defined]
+    assert scorers.get({"acme_norm": {"power": 2}}) == scorers.get("acme_memory:ValueNorm", power=2.0)
+    assert scorers.get("acme_memory:Loose").power == 1  # type: ignore[attr-defined]
+
+
+def test_methods_and_benchmarks_take_them_too(installed: None) -> None:
+    from locret.infer.evaluation import methods
+    from locret.infer.speed import methods as timed
+
+    found = methods.get("acme_norm:power=2+pyramid")
+    assert (found.name, found.description) == ("acme_norm:power=2+pyramid", "keep long values")
+    assert found.changes == {"layer_budgets": "pyramid"}
+    bounded = timed.get("acme_memory:ValueNorm:power=2+linear")
+    assert isinstance(bounded, timed.Bounded)
+    assert bounded.make_scorer(None) == scorers.get("acme_norm", power=2)
+    with pytest.raises(ValueError, match='scorer acme_norm: it has no option "pwer"; did you mean power?'):
+        timed.get("acme_norm:pwer=2")
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("acme_memory:Nameless", "has no name; add name: ClassVar"),
+        ("acme_memory:Open", "is no subclass of locret.scorers.Scorer, and no press"),
+        ("acme_memory:KEYS", "is no subclass of locret.scorers.Scorer, and no press"),
+        ("acme_memory:Unfinished", "does not define score; see docs/scorers.md"),
+        ("acme_memory:Valuenorm", "acme_memory has no Valuenorm; did you mean ValueNorm"),
+        ("acme_memory:ValueNorm:power=a", "scorer acme_memory:ValueNorm: power='a' is not a finite number"),
+        ("acme_memory:ValueNorm:pwer=2", 'it has no option "pwer"; did you mean power?'),
+        ("acme_memory:Strict", "needs its option least; write acme_memory:Strict:least=VALUE"),
+        ("acme_memory:Strict:least=0", "scorer acme_memory:Strict: least is below 1"),
+        ("acme_gone", 'scorer "acme_gone" of acme-memory: acme_memory has no Gone'),
+        ("acme_nrm", 'scorer "acme_nrm" is unknown; did you mean acme_norm'),
+        ("acme-memory:ValueNorm", "acme-memory is not the name of a module; give package.module:Class"),
+        ("acme_memory.more:X", "Python finds no module acme_memory.more; install its package"),
+        ("nowhere.py:X", "there is no file nowhere.py; check the path"),
+        ("nowhere.py", "names no class of the file; write nowhere.py:Class"),
+    ],
+)
+def test_what_cannot_be_a_scorer_is_refused_in_one_sentence(installed: None, spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match="scorer") as caught:
+        scorers.get(spec)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_the_kind\n")
+    with pytest.raises(ValueError, match=r"broken.py cannot be imported \(ModuleNotFoundError: No module named 'noth"):
+        scorers.get(f"{tmp_path / 'broken.py'}:X")
+    (tmp_path / "leaves.py").write_text("raise SystemExit('bye')\n")
+    with pytest.raises(ValueError, match=r"leaves.py cannot be imported \(SystemExit: bye\)"):
+        scorers.get(f"{tmp_path / 'leaves.py'}:X")
+
+
+def test_ours_come_before_those_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Path) -> None:
+    about = tmp_path / "greedy-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: greedy\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[locret.scorers]\nsnapkv = greedy:Snap\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(UserWarning, match='scorer "snapkv" is ours; a package announces another one in vain'):
+        assert scorers.get("snapkv") == scorers.SnapKVScorer()
+
+
+def test_a_list_of_methods_goes_on_where_an_announced_one_is_broken(installed: None) -> None:
+    from locret.infer.evaluation import listing
+
+    described = listing.as_record()["methods"]
+    assert described["acme_norm"] == "keep long values"
+    assert described["acme_gone"].startswith("cannot be used: ")
+
+
+def test_tasks_come_from_modules_files_and_packages(installed: None, site: Path) -> None:
+    for name in ("acme_keys", "acme_memory:KEYS", f"{site / 'acme_memory.py'}:KEYS"):
+        task = tasks.get(name)
+        assert (task.name, task.version, task.family) == (name, 9, "generated")
+        assert tasks.get(task.name) == task
+    with pytest.raises(ValueError, match=r'task "acme_memory:ValueNorm" is no locret\.data\.tasks\.Task; derive it'):
+        tasks.get("acme_memory:ValueNorm")
+    with pytest.raises(ValueError, match='task "acme_kees" is unknown'):
+        tasks.get("acme_kees")
+
+
+def test_a_recipe_writes_options_as_a_mapping(tmp_path: Path, installed: None) -> None:
+    from locret.cli import parse_options
+    from locret.infer.evaluation.eval_options import OPTION_CLASSES
+    from locret.infer.speed.bench_options import BenchOptions
+
+    chosen = ["full", {"snapkv+prompt_end": {"kernel": 7, "pooling": "max"}}, "h2o:reduce=max"]
+    (tmp_path / "eval.yaml").write_text(yaml.safe_dump({"model": "x", "methods": chosen}))
+    (_, evaluation, *_), _ = parse_options("test", "", OPTION_CLASSES, ["--config", str(tmp_path / "eval.yaml")])
+    names = ["full", "snapkv:kernel=7,pooling=max+prompt_end", "h2o:reduce=max"]
+    assert [method.name for method in evaluation.chosen_methods()] == names
+    (tmp_path / "bench.yaml").write_text(yaml.safe_dump({"methods": chosen[1:]}))
+    (bench,), _ = parse_options("test", "", [BenchOptions], ["--config", str(tmp_path / "bench.yaml")])
+    assert bench.method_names() == chosen[1:]
+    line = ["--model", "x", "--methods", "full,snapkv:kernel=7,pooling=max+prompt_end,h2o:reduce=max"]
+    (_, evaluation, *_), _ = parse_options("test", "", OPTION_CLASSES, line)
+    assert [method.name for method in evaluation.chosen_methods()] == names
