@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.generation.streamers import BaseStreamer
 
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.cache.compiled_step import check_can_compile
+from locret.chat import AnswerStreamer
+from locret.document import PositionWarning, as_prompt
 from locret.infer.infer_options import GenerationOptions, PromptOptions
-from locret.infer.reading_warnings import PositionWarning
-from locret.templates import render_prompt
-from locret.text_stream import token_stream
+from locret.templates import decode
+from locret.text_stream import token_stream, trimmed
+from locret.transcript import render_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,54 +64,6 @@ class MeasuredCache(RetentionCache):
         return twin
 
 
-class AnswerStreamer(BaseStreamer):
-    """Prints an answer word by word as it is written, exactly as it would be decoded whole.
-
-    transformers' TextStreamer starts afresh after every line, and tokenizers that write no space before a text's first
-    word then drop the line's first space. Here the line's end stays as context.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        """Tokens of the current line, and the one that ended the line before."""
-        self.printed = 0
-        """Characters of their text that have been printed."""
-        self.prompt_seen = False
-
-    def put(self, value: Tensor) -> None:
-        """Receive new token ids, (1,), after the prompt's, (1, n), which are skipped."""
-        if not self.prompt_seen:
-            self.prompt_seen = True
-            return
-        self.ids.extend(value.flatten().tolist())
-        text = decode(self.tokenizer, self.ids)
-        # What follows the last space may be half a word, or half a character.
-        self._print(text, len(text) if text.endswith("\n") else text.rfind(" ") + 1)
-        if text.endswith("\n"):
-            self.ids = self.ids[-1:]
-            self.printed = len(decode(self.tokenizer, self.ids))
-
-    def end(self) -> None:
-        """Print what is left, and a line's end."""
-        text = decode(self.tokenizer, self.ids)
-        self._print(text, len(text))
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        self.ids, self.printed, self.prompt_seen = [], 0, False
-
-    def _print(self, text: str, end: int) -> None:
-        if end > self.printed:
-            sys.stdout.write(text[self.printed : end])
-            sys.stdout.flush()
-            self.printed = end
-
-
-def decode(tokenizer: Any, ids: list[int]) -> str:
-    """Return the text of generated ids, as the model wrote it: no clean-up that would differ from word to word."""
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
 def prompt_ids(tokenizer: Any, pieces: Iterable[str], options: PromptOptions) -> Iterator[list[int]]:
     """Tokenise a document with its question and chat template, in bounded memory.
 
@@ -129,24 +81,13 @@ def prompt_ids(tokenizer: Any, pieces: Iterable[str], options: PromptOptions) ->
         ValueError: If the document is empty, or the template is missing or refuses it.
     """
     frame = render_prompt(tokenizer, question=options.question, system=options.system, template=options.template)
-    pieces = (piece for piece in pieces if piece) if options.template == "none" else _trimmed(pieces)
+    pieces = (piece for piece in pieces if piece) if options.template == "none" else trimmed(pieces)
     first = next(pieces, None)
     if first is None:
         name = "standard input" if options.prompt_file in (None, "-") else options.prompt_file
         raise ValueError(f"--prompt-file: {name} is empty; give a text to read")
     text = frame.around(chain([first], pieces))
     return token_stream(tokenizer, text, add_special_tokens=frame.add_special_tokens)
-
-
-def _trimmed(pieces: Iterable[str]) -> Iterator[str]:
-    held, started = "", False
-    for piece in pieces:
-        piece = held + (piece if started else piece.lstrip())
-        body = piece.rstrip()
-        held = piece[len(body) :]
-        if body:
-            started = True
-            yield body
 
 
 def answer(
@@ -186,7 +127,7 @@ def answer(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(options.seed)
-    streamer = AnswerStreamer(tokenizer) if stream and options.num_beams == 1 else None
+    streamer = AnswerStreamer(tokenizer, _print) if stream and options.num_beams == 1 else None
     settings = _generation(options, model, tokenizer)
     with _kernels(attn):
         read_seconds = _read(model, ids, cache, options.max_new_tokens, progress)
@@ -196,6 +137,8 @@ def answer(
         start = _now(device)
         new = generate(model, cache=cache, tokenizer=tokenizer, streamer=streamer, **settings)[0].tolist()
         seconds = _now(device) - start
+    if streamer is not None:
+        _print("\n")
     return Answer(
         answer=decode(tokenizer, new),
         prompt_tokens=prompt_tokens,
@@ -218,28 +161,15 @@ def _read(
     """Read the prompt and return the seconds it took; what has been counted before is one tensor already."""
     device, warn = next(model.parameters()).device, PositionWarning(cache.backbone, cache.policy)
     start = _now(device)
-    prompt = ids if isinstance(ids, Tensor) else _as_tensor_if_short(ids, cache.policy.prefill_units)
+    prompt = ids if isinstance(ids, Tensor) else as_prompt(ids, cache.policy, cache.policy.prefill_units)
     prefill(model, prompt, cache, new_tokens=new_tokens, progress=progress, on_chunk=warn)
     warn(cache)
     return _now(device) - start
 
 
-def _as_tensor_if_short(ids: Iterable[list[int]], most: int) -> Tensor | Iterable[list[int]]:
-    """Take a prompt that the cache can hold as a whole, so that no more than its length is allocated."""
-    blocks, head = iter(ids), []
-    for block in blocks:
-        head.extend(block)
-        if len(head) > most:
-            return chain([head], blocks)
-    return torch.tensor([head], dtype=torch.long)
-
-
-def whole(ids: Iterable[list[int]]) -> Tensor:
-    """Return a prompt as (1, N) ids, 8 bytes each, for a plan that depends on N."""
-    found = array("q")
-    for block in ids:
-        found.extend(block)
-    return torch.tensor(found, dtype=torch.long)[None]
+def _print(part: str) -> None:
+    sys.stdout.write(part)
+    sys.stdout.flush()
 
 
 def _generation(options: GenerationOptions, model: nn.Module, tokenizer: Any) -> dict[str, Any]:

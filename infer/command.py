@@ -162,6 +162,7 @@ def _answer(
 def _prompt(options: Options, pieces: Iterator[str] | None, counted: bool) -> tuple[Any, Any, int | None]:
     """Return the tokenizer, the prompt's ids, and their number if it is `counted`; nothing where nothing is read."""
     from locret import loading
+    from locret.document import whole
     from locret.infer import answer
 
     if pieces is None:
@@ -170,7 +171,7 @@ def _prompt(options: Options, pieces: Iterator[str] | None, counted: bool) -> tu
     ids = answer.prompt_ids(tokenizer, pieces, options.prompt)
     if not counted:
         return tokenizer, ids, None
-    counted_ids = answer.whole(ids)
+    counted_ids = whole(ids)
     return tokenizer, counted_ids, counted_ids.shape[1]
 
 

@@ -32,6 +32,11 @@ def find(name: str) -> str:
     return name
 
 
+def is_embedded_backbone(name: str) -> bool:
+    """Return whether a name, or the path it was found at, is that of the embedded backbone."""
+    return bool(name) and os.path.realpath(find(name)) == os.path.realpath(_ROOT / _EMBEDDED[0])
+
+
 class _CheckoutFinder:
     """Finds the packages that a checkout holds next to locret/; on locret's path, all of its folders would be some."""
 

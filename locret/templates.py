@@ -8,8 +8,7 @@ Three templates:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ ORIGINAL_SYSTEM = (
     "The assistant gives helpful, detailed, and polite answers to the human's questions."
 )
 ORIGINAL_ROLES = {"user": "Human", "assistant": "Assistant"}
-# Letters and digits only, so that no template trims, escapes or rewrites it.
-SENTINEL = "LocretDocument7f3a9c"
 
 
 class Message(NamedTuple):
@@ -30,22 +27,6 @@ class Message(NamedTuple):
 
     role: str
     content: str
-
-
-@dataclass(frozen=True)
-class PromptFrame:
-    """The text around a document: `prefix` + document + `suffix` is the whole prompt."""
-
-    prefix: str
-    suffix: str
-    add_special_tokens: bool
-    """Whether the tokenizer's own leading special tokens (bos) still have to be added; False if the template did."""
-
-    def around(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The whole prompt, piece by piece, around a document given piece by piece."""
-        yield self.prefix
-        yield from pieces
-        yield self.suffix
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
@@ -60,41 +41,6 @@ def check_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         raise ValueError(
             "--template chat: the tokenizer has no chat template; use --template original or --template none"
         )
-
-
-def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    question: str | None = None,
-    system: str | None = None,
-    template: str = "chat",
-) -> PromptFrame:
-    """Render the text around a document that is too long to be rendered itself.
-
-    The document and then, after an empty line, the question are one user turn. A template that trims a turn trims the
-    question's end here, but not the document's edges.
-
-    Args:
-        tokenizer: Gives the chat template.
-        question: What to ask about the document; None if the document is the whole turn.
-        system: System message; the template's own default if None.
-        template: One of `TEMPLATES`.
-
-    Raises:
-        ValueError: For a template that does not exist, is missing, refuses the messages or rewrites the user's text.
-    """
-    check_template(tokenizer, template)
-    turn = SENTINEL if question is None else f"{SENTINEL}\n\n{question}"
-    messages = [Message("user", turn)]
-    if system is not None:
-        messages.insert(0, Message("system", system))
-    parts = render(tokenizer, messages, template).split(SENTINEL)
-    if len(parts) != 2:
-        raise ValueError(
-            f"--template {template}: the tokenizer's chat template writes the user's text {len(parts) - 1} times, so a "
-            "document cannot be streamed through it; use --template original or --template none"
-        )
-    return PromptFrame(parts[0], parts[1], add_special_tokens=template != "chat")
 
 
 def render(
@@ -157,3 +103,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text without added special tokens; no warning about the model's maximum length."""
     arguments: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     return list(tokenizer(text, **arguments)["input_ids"])
+
+
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of generated ids, as the model wrote it: no clean-up that would differ from word to word."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -28,15 +28,18 @@ GROWTH = 4
 TRIES = (
     24  # cuts tried of each kind, and starts of the text before a cut: enough to fall on each phase of a digit group
 )
+HELD = 64
+"""Characters at a text's end that wait for what follows; tokens are shorter, but for long runs of one character."""
 WORD_START = re.compile(r"(?<=\S)(?=\s)")
 
 
-def read_text(source: str | Path, block_chars: int = 1 << 20) -> Iterator[str]:
+def read_text(source: str | Path, block_chars: int = 1 << 20, setting: str = "--prompt-file ") -> Iterator[str]:
     """Read a UTF-8 text block by block; a byte-order mark is dropped, line ends become newlines.
 
     Args:
         source: Path of a file, or the name of a shipped text; `-` is standard input.
         block_chars: Characters per block; never more are held.
+        setting: What error messages put before the path.
 
     Yields:
         Blocks of at most `block_chars` characters. The file is opened at once, not at the first block.
@@ -44,7 +47,7 @@ def read_text(source: str | Path, block_chars: int = 1 << 20) -> Iterator[str]:
     Raises:
         ValueError: If the file is missing, a folder or not readable, or, while reading, not UTF-8.
     """
-    stream = _open(source)
+    stream = _open(source, setting)
 
     def blocks() -> Iterator[str]:
         with stream:
@@ -53,24 +56,24 @@ def read_text(source: str | Path, block_chars: int = 1 << 20) -> Iterator[str]:
                     yield block
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"--prompt-file {source}: not UTF-8 text ({error.reason}); convert it, "
+                    f"{setting}{source}: not UTF-8 text ({error.reason}); convert it, "
                     "for instance with `iconv -t UTF-8`"
                 ) from None
 
     return blocks()
 
 
-def _open(source: str | Path) -> TextIO:
+def _open(source: str | Path, setting: str) -> TextIO:
     if str(source) == "-":
         return open(sys.stdin.fileno(), encoding="utf-8-sig", closefd=False)
     try:
         return open(Path(shipped.find(str(source))).expanduser(), encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ValueError(f"--prompt-file {source}: no such file; check the path, or use - for standard input") from None
+        raise ValueError(f"{setting}{source}: no such file; check the path, or use - for standard input") from None
     except IsADirectoryError:
-        raise ValueError(f"--prompt-file {source}: that is a folder; give one text file") from None
+        raise ValueError(f"{setting}{source}: that is a folder; give one text file") from None
     except OSError as error:
-        raise ValueError(f"--prompt-file {source}: cannot be read ({error.strerror}); check its permissions") from None
+        raise ValueError(f"{setting}{source}: cannot be read ({error.strerror}); check its permissions") from None
 
 
 def token_stream(
@@ -103,26 +106,94 @@ def token_stream(
     return _token_stream(tokenizer, pieces, add_special_tokens, window, margin)
 
 
+class TokenStream:
+    """A text that is tokenised as it comes in; the tokens are those of the whole text.
+
+    Args:
+        tokenizer: Any tokenizer; no offsets are needed.
+        window: Characters tokenised at a time.
+        margin: Characters on each side of a cut that have to agree.
+        context: The end of a text that came before and whose tokens are known.
+        pending: What followed it, and has no tokens yet.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        window: int = 1 << 17,
+        margin: int = 1 << 10,
+        context: str = "",
+        pending: str = "",
+    ) -> None:
+        self.tokenizer, self.window, self.margin = tokenizer, window, margin
+        self.context, self.pending = context, pending
+
+    def add(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        """Take more of the text and yield the tokens that no later text can change."""
+        wanted = self.window
+        for piece in pieces:
+            for start in range(0, len(piece), self.window):  # a piece may be the whole text
+                self.pending += piece[start : start + self.window]
+                while len(self.pending) >= wanted:
+                    block = _cut(self.tokenizer, self.context, self.pending, self.margin)
+                    if block is None and wanted < GROWTH * self.window:
+                        wanted += self.window
+                        continue
+                    block = block or _forced_cut(self.tokenizer, self.context, self.pending, self.margin)
+                    wanted = self.window
+                    yield from self._taken(block)
+
+    def hold(self) -> Iterator[list[int]]:
+        """Yield the tokens of all but the last words, which wait for the text that follows them."""
+        block = _cut(self.tokenizer, self.context, self.pending, min(HELD, len(self.pending) // 4))
+        if block is None and len(self.pending) > self.margin:
+            block = _forced_cut(self.tokenizer, self.context, self.pending, HELD)
+        if block is not None:
+            yield from self._taken(block)
+
+    def rest(self, text: str) -> list[int]:
+        """Return the tokens of all that waits and of a last text."""
+        return [*(token for block in self.add([text]) for token in block), *self.finish()]
+
+    def copy(self) -> TokenStream:
+        """Return a stream that goes its own way."""
+        state = {"context": self.context, "pending": self.pending}
+        return TokenStream(self.tokenizer, window=self.window, margin=self.margin, **state)
+
+    def finish(self) -> list[int]:
+        """Return the tokens of all that waits: nothing follows, or what does is no text."""
+        ids = _encode_after(self.tokenizer, self.context, self.pending)
+        self.context, self.pending = (self.context + self.pending)[-self.margin :], ""
+        return ids
+
+    def _taken(self, block: _Block) -> Iterator[list[int]]:
+        self.context, self.pending = block.context, self.pending[block.cut :]
+        if block.ids:
+            yield block.ids
+
+
 def _token_stream(
     tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], add_special_tokens: bool, window: int, margin: int
 ) -> Iterator[list[int]]:
     if add_special_tokens and (special := leading_special_ids(tokenizer)):
         yield special
-    context, pending, wanted = "", "", window
-    for piece in pieces:
-        for start in range(0, len(piece), window):  # a piece may be the whole text
-            pending += piece[start : start + window]
-            while len(pending) >= wanted:
-                block = _cut(tokenizer, context, pending, margin)
-                if block is None and wanted < GROWTH * window:
-                    wanted += window
-                    continue
-                block = block or _forced_cut(tokenizer, context, pending, margin)
-                context, pending, wanted = block.context, pending[block.cut :], window
-                if block.ids:
-                    yield block.ids
-    if ids := _encode_after(tokenizer, context, pending):
+    stream = TokenStream(tokenizer, window=window, margin=margin)
+    yield from stream.add(pieces)
+    if ids := stream.finish():
         yield ids
+
+
+def trimmed(pieces: Iterable[str]) -> Iterator[str]:
+    """Yield a text without the white space around it, as chat templates write it; no piece is empty."""
+    held, started = "", False
+    for piece in pieces:
+        piece = held + (piece if started else piece.lstrip())
+        body = piece.rstrip()
+        held = piece[len(body) :]
+        if body:
+            started = True
+            yield body
 
 
 class _Block(NamedTuple):

@@ -22,6 +22,8 @@ NAMES = (
     "generate",
     "save_cache",
     "load_cache",
+    "LongContextModel",
+    "Context",
     "RetainingHeads",
     "scorers.get",
     "data.tasks.get",

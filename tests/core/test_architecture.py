@@ -16,9 +16,28 @@ MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": 
 """The demonstration of infer uses the trainer too, as a process of its own."""
 STOREYS = (
     (
-        *("shipped", "on_demand", "_version", "nearest", "environment", "field_values", "files", "tables"),
-        *("method_spec", "plugins", "interrupts", "recipes", "option_values", "ecosystem_names", "option_help"),
-        *("cli", "load_options", "templates", "text_stream", "system_report", "__main__"),
+        "shipped",
+        "_version",
+        "nearest",
+        "environment",
+        "field_values",
+        "files",
+        "tables",
+        "method_spec",
+        "plugins",
+        "cli",
+        "load_options",
+        "templates",
+        "text_stream",
+        "transcript",
+        "on_demand",
+        "interrupts",
+        "recipes",
+        "option_values",
+        "ecosystem_names",
+        "option_help",
+        "system_report",
+        "__main__",
     ),
     ("backbone",),
     ("policy",),
@@ -27,7 +46,7 @@ STOREYS = (
     ("scorers",),
     ("cache",),
     ("chunked_prefill", "generation"),
-    ("loading", "context"),
+    ("loading", "document", "chat", "context"),
 )
 """The rooms of locret from the ground up; each may import those below it and its own storey."""
 STOREY = {room: number for number, rooms in enumerate(STOREYS) for room in rooms}

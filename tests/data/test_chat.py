@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 from locret.data.training.chat import earlier_answers, tokenise_row
 from locret.data.training.rows import Row
-from locret.templates import ORIGINAL_SYSTEM, Message, encode, leading_special_ids, render_prompt
+from locret.templates import ORIGINAL_SYSTEM, Message, encode, leading_special_ids, render
 from locret.text_stream import token_stream
+from locret.transcript import render_prompt
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -140,9 +141,14 @@ def test_an_unknown_template_is_named():
         render_prompt(make_tokenizer(), template="llama")
 
 
-def test_a_template_without_a_system_role_says_so():
+def test_a_template_without_a_system_role_says_so_and_the_message_opens_the_users_turn():
+    tokenizer, turns = make_tokenizer(LLAMA2), [Message("system", "Be kind."), Message("user", "Who?")]
     with pytest.raises(ValueError, match=r"refuses turns of system, user \(no system role\); use --template original"):
-        render_prompt(make_tokenizer(LLAMA2), system="Be kind.")
+        render(tokenizer, turns, "chat")
+    asked = render_prompt(tokenizer, system="Be kind.", question="Who?")
+    assert "".join(asked.around(["A text."])) == render(
+        tokenizer, [Message("user", "Be kind.\n\nA text.\n\nWho?")], "chat"
+    )
 
 
 def test_a_template_that_repeats_the_users_text_cannot_be_streamed():

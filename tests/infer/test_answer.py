@@ -12,8 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from locret.infer.answer import AnswerStreamer, decode, prompt_ids
+from locret.chat import AnswerStreamer
+from locret.infer.answer import prompt_ids
 from locret.infer.infer_options import PromptOptions
+from locret.templates import decode
 
 
 @pytest.fixture(scope="module")
@@ -27,32 +29,33 @@ def sentencepiece() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
 
 
-def streamed(tokenizer: Any, ids: list[int], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return what has been printed after each token, and at the end."""
-    streamer, parts = AnswerStreamer(tokenizer), []
+def streamed(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Return what has been handed out after each token, and at the end."""
+    written: list[str] = []
+    streamer, parts = AnswerStreamer(tokenizer, written.append), []
     streamer.put(torch.tensor([[4, 4]]))  # the prompt
     for token in ids:
+        before = len(written)
         streamer.put(torch.tensor([token]))
-        parts.append(capsys.readouterr().out)
+        parts.append("".join(written[before:]))
+    before = len(written)
     streamer.end()
-    return [*parts, capsys.readouterr().out]
+    return [*parts, "".join(written[before:])]
 
 
-def test_streamed_lines_keep_their_indentation(sentencepiece: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_streamed_lines_keep_their_indentation(sentencepiece: Any) -> None:
     ids = [4, 6, 8, 1, 3, 5, 6, 1, 1, 3, 6, 7]
-    parts = streamed(sentencepiece, ids, capsys)
+    parts = streamed(sentencepiece, ids)
     assert decode(sentencepiece, ids) == "def x:\n   return x\n\n   xx"
-    assert "".join(parts) == decode(sentencepiece, ids) + "\n"
+    assert "".join(parts) == decode(sentencepiece, ids)
     assert parts[:5] == ["", "def ", "", "x:\n", "  "], "whole words appear as soon as they are known"
 
 
-def test_streamed_text_of_the_embedded_tokenizer_is_the_decoded_text(
-    backbone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_streamed_text_of_the_embedded_tokenizer_is_the_decoded_text(backbone: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(backbone)
     text = "The pass key is 48213.\nYes, it's here.\n\nNo."
     ids = tokenizer(text, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
-    assert "".join(streamed(tokenizer, ids, capsys)) == text + "\n"
+    assert "".join(streamed(tokenizer, ids)) == text
 
 
 def test_prompt_is_the_chat_template_around_the_trimmed_text(backbone: Path) -> None:

@@ -19,8 +19,9 @@ from locret.data.tasks.published.infinitebench_generated import TASKS, draw_answ
 from locret.data.tasks.published.niah import ANSWER, NEEDLE, QUESTION, SYSTEM
 from locret.data.tasks.published.row_maker import counter
 from locret.data.text.essays import NOISE_LINE, essay_sentences
-from locret.templates import leading_special_ids, render_prompt
+from locret.templates import leading_special_ids
 from locret.text_stream import token_stream
+from locret.transcript import render_prompt
 
 TEN_MILLION = 10 * 1024 * 1024
 _BLOCK = 64

@@ -1,0 +1,247 @@
+"""A conversation with what has been read: each turn is added to one bounded cache and answered from it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from locret.cache.cache import CacheMemory, RetentionCache
+from locret.cache.cache_file import save_cache
+from locret.chunked_prefill import prefill
+from locret.generation import generate
+from locret.templates import decode
+from locret.text_stream import TokenStream
+from locret.transcript import Transcript
+
+if TYPE_CHECKING:
+    from locret.context import LongContextModel
+
+LONGEST_ANSWER = 256
+"""Tokens of an answer, unless the caller says otherwise."""
+
+
+class AnswerStreamer(BaseStreamer):
+    """Hands out an answer word by word as it is written, exactly as it would be decoded whole.
+
+    transformers' TextStreamer starts afresh after every line, and tokenizers that write no space before a text's first
+    word then drop the line's first space. Here the line's end stays as context.
+
+    Args:
+        tokenizer: The backbone's.
+        write: Takes each new part of the text.
+    """
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
+        self.tokenizer, self.write = tokenizer, write
+        self.ids: list[int] = []
+        """Tokens of the current line, and the one that ended the line before."""
+        self.written = 0
+        """Characters of their text that have been handed out."""
+        self.prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        """Receive new token ids, (1,), after the prompt's, (1, n), which are skipped."""
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            return
+        self.ids.extend(value.flatten().tolist())
+        text = decode(self.tokenizer, self.ids)
+        # What follows the last space may be half a word, or half a character; scripts without spaces have whole ones.
+        whole = text.endswith("\n") or _writes_no_spaces(text[-1:])
+        self._hand_out(text, len(text) if whole else text.rfind(" ") + 1)
+        if text.endswith("\n"):
+            self.ids = self.ids[-1:]
+            self.written = len(decode(self.tokenizer, self.ids))
+
+    def end(self) -> None:
+        """Hand out what is left."""
+        text = decode(self.tokenizer, self.ids)
+        self._hand_out(text, len(text))
+        self.ids, self.written, self.prompt_seen = [], 0, False
+
+    def _hand_out(self, text: str, end: int) -> None:
+        if end > self.written:
+            self.write(text[self.written : end])
+            self.written = end
+
+
+def _writes_no_spaces(character: str) -> bool:
+    return "\u3000" <= character <= "\u9fff" or "\uf900" <= character <= "\ufaff" or character >= "\U00020000"
+
+
+class _Stop(StoppingCriteria):
+    """Ends an answer after the token that is being written, so that the cache stays whole."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Return (B,) whether each row is done."""
+        return torch.full((input_ids.shape[0],), self.asked.is_set(), device=input_ids.device)
+
+
+class Chat:
+    """A conversation about a context; `LongContextModel.chat`, `Context.chat` and `load_chat` make them.
+
+    It goes on in a cache of its own, which holds document, questions and answers within the budget.
+
+    Args:
+        lm: The model.
+        cache: What has been read; used up by the conversation.
+        stream: How its text goes on.
+        transcript: What has been said.
+        name: What the document is called.
+        unread: Tokens of the last answer that the cache does not hold yet.
+    """
+
+    def __init__(
+        self,
+        lm: LongContextModel,
+        cache: RetentionCache,
+        stream: TokenStream,
+        transcript: Transcript,
+        name: str,
+        unread: tuple[int, ...] = (),
+    ) -> None:
+        self.lm, self.cache, self.name = lm, cache, name
+        self._stream, self._transcript, self._unread = stream, transcript, unread
+        self._torn = False
+
+    def say(self, text: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> str:
+        """Say something and return the answer. Ctrl-C ends the answer there, and the conversation can go on.
+
+        Args:
+            text: The user's turn.
+            max_new_tokens: Longest answer in tokens.
+            **options: Whatever `model.generate` takes: temperature, top_p, num_beams, stop_strings, ... An answer is
+                greedy unless they ask for sampling.
+
+        Raises:
+            ValueError: For an empty text, an option that does not exist, or a conversation that broke off.
+        """
+        if options.get("compile"):  # compiled steps stay in the thread that asks for them
+            return self._turn(text, self.lm.settings(max_new_tokens, options), None)
+        for _ in self.stream(text, max_new_tokens=max_new_tokens, **options):
+            pass
+        return self._transcript.turns[-1].content
+
+    def stream(self, text: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> Iterator[str]:
+        """Say something and yield the answer word by word; to leave the loop ends the answer. Arguments as for `say`.
+
+        Raises:
+            ValueError: As `say`, at once.
+        """
+        settings = self.lm.settings(max_new_tokens, options)
+        self._check(text)
+        return self._streamed(text, settings)
+
+    def _streamed(self, text: str, settings: dict[str, Any]) -> Iterator[str]:
+        stop, parts, failed = _Stop(), SimpleQueue[str | None](), list[BaseException]()
+        settings["stopping_criteria"] = StoppingCriteriaList([*settings.get("stopping_criteria", ()), stop])
+
+        def write() -> None:
+            try:
+                if settings.get("num_beams", 1) > 1:  # known only when all is written
+                    parts.put(self._turn(text, settings, None))
+                else:
+                    self._turn(text, settings, AnswerStreamer(self.lm.tokenizer, parts.put))
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                parts.put(None)
+
+        writer = threading.Thread(target=write, name="locret-answer", daemon=True)
+        writer.start()
+        try:
+            while (part := parts.get()) is not None:
+                yield part
+        finally:
+            stop.asked.set()
+            writer.join()
+        if failed:
+            raise failed[0]
+
+    def _turn(self, text: str, settings: dict[str, Any], streamer: BaseStreamer | None) -> str:
+        """Read a turn, write the answer, remember both."""
+        self._check(text)
+        self.lm.say_what_it_knows()
+        transcript, stream = self._transcript.copy(), self._stream.copy()
+        ids = [*self._unread, *stream.rest(transcript.ask(text))]
+        self._torn = True
+        start = self.cache.seen
+        model, tokenizer = self.lm.model, self.lm.tokenizer
+        prefill(model, torch.tensor([ids]), self.cache, new_tokens=settings["max_new_tokens"])
+        new = generate(model, cache=self.cache, tokenizer=tokenizer, streamer=streamer, **settings)[0].tolist()
+        answer = decode(tokenizer, new)
+        unread = new[self.cache.seen - start - len(ids) :]  # the last token is never fed, with beams none is
+        if unread and unread[-1] in self.lm.end_ids:  # the template writes its own end of a turn
+            unread.pop()
+        transcript.answered(answer)
+        stream.context = answer[-stream.margin :]
+        self._transcript, self._stream, self._unread, self._torn = transcript, stream, tuple(unread), False
+        return transcript.turns[-1].content
+
+    def _check(self, text: str | None = None) -> None:
+        if self._torn:
+            raise ValueError(
+                "the last turn of this chat broke off in the middle; go on with a fork made before it, or begin again "
+                "with context.chat()"
+            )
+        self.cache.check_whole()
+        if text is not None and not (isinstance(text, str) and text.strip()):
+            raise ValueError(f"{text!r} is nothing to answer; give a question as text")
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What was said, as transformers' chat templates take it; the document is not repeated."""
+        return self._transcript.messages()
+
+    def fork(self) -> Chat:
+        """Return a copy that goes its own way."""
+        self._check()
+        parts = (self.cache.copy(), self._stream.copy(), self._transcript.copy())
+        return Chat(self.lm, *parts, self.name, self._unread)
+
+    def memory(self) -> CacheMemory:
+        """Return planned and counted bytes of the cache."""
+        return self.cache.memory()
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation to one file, for `LongContextModel.load_chat`.
+
+        Raises:
+            ValueError: If the conversation broke off.
+            OSError: If the file cannot be written; nothing half-written stays.
+        """
+        self._check()
+        turns = [[turn.role, turn.content] for turn in self._transcript.turns]
+        save(path, self.cache, self.name, self._stream, self._transcript, turns=turns, unread=list(self._unread))
+
+    def __repr__(self) -> str:
+        return described("Chat", self, f"{len(self._transcript.turns)} turns, ")
+
+
+def save(
+    path: str | Path, cache: RetentionCache, name: str, stream: TokenStream, transcript: Transcript, **more: Any
+) -> None:
+    """Write a cache with what a conversation needs to go on."""
+    held = {"name": name, "context": stream.context, "pending": stream.pending}
+    script = {"template": transcript.template, "system": transcript.system}
+    save_cache(cache, path, notes={"conversation": {**held, **script, "turns": [], "unread": [], **more}})
+
+
+def described(kind: str, read: Any, what: str = "") -> str:
+    """Return the line that a context or a chat shows of itself."""
+    cache, memory = read.cache, read.memory()
+    return (
+        f"{kind}({read.name!r}: {what}{cache.seen:,} tokens read, {memory.units:,} units per KV head, "
+        f"{memory.actual:,} bytes, scorer {cache.scorer.name}, budget {cache.policy.budget:,})"
+    )

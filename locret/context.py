@@ -1,0 +1,490 @@
+"""The object for people: a backbone and what decides which units stay; what it has read can be asked, saved, forked."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from locret import loading, scorers, shipped
+from locret.backbone.adapters import unwrap
+from locret.cache.cache import CacheMemory, RetentionCache
+from locret.cache.cache_file import load_cache, read_notes
+from locret.chat import LONGEST_ANSWER, Chat, described, save
+from locret.chunked_prefill import prefill
+from locret.document import Document, PositionWarning, ReadingBar, as_prompt, open_document
+from locret.heads.heads import RetainingHeads
+from locret.load_options import BackboneSource, ScorerOptions
+from locret.nearest import nearest
+from locret.policy.policy import RetentionPolicy
+from locret.scorers import Scorer
+from locret.templates import Message, encode, leading_special_ids
+from locret.text_stream import TokenStream, trimmed
+from locret.transcript import Transcript
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MORE_OPTIONS = ("compile", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
+_NOT_HERE = {
+    "max_length": "say how long an answer may be with max_new_tokens",
+    "num_return_sequences": "there is one answer; ask again, or fork",
+    "return_dict_in_generate": "there is only the answer's text; use locret.generate with context.cache",
+    "streamer": "use stream=True, or chat.stream",
+    "use_cache": "the context is the cache",
+}
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Backbone(BackboneSource):
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+
+
+class LongContextModel:
+    """A backbone, its tokenizer, and what decides which cache units stay: reads texts of any length, and answers.
+
+    Args:
+        model: The backbone.
+        tokenizer: The backbone's.
+        scorer: Retaining heads, a scorer object, or the name of a training-free scorer.
+        policy: How many units stay; if None, what the heads recommend, else the defaults.
+        template: How turns become text: "chat" (the tokenizer's chat template), "original" (the one the original heads
+            were trained on) or "none" (plain text); if None, the chat template where there is one, else plain text.
+
+    Raises:
+        ValueError: If the model has no keys and values to evict, or scorer, policy and model do not match.
+
+    Examples:
+        >>> lm = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=policy)
+        >>> context = lm.read("recipes/infer/pass_key.txt")
+        >>> context.ask("What is the pass key?")
+        'The pass key is 43600.'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        scorer: RetainingHeads | Scorer | str,
+        policy: RetentionPolicy | None = None,
+        *,
+        template: str | None = None,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        empty = RetentionCache(model, scorer, policy)
+        self.scorer, self.policy, self.backbone = empty.scorer, empty.policy, empty.backbone
+        self.template = template or ("chat" if tokenizer.chat_template else "none")
+        self.name = str(getattr(unwrap(model).config, "name_or_path", "") or type(unwrap(model)).__name__)
+        self._transcript()  # refuses a template that cannot hold a document
+        self._knows_little = shipped.is_embedded_backbone(self.name)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        heads: str | Path | RetainingHeads | None = None,
+        scorer: str | Scorer | None = None,
+        policy: RetentionPolicy | None = None,
+        adapter: str | None = None,
+        revision: str | None = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        allow_other_base: bool = False,
+        template: str | None = None,
+    ) -> LongContextModel:
+        """Load a backbone with its tokenizer, and heads or a scorer for it.
+
+        Args:
+            model: Folder of the backbone, or its Hub id; `checkpoints/tiny` is embedded, with `checkpoints/tiny-heads`.
+            heads: Retaining heads: a folder, a Hub id, or loaded ones.
+            scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides.
+            policy: How many units stay; if None, what the heads recommend, else the defaults.
+            adapter: LoRA adapter (PEFT) to put on the backbone.
+            revision: Branch, tag or commit of the backbone.
+            device: "cpu", "cuda", "cuda:N" or "mps"; "auto" takes the first of CUDA, mps and cpu that there is.
+            dtype: Of the weights; "auto" takes the backbone's own on an accelerator, and what is fast on a CPU.
+            attn_implementation: As in transformers.
+            trust_remote_code: Run Python code that comes with the backbone.
+            allow_other_base: Accept heads of another backbone of the same shape.
+            template: How turns become text, as in the class.
+
+        Raises:
+            ValueError: If something is missing, broken or does not match.
+            OSError: If the Hub refuses or cannot be reached.
+        """
+        if heads is not None and scorer is not None:
+            raise ValueError(f"heads {heads} and scorer {scorer} exclude each other; drop one of them")
+        with _as_arguments():
+            source = _Backbone(
+                model=str(model),
+                revision=revision,
+                adapter=adapter,
+                dtype=str(dtype).removeprefix("torch."),
+                trust_remote_code=trust_remote_code,
+                attn_implementation=attn_implementation,
+            )
+            place, found = loading.resolve_device(str(device)), heads if heads is not None else scorer
+            named = ScorerOptions(heads=str(heads) if heads is not None else None, allow_other_base=allow_other_base)
+            if found is None:
+                found = scorers.FALLBACK
+                warnings.warn(
+                    f"without trained heads the scorer {found} decides which units stay; give heads for this backbone "
+                    "as heads, or another scorer as scorer",
+                    stacklevel=2,
+                )
+            if isinstance(heads, (str, Path)):
+                found, _ = loading.load_scorer(named)
+            config = loading.load_config(source)
+            if isinstance(found, RetainingHeads):
+                loading.check_matches(named, found, config)
+            tokenizer = loading.load_tokenizer(source)
+            backbone = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
+        assert not isinstance(found, Path)
+        return cls(backbone, tokenizer, found, policy, template=template)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    @overload
+    def read(
+        self,
+        source: list[str] | list[Path] | tuple[str | Path, ...],
+        *,
+        system: str | None = None,
+        name: str | None = None,
+        progress: bool = True,
+    ) -> list[Context]: ...
+
+    @overload
+    def read(
+        self, source: Any, *, system: str | None = None, name: str | None = None, progress: bool = True
+    ) -> Context: ...
+
+    def read(
+        self, source: Any, *, system: str | None = None, name: str | None = None, progress: bool = True
+    ) -> Context | list[Context]:
+        """Read a text of any length in bounded memory, before any question about it is known.
+
+        The text becomes the beginning of the user's first turn; its last few words wait for the question that follows,
+        because a tokenizer may join them. White space around it is dropped, unless the template is plain text.
+
+        Args:
+            source: A text; a path (a str that names a file is one); an iterator of pieces of a text; token ids, or an
+                iterator of them. A list of texts and paths is read into as many contexts.
+            system: System message. Where the chat template has none, it opens the user's turn.
+            name: What to call the context; else the file's name.
+            progress: Show a progress bar, in a notebook or where somebody watches standard error.
+
+        Raises:
+            ValueError: For an empty text, or a file that is not there or not text.
+        """
+        if isinstance(source, (list, tuple)) and source and all(isinstance(one, (str, Path)) for one in source):
+            if name is not None:
+                raise ValueError(f"name={name!r} names one context, but {len(source)} texts are given; leave it out")
+            return [self.read(one, system=system, progress=progress) for one in source]
+        cache = RetentionCache(self.model, self.scorer, self.policy)
+        return self.read_into(cache, open_document(source, name), system=system, progress=progress)
+
+    def read_into(
+        self,
+        cache: RetentionCache,
+        document: Document,
+        *,
+        system: str | None = None,
+        progress: bool = True,
+        new_tokens: int = 0,
+    ) -> Context:
+        """Read a document into an empty cache of this model; see `read`."""
+        transcript, stream = self._transcript(system), TokenStream(self.tokenizer)
+        bar = ReadingBar(document, progress, lambda: stream.pending)
+        warn = PositionWarning(self.backbone, cache.policy)
+
+        def on_chunk(cache: RetentionCache) -> None:
+            warn(cache)
+            bar(cache)
+
+        blocks = bar.blocks(self._ids(document, transcript, stream, bar))
+        try:
+            prompt = as_prompt(blocks, cache.policy, cache.policy.prefill_units)
+            prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=on_chunk)
+            warn(cache)
+            bar.end()
+        finally:
+            bar.bar.close()
+        return Context(self, cache, stream, transcript, document.name)
+
+    def _ids(
+        self, document: Document, transcript: Transcript, stream: TokenStream, bar: ReadingBar
+    ) -> Iterator[list[int]]:
+        """Yield the tokens of what comes before the document, and of the document but for its last words."""
+        special = leading_special_ids(self.tokenizer) if self.template != "chat" else []
+        if special:
+            yield special
+        opening = transcript.opening()
+        if document.pieces is None:
+            assert document.ids is not None
+            yield from self._given(opening, document.ids, stream)
+            return
+        pieces = (piece for piece in document.pieces if piece)
+        pieces = bar.pieces(pieces) if self.template == "none" else trimmed(bar.pieces(pieces))
+        first = next(pieces, None)
+        if first is None:
+            raise ValueError(f"{document.name} is empty; give a text to read")
+        some = False
+        for blocks in (stream.add([opening, first]), stream.add(pieces), stream.hold()):
+            for block in blocks:
+                some = True
+                yield block
+        if not some:  # too short to be cut
+            yield stream.finish()
+
+    def _given(self, opening: str, ids: Any, stream: TokenStream) -> Iterator[list[int]]:
+        """Yield the opening and ids that a user gave, without a begin of text of their own."""
+        if opening:
+            yield encode(self.tokenizer, opening)
+        start, newest = leading_special_ids(self.tokenizer), list[int]()
+        for block in ids:
+            if not newest and start and block[: len(start)] == start:
+                block = block[len(start) :]
+            newest = [*newest, *block][-stream.margin // 8 :]
+            if len(block):
+                yield block
+        stream.context = self.tokenizer.decode(newest, clean_up_tokenization_spaces=False)
+
+    def _transcript(self, system: str | None = None) -> Transcript:
+        transcript = Transcript(self.tokenizer, self.template, system)
+        transcript.opening()
+        return transcript
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def ask(self, contexts: Sequence[Context], question: str, **options: Any) -> list[str]:
+        """Ask several contexts the same question and return the answers in their order; see `Context.ask`.
+
+        Raises:
+            ValueError: If one of them is not a context of this model.
+        """
+        for context in contexts:
+            if not isinstance(context, Context) or context.lm is not self:
+                raise ValueError(f"{context!r} was not read by this model; ask it with its own ask")
+        return [context.ask(question, **options) for context in contexts]
+
+    def settings(self, max_new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `locret.generate` for one answer.
+
+        Raises:
+            ValueError: For an option that `model.generate` does not have, or that makes no sense here.
+        """
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens!r} is no length of an answer; give a number of tokens")
+        known = GenerationConfig().to_dict()
+        for name, value in options.items():
+            if name in _NOT_HERE:
+                raise ValueError(f"{name}={value!r} has no effect here; {_NOT_HERE[name]}")
+            if name not in known and name not in _MORE_OPTIONS:
+                meant = nearest(name, ("max_new_tokens", *known, *_MORE_OPTIONS))
+                hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+                raise ValueError(f"{name}={value!r}: model.generate has no such option{hint}")
+        sampling = any(name in options for name in _SAMPLING) and options.get("temperature") != 0
+        settings = {"max_new_tokens": max_new_tokens, "do_sample": sampling, **options}
+        if not settings["do_sample"]:  # what a backbone recommends for sampling shapes no greedy answer
+            settings |= {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
+        pad = self.tokenizer.pad_token_id
+        settings.setdefault("pad_token_id", pad if pad is not None else next(iter(self.end_ids), None))
+        return settings
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Tokens that end an answer."""
+        ends: Any = unwrap(self.model).generation_config.eos_token_id  # type: ignore[union-attr]
+        return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+    def say_what_it_knows(self) -> None:
+        """Say once that the embedded backbone knows no language, when it is asked."""
+        if self._knows_little:
+            self._knows_little = False
+            warnings.warn(
+                "the embedded backbone knows only texts that locret generates, such as recipes/infer/pass_key.txt; "
+                "for texts of your own load a language model of the Hub",
+                stacklevel=3,
+            )
+
+    # -- on disk ------------------------------------------------------------------------------------------------------
+
+    def load(self, path: str | Path) -> Context:
+        """Return a context that `Context.save` has written.
+
+        Raises:
+            ValueError: If the file is none, or was made with another backbone, scorer or tokenizer.
+            OSError: If the file cannot be read.
+        """
+        read, turns, _ = self._load(path)
+        if turns:
+            raise ValueError(f"{path} holds a conversation; load it with load_chat")
+        return Context(*read)
+
+    def load_chat(self, path: str | Path) -> Chat:
+        """Return a conversation that `Chat.save` has written, or a new one about a saved context.
+
+        Raises:
+            ValueError: If the file is none, or was made with another backbone, scorer or tokenizer.
+            OSError: If the file cannot be read.
+        """
+        read, _, unread = self._load(path)
+        return Chat(*read, unread)
+
+    def _load(self, path: str | Path) -> tuple[Any, tuple[Message, ...], tuple[int, ...]]:
+        notes = read_notes(path).get("conversation")
+        if notes is None:
+            raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
+        _check_notes(notes, path, self._vocabulary)
+        turns = tuple(Message(role, content) for role, content in notes["turns"])
+        cache = load_cache(path, self.model, self.scorer)
+        transcript = Transcript(self.tokenizer, notes["template"], notes["system"], turns)
+        stream = TokenStream(self.tokenizer, context=notes["context"], pending=notes["pending"])
+        return (self, cache, stream, transcript, notes["name"]), turns, tuple(notes["unread"])
+
+    @property
+    def _vocabulary(self) -> int:
+        """Token ids there are."""
+        return int(unwrap(self.model).config.get_text_config().vocab_size)  # type: ignore[union-attr]
+
+    def __repr__(self) -> str:
+        return f"LongContextModel({self.name}, scorer {self.scorer.name}, budget {self.policy.budget:,})"
+
+
+class Context:
+    """What has been read: it can be asked, talked to, saved and forked. `LongContextModel.read` and `load` make them.
+
+    Examples:
+        >>> lm = LongContextModel(model, tokenizer, heads, policy)
+        >>> context = lm.read("The grass is green. " * 40 + "The pass key is 71432. " + "The sky is blue. " * 40)
+        >>> context.ask(["What is the pass key?", "What is the pass key?"])
+        ['The pass key is 71432.', 'The pass key is 71432.']
+        >>> chat = context.chat()
+        >>> chat.say("What is the pass key?")
+        'The pass key is 71432.'
+        >>> context.save("text.ctx")
+        >>> lm.load("text.ctx").ask("What is the pass key?")
+        'The pass key is 71432.'
+    """
+
+    def __init__(
+        self, lm: LongContextModel, cache: RetentionCache, stream: TokenStream, transcript: Transcript, name: str
+    ) -> None:
+        self.lm, self.cache, self.name = lm, cache, name
+        self._stream, self._transcript = stream, transcript
+
+    @overload
+    def ask(self, question: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> str: ...
+
+    @overload
+    def ask(self, question: Sequence[str], *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> list[str]: ...
+
+    def ask(
+        self,
+        question: str | Sequence[str],
+        *,
+        stream: bool = False,
+        max_new_tokens: int = LONGEST_ANSWER,
+        **options: Any,
+    ) -> str | list[str] | Iterator[str]:
+        """Answer a question, or each of several, from a fork of its own; the context does not change.
+
+        Args:
+            question: What to ask, or a list of questions.
+            stream: Return an iterator of the answer's words as they are written, for one question.
+            max_new_tokens: Longest answer in tokens.
+            **options: Whatever `model.generate` takes: temperature, top_p, num_beams, stop_strings, ... An answer is
+                greedy unless they ask for sampling.
+
+        Raises:
+            ValueError: For an empty question, or an option that does not exist.
+        """
+        if not isinstance(question, str):
+            if stream:
+                raise ValueError("stream=True yields one answer; ask one question, or leave it out")
+            return [self.ask(one, max_new_tokens=max_new_tokens, **options) for one in question]
+        if stream:
+            return self.stream(question, max_new_tokens=max_new_tokens, **options)
+        return self.chat().say(question, max_new_tokens=max_new_tokens, **options)
+
+    def stream(self, question: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> Iterator[str]:
+        """Answer a question from a fork and yield the answer word by word; arguments as for `ask`."""
+        return self.chat().stream(question, max_new_tokens=max_new_tokens, **options)
+
+    def chat(self) -> Chat:
+        """Return a conversation about the context, in a fork of it."""
+        return Chat(self.lm, self.cache.copy(), self._stream.copy(), self._transcript.copy(), self.name)
+
+    def fork(self) -> Context:
+        """Return an independent copy."""
+        return Context(self.lm, self.cache.copy(), self._stream.copy(), self._transcript.copy(), self.name)
+
+    def memory(self) -> CacheMemory:
+        """Return planned and counted bytes of the cache."""
+        return self.cache.memory()
+
+    def save(self, path: str | Path) -> None:
+        """Write the context to one file, for `LongContextModel.load`.
+
+        Raises:
+            OSError: If the file cannot be written; nothing half-written stays.
+        """
+        save(path, self.cache, self.name, self._stream, self._transcript)
+
+    def __repr__(self) -> str:
+        return described("Context", self)
+
+
+def _check_notes(notes: Any, path: str | Path, vocabulary: int) -> None:
+    """Refuse what a context would not have written.
+
+    Raises:
+        ValueError: Naming what is wrong.
+    """
+
+    def is_token(one: Any) -> bool:
+        return type(one) is int and 0 <= one < vocabulary
+
+    checks: dict[str, Callable[[Any], bool]] = {
+        **dict.fromkeys(("name", "context", "pending", "template"), lambda value: isinstance(value, str)),
+        "system": lambda value: value is None or isinstance(value, str),
+        "turns": _are_turns,
+        "unread": lambda value: isinstance(value, list) and all(map(is_token, value)),
+    }
+    for name, fits in checks.items():
+        if not isinstance(notes, dict) or name not in notes or not fits(notes[name]):
+            raise ValueError(f"{path} is damaged: its conversation has no {name} that could be right; save it again")
+
+
+def _are_turns(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) % 2:
+        return False
+    roles = ("user", "assistant")
+    return all(
+        isinstance(turn, list) and len(turn) == 2 and turn[0] == roles[nth % 2] and isinstance(turn[1], str)
+        for nth, turn in enumerate(value)
+    )
+
+
+@contextmanager
+def _as_arguments() -> Iterator[None]:
+    """Name settings in messages as Python's arguments, not as flags."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        text = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), str(error))
+        raise type(error)(text) from error

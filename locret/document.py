@@ -1,0 +1,208 @@
+"""What there is to read: a text, a file, pieces or ids; opened here, and shown as it is read."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from locret import shipped
+from locret.policy.policy import RetentionPolicy
+from locret.text_stream import read_text
+
+if TYPE_CHECKING:
+    from locret.backbone.adapters import Backbone
+    from locret.cache.cache import RetentionCache
+
+_FILES = (".txt", ".md", ".rst", ".tex", ".json", ".jsonl", ".csv", ".html", ".htm", ".xml", ".log", ".pdf", ".epub")
+_LONGEST_PATH = 4096
+_SLICE = 1 << 14
+"""Characters between two looks at how far a text has been read."""
+
+
+@dataclass
+class Document:
+    """A text to read, or its token ids, and how much of it there is."""
+
+    name: str
+    pieces: Iterable[str] | None = None
+    ids: Iterable[list[int]] | None = None
+    size: int | None = None
+    """Characters, bytes or tokens; None if unknown."""
+    unit: str = "characters"
+    source: Path | None = None
+
+
+def open_document(source: Any, name: str | None = None) -> Document:
+    """Return what a user gave to be read.
+
+    A str is the path of a file if there is one of that name, else the text itself. Of an iterator the first item
+    decides: pieces of a text, ids, or lists of ids.
+
+    Args:
+        source: A text, a path, an iterator of pieces of a text, ids, or an iterator of ids or of lists of them.
+        name: What to call it; else the file's name.
+
+    Raises:
+        ValueError: For an empty text, a file that is not there, or something else.
+    """
+    if isinstance(source, str) and not _is_path(source):
+        if not source.strip():
+            raise ValueError("the text is empty; give something to read")
+        return Document(name or "text", iter([source]), size=len(source))
+    if isinstance(source, (str, Path)):
+        return _file(Path(shipped.find(str(source))).expanduser(), name)
+    if isinstance(source, Tensor):
+        if source.ndim > 2 or (source.ndim == 2 and source.shape[0] != 1):
+            raise ValueError(f"ids of shape {tuple(source.shape)} are no single text; give (N,) ids")
+        source = source.flatten().tolist()
+    size = len(source) if isinstance(source, (list, tuple, array)) else None
+    try:
+        items = iter(source)
+    except TypeError:
+        raise ValueError(
+            f"{type(source).__name__} cannot be read; give a text, a path, an iterator of pieces, or token ids"
+        ) from None
+    first = next(items, None)
+    if first is None:
+        raise ValueError("the text is empty; give something to read")
+    items = chain([first], items)
+    if isinstance(first, str):
+        return Document(name or "text", items)
+    ids = ([item] if isinstance(item, int) else item for item in items)
+    return Document(name or "ids", ids=ids, size=size if isinstance(first, int) else None, unit="tokens")
+
+
+def _is_path(text: str) -> bool:
+    if "\n" in text or len(text) > _LONGEST_PATH or not text.strip():
+        return False
+    if os.path.exists(os.path.expanduser(shipped.find(text))):
+        return True
+    # A mistyped name must not be read as a text of one line.
+    one_word = len(text.split()) == 1
+    return text.lower().endswith(_FILES) or (one_word and ("/" in text or os.sep in text))
+
+
+def _file(path: Path, name: str | None) -> Document:
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; check the path, or give the text itself with a line's end in it")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give one text file")
+    size = path.stat().st_size if path.is_file() else None
+    return Document(name or path.name, read_text(path, setting=""), size=size, unit="bytes", source=path)
+
+
+@dataclass
+class ReadingBar:
+    """A progress bar over a text of known or unknown size; tokens are not known before, so it counts what they are of.
+
+    Args:
+        document: What is read.
+        shown: Show the bar, in a notebook or where somebody watches standard error.
+    """
+
+    document: Document
+    shown: bool = True
+    waiting: Callable[[], str] = str
+    """What has been handed out and has no tokens yet."""
+    _given: int = field(default=0, init=False)
+    _tokens: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        notebook = any(cls.__name__ == "tqdm_notebook" for cls in tqdm.__mro__)
+        unit = {"bytes": "B", "characters": "chars", "tokens": "token"}[self.document.unit]
+        disable = not self.shown or (False if notebook else None)
+        self.bar = tqdm(total=self.document.size, unit=unit, unit_scale=True, desc="reading", disable=disable)
+
+    def pieces(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Pass a text on, and count it."""
+        for piece in pieces:
+            for start in range(0, len(piece), _SLICE):
+                part = piece[start : start + _SLICE]
+                self._given += self._size(part)
+                yield part
+
+    def blocks(self, blocks: Iterable[list[int]]) -> Iterator[list[int]]:
+        """Pass token ids on, and count them."""
+        for block in blocks:
+            self._tokens += len(block)
+            yield block
+
+    def __call__(self, cache: RetentionCache) -> None:
+        """Show how far a cache has got."""
+        done = self._given - self._size(self.waiting()) if self.document.unit != "tokens" else self._tokens
+        done = int(done * min(1.0, cache.seen / max(self._tokens, 1)))
+        self.bar.update(max(0, min(done, self.document.size or done) - self.bar.n))
+
+    def end(self) -> None:
+        """Show that all has been read."""
+        if self.document.size is not None:
+            self.bar.update(max(0, self.document.size - self.bar.n))
+        self.bar.close()
+
+    def _size(self, text: str) -> int:
+        return len(text.encode("utf-8", "surrogatepass")) if self.document.unit == "bytes" else len(text)
+
+
+def as_prompt(blocks: Iterable[list[int]], policy: RetentionPolicy, most: int) -> Tensor | Iterable[list[int]]:
+    """Return ids as `prefill` takes them: as a whole where the plan depends on their number, or where they are few.
+
+    Args:
+        blocks: Lists of ids.
+        policy: How they will be read.
+        most: Tokens that are not worth a stream: no more than their number is allocated then.
+    """
+    if policy.needs_length or policy.when == "prompt_end":
+        return whole(blocks)
+    rest, head = iter(blocks), list[int]()
+    for block in rest:
+        head.extend(block)
+        if len(head) > most:
+            return chain([head], rest)
+    return torch.tensor([head], dtype=torch.long)
+
+
+def whole(blocks: Iterable[list[int]]) -> Tensor:
+    """Return ids as (1, N), 8 bytes each, for a plan that depends on N."""
+    found = array("q")
+    for block in blocks:
+        found.extend(block)
+    return torch.tensor(found, dtype=torch.long)[None]
+
+
+class PositionWarning:
+    """Says once, as early as it is known, that a text goes beyond the positions the backbone was trained on."""
+
+    def __init__(self, backbone: Backbone, policy: RetentionPolicy) -> None:
+        self.backbone, self.policy, self.said = backbone, policy, False
+
+    def __call__(self, cache: RetentionCache) -> None:
+        """Look at how far the cache's positions reach now."""
+        limit, true = self.backbone.max_positions, self.policy.positions == "original" or not self.backbone.uniform
+        reach = cache.next_position
+        if self.said or reach <= limit:
+            return
+        self.said = True
+        way_out = (
+            "use --positions compact, which numbers the kept units only"
+            if self.policy.positions == "original" and self.backbone.uniform
+            else "shorten the prompt"
+            if true
+            else "lower --budget or --chunk-size"
+            if self.policy.when == "chunk"
+            else "use --when chunk, which holds fewer units"
+        )
+        warnings.warn(
+            f"rotary positions reach beyond {limit}, the longest context of this backbone, where its answers usually "
+            f"fall apart; reading goes on, but {way_out}",
+            stacklevel=2,
+        )

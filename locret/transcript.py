@@ -1,0 +1,165 @@
+"""A conversation about a document as text: what each turn adds to what has been read.
+
+The document is part of the first user turn, in front of the first question, and is itself never held: a mark stands for
+it. What a turn adds is what the template writes after that mark, or after the last answer, up to where the assistant
+speaks. So template tokens are right whatever the template does between turns. Templates that write earlier turns
+otherwise once a conversation goes on (they move the system message, or drop reasoning) contradict what has been read;
+that is said once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from locret.templates import Message, check_template, render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Letters and digits only, so that no template trims, escapes or rewrites them.
+DOCUMENT, ANSWER = "LocretDocument7f3a9c", "LocretAnswer7f3a9c"
+_REWRITTEN = (
+    "the tokenizer's chat template writes earlier turns otherwise once a conversation goes on (it moves the system "
+    "message, say, or drops reasoning); what has been read stays as it was read"
+)
+
+
+@dataclass(frozen=True)
+class PromptFrame:
+    """The text around a document: `prefix` + document + `suffix` is the whole prompt."""
+
+    prefix: str
+    suffix: str
+    add_special_tokens: bool
+    """Whether the tokenizer's own leading special tokens (bos) still have to be added; False if the template did."""
+
+    def around(self, pieces: Iterable[str]) -> Iterator[str]:
+        """The whole prompt, piece by piece, around a document given piece by piece."""
+        yield self.prefix
+        yield from pieces
+        yield self.suffix
+
+
+class Transcript:
+    """The turns about a document, and what each adds.
+
+    Args:
+        tokenizer: Gives the chat template.
+        template: One of `locret.templates.TEMPLATES`.
+        system: System message; the template's own default if None. Where a template has no such role, it opens the
+            first user turn.
+        turns: What was said before: user and assistant in turns.
+
+    Raises:
+        ValueError: For a template that does not exist or is missing.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        system: str | None = None,
+        turns: tuple[Message, ...] = (),
+    ) -> None:
+        check_template(tokenizer, template)
+        self.tokenizer, self.template, self.system, self.turns = tokenizer, template, system, turns
+
+    def copy(self) -> Transcript:
+        """Return a transcript that goes its own way."""
+        return Transcript(self.tokenizer, self.template, self.system, self.turns)
+
+    def opening(self) -> str:
+        """Return the text before the document.
+
+        Raises:
+            ValueError: If the template refuses the turns, or writes the document twice or not at all.
+        """
+        return self.around(None)[0]
+
+    def around(self, question: str | None) -> tuple[str, str]:
+        """Return the text before and after the document, up to where the assistant answers the question about it.
+
+        Raises:
+            ValueError: If the template refuses the turns, or writes the document twice or not at all.
+        """
+        text = self._render((Message("user", DOCUMENT if question is None else f"{DOCUMENT}\n\n{question}"),))
+        before, mark, after = text.partition(DOCUMENT)
+        if not mark or DOCUMENT in after:
+            raise ValueError(
+                f"--template {self.template}: the tokenizer's chat template writes the user's text "
+                f"{text.count(DOCUMENT)} times, so a document cannot be streamed through it; use --template original "
+                "or --template none"
+            )
+        return before, after
+
+    def ask(self, text: str) -> str:
+        """Take a user's turn and return what it adds, up to where the assistant answers.
+
+        Raises:
+            ValueError: If the template refuses the turns.
+        """
+        turns = (*self.turns, Message("user", text if self.turns else f"{DOCUMENT}\n\n{text}"))
+        if not self.turns:
+            before, added = self.around(text)
+            agrees = before == self.opening()
+        else:
+            mark = self._unused(ANSWER, text)
+            before, _, added = self._render((*turns[:-2], Message("assistant", mark), turns[-1])).rpartition(mark)
+            agrees = before.rstrip() == self._render(turns[:-2]).rstrip()
+            agrees = agrees and turns[-2].content.strip() in self._render(turns)
+        if not agrees and self.template == "chat":
+            warnings.warn(_REWRITTEN, stacklevel=3)
+        self.turns = turns
+        return added
+
+    def answered(self, text: str) -> None:
+        """Take the assistant's turn; templates write white space around it themselves."""
+        self.turns = (*self.turns, Message("assistant", text if self.template == "none" else text.strip()))
+
+    def messages(self) -> list[dict[str, str]]:
+        """Return the conversation as transformers takes it, without the document."""
+        said = [turn._replace(content=turn.content.removeprefix(f"{DOCUMENT}\n\n")) for turn in self.turns[:1]]
+        system = [] if self.system is None else [Message("system", self.system)]
+        return [message._asdict() for message in (*system, *said, *self.turns[1:])]
+
+    def _render(self, turns: tuple[Message, ...]) -> str:
+        if self.system is None:
+            return render(self.tokenizer, turns, self.template)
+        try:
+            return render(self.tokenizer, (Message("system", self.system), *turns), self.template)
+        except ValueError:
+            first = turns[0]._replace(content=f"{self.system}\n\n{turns[0].content}")
+            return render(self.tokenizer, (first, *turns[1:]), self.template)
+
+    def _unused(self, mark: str, text: str) -> str:
+        while any(mark in said for said in (text, *(turn.content for turn in self.turns))):
+            mark += "0"
+        return mark
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    question: str | None = None,
+    system: str | None = None,
+    template: str = "chat",
+) -> PromptFrame:
+    """Render the text around a document that is too long to be rendered itself.
+
+    The document and then, after an empty line, the question are one user turn. A template that trims a turn trims the
+    question's end here, but not the document's edges.
+
+    Args:
+        tokenizer: Gives the chat template.
+        question: What to ask about the document; None if the document is the whole turn.
+        system: System message; the template's own default if None.
+        template: One of `locret.templates.TEMPLATES`.
+
+    Raises:
+        ValueError: For a template that does not exist, is missing, refuses the messages or rewrites the user's text.
+    """
+    before, after = Transcript(tokenizer, template, system).around(question)
+    return PromptFrame(before, after, add_special_tokens=template != "chat")

@@ -1,0 +1,203 @@
+"""A conversation feeds the tokens that the tokenizer's chat template writes for the whole of it, for every family."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from locret import Chat, LongContextModel, RetentionPolicy
+from locret.backbone.adapters import find_decoder
+
+ENDS = ("</s>", "<|eot_id|>", "<|end|>", "<|im_end|>", "<end_of_turn>")
+SPECIAL = ["<unk>", "<s>", *ENDS, "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>"]
+SPECIAL += ["<|user|>", "<|assistant|>", "<|system|>", "[INST]", "[/INST]"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "ChatML": CHATML,
+    "Llama 3": "{% for m in messages %}{{ ('<s>' if loop.first else '') + '<|start_header_id|>' + m.role + "
+    "'<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    "Phi 3": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
+    "Qwen 2": "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are kind.<|im_end|>\n{% endif %}" + CHATML,
+    "Qwen 3": CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1].lstrip('\n') }}"),
+    "Mistral": "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% if m.role == 'user' %}"
+    "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
+    "Gemma": "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + "
+    "m.content | trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<start_of_turn>model\n' }}{% endif %}",
+}
+MISTRAL_V3 = (  # the system message stands in the last user turn
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}{% for m in turns %}"
+    "{% if m.role == 'user' %}[INST] {% if loop.last and system is defined %}{{ system + '\n\n' }}{% endif %}"
+    "{{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+DOCUMENT = "The tower of Oslo is red. It has 48213 steps, and a garden.\n\nThe river is near; they say it is cold. " * 6
+TURNS = [("What colour is it?", "It is red."), ("How many steps?", "It has 48213 steps."), ("Why?", "They say so.")]
+LLAMA3_WORDS = Regex(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def make_tokenizer(kind: str) -> Any:
+    texts = [DOCUMENT, *(part for turn in TURNS for part in turn), "user assistant system model You are kind. red.\n\n"]
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if kind == "bytes":
+        split = pre_tokenizers.Split(LLAMA3_WORDS, "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+        alphabet = sorted({character for text in (*texts, *SPECIAL, "<think></think>") for character in text} | {"▁"})
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+TOKENIZERS = {kind: make_tokenizer(kind) for kind in ("bytes", "metaspace")}
+
+
+class Fed:
+    """What a backbone was fed, by position; a token that is fed again stands where it stood."""
+
+    def __init__(self, lm: LongContextModel) -> None:
+        self.ids: dict[int, int] = {}
+        find_decoder(lm.model).register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, _: Any, __: Any, given: dict[str, Any]) -> None:
+        tokens = given["input_ids"][0].tolist()
+        self.ids |= {given["past_key_values"].seen + nth: token for nth, token in enumerate(tokens)}
+
+    def all(self) -> list[int]:
+        return [self.ids[place] for place in range(len(self.ids))]
+
+
+def make_model(kind: str, template: str) -> LongContextModel:
+    tokenizer = TOKENIZERS[kind]
+    tokenizer.chat_template = template
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).eval()
+    model.generation_config.eos_token_id = [tokenizer.convert_tokens_to_ids(end) for end in ENDS]
+    policy = RetentionPolicy(budget=60, chunk_size=32, stabilizers=8, local_len=8)
+    return LongContextModel(model, tokenizer, "random", policy)
+
+
+def ids_of(lm: LongContextModel, messages: list[dict[str, str]], prompt: bool = True) -> list[int]:
+    return lm.tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+
+
+def say(lm: LongContextModel, chat: Chat, before: list[dict[str, str]], text: str, answer: str) -> list[dict[str, str]]:
+    """Let the model answer with the template's own tokens of an answer, and return the conversation so far."""
+    asked = [*before, {"role": "user", "content": text if before[-1:] else f"{DOCUMENT.strip()}\n\n{text}"}]
+    if before and before[-1]["role"] == "system":
+        asked[-1]["content"] = f"{DOCUMENT.strip()}\n\n{text}"
+    answered = [*asked, {"role": "assistant", "content": answer}]
+    prompt, whole = ids_of(lm, asked), ids_of(lm, answered, prompt=False)
+    assert whole[: len(prompt)] == prompt
+    script = whole[len(prompt) :]
+    ends = [nth for nth, token in enumerate(script) if token in lm.end_ids]
+    script = script[: ends[0] + 1]
+
+    def next_token(_: int, ids: torch.Tensor) -> list[int]:
+        return [script[len(ids) - 1]]
+
+    assert chat.say(text, prefix_allowed_tokens_fn=next_token) == answer
+    return answered
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_conversation_feeds_the_templates_own_tokens(family: str, kind: str) -> None:
+    lm = make_model(kind, TEMPLATES[family])
+    fed = Fed(lm)
+    said: list[dict[str, str]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chat = lm.read(DOCUMENT, progress=False).chat()
+        for text, answer in TURNS:
+            said = say(lm, chat, said, text, answer)
+            asked = ids_of(lm, said[:-1])
+            assert fed.all()[: len(asked)] == asked
+    assert [message["content"] for message in chat.messages] == [part for turn in TURNS for part in turn]
+
+
+@pytest.mark.parametrize("family", ["Llama 3", "Phi 3", "Qwen 2", "ChatML"])
+def test_a_system_message_stands_where_the_template_puts_it(family: str) -> None:
+    lm = make_model("bytes", TEMPLATES[family])
+    fed = Fed(lm)
+    chat = lm.read(iter([DOCUMENT[:50], DOCUMENT[50:]]), system="You are kind.", progress=False).chat()
+    said = [{"role": "system", "content": "You are kind."}]
+    for text, answer in TURNS[:2]:
+        said = say(lm, chat, said, text, answer)
+    asked = ids_of(lm, said[:-1])
+    assert fed.all()[: len(asked)] == asked
+    assert chat.messages[0] == said[0]
+
+
+@pytest.mark.parametrize("family", ["Gemma", "Mistral"])
+def test_without_a_system_role_the_message_opens_the_users_turn(family: str) -> None:
+    lm = make_model("bytes", TEMPLATES[family])
+    fed = Fed(lm)
+    lm.read(DOCUMENT, system="You are kind.", progress=False).ask("Why?", max_new_tokens=1)
+    turn = f"You are kind.\n\n{DOCUMENT.strip()}\n\nWhy?"
+    assert fed.all() == ids_of(lm, [{"role": "user", "content": turn}])
+
+
+def test_a_template_that_drops_reasoning_is_named_and_what_was_read_stays() -> None:
+    lm = make_model("bytes", TEMPLATES["Qwen 3"])
+    script = lm.tokenizer("<think>\nred.\n</think>\n\nIt is red.<|im_end|>", add_special_tokens=False).input_ids
+    chat = lm.read(DOCUMENT, progress=False).chat()
+    chat.say("Why?", prefix_allowed_tokens_fn=lambda _, ids: [script[len(ids) - 1]])
+    fed, before = Fed(lm), chat.cache.seen
+    with pytest.warns(UserWarning, match="writes earlier turns otherwise .* what has been read stays as it was read"):
+        chat.say("How?", max_new_tokens=1)
+    after = "<|im_end|>\n<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n"
+    assert [fed.ids[before + nth] for nth in range(len(fed.ids))] == lm.tokenizer(after).input_ids
+
+
+def test_a_template_that_moves_the_system_message_is_named() -> None:
+    lm = make_model("bytes", MISTRAL_V3)
+    chat = lm.read(DOCUMENT, system="You are kind.", progress=False).chat()
+    chat.say("Why?", max_new_tokens=3)
+    with pytest.warns(UserWarning, match="moves the system message"):
+        chat.say("How?", max_new_tokens=3)
+
+
+def test_plain_text_is_what_a_tokenizer_without_a_template_gets() -> None:
+    lm = make_model("bytes", None)  # type: ignore[arg-type]
+    assert lm.template == "none"
+    fed = Fed(lm)
+    lm.read(DOCUMENT, progress=False).ask("Why?", max_new_tokens=1)
+    assert fed.all() == lm.tokenizer(f"{DOCUMENT}\n\nWhy?").input_ids
+
+
+def test_the_turns_of_the_original_template_follow_each_other() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    lm = make_model("bytes", CHATML)
+    lm = LongContextModel(lm.model, tokenizer, "random", lm.policy, template="original")
+    fed = Fed(lm)
+    chat = lm.read(DOCUMENT, progress=False).chat()
+    script = tokenizer(" Red.</s>", add_special_tokens=False).input_ids
+    chat.say("Why?", prefix_allowed_tokens_fn=lambda _, ids: [script[len(ids) - 1]])
+    chat.say("How?", max_new_tokens=1)
+    written = tokenizer.decode(fed.all())
+    assert written.endswith(
+        "### Human: " + DOCUMENT.strip() + "\n\nWhy?\n### Assistant: Red.\n### Human: How?\n### Assistant:"
+    )
