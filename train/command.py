@@ -13,8 +13,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from locret.cli import print_json, run
+from locret.data.training import sources
 from locret.files import locked
 from locret.train import training_options
+from locret.train.training_options import DataOptions
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -31,6 +33,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     options, chosen = training_options.parse(argv)
+    data: DataOptions = options[1]
+    sources.check_name(data.dataset, data.data_dir)
     from locret.train.training_run import TrainingRun  # imports torch
 
     training = TrainingRun(options, chosen)

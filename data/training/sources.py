@@ -100,6 +100,15 @@ def load_rows(
     return rows
 
 
+def check_name(dataset: str, data_dir: str | None) -> None:
+    """Refuse a data set that is neither known, nor here, nor a name on the Hub, before anything is fetched.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    _local_path(dataset, _alias(dataset), data_dir)
+
+
 def _alias(dataset: str) -> str | None:
     """The alias meant by a name: its own, in any case, or the Hub id behind it."""
     for alias, published in ALIASES.items():

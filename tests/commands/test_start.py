@@ -66,3 +66,34 @@ def test_a_value_that_makes_no_sense_imports_nothing_heavy(arguments: tuple[str,
     refused = run(*arguments)
     assert (refused.returncode, refused.stdout) == (2, ""), refused
     assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("locret.infer.command", "--model", "checkpoints/tinny"),
+            "--model checkpoints/tinny: there is no such folder in checkpoints; did you mean checkpoints/tiny?",
+        ),
+        (
+            ("locret.infer.command", "--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-head"),
+            "--heads checkpoints/tiny-head: there is no such folder in checkpoints; did you mean ",
+        ),
+        (
+            ("locret.train.command", "--model", "checkpoints/nowhere", "--dataset", "x", "--output", "o"),
+            "--model checkpoints/nowhere: there is no such folder in checkpoints; give one that exists, or a Hub id",
+        ),
+        (
+            ("locret.train.command", "--model", "org/name", "--dataset", "LongAlpacca", "--output", "o"),
+            "--dataset LongAlpacca: no data set of that name; did you mean LongAlpaca",
+        ),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_a_name_that_is_nothing_here_is_refused_before_the_hub_is_asked(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    refused = run(*arguments)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert message in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1

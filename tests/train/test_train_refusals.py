@@ -29,7 +29,7 @@ BAD_OPTIONS = [
     (["--policy.budget=0"], "budget=0 is too small; it must be 1 or more"),
     (["--resume", "--overwrite"], "--resume and --overwrite contradict each other; drop one of them"),
     (["--label-kind=softmax"], 'label kind "softmax" is unknown; did you mean logit or log_attention?'),
-    (["--learning-rate=1"], "--learning_rate=1"),
+    (["--learning-rat=1"], "--learning-rat is unknown"),
     (["--dataset=LongAlpcaa"], "did you mean LongAlpaca"),
     (["--dataset=nowhere/rows.json"], "--dataset nowhere/rows.json: no such file or folder; check the path"),
     (["--data-dir=nowhere"], "--data-dir nowhere is not a folder"),
