@@ -4,7 +4,7 @@ Of a flag that is given again the last one counts, as everywhere; of a flag that
 
 A dataclass field is the home of an option's default, and the string under the field its help text. What a class may
 say besides: `exclusive`, groups of its options of which one that is given as a flag replaces a recipe's; and in the
-metadata of a field `bare`, the value of a flag that stands alone, and `empty`, whether an empty text is a value.
+metadata of a field `empty`, whether an empty text is a value.
 
 Exit codes: 0 fine, 1 failed, 2 the user must change something, 130 and 143 interrupted.
 """
@@ -44,8 +44,6 @@ class Option:
     """The option class."""
     holder: type
     """The class that has the field, which is another one within a field."""
-    bare: str | None = None
-    """The value of a flag that stands alone."""
     empty: bool = False
     """Whether an empty text is a value."""
 
@@ -237,8 +235,6 @@ class _CommandLine:
         if value is None and bool in option_values.union_members(option.kind):
             follows = waiting[-1].lower() if waiting else ""
             return [waiting.pop() if follows in ("true", "false") else "true"]
-        if value is None and option.bare is not None and (not waiting or _FLAG.fullmatch(waiting[-1])):
-            return [option.bare]
         texts = [_next(typed, value, waiting)]
         if value is None and option_values.takes_list(option.kind):
             while waiting and not waiting[-1].startswith("-"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +11,9 @@ from typing import Any, ClassVar
 
 from locret import method_spec, shipped
 from locret.nearest import nearest
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -37,6 +42,25 @@ class BackboneSource:
             check_path("--adapter", self.adapter)
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+
+    def local_folder(self) -> str | None:
+        """Return the folder of the backbone, or of an adapter; None if `model` is a Hub id. Nothing is fetched.
+
+        Raises:
+            ValueError: If it can be neither.
+        """
+        name = shipped.find(self.model)
+        if os.path.exists(name) and not os.path.isdir(name):
+            raise ValueError(f"--model {name} is a file; give the folder of a backbone, or its Hub id")
+        if not os.path.isdir(name):
+            if not _HUB_ID.fullmatch(name):
+                raise ValueError(
+                    f"--model {name}: there is no such folder; give the folder of a backbone, or its Hub id"
+                )
+            return None
+        if not any(os.path.isfile(os.path.join(name, file)) for file in (CONFIG, ADAPTER_CONFIG)):
+            raise ValueError(f"--model {name} has no {CONFIG}; give the folder of a backbone, or its Hub id")
+        return name
 
 
 @dataclass(frozen=True, kw_only=True)

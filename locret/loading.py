@@ -14,18 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from locret import method_spec, scorers, shipped
+from locret import method_spec, scorers
 from locret.backbone.adapters import describe
 from locret.cache.cache import RetentionCache
 from locret.field_values import shown
 from locret.files import read_json, shards
 from locret.heads import hub
 from locret.heads.heads import RetainingHeads
-from locret.load_options import BackboneSource, ScorerOptions
+from locret.load_options import ADAPTER_CONFIG, CONFIG, BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
-_ADAPTER = "adapter_config.json"
 _MOST = {
     "num_hidden_layers": 1000,
     "num_attention_heads": 2**14,
@@ -40,7 +39,6 @@ _MOST = {
 _MOST_ROPE = 1e15
 _MOST_PER_BYTE = 8
 """Weights per byte: the most that quantisation to one bit gives."""
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -102,18 +100,11 @@ def _source(options: BackboneSource) -> _Source:
         ValueError: If there is no such folder or repository, or it holds no backbone.
         OSError: If the Hub refuses or cannot be reached.
     """
-    name = shipped.find(options.model)
-    if os.path.exists(name) and not os.path.isdir(name):
-        raise ValueError(f"--model {name} is a file; give the folder of a backbone, or its Hub id")
-    if not os.path.isdir(name):
-        if not _HUB_ID.fullmatch(name):
-            raise ValueError(f"--model {name}: there is no such folder; give the folder of a backbone, or its Hub id")
-        if _fetch_config(name, options.revision):
-            return _Source(name, options.revision, options.adapter, name)
-    elif os.path.isfile(os.path.join(name, "config.json")):
+    folder = options.local_folder()
+    name = folder or options.model
+    found = os.path.isfile(os.path.join(folder, CONFIG)) if folder else _fetch_config(name, options.revision)
+    if found:
         return _Source(name, options.revision, options.adapter, name)
-    elif not os.path.isfile(os.path.join(name, _ADAPTER)):
-        raise ValueError(f"--model {name} has no config.json; give the folder of a backbone, or its Hub id")
     return _under_adapter(name, options)
 
 
@@ -125,7 +116,7 @@ def _under_adapter(name: str, options: BackboneSource) -> _Source:
         raise ValueError(
             f"--model {name} is an adapter itself; give its base model, or drop --adapter {options.adapter}"
         )
-    with _one_sentence(f"--model {name} is an adapter whose {_ADAPTER} cannot be read"):
+    with _one_sentence(f"--model {name} is an adapter whose {ADAPTER_CONFIG} cannot be read"):
         adapter = PeftConfig.from_pretrained(name, **({"revision": options.revision} if options.revision else {}))
     base = adapter.base_model_name_or_path
     if not isinstance(base, str) or not base:
@@ -203,7 +194,7 @@ def _fetch_config(name: str, revision: str | None) -> bool:
     from huggingface_hub import errors, hf_hub_download
 
     with hub.one_sentence("load", name):
-        for file in ("config.json", _ADAPTER):
+        for file in ("config.json", ADAPTER_CONFIG):
             try:
                 hf_hub_download(name, file, revision=revision)
                 return file == "config.json"

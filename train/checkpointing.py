@@ -10,15 +10,16 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from locret.heads import checkpoint
+from locret.train.resumed import AUTO, NEWEST, STATE
 
-STATE = "state.pt"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -45,25 +46,31 @@ def save(folder: Path, step: int, write_weights: Callable[[Path], None], state: 
 def complete(folder: Path) -> list[Path]:
     """Return the folder's checkpoints, oldest first. A checkpoint appears under its name only when it is whole."""
     found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and (path / STATE).is_file()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    return sorted(found, key=_step)
 
 
 def find(resume: str, folder: Path) -> Path | None:
     """Return the checkpoint that `--resume` means; None if it is "auto" and there is none yet.
 
     Raises:
-        ValueError: If a path is not a checkpoint.
+        ValueError: If a path is not a checkpoint, or there is none in the run's folder.
     """
-    if resume == "auto":
-        found = complete(folder)
-        return found[-1] if found else None
-    path = Path(resume).expanduser()
-    if not (path / STATE).is_file():
+    path = folder if resume in (AUTO, NEWEST) else Path(resume).expanduser()
+    if (path / STATE).is_file():
+        later = [other.name for other in complete(folder) if _step(other) > _step(path)]
+        if path.resolve().parent == folder.resolve() and later:
+            raise ValueError(
+                f"--resume {resume}: {folder} holds later checkpoints ({', '.join(later)}); give another --output, or "
+                "delete them"
+            )
+        return path
+    found = complete(path)
+    if not found and resume != AUTO:
         raise ValueError(
-            f"--resume {resume} is not a checkpoint (it has no {STATE}); give a folder such as OUTPUT/checkpoint-50, "
-            "or auto for the newest in the output folder"
+            f"--resume {resume} is not a checkpoint (it has no {STATE}), and {path} holds none such as checkpoint-50; "
+            "start anew with --overwrite"
         )
-    return path
+    return found[-1] if found else None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -72,15 +79,38 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: If the file is damaged.
     """
+    with intact(path):
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        if not isinstance(state["step"], int) or state["step"] < 0 or not isinstance(state["random"], dict):
+            raise ValueError("its step is not a number")
+        return dict(state)
+
+
+@contextmanager
+def intact(path: Path, file: str = STATE) -> Iterator[None]:
+    """Say that a file of a checkpoint is damaged, whatever reading it raises inside the block.
+
+    Raises:
+        ValueError: If it is; the message names the checkpoint.
+        OSError: If it cannot be read.
+    """
     try:
-        return torch.load(path / STATE, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
-    except (RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"--resume {path}: {STATE} is damaged ({reason}); resume from another checkpoint") from error
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # what a damaged pickle, and values from it, can raise has no end
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(f"--resume {path}: {file} cannot be read ({error.strerror}); check it") from error
+        reason = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+        raise ValueError(
+            f"--resume {path}: {file} is damaged ({reason[:200].rstrip('.')}); resume from another checkpoint"
+        ) from error
 
 
-def check_same(stored: Mapping[str, Any], current: Mapping[str, Any], path: Path) -> None:
-    """Refuse to go on with other options than the checkpoint's.
+def check_same(
+    stored: Mapping[str, Any], current: Mapping[str, Any], path: Path, growing: Collection[str] = ()
+) -> None:
+    """Refuse to go on with other options than the checkpoint's; those in `growing` may be larger.
 
     Raises:
         ValueError: Naming every option that differs, with both values.
@@ -88,7 +118,7 @@ def check_same(stored: Mapping[str, Any], current: Mapping[str, Any], path: Path
     differences = [
         f"--{name.replace('_', '-')} was {stored.get(name)!r} and is now {current.get(name)!r}"
         for name in sorted({*stored, *current})
-        if stored.get(name) != current.get(name)
+        if stored.get(name) != current.get(name) and not (name in growing and stored.get(name) < current.get(name))
     ]
     if differences:
         raise ValueError(
@@ -97,12 +127,32 @@ def check_same(stored: Mapping[str, Any], current: Mapping[str, Any], path: Path
         )
 
 
+def _step(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else 0
+
+
 def _random_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Set an optimizer's moments back to a checkpoint's.
+
+    Raises:
+        ValueError: If they are not those of its parameters; PyTorch would notice when they are used, or never.
+    """
+    optimizer.load_state_dict(dict(state))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
+                shape = () if name == "step" else parameter.shape
+                if not isinstance(value, torch.Tensor) or value.shape != shape or not value.isfinite().all():
+                    raise ValueError(f"{name} of the optimizer is not that of the heads")
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:

@@ -13,15 +13,17 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from locret.cli import print_json, run
-from locret.data.training import sources
+from locret.data.training.sources import find_local
 from locret.files import locked
-from locret.train import training_options
-from locret.train.training_options import DataOptions
+from locret.train import launch, run_folder, training_options
 
 if TYPE_CHECKING:
     from accelerate import PartialState
 
     from locret.train.training_run import TrainingRun
+
+_ASSUMED_RATE = 1e14
+"""Operations per second that planned time is stated for: about what a large GPU reaches in bfloat16."""
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -33,26 +35,30 @@ def command(argv: Sequence[str] | None = None) -> int:
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     options, chosen = training_options.parse(argv)
-    data: DataOptions = options[1]
-    sources.check_name(data.dataset, data.data_dir)
-    from locret.train.training_run import TrainingRun  # imports torch
+    backbone, data, _, optimizer, _, run = options
+    # What can be refused at once is, before torch is imported or the Hub is asked.
+    launch.check(optimizer.gradient_accumulation)
+    folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
+    rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
+    local = backbone.local_folder() is not None and rows is not None
+    locks = launch.is_main_process() and not run.dry_run
+    with locked(folder, f"--output {run.output}") if locks else nullcontext():
+        from accelerate import PartialState
 
-    training = TrainingRun(options, chosen)
-    training.check()
-    from accelerate import PartialState
+        from locret.train.training_run import TrainingRun
 
-    process = PartialState(cpu=_on_cpu())
-    if training.run.dry_run:
-        training.open_rows(process)
-        return _show_plan(training, str(process.device))
-    setting = f"--output {training.run.output}"
-    with locked(training.folder, setting) if process.is_main_process else nullcontext():
-        return _train(training, process)
+        training, process = TrainingRun(options, chosen), PartialState(cpu=_on_cpu())
+        training.check(process.device)
+        return _show_plan(training, process, local) if run.dry_run else _train(training, process)
 
 
 def _train(training: TrainingRun, process: PartialState) -> int:
     from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
 
+    if process.is_main_process:
+        sys.stderr.write("\n".join(_plan(training, process)) + "\n")
+    training.fetch()
     training.open_rows(process)
     training.check_space()
     # The main process fills the output folder only when all have seen it as it was.
@@ -60,7 +66,8 @@ def _train(training: TrainingRun, process: PartialState) -> int:
     accelerator = Accelerator(
         cpu=_on_cpu(),
         mixed_precision=training.precision,
-        gradient_accumulation_steps=training.optimizer.gradient_accumulation,
+        # Given as a number, a variable of the environment would override it.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=training.optimizer.gradient_accumulation),
     )
     summary = training.train(accelerator)
     if accelerator.is_main_process:
@@ -69,17 +76,43 @@ def _train(training: TrainingRun, process: PartialState) -> int:
     return 128 + summary["stopped"] if summary["stopped"] else 0
 
 
-def _show_plan(training: TrainingRun, device: str) -> int:
-    resolved, plan = {**training.resolved_options(), "device": device}, training.plan()
+def _plan(training: TrainingRun, process: PartialState) -> list[str]:
+    """Return what is known before anything is fetched: bytes, operations, and what an hour would have to do."""
+    from locret.train.memory_plan import gibibytes
+
+    steps, tokens = training.optimizer.steps, f"{training.planned_tokens():,} tokens"
+    memory = ", ".join(f"{name.replace('_', ' ')} {gibibytes(count)}" for name, count in training.plan().items())
+    flops = training.step_flops(process.num_processes)
+    work = "unknown, a mixture of experts does as much as its router says"
+    if flops is not None:
+        hours = flops * steps / _ASSUMED_RATE / 3600
+        work = f"{flops:.2e} operations a step, {hours:,.2f} hours at {_ASSUMED_RATE:.0e} a second"
+    return [
+        f"plan: {steps:,} steps on {training.data.dataset} for {training.backbone.model}, into {training.run.output}",
+        f"  memory on {process.device}, for a row of {tokens}: {memory}",
+        f"  work, for rows of {tokens}: {work}; the time it takes here is known after the first steps",
+    ]
+
+
+def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int:
+    """Print options and plan; rows are read only where nothing has to be fetched for that."""
+    if local:
+        training.fetch()
+        training.open_rows(process)
+    rows = training.stream.size if local else None
+    resolved, plan = {**training.resolved_options(), "device": str(process.device)}, training.plan()
     if training.run.json:
-        print_json({"config": resolved, "rows": training.stream.size, "memory_bytes": plan})
+        flops = training.step_flops(process.num_processes)
+        print_json({"config": resolved, "rows": rows, "memory_bytes": plan, "step_flops": flops})
         return 0
     import yaml
 
     print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
-    print(f"\n# {training.stream.size or 'streamed'} rows; memory plan:")
+    shown = "streamed" if training.data.streaming else "an unknown number of" if rows is None else rows
+    print(f"\n# {shown} rows; memory plan:")
     for name, count in plan.items():
         print(f"#   {name.replace('_', ' '):<10} {count / 2**20:>12,.1f} MiB")
+    print("\n".join(f"# {line}" for line in _plan(training, process)))
     return 0
 
 
@@ -94,7 +127,7 @@ def _report(training: TrainingRun, summary: dict[str, Any]) -> None:
     if training.run.json:
         print_json({"output": training.run.output, **summary})
     elif not summary["stopped"]:
-        print(f"heads saved to {training.run.output} (loss {summary['total']:.4f}, overlap {summary['overlap']:.3f})")
+        print(f"heads saved to {training.run.output} (loss {summary['total']:.4f}, {summary['outcome']})")
 
 
 def _on_cpu() -> bool:

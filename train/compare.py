@@ -233,8 +233,7 @@ def _train(options: CompareOptions, name: str) -> None:
     if (root / name / "model.safetensors").is_file():
         sys.stderr.write(f"{name}: already trained\n")
         return
-    resume = ["--resume"] if (root / name / "run.json").is_file() else []
-    _call(name, TRAIN, [f"--config={file}", f"--output={root / name}", *resume])
+    _call(name, TRAIN, [f"--config={file}", f"--output={root / name}", "--resume=auto"])
 
 
 def _make_rows(options: CompareOptions, name: str, given: Mapping[str, Any]) -> None:

@@ -109,6 +109,11 @@ def top_overlap(scores: Tensor, labels: Tensor, fraction: float = 0.1) -> Tensor
     return (marked[0] & marked[1]).sum(dim=-1).float().mean(dim=-1) / best
 
 
+def chance_overlap(tokens: int, fraction: float = 0.1) -> float:
+    """Return what scores drawn at random get from `top_overlap` on average, for a number of tokens."""
+    return max(1, int(fraction * tokens)) / tokens
+
+
 def _check_shapes(scores: Tensor, labels: Tensor) -> None:
     if scores.shape != labels.shape or scores.ndim not in (2, 3) or not scores.numel():
         raise ValueError(

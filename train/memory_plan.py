@@ -1,4 +1,4 @@
-"""What a training run will need, computed from the backbone's config alone."""
+"""What a training run will need, in bytes and operations, computed from the backbone's config alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ import torch
 from locret.backbone.adapters import Backbone, describe
 from locret.heads.config import HeadsConfig
 from locret.labels.labels import logit_bytes
+from locret.load_options import BackboneSource
+from locret.train.training_options import BackboneOptions
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def known_config(source: BackboneSource) -> Any:
+    """Return the default backbone's config as far as plans need it, so that nothing is fetched; None for others."""
+    if source.model != BackboneOptions.model or source.revision is not None:
+        return None
+    from transformers import Phi3Config
+
+    return Phi3Config(max_position_embeddings=131072, dtype=torch.bfloat16)  # the other numbers are its defaults
 
 
 def backbone_parameters(config: Any) -> int:
@@ -69,6 +82,62 @@ def memory_plan(
     if kept_features:
         plan["features"] = len(backbone.layers) * trained_tokens * backbone.feature_dim * dtype.itemsize
     return {**plan, "total": sum(plan.values())}
+
+
+def step_flops(config: Any, parameters: int, heads: int, tokens: int) -> int | None:
+    """Return the floating-point operations of one row: the backbone's forward pass, and the heads' two passes.
+
+    Labels and norms are left out, which are small beside them.
+
+    Args:
+        config: The backbone's config.
+        parameters: What `backbone_parameters` counted.
+        heads: Weights of the heads.
+        tokens: Tokens of the row.
+
+    Returns:
+        The operations; None for a mixture of experts, where they depend on the router.
+    """
+    backbone, text = describe(config), config.get_text_config()
+    if any(getattr(text, name, None) for name in _EXPERTS):
+        return None
+    embeddings = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
+    attention = 2 * backbone.num_layers * backbone.num_heads * backbone.head_dim * tokens  # causal: half of all pairs
+    return int(tokens * (2 * (parameters - embeddings) + attention + 4 * heads))
+
+
+def check_fits(plan: dict[str, int], device: torch.device, hidden_dim: int) -> None:
+    """Refuse a run whose weights alone are more than the device has; what rows take is only an estimate.
+
+    Raises:
+        ValueError: Naming what is too large.
+    """
+    memory = device_bytes(device)
+    training = plan["heads"] + plan["gradients"] + plan["optimizer"]
+    if plan["backbone"] > memory:
+        raise ValueError(
+            f"--model takes {gibibytes(plan['backbone'])} of weights, but {device} has {gibibytes(memory)}; choose a "
+            "smaller backbone or --dtype, or a larger device"
+        )
+    if plan["backbone"] + training > memory:
+        raise ValueError(
+            f"--hidden-dim {hidden_dim} makes heads that take {gibibytes(training)} with gradients and optimizer, "
+            f"besides {gibibytes(plan['backbone'])} of the backbone, but {device} has {gibibytes(memory)}; lower it"
+        )
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the memory of a device, used or not; on a CPU with its swap space."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    import psutil
+
+    return int(psutil.virtual_memory().total + psutil.swap_memory().total)
+
+
+def gibibytes(count: int) -> str:
+    """Return bytes as people read them."""
+    return f"{count / 2**30:,.2f} GiB"
 
 
 def _one_layer(

@@ -25,4 +25,4 @@ def head_optimizer(
     optimizer = torch.optim.AdamW(
         parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=fused
     )
-    return optimizer, get_linear_schedule_with_warmup(optimizer, o.warmup_steps, o.steps)
+    return optimizer, get_linear_schedule_with_warmup(optimizer, o.warmup, o.steps)

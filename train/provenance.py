@@ -55,7 +55,7 @@ def training_notes(
         "max_prompt_tokens": data.max_prompt_tokens,
         "steps": o.steps,
         "optimizer": f"AdamW, lr {o.lr}, betas {list(o.betas)}, weight decay {o.weight_decay}",
-        "schedule": f"linear warm-up over {o.warmup_steps} steps, linear decay to 0 at {o.steps}",
+        "schedule": f"linear warm-up over {o.warmup} steps, linear decay to 0 at {o.steps}",
         "clip": clip,
         "objective": objective,
         "states": "as the heads' own evictions leave them" if loss.evict_while_training else "nothing evicted",

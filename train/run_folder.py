@@ -1,7 +1,7 @@
 """The output folder of a training run: checked before any weights are loaded, filled only once training can begin.
 
 OUTPUT/  config.json, model.safetensors, README.md (the heads, at the end), run.json, log.jsonl, dropped_rows.json,
-         tensorboard/, checkpoint-<step>/
+         tensorboard/, wandb/, checkpoint-<step>/
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from locret.environment import versions
 from locret.files import PARTIAL, visible, write_text
+from locret.train.resumed import AUTO, NEWEST, RECORD
 
-RECORD, LOG, TENSORBOARD, CHECKPOINTS = "run.json", "log.jsonl", "tensorboard", "checkpoint-*"
+LOG, TENSORBOARD, CHECKPOINTS = "log.jsonl", "tensorboard", "checkpoint-*"
 DROPPED = "dropped_rows.json"
-_OURS = (RECORD, LOG, DROPPED, TENSORBOARD, CHECKPOINTS, "config.json", "model.safetensors", "README.md")
+_OURS = (RECORD, LOG, DROPPED, TENSORBOARD, "wandb", CHECKPOINTS, "config.json", "model.safetensors", "README.md")
 _PACKAGES = ("accelerate", "datasets", "peft", "safetensors")
 
 
-def check(output: str, *, resume: bool, overwrite: bool, needed_bytes: int = 0) -> Path:
+def check(output: str, *, resume: str | None, overwrite: bool, needed_bytes: int = 0) -> Path:
     """Return the folder, after making sure that a run may go there; writes nothing.
 
     Args:
         output: The folder, as typed.
-        resume: Whether an earlier run there is to be continued.
+        resume: What is to be continued, as `--resume` says; None for nothing.
         overwrite: Whether an earlier run there is to be deleted.
         needed_bytes: What the run will write.
 
@@ -51,6 +51,13 @@ def check(output: str, *, resume: bool, overwrite: bool, needed_bytes: int = 0) 
             f"--output {output} holds an earlier run; choose another folder, go on with --resume, "
             "or delete it with --overwrite"
         )
+    if resume == NEWEST and not content:
+        raise ValueError(
+            f"--output {output} holds no run that --resume could go on with; name the folder of one, or leave out "
+            "--resume (--resume auto does whichever is possible)"
+        )
+    if content and resume not in (None, NEWEST, AUTO) and not _is_or_holds(folder, Path(resume).expanduser()):
+        raise ValueError(f"--output {output} holds another run than --resume {resume}; choose another folder")
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(
@@ -63,6 +70,10 @@ def check(output: str, *, resume: bool, overwrite: bool, needed_bytes: int = 0) 
             "free; make room or choose another folder"
         )
     return folder
+
+
+def _is_or_holds(folder: Path, other: Path) -> bool:
+    return folder.resolve() in (other.resolve(), other.resolve().parent)
 
 
 def prepare(folder: Path, record: Mapping[str, Any], *, overwrite: bool) -> None:
@@ -87,15 +98,18 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
-def run_record(config: Mapping[str, Any], processes: int, device: str) -> dict[str, Any]:
+def run_record(config: Mapping[str, Any], chosen: set[str], processes: int, device: str) -> dict[str, Any]:
     """Return what is needed to repeat a run: command, resolved options, versions, commit and hardware."""
     from importlib.metadata import version
+
+    from locret.environment import versions  # imports torch
 
     found = versions()
     commit = found.pop("commit", None)
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "config": dict(config),
+        "chosen": sorted(chosen),
         "versions": {**found, **{package: version(package) for package in _PACKAGES}},
         "commit": commit,
         "processes": processes,

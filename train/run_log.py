@@ -1,14 +1,14 @@
-"""What a training run reports: log.jsonl, TensorBoard, and a progress bar or lines on standard error."""
+"""What a training run reports: log.jsonl, curves, and a progress bar or lines on standard error."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,23 +26,32 @@ class RunLog:
         steps: Steps in all.
         layers: Backbone layers that have a head, to name their curves.
         enabled: Whether this is the main process.
+        report_to: Names of what draws curves, see `RunOptions.trackers`.
 
     Raises:
+        ValueError: If the log of an earlier run is damaged.
         OSError: If the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, first_step: int, steps: int, layers: tuple[int, ...], enabled: bool) -> None:
-        self.steps, self.layers, self.enabled = steps, layers, enabled
+    def __init__(
+        self,
+        folder: Path,
+        first_step: int,
+        steps: int,
+        layers: tuple[int, ...],
+        enabled: bool,
+        report_to: Sequence[str] = ("tensorboard",),
+    ) -> None:
+        self.first_step, self.steps, self.layers, self.enabled = first_step, steps, layers, enabled
+        self.started = time.perf_counter()
         if not enabled:
             return
-        from torch.utils.tensorboard import SummaryWriter
-        from tqdm import tqdm
+        from tqdm.auto import tqdm
 
         file = folder / LOG
-        kept = _records_until(file, first_step) if first_step and file.exists() else []
-        file.write_text("".join(kept), encoding="utf-8")
+        file.write_text("".join(records_until(file, first_step)), encoding="utf-8")
         self._file = file.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=first_step + 1)
+        self._curves = [_CURVES[name](folder, first_step) for name in report_to]
         self._bar = tqdm(total=steps, initial=first_step, desc="training", unit="step", disable=None)
 
     def __enter__(self) -> RunLog:
@@ -53,7 +62,8 @@ class RunLog:
     ) -> None:
         if self.enabled:
             self._file.close()
-            self._board.close()
+            for curves in self._curves:
+                curves.close()
             self._bar.close()
 
     def advance(self, step: int) -> None:
@@ -65,24 +75,87 @@ class RunLog:
         """Write the mean losses, overlaps, learning rate and speed since the last record."""
         if not self.enabled:
             return
-        step = record["step"]
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        for name in ("total", *OBJECTIVES, "smoothness"):
-            if name not in record:
-                continue
-            self._board.add_scalar(f"loss/{name}", record[name], step)
-        self._board.add_scalar("overlap/mean", record["overlap"], step)
-        for layer, overlap in zip(self.layers, record["overlap_per_layer"], strict=True):
-            self._board.add_scalar(f"overlap/layer_{layer:02d}", overlap, step)
-        for name in ("learning_rate", "tokens_per_second", "memory_bytes"):
-            self._board.add_scalar(f"run/{name}", record[name], step)
-        shown = f"loss {record['total']:.4f}, overlap {record['overlap']:.3f}"
-        if self._bar.disable:
-            rate = f"lr {record['learning_rate']:.2e}, {record['tokens_per_second']:.0f} tokens/s"
-            sys.stderr.write(f"step {step}/{self.steps}: {shown}, {rate}\n")
-        else:
-            self._bar.set_postfix_str(shown)
+        values = self._named(record)
+        for curves in self._curves:
+            curves.write(values, record["step"])
+        self._show(record)
+
+    def _named(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Return a record's numbers under the names of their curves."""
+        values = {f"loss/{name}": record[name] for name in ("total", *OBJECTIVES, "smoothness") if name in record}
+        values |= {f"overlap/{new}": record[name] for name, new in _OVERLAPS.items() if name in record}
+        for layer, overlap in zip(self.layers, record.get("overlap_per_layer", ()), strict=False):
+            values[f"overlap/layer_{layer:02d}"] = overlap
+        evaluated = [f"eval_{name}" for name in ("total", *OBJECTIVES, "smoothness", "overlap")]
+        values |= {name.replace("_", "/", 1): record[name] for name in evaluated if name in record}
+        return values | {f"run/{name}": record[name] for name in _RUN if name in record}
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        parts = [f"loss {record['total']:.4f}, overlap {record['overlap']:.3f}"] if "total" in record else []
+        if "eval_overlap" in record:
+            parts.append(f"held-out overlap {record['eval_overlap']:.3f}")
+        if not self._bar.disable:
+            return self._bar.set_postfix_str(", ".join(parts))
+        if "total" in record:
+            parts.append(f"chance {record['chance_overlap']:.3f}, lr {record['learning_rate']:.2e}")
+            parts.append(f"{record['tokens_per_second']:.0f} tokens/s, {self._left(record['step'])} left")
+        sys.stderr.write(f"step {record['step']}/{self.steps}: {', '.join(parts)}\n")
+
+    def _left(self, step: int) -> str:
+        from tqdm import tqdm
+
+        done = step - self.first_step
+        return tqdm.format_interval((time.perf_counter() - self.started) / done * (self.steps - step)) if done else "?"
+
+
+_OVERLAPS = {"overlap": "mean", "chance_overlap": "chance"}
+_RUN = ("learning_rate", "gradient_norm", "clipped_share", "epoch", "tokens_per_second", "memory_bytes")
+
+
+class _Curves(Protocol):
+    def __init__(self, folder: Path, first_step: int) -> None: ...
+
+    def write(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=first_step + 1)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _WandB:
+    """Weights & Biases; what was interrupted and resumed are two runs of one group."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        import wandb
+
+        try:
+            self.run = wandb.init(dir=str(folder), group=folder.name, name=f"{folder.name}@{first_step}")
+        except wandb.errors.Error as error:
+            reason = " ".join(str(error).split())
+            raise OSError(f"--report-to wandb: {reason}; log in, set WANDB_MODE=offline, or drop it") from error
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+_CURVES: dict[str, type[_Curves]] = {"tensorboard": _TensorBoard, "wandb": _WandB}
 
 
 class Window:
@@ -95,13 +168,21 @@ class Window:
     def reset(self) -> None:
         """Begin anew."""
         self.sums: torch.Tensor | None = None
+        self.gradients = torch.zeros(3, device=self.device)
         self.rows = self.tokens = 0
+        self.chance = 0.0
         self.started = time.perf_counter()
 
-    def add(self, values: torch.Tensor, tokens: int) -> None:
-        """Add one row's values and tokens."""
+    def add(self, values: torch.Tensor, tokens: int, chance: float) -> None:
+        """Add one row's values, its tokens, and the overlap that chance would have on it."""
         self.sums = values if self.sums is None else self.sums + values
-        self.rows, self.tokens = self.rows + 1, self.tokens + tokens
+        self.rows, self.tokens, self.chance = self.rows + 1, self.tokens + tokens, self.chance + chance
+
+    def add_step(self, norm: torch.Tensor, clipped: torch.Tensor) -> None:
+        """Add a step's gradient norm and the share that is clipped, unless float16 overflowed and the step is none."""
+        finite = norm.isfinite()
+        zero = torch.zeros_like(norm)
+        self.gradients += torch.stack([norm.where(finite, zero), clipped.where(finite, zero), finite.float()])
 
     def seconds(self) -> float:
         """Return the time since the last record."""
@@ -115,6 +196,28 @@ def peak_memory(device: torch.device) -> int:
     return peak_resident_bytes()
 
 
-def _records_until(file: Path, step: int) -> list[str]:
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+def records_until(file: Path, step: int) -> list[str]:
+    """Return the lines of a log up to a step; none if it is not there. A line that was cut off is left out.
+
+    Raises:
+        ValueError: If a line is not a record.
+        OSError: If it cannot be read.
+    """
+    if not step or not file.exists():
+        return []
+    kept = []
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            logged = json.loads(line)["step"]
+            if isinstance(logged, bool) or not isinstance(logged, int):
+                raise TypeError(f"its step is {logged!r}")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            raise ValueError(
+                f"--resume: {file} line {number} is not a record of a training log ({reason}); mend or delete the file"
+            ) from None
+        if logged <= step:
+            kept.append(line.decode("utf-8"))
+    return kept

@@ -11,27 +11,29 @@ from __future__ import annotations
 import math
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
 from locret.train import checkpointing
+from locret.train.loss import chance_overlap
 from locret.train.optimizer import head_optimizer
 from locret.train.run_log import RunLog, Window, peak_memory
-from locret.train.step import train_step
+from locret.train.step import StepResult, train_step
 from locret.train.training_options import LossOptions, OptimizerOptions, RunOptions
+from locret.train.validation import eval_record
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from locret.data.training.stream import TrainingStream
+    from locret.data.training.stream import TrainingExample, TrainingStream
 
 
 @contextmanager
@@ -64,11 +66,13 @@ class Trainer:
         model: The backbone, frozen, in evaluation mode, on the accelerator's device.
         heads: The heads, on the same device.
         stream: This process's rows.
+        held_out: Rows to evaluate on, the same on every process; they are shared out.
         accelerator: Made with the mixed precision and gradient accumulation that the options say.
         loss: Labels and loss.
         optimizer: Optimizer and schedule.
         run: How often to save and to log; how rows are read where heads evict while they are trained.
         max_prompt_tokens: First prompt tokens to train on.
+        eval_every: Steps between two evaluations.
         folder: Output folder, which exists.
         config: The options that must not change when the run is resumed; stored with every checkpoint.
     """
@@ -80,19 +84,24 @@ class Trainer:
         stream: TrainingStream,
         accelerator: Accelerator,
         *,
+        held_out: Sequence[TrainingExample],
         loss: LossOptions,
         optimizer: OptimizerOptions,
         run: RunOptions,
         max_prompt_tokens: int,
+        eval_every: int,
         folder: Path,
         config: Mapping[str, Any],
     ) -> None:
         self.model, self.heads, self.stream, self.accelerator = model, heads, stream, accelerator
+        self.held_out, self.eval_every = held_out, eval_every
         self.loss, self.optimizer_options, self.run = loss, optimizer, run
         self.max_prompt_tokens, self.folder, self.config = max_prompt_tokens, folder, dict(config)
         self.step = self.rows = self.tokens = 0
         self.learning_rate = 0.0
         self.last_record: dict[str, Any] = {}
+        self.before: list[float] = []
+        """Overlap of each held-out row before the first step; without such rows, that of the first step."""
         adamw, self.scheduler = head_optimizer(heads, optimizer)
         self.optimizer = accelerator.prepare(adamw)
         self.window = Window(accelerator.device)
@@ -107,16 +116,28 @@ class Trainer:
         Raises:
             ValueError: If it was made with other options, rows or heads; the message says which differ.
         """
-        checkpointing.check_same(state["config"], self.config, path)
         self.stream.restore(state["stream"])
-        self.heads.load_state_dict(RetainingHeads.from_pretrained(path).state_dict())
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        if self.accelerator.scaler is not None and state["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        checkpointing.restore_random_state(state["random"])
-        self.step, self.rows, self.tokens = state["step"], state["rows"], state["tokens"]
-        self.last_record = state["record"]
+        saved = RetainingHeads.from_pretrained(path)
+        with checkpointing.intact(path, "model.safetensors"):
+            self.heads.load_state_dict(saved.state_dict())
+        with checkpointing.intact(path):
+            checkpointing.restore_optimizer(self.optimizer, state["optimizer"])
+            self.scheduler.load_state_dict(state["scheduler"])
+            if self.accelerator.scaler is not None and state["scaler"] is not None:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
+            checkpointing.restore_random_state(state["random"])
+            self.step, self.rows, self.tokens = (int(state[name]) for name in ("step", "rows", "tokens"))
+            self.last_record, self.before = dict(state["record"]), [float(value) for value in state["before"]]
+        self._follow_schedule()
+
+    def _follow_schedule(self) -> None:
+        """Set the learning rate of the step to come: with more steps than before, the schedule is another one."""
+        rates = [
+            base * at(self.step) for base, at in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.scheduler.last_epoch, self.scheduler._last_lr = self.step, rates
 
     def train(self) -> tuple[int, dict[str, Any]]:
         """Train to the last step, or until SIGINT or SIGTERM.
@@ -130,16 +151,25 @@ class Trainer:
         """
         steps, layers = self.optimizer_options.steps, self.heads.layers
         main = self.accelerator.is_main_process
-        with noted_signals() as received, RunLog(self.folder, self.step, steps, layers, main) as log:
+        log = RunLog(self.folder, self.step, steps, layers, main, self.run.trackers())
+        with noted_signals() as received, log:
+            if not self.step and self.held_out:
+                before = self._evaluate()
+                self.before = before["eval_overlap_per_row"]
+                log.write({"step": 0, **before})
             self.window.reset()
             while self.step < steps:
                 self._optimizer_step()
                 log.advance(self.step)
                 stopped = self._agree(received[0] if received else 0)
                 ends = bool(stopped) or self.step == steps
+                evaluates = bool(self.held_out) and (self.step % self.eval_every == 0 or self.step == steps)
                 saves = ends or self.step % self.run.save_every == 0
-                if saves or self.step % self.run.log_every == 0:
+                if saves or evaluates or self.step % self.run.log_every == 0:
                     self.last_record = {"step": self.step, **self._record()}
+                    if evaluates:
+                        self.last_record |= self._evaluate()
+                        self.window.reset()
                     log.write(self.last_record)
                 if saves:
                     self._save()
@@ -159,11 +189,20 @@ class Trainer:
         self.learning_rate = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.step += 1
+        if self.step == 1 and not self.held_out:
+            assert self.window.sums is not None
+            first = self.accelerator.reduce(self.window.sums[3:] / self.window.rows, reduction="mean")
+            self.before = [float(first.mean())]  # type: ignore[union-attr]
 
     def _row(self) -> None:
         example = next(self.stream)
+        result = self._read(example, self.accelerator.backward)
+        losses = torch.stack([result.total, result.fit, result.smoothness])
+        self.window.add(torch.cat([losses, result.overlap]), result.tokens, self._chance(example))
+
+    def _read(self, example: TrainingExample, backward: Callable[[Tensor], None]) -> StepResult:
         with self.accelerator.autocast():
-            result = train_step(
+            return train_step(
                 self.model,
                 self.heads,
                 example.prompt_ids,
@@ -172,21 +211,44 @@ class Trainer:
                 policy=self.run.policy if self.loss.evict_while_training else None,
                 max_prompt_tokens=self.max_prompt_tokens,
                 earlier_answers=example.earlier_answers,
-                backward=self.accelerator.backward,
+                backward=backward,
             )
-        losses = torch.stack([result.total, result.fit, result.smoothness])
-        self.window.add(torch.cat([losses, result.overlap]), result.tokens)
+
+    def _evaluate(self) -> dict[str, Any]:
+        """Return the losses and overlaps on the held-out rows; the heads stay as they are."""
+        values = torch.zeros(len(self.held_out), 4, device=self.accelerator.device)
+        for row in range(self.accelerator.process_index, len(self.held_out), self.accelerator.num_processes):
+            result = self._read(self.held_out[row], lambda _: None)
+            values[row] = torch.stack([result.total, result.fit, result.smoothness, result.overlap.mean()])
+        shared: Tensor = self.accelerator.reduce(values, reduction="sum")  # type: ignore[assignment]
+        return eval_record(shared.tolist(), self.loss.objective)
+
+    def _chance(self, example: TrainingExample) -> float:
+        return chance_overlap(min(example.prompt_ids.shape[-1], self.max_prompt_tokens))
+
+    def chance(self) -> float:
+        """Return the overlap of scores at random, on the held-out rows or else on those of the last record."""
+        if not self.held_out:
+            return float(self.last_record["chance_overlap"])
+        return sum(map(self._chance, self.held_out)) / len(self.held_out)
 
     def _average_and_clip(self) -> None:
         parameters = list(self.heads.parameters())
         if self.accelerator.num_processes > 1:
             for parameter in parameters:
                 parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
-        limit = self.optimizer_options.clip_limit
+        self.accelerator.unscale_gradients()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm, limit = nn.utils.get_total_norm(gradients), self.optimizer_options.clip_limit
+        clipped = torch.zeros_like(norm)
         if self.optimizer_options.clip == "value":
-            self.accelerator.clip_grad_value_(parameters, limit)
+            beyond = torch.stack([(gradient.abs() > limit).sum() for gradient in gradients]).sum()
+            clipped = beyond / sum(gradient.numel() for gradient in gradients)
+            nn.utils.clip_grad_value_(parameters, limit)
         elif self.optimizer_options.clip == "norm":
-            self.accelerator.clip_grad_norm_(parameters, limit)
+            clipped = (norm > limit).to(norm.dtype)
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        self.window.add_step(norm, clipped)
 
     def _agree(self, received: int) -> int:
         """Return a signal that any process has received: all must stop after the same step."""
@@ -199,7 +261,8 @@ class Trainer:
         """Return the window's means over all processes, and begin a new window."""
         window, processes = self.window, self.accelerator.num_processes
         assert window.sums is not None
-        values = torch.cat([window.sums / window.rows, window.sums.new_tensor([float(window.tokens)])])
+        own = window.sums.new_tensor([window.chance / window.rows, float(window.tokens)])
+        values = torch.cat([window.sums / window.rows, own])
         means = self.accelerator.reduce(values, reduction="mean").tolist()
         if not math.isfinite(means[0]):
             saved = [path.name for path in checkpointing.complete(self.folder)]
@@ -209,13 +272,18 @@ class Trainer:
             )
         tokens = round(means[-1] * processes)
         self.rows, self.tokens = self.rows + window.rows * processes, self.tokens + tokens
+        norms, clipped, steps = window.gradients.tolist()
         record = {
             "total": means[0],
             self.loss.objective: means[1],
             "smoothness": means[2],
-            "overlap": sum(means[3:-1]) / len(self.heads),
-            "overlap_per_layer": means[3:-1],
+            "overlap": sum(means[3:-2]) / len(self.heads),
+            "chance_overlap": means[-2],
+            "overlap_per_layer": means[3:-2],
             "learning_rate": self.learning_rate,
+            "gradient_norm": norms / max(steps, 1.0),
+            "clipped_share": clipped / max(steps, 1.0),
+            "epoch": self.stream.epochs,
             "tokens_per_second": tokens / window.seconds(),
             "memory_bytes": peak_memory(self.accelerator.device),
             "rows": self.rows,
@@ -236,6 +304,7 @@ class Trainer:
                 "rows": self.rows,
                 "tokens": self.tokens,
                 "record": self.last_record,
+                "before": self.before,
             }
             heads = self.heads
             checkpointing.save(

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from locret.cli import parse_options
 from locret.data.training.json_rows import MAX_ROW_BYTES
 from locret.data.training.row_order import SHUFFLE_BUFFER
-from locret.field_values import check_finite
+from locret.field_values import check_finite, checked
 from locret.labels import kinds
 from locret.load_options import BackboneSource
+from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import PolicyFlags, resolve
+from locret.train import resumed
+
+PAPER_STEPS, PAPER_WARMUP = 3000, 2000
+TRACKERS = ("tensorboard", "wandb", "none")
+_LARGEST = 2**63 - 1
+"""PyTorch holds numbers in eight bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneOptions(BackboneSource):
     """The frozen backbone, and the shape of the heads."""
 
+    model: str = "microsoft/Phi-3-mini-128k-instruct"
+    """Folder of the backbone, or its Hub id; the paper's by default (Locret, section 4.1)."""
     base_model: str | None = None
     """Hub id to record with the heads where --model is a local copy, so that they are loaded with no other backbone."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
@@ -39,7 +51,7 @@ class BackboneOptions(BackboneSource):
 class DataOptions:
     """The training rows."""
 
-    dataset: str
+    dataset: str = ""
     """LongAlpaca, LongAlpaca-16k, LongAlign or Anti-Haystack (Locret, section 4.1 and its ablation); a Hub id; or a
     JSON, JSONL or Parquet file in the LongAlpaca, ShareGPT, messages, Anti-Haystack or prompt/answer schema."""
     data_dir: str | None = None
@@ -95,6 +107,10 @@ class Loss:
     """Weight of the smoothness term, which is summed over layers (Locret, section 4.1; original)."""
 
     def __post_init__(self) -> None:
+        for name in ("include_last_prompt_token", "label_floor", "temperature", "alpha"):
+            checked(Loss, name, getattr(self, name))
+        if self.alpha < 0:
+            raise ValueError(f"alpha={self.alpha} is negative; use 0 to leave out the smoothness term")
         if self.objective not in OBJECTIVES:
             raise ValueError(f'objective="{self.objective}" is unknown; choose one of {", ".join(OBJECTIVES)}')
         if self.temperature <= 0:
@@ -138,12 +154,13 @@ class LossOptions(Loss):
 class OptimizerOptions:
     """AdamW and its schedule: a linear warm-up from 0, then a linear decay to 0 at the last step."""
 
-    steps: int = 3000
+    steps: int = PAPER_STEPS
     """Optimizer steps (Locret, section 4.1)."""
     lr: float = 5.0e-4
     """Learning rate at the end of the warm-up (Locret, section 4.1)."""
-    warmup_steps: int = 2000
-    """Steps of linear warm-up (Locret, section 4.1)."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; if none, 2,000 (Locret, section 4.1), and for fewer than the paper's 3,000 steps the
+    same share of them, two thirds."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's moments (original)."""
     eps: float = 1.0e-8
@@ -162,21 +179,56 @@ class OptimizerOptions:
     def __post_init__(self) -> None:
         check_finite(self)
         _check_positive(self, "steps", "lr", "clip_limit", "gradient_accumulation", "eps")
+        if abs(self.seed) > _LARGEST:
+            raise ValueError(f"--seed {self.seed} is out of range; use a number such as 0")
         for name in ("warmup_steps", "weight_decay"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{_flag(name)} {getattr(self, name)} is negative; it must be 0 or more")
+        if self.warmup_steps is not None and self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"--warmup-steps {self.warmup_steps} is not below --steps {self.steps}, so the learning rate would "
+                "never reach --lr; lower it, or leave it out"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"--betas {list(self.betas)}: a decay rate is outside 0 to 1; use such as [0.9, 0.95]")
+
+    @property
+    def warmup(self) -> int:
+        """Steps of warm-up: those given, or the paper's share of the steps."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return min(PAPER_WARMUP, self.steps * PAPER_WARMUP // PAPER_STEPS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationOptions:
+    """Rows that are never trained on, to see whether the heads learn anything."""
+
+    eval_rows: int | None = None
+    """Rows to hold out: the last ones of the seeded order, or the first ones of streamed rows; 0 for none. If none is
+    given, 8 where the steps do not reach them, so that nothing is lost for training."""
+    eval_every: int | None = None
+    """Steps between two evaluations; there is one before the first step and one after the last in any case. If none is
+    given, as many as cost about a tenth of the training."""
+
+    def __post_init__(self) -> None:
+        if self.eval_rows is not None and self.eval_rows < 0:
+            raise ValueError(f"--eval-rows {self.eval_rows} is negative; use 0 to hold out none")
+        _check_positive(self, "eval_every")
+        if self.eval_rows == 0 and self.eval_every is not None:
+            raise ValueError(f"--eval-every {self.eval_every} changes nothing with --eval-rows 0; drop one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Where results go, and how the run is watched, interrupted and resumed."""
 
-    output: str
-    """Folder for the heads, logs and checkpoints; new or empty unless --resume or --overwrite is given."""
-    resume: str | None = field(default=None, metadata={"bare": "auto"})
-    """Go on from a checkpoint: auto for the newest in the output folder, or a path to one."""
+    output: str | None = None
+    """Folder for the heads, logs and checkpoints; new or empty unless --resume or --overwrite is given. If none,
+    checkpoints/BACKBONE-DATASET-heads."""
+    resume: str | None = None
+    """Go on: from the newest checkpoint of a run's folder, whose options are taken over; of --output, if no folder is
+    given; from a certain checkpoint's folder; auto starts a new run where there is none to go on with."""
     overwrite: bool = False
     """Delete an earlier run in the output folder first."""
     save_every: int = 50
@@ -185,6 +237,8 @@ class RunOptions:
     """Newest checkpoints to keep."""
     log_every: int = 10
     """Steps between two lines of the log."""
+    report_to: str | list[str] = "tensorboard"
+    """Where curves go in addition to log.jsonl: tensorboard, wandb, both (tensorboard,wandb) or none."""
     policy: RetentionPolicy = field(default_factory=PolicyFlags)
     """Retention policy to recommend with the heads; none is recorded if left out. What it leaves out follows from its
     budget."""
@@ -199,27 +253,79 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         _check_positive(self, "save_every", "keep_checkpoints", "log_every")
+        if self.output is not None and not self.output.strip():
+            raise ValueError("--output is empty; give a folder")
+        self.trackers()
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; drop one of them")
         if type(self.policy) is not RetentionPolicy:
             # Flags, which the policy's own checks are for.
             object.__setattr__(self, "policy", resolve(vars(self.policy), {}))
 
+    def trackers(self) -> list[str]:
+        """Return where curves go; nowhere is an empty list.
 
-OPTION_CLASSES = (BackboneOptions, DataOptions, LossOptions, OptimizerOptions, RunOptions)
+        Raises:
+            ValueError: For one that is unknown or not installed.
+        """
+        given = self.report_to.split(",") if isinstance(self.report_to, str) else self.report_to
+        names = [name.strip() for name in given]
+        for name in names:
+            if name not in TRACKERS:
+                near = nearest(name, TRACKERS) or TRACKERS
+                raise ValueError(f"--report-to {name} is unknown; choose {' or '.join(near)}")
+        if "none" in names and len(names) > 1:
+            raise ValueError(f"--report-to {','.join(names)} contradicts itself; drop none or the others")
+        if "wandb" in names and find_spec("wandb") is None:
+            raise ValueError("--report-to wandb needs a package that is not installed; pip install wandb, or drop it")
+        return [] if names == ["none"] else list(dict.fromkeys(names))
+
+
+OPTION_CLASSES = (BackboneOptions, DataOptions, LossOptions, OptimizerOptions, ValidationOptions, RunOptions)
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
-    """Read the command line and its recipe; see `locret.cli.parse_options`.
+    """Read the command line, its recipe, and the options of the run that `--resume` names.
 
     Args:
         argv: Arguments; those of the process if None.
 
+    Returns:
+        An instance of each of `OPTION_CLASSES`, and the names of the options that the user set, now or in that run.
+
     Raises:
         SystemExit: With code 2 for an unknown flag, an unknown YAML key or a value of the wrong type.
         ValueError: For values that make no sense.
+        OSError: If the options of the run cannot be read.
     """
-    return parse_options("locret-train", "Fit retaining heads on a frozen backbone.", OPTION_CLASSES, argv)
+    arguments = resumed.with_bare_resume(list(sys.argv[1:] if argv is None else argv))
+    with resumed.recorded(arguments, OPTION_CLASSES) as (recipe, record):
+        options, chosen = parse_options(
+            "locret-train", "Fit retaining heads on a frozen backbone.", OPTION_CLASSES, [*recipe, *arguments]
+        )
+    backbone, data, run = options[0], options[1], options[-1]
+    if not data.dataset.strip():
+        raise ValueError("--dataset is missing; give LongAlpaca or another set (docs/training_data.md)")
+    if run.output is None:
+        earlier = resumed.run_of(run.resume, None)
+        options[-1] = replace(run, output=str(earlier or default_output(backbone.model, data.dataset)))
+    if record:
+        values = plain(options)
+        changed = {name for name in chosen if values[name] != record["config"].get(name)}
+        chosen = (changed - set(resumed.ONCE)) | set(record["chosen"])
+    return options, chosen
+
+
+def plain(options: Sequence[Any]) -> dict[str, Any]:
+    """Return all options by name, as plain types."""
+    values = {name: value for part in options for name, value in asdict(part).items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def default_output(model: str, dataset: str) -> str:
+    """Return the folder of a run that was given none: checkpoints/BACKBONE-DATASET-heads."""
+    named = Path(dataset).stem if Path(dataset).suffix in (".json", ".jsonl", ".parquet") else Path(dataset).name
+    return str(Path("checkpoints") / f"{Path(model).absolute().name}-{named or 'data'}-heads")
 
 
 def _check_positive(options: object, *names: str) -> None:
@@ -227,6 +333,8 @@ def _check_positive(options: object, *names: str) -> None:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise ValueError(f"{_flag(name)} {value} is too small; it must be more than 0")
+        if isinstance(value, int) and value > _LARGEST:
+            raise ValueError(f"{_flag(name)} {value} is too large; it must be below 2^63")
 
 
 def _flag(name: str) -> str:

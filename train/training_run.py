@@ -7,29 +7,44 @@ training can begin.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from locret.backbone.adapters import describe
+from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.heads.hub import no_token
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.policy.policy import RetentionPolicy
-from locret.train import checkpointing, run_folder
-from locret.train.memory_plan import backbone_parameters, checkpoint_bytes, memory_plan
+from locret.train import checkpointing, launch, run_folder
+from locret.train.memory_plan import (
+    backbone_parameters,
+    check_fits,
+    checkpoint_bytes,
+    known_config,
+    memory_plan,
+    step_flops,
+)
 from locret.train.provenance import label_notes, training_notes
+from locret.train.run_log import records_until
 from locret.train.training_options import (
     BackboneOptions,
     DataOptions,
     LossOptions,
     OptimizerOptions,
     RunOptions,
+    ValidationOptions,
+    plain,
 )
+from locret.train.validation import comparison, hold_out, steps_between
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
@@ -37,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
-_FREE = ("data_dir", "skip_bad_rows", "max_row_bytes", *RunOptions.__dataclass_fields__)
+_FREE = ("data_dir", "skip_bad_rows", "max_row_bytes", "eval_every", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
@@ -55,30 +70,48 @@ class TrainingRun:
         self.data: DataOptions = options[1]
         self.loss: LossOptions = options[2]
         self.optimizer: OptimizerOptions = options[3]
-        self.run: RunOptions = options[4]
-        self.options = {name: value for part in options for name, value in asdict(part).items()}
-        self.options["betas"] = list(self.optimizer.betas)
+        self.validation: ValidationOptions = options[4]
+        self.run: RunOptions = options[5]
+        self.options = plain(options)
+        self.folder = Path(str(self.run.output)).expanduser().absolute()
 
-    def check(self) -> None:
-        """Check all that needs no weights: options, output folder, backbone's architecture, data, checkpoint.
+    def check(self, device: torch.device) -> None:
+        """Check the backbone's architecture, the heads to begin with, and that all of it fits into memory.
+
+        For the default backbone nothing is fetched; of another one on the Hub, the config alone.
+
+        Args:
+            device: Where it is to be trained.
 
         Raises:
             ValueError: For what the user must change.
-            OSError: If the output folder cannot be written.
+            OSError: If the Hub refuses or cannot be reached.
         """
-        if self.optimizer.warmup_steps >= self.optimizer.steps:
-            logger.warning(
-                "--warmup-steps %d is not below --steps %d, so the learning rate never reaches --lr; lower it",
-                self.optimizer.warmup_steps,
-                self.optimizer.steps,
-            )
         if self.run.push_to_hub is not None:
             self._check_push(self.run.push_to_hub)
-        run = self.run
-        self.folder = run_folder.check(run.output, resume=run.resume is not None, overwrite=run.overwrite)
-        self.config = load_config(self.backbone)
+        self.config = known_config(self.backbone) or load_config(self.backbone)
         self.parameters = backbone_parameters(self.config)
-        self._check_initial_heads()
+        self.device, self.dtype = device, resolve_dtype(self.backbone.dtype, self.config, device)
+        self.precision = self.backbone.mixed_precision
+        if self.precision == "auto":
+            self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
+        launch.check_precision(self.precision)
+        if self.loss.evict_while_training and self.backbone.init_from is None:
+            logger.warning("--evict-while-training without --init-from: untrained heads evict by chance at first")
+        elif self.backbone.init_from is not None and os.path.isdir(self.backbone.init_from):
+            self._take_initial_heads(self.backbone.init_from)
+        check_fits(self.plan(), device, self.backbone.hidden_dim)
+
+    def fetch(self) -> None:
+        """Read what may have to be fetched and is small: the config of the backbone itself, and the initial heads.
+
+        Raises:
+            ValueError: For what the user must change.
+            OSError: If the Hub refuses or cannot be reached.
+        """
+        self.config = load_config(self.backbone)
+        if self.backbone.init_from is not None and not os.path.isdir(self.backbone.init_from):
+            self._take_initial_heads(self.backbone.init_from)
         if self.loss.evict_while_training and "policy" not in self.chosen:
             raise ValueError("--evict-while-training needs to know how to evict; add --policy.budget 256 and so on")
 
@@ -87,16 +120,12 @@ class TrainingRun:
 
         from locret.heads.push import PushOptions
 
-        PushOptions(heads=self.run.output, repo=repo, private=self.run.private)
+        PushOptions(heads=str(self.folder), repo=repo, private=self.run.private)
         if get_token() is None:
             raise no_token("push to", repo)
 
-    def _check_initial_heads(self) -> None:
-        if self.backbone.init_from is None:
-            if self.loss.evict_while_training:
-                logger.warning("--evict-while-training without --init-from: untrained heads evict by chance at first")
-            return
-        heads = RetainingHeads.from_pretrained(self.backbone.init_from)
+    def _take_initial_heads(self, name: str) -> None:
+        heads = RetainingHeads.from_pretrained(name)
         heads.check_matches(self.config)
         hidden_dim = heads.config.hidden_dim
         if "hidden_dim" in self.chosen and self.backbone.hidden_dim != hidden_dim:
@@ -146,31 +175,53 @@ class TrainingRun:
         self.stream.restore(beginning)
         if not data.skip_bad_rows and not data.streaming:
             self.stream.check_rows()
-        self.dtype = resolve_dtype(self.backbone.dtype, self.config, process.device)
-        self.precision = self.backbone.mixed_precision
-        if self.precision == "auto":
-            self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
+        self._hold_out(self.optimizer.gradient_accumulation * process.num_processes)
 
-    def plan(self) -> dict[str, int]:
-        """Return the memory plan, in bytes."""
+    def _hold_out(self, rows_per_step: int) -> None:
+        asked, steps = self.validation.eval_rows, self.optimizer.steps
+        self.held_out = hold_out(self.stream, asked, steps * rows_per_step)
+        found = len(self.held_out)
+        if asked and (found < asked or not self.stream.has_more()):
+            raise ValueError(
+                f"--eval-rows {asked} leaves nothing to train on: --dataset {self.data.dataset} has {found} rows that "
+                "can be read; lower it, or use --eval-rows 0"
+            )
+        if not found and asked is None:
+            logger.warning("no rows are left to hold out; --eval-rows N keeps N from being trained on, to evaluate on")
+        self.options["eval_rows"] = found
+        self.eval_every = steps_between(self.validation.eval_every, steps, rows_per_step, found)
+
+    def planned_tokens(self) -> int:
+        """Return the tokens of the row that is planned for: --max-tokens, or as many as are trained on."""
         context = describe(self.config).max_positions
         trained = min(self.data.max_prompt_tokens, context)
         read = 2 * trained if self.loss.label_source == "reconstruction" else trained
+        return min(self.data.max_tokens or read, context)
+
+    def plan(self) -> dict[str, int]:
+        """Return the memory plan, in bytes."""
         return memory_plan(
             self.config,
             self.parameters,
             hidden_dim=self.backbone.hidden_dim,
             dtype=self.dtype,
             autocast=self.precision != "no",
-            tokens=min(self.data.max_tokens or read, context),
-            trained_tokens=trained,
+            tokens=self.planned_tokens(),
+            trained_tokens=min(self.data.max_prompt_tokens, describe(self.config).max_positions),
             kept_features=self.loss.evict_while_training,
         )
 
     def resolved_options(self) -> dict[str, Any]:
         """Return all options, with what "auto" came to."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return {**self.options, "dtype": dtype, "mixed_precision": self.precision}
+        warmup = self.optimizer.warmup
+        return {**self.options, "dtype": dtype, "mixed_precision": self.precision, "warmup_steps": warmup}
+
+    def step_flops(self, processes: int) -> int | None:
+        """Return the operations of one optimizer step on rows of the length in the plan; None where they vary."""
+        heads = HeadsConfig.for_model(self.config, self.backbone.hidden_dim).num_weights
+        row = step_flops(self.config, self.parameters, heads, self.planned_tokens())
+        return row and row * self.optimizer.gradient_accumulation * processes
 
     def check_space(self) -> None:
         """Make sure that checkpoints fit on the disk.
@@ -178,8 +229,10 @@ class TrainingRun:
         Raises:
             OSError: If they do not.
         """
-        run, needed = self.run, checkpoint_bytes(self.plan(), self.run.keep_checkpoints)
-        run_folder.check(run.output, resume=run.resume is not None, overwrite=run.overwrite, needed_bytes=needed)
+        run = self.run
+        kept = min(run.keep_checkpoints, -(-self.optimizer.steps // run.save_every))
+        needed = checkpoint_bytes(self.plan(), kept)
+        run_folder.check(str(run.output), resume=run.resume, overwrite=run.overwrite, needed_bytes=needed)
 
     def fixed_options(self, processes: int) -> dict[str, Any]:
         """Return the options that a resumed run must share."""
@@ -196,11 +249,15 @@ class TrainingRun:
         state = None if checkpoint is None else checkpointing.read(checkpoint)
         fixed = self.fixed_options(accelerator.num_processes)
         if state is not None and checkpoint is not None:
-            checkpointing.check_same(state["config"], fixed, checkpoint)
+            with checkpointing.intact(checkpoint):
+                stored = {"eval_rows": 0, **state["config"]}
+            checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
+            records_until(self.folder / run_folder.LOG, state["step"])
         model = load_model(self.backbone, self.config, accelerator.device, self.dtype)
         heads = self._new_heads(model).to(accelerator.device)
         if accelerator.is_main_process:
-            record = run_folder.run_record(self.resolved_options(), accelerator.num_processes, str(accelerator.device))
+            options, processes = self.resolved_options(), accelerator.num_processes
+            record = run_folder.run_record(options, self.chosen, processes, str(accelerator.device))
             run_folder.prepare(self.folder, record, overwrite=self.run.overwrite)
         accelerator.wait_for_everyone()
         trainer = Trainer(
@@ -208,10 +265,12 @@ class TrainingRun:
             heads,
             self.stream,
             accelerator,
+            held_out=self.held_out,
             loss=self.loss,
             optimizer=self.optimizer,
             run=self.run,
             max_prompt_tokens=self.data.max_prompt_tokens,
+            eval_every=self.eval_every,
             folder=self.folder,
             config=fixed,
         )
@@ -225,6 +284,12 @@ class TrainingRun:
                 self._report_dropped()
         seconds = time.perf_counter() - started
         summary = {**record, "dropped_rows": self.stream.dropped, "seconds": seconds, "stopped": stopped or None}
+        if not stopped:
+            start = "untrained heads" if self.backbone.init_from is None else "the heads of --init-from"
+            words, warning = comparison(record, trainer.before, trainer.chance(), start)
+            summary |= {"overlap_before": mean(trainer.before), "chance_overlap": trainer.chance(), "outcome": words}
+            if warning and accelerator.is_main_process:
+                logger.warning(warning)
         if not stopped and accelerator.is_main_process:
             self._annotate(heads, model, summary).save_pretrained(self.folder)
         accelerator.wait_for_everyone()
@@ -232,7 +297,8 @@ class TrainingRun:
 
     def _report_dropped(self) -> None:
         report = self.stream.report
-        values = {"dataset": self.data.dataset, "rows": self.stream.size, **report.to_dict()}
+        held_out = len(self.held_out)
+        values = {"dataset": self.data.dataset, "rows": self.stream.size, "held_out": held_out, **report.to_dict()}
         run_folder.write_json(self.folder / run_folder.DROPPED, values)
         if report.counts:
             logger.warning("rows left out of %d read: %s (see %s)", report.read, report, run_folder.DROPPED)
@@ -249,6 +315,9 @@ class TrainingRun:
         final = {f"final_{name}": summary[name] for name in ("total", self.loss.objective, "smoothness", "overlap")}
         precision = f"backbone {str(self.dtype).removeprefix('torch.')}, autocast {self.precision}"
         facts = {"dataset_rows": self.stream.size, "rows": summary["rows"], "tokens": summary["tokens"], **final}
+        if self.held_out:
+            facts |= {"held_out_rows": len(self.held_out), "held_out_overlap": summary["eval_overlap"]}
+        facts |= {"overlap_before": summary["overlap_before"], "chance_overlap": summary["chance_overlap"]}
         if summary["dropped_rows"]:
             facts["dropped_rows"] = summary["dropped_rows"]
         # The heads still carry what they came with.

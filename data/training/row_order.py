@@ -50,6 +50,10 @@ class RowOrder(ABC):
         """Yield all rows as they stand in the data set."""
 
     @abstractmethod
+    def last_first(self) -> Iterator[Entry]:
+        """Yield the rows in the order in which they are set aside: those first that training meets last."""
+
+    @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return the settings that decide the order; plain JSON types."""
 
@@ -79,13 +83,15 @@ class Permuted(RowOrder):
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Entry]:
         """Yield the rows of an epoch, from its row `start` on."""
-        order = list(range(len(self._rows)))
-        _random(self._seed, number).shuffle(order)
-        return map(self._entry, order[start:])
+        return map(self._entry, self._order(number)[start:])
 
     def in_file_order(self) -> Iterator[Entry]:
         """Yield all rows as they stand in the data set."""
         return map(self._entry, range(len(self._rows)))
+
+    def last_first(self) -> Iterator[Entry]:
+        """Yield the rows of the first epoch from its last one on."""
+        return map(self._entry, reversed(self._order(0)))
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that decide the order."""
@@ -95,6 +101,11 @@ class Permuted(RowOrder):
         """Return the names of the columns."""
         listed = getattr(self._rows, "column_names", None)  # a table lists them; records in Python do not
         return super().columns() if listed is None else list(listed)
+
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self._rows)))
+        _random(self._seed, epoch).shuffle(order)
+        return order
 
     def _entry(self, index: int) -> Entry:
         if isinstance(self._rows, JsonRows):
@@ -122,6 +133,10 @@ class Buffered(RowOrder):
 
     def in_file_order(self) -> Iterator[Entry]:
         """Yield all rows as they stand in the data set."""
+        return self._rows.begin()
+
+    def last_first(self) -> Iterator[Entry]:
+        """Yield all rows as they stand in the data set: what comes last is not known."""
         return self._rows.begin()
 
     def identity(self) -> dict[str, Any]:

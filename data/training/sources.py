@@ -80,12 +80,8 @@ def load_rows(
             cannot be parsed.
         OSError: If the Hub cannot be reached, or a file cannot be read.
     """
-    if not dataset.strip():
-        raise ValueError(f"--dataset is empty; give {', '.join(ALIASES)}, a Hub id or a file")
-    if streaming and "[" in split:
-        raise ValueError(f"--split {split} selects rows, which --streaming cannot; drop one of them")
+    local = find_local(dataset, data_dir=data_dir, split=split, streaming=streaming)
     alias = _alias(dataset)
-    local = _local_path(dataset, alias, data_dir)
     if local is not None:
         if revision is not None:
             logger.warning("--dataset-revision %s is ignored: --dataset %s is read from %s", revision, dataset, local)
@@ -100,13 +96,19 @@ def load_rows(
     return rows
 
 
-def check_name(dataset: str, data_dir: str | None) -> None:
-    """Refuse a data set that is neither known, nor here, nor a name on the Hub, before anything is fetched.
+def find_local(
+    dataset: str, *, data_dir: str | None = None, split: str = "train", streaming: bool = False
+) -> Path | None:
+    """Return the local file or folder that `load_rows` will read, or None for the Hub; nothing is read or fetched.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: For a name that is unknown, a file that is missing, or rows that cannot be selected.
     """
-    _local_path(dataset, _alias(dataset), data_dir)
+    if not dataset.strip():
+        raise ValueError(f"--dataset is empty; give {', '.join(ALIASES)}, a Hub id or a file")
+    if streaming and "[" in split:
+        raise ValueError(f"--split {split} selects rows, which --streaming cannot; drop one of them")
+    return _local_path(dataset, _alias(dataset), data_dir)
 
 
 def _alias(dataset: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TrainingExample", "TrainingStream", "load_rows"]
+
+
+_PLACE = ("epoch", "cursor", "used_in_epoch")
 
 
 @dataclass(frozen=True)
@@ -101,12 +105,51 @@ class TrainingStream(Iterator[TrainingExample]):
         self._reconstruct, self._answers = reconstruct, answers
         self.schema = detect_schema(self._columns(), source)
         self.report = DropReport()
+        self._held_out: frozenset[int] = frozenset()
         self._go_to(epoch=0, cursor=0, used_in_epoch=0)
 
     @property
     def dropped(self) -> dict[str, int]:
         """Rows left out so far, by reason; each is counted once."""
         return dict(self.report.counts)
+
+    @property
+    def epochs(self) -> float:
+        """How often the rows have been read, in whole epochs where their number is not known."""
+        return self._epoch + (self._cursor / self.size if self.size else 0.0)
+
+    def hold_out(self, count: int, among: int | None = None) -> tuple[list[TrainingExample], int]:
+        """Set rows aside that are never given out from now on, see `RowOrder.last_first`.
+
+        Args:
+            count: How many; rows that cannot be trained on do not count.
+            among: Rows to look at; None for all.
+
+        Returns:
+            The rows that were found, which may be fewer, and how many were looked at.
+        """
+        found: list[TrainingExample] = []
+        looked = 0
+        for entry in islice(self._order.last_first() if count else (), among):
+            looked += 1
+            try:
+                found.append(self._tokenise(entry))
+            except (_FilteredError, BadRow):
+                continue
+            if len(found) == count:
+                break
+        self._held_out = frozenset(example.row for example in found)
+        return found, looked
+
+    def has_more(self) -> bool:
+        """Return whether there is a row to train on; the stream stays where it is."""
+        place = self.state()
+        try:
+            next(self)
+        except ValueError:
+            return False
+        self.restore(place)
+        return True
 
     def __next__(self) -> TrainingExample:
         """Give this process its next example; the others' are tokenised too, so all agree on which rows are bad."""
@@ -116,9 +159,7 @@ class TrainingStream(Iterator[TrainingExample]):
     def state(self) -> dict[str, Any]:
         """What `restore` needs to go on after the last example, the same on every process; plain JSON types."""
         return {
-            "epoch": self._epoch,
-            "cursor": self._cursor,
-            "used_in_epoch": self._used_in_epoch,
+            **dict(zip(_PLACE, (self._epoch, self._cursor, self._used_in_epoch), strict=True)),
             "report": self.report.to_dict(),
             **self._identity(),
         }
@@ -129,14 +170,23 @@ class TrainingStream(Iterator[TrainingExample]):
         Raises:
             ValueError: If the state is of other rows, another seed, template or length: the stream would differ.
         """
-        for name, ours in self._identity().items():
+        damage = "--resume: the checkpoint's place in the data is damaged"
+        if not isinstance(state, Mapping):
+            raise ValueError(f"{damage} (it is a {type(state).__name__}); resume from another checkpoint")
+        for name, ours in {"held_out": None, **self._identity()}.items():
             if state.get(name) != ours:
                 raise ValueError(
                     f"--resume: the checkpoint's stream was made with {name}={state.get(name)!r}, this run has "
                     f"{ours!r}; use the same setting, or start without --resume"
                 )
-        self.report = DropReport.from_dict(state["report"])
-        self._go_to(int(state["epoch"]), int(state["cursor"]), int(state["used_in_epoch"]))
+        try:
+            report, place = DropReport.from_dict(state["report"]), [state[name] for name in _PLACE]
+            if not all(type(number) is int and number >= 0 for number in place):
+                raise ValueError(f"{', '.join(_PLACE)} are {place}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{damage} ({error!r}); resume from another checkpoint") from None
+        self.report = report
+        self._go_to(*place)
 
     def check_rows(self) -> None:
         """Read every row without tokenising it, so that a bad one is refused before anything is written.
@@ -156,6 +206,7 @@ class TrainingStream(Iterator[TrainingExample]):
             "max_length": self._max_length,
             "min_tokens": self._min_tokens,
             "max_tokens": self._max_tokens,
+            **({"held_out": sorted(self._held_out)} if self._held_out else {}),
         }
 
     def _columns(self) -> list[str]:
@@ -175,6 +226,8 @@ class TrainingStream(Iterator[TrainingExample]):
                 self._start_epoch()
                 continue
             self._cursor += 1
+            if entry.number in self._held_out:
+                continue
             self.report.read += self._epoch == 0
             try:
                 example = self._tokenise(entry)

@@ -52,8 +52,6 @@ class Things:
     """Two numbers."""
     inner: dict[str, Any] = field(default_factory=dict)
     """Anything."""
-    resume: str | None = field(default=None, metadata={"bare": "auto"})
-    """A folder."""
     free: str = ""
     """May be empty."""
     policy: RetentionPolicy = field(default_factory=RetentionPolicy)
@@ -89,9 +87,6 @@ def parse(*arguments: str) -> tuple[Things, set[str]]:
         (("--betas", "[0.8, 0.9]"), {"betas": (0.8, 0.9)}),
         (("--inner.window", "32", "--inner.deep.er", "x"), {"inner": {"window": 32, "deep": {"er": "x"}}}),
         (("--inner", "{a: 1e-3, b: [1, 2]}"), {"inner": {"a": 1e-3, "b": [1, 2]}}),
-        (("--resume",), {"resume": "auto"}),
-        (("--resume", "--quiet"), {"resume": "auto", "quiet": True}),
-        (("--resume", "here"), {"resume": "here"}),
         (("--free", ""), {"free": ""}),
         (("--memory", "12:30"), {"memory": "12:30"}),
         (("--memory", "2026-01-01"), {"memory": "2026-01-01"}),

@@ -19,6 +19,7 @@ from locret.labels.labels import answer_labels
 from locret.load_options import BackboneSource
 from locret.loading import load_config, load_model
 from locret.train.command import command
+from locret.train.training_options import OptimizerOptions
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = [
@@ -155,7 +156,7 @@ def test_paper_recipes_change_nothing_of_the_papers_training() -> None:
         training = TrainingRun(*parse([f"--config={recipe}", "--output=somewhere"]))
         assert training.chosen == {"model", "dataset", "skip_bad_rows", "policy", "output"}
         o = training.optimizer
-        assert (o.steps, o.lr, o.betas, o.warmup_steps, o.clip, o.clip_limit) == (
+        assert (o.steps, o.lr, o.betas, o.warmup, o.clip, o.clip_limit) == (
             3000,
             5e-4,
             (0.9, 0.95),
@@ -246,11 +247,16 @@ def test_publishing_is_checked_before_training(
 # -- the rest --------------------------------------------------------------------------------------------------------
 
 
-def test_a_warm_up_that_never_ends_is_warned_about(
-    paths: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_warm_up_that_never_ends_is_refused_and_the_default_follows_the_steps(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(paths, tmp_path / "run", "--warmup-steps=2000", "--dry-run") == 0
-    assert "--warmup-steps 2000 is not below --steps 6, so the learning rate never reaches --lr" in caplog.text
+    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--warmup-steps=6", "--dry-run"))
+    assert (code, "--warmup-steps 6 is not below --steps 6, so the learning rate would never reach" in message) == (
+        2,
+        True,
+    )
+    for steps, warmup in [(1, 0), (40, 26), (3000, 2000), (9000, 2000)]:
+        assert OptimizerOptions(steps=steps).warmup == warmup
 
 
 def test_help_cites_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +264,7 @@ def test_help_cites_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
         command(["--help"])
     assert stop.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Steps of linear warm-up (Locret, section 4.1)." in text
+    assert "Steps of linear warm-up; if none, 2,000 (Locret, section 4.1)" in text
     assert "Retention policy to recommend with the heads" in text
 
 

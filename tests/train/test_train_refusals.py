@@ -44,7 +44,7 @@ BAD_OPTIONS = [
     (["--answers=all", "--label-source=reconstruction"], "--answers all changes nothing with --label-source"),
     (["--adapter=no/such/adapter"], "--adapter no/such/adapter cannot be put on --model"),
     (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
-    (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint"),
+    (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint or a run"),
 ]
 
 
@@ -182,7 +182,7 @@ def test_a_full_disk_is_found_before_the_model_is_loaded(
     monkeypatch.setattr("locret.train.run_folder.shutil.disk_usage", lambda path: usage)
     code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--hidden-dim=4096"))
     assert code == 1
-    assert "needs about 21 MiB" in message
+    assert "needs about 14 MiB" in message
     assert "has 1 MiB free; make room or choose another folder" in message
     assert not (tmp_path / "run").exists()
 
@@ -206,7 +206,7 @@ def test_a_folder_that_another_run_is_writing_is_refused(
 ) -> None:
     with locked(tmp_path / "run", "--output"):
         if more:
-            (tmp_path / "run" / "run.json").write_text("{}")
+            (tmp_path / "run" / "run.json").write_text('{"config": {}}')
         code, message = refused(capsys, train_arguments(paths, tmp_path / "run", *more))
         assert (code, f"is being written by process {os.getpid()} on" in message) == (2, True)
         assert visible(tmp_path / "run") == (["run.json"] if more else [])

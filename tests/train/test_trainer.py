@@ -112,6 +112,7 @@ def test_resume_takes_the_newest_checkpoint_and_drops_later_records(
     assert train(paths, broken_off, "--resume") == 0
     assert_same_weights(straight, broken_off)
     assert losses(broken_off) == losses(straight)
+    assert not list(broken_off.glob(".*"))
 
 
 def test_resuming_a_finished_run_only_saves_its_heads(paths: tuple[Path, Path], straight: Path, tmp_path: Path) -> None:
@@ -129,8 +130,8 @@ def test_resume_with_other_options_names_those_that_differ(
         train(paths, tmp_path / "run", f"--resume={checkpoint}", "--lr=1.0e-3", "--alpha=0.5")
     with pytest.raises(ValueError, match="--rows-per-step was 1 and is now 2"):
         train(paths, tmp_path / "run", f"--resume={checkpoint}", "--gradient-accumulation=2")
-    with pytest.raises(ValueError, match="is not a checkpoint \\(it has no state.pt\\); give a folder such as"):
-        train(paths, tmp_path / "run", f"--resume={straight}")
+    with pytest.raises(ValueError, match="is not a checkpoint or a run \\(it holds neither\\); give the folder that"):
+        train(paths, tmp_path / "run", f"--resume={straight / 'tensorboard'}")
     assert not (tmp_path / "run").exists()
 
 
@@ -265,7 +266,18 @@ def test_logs_hold_losses_overlaps_speed_and_memory(straight: Path) -> None:
     assert record["memory_bytes"] > 10**8
     assert record["overlap"] == pytest.approx(sum(record["overlap_per_layer"]) / 2)
     board = EventAccumulator(str(straight / "tensorboard")).Reload()
-    names = {"loss/total", "loss/regression", "loss/smoothness", "overlap/mean", "overlap/layer_00", "overlap/layer_01"}
+    assert record["gradient_norm"] > 0
+    assert 0 <= record["clipped_share"] < 1
+    assert record["epoch"] == 1
+    names = {"overlap/chance", "run/gradient_norm", "run/clipped_share", "run/epoch"}
+    names |= {
+        "loss/total",
+        "loss/regression",
+        "loss/smoothness",
+        "overlap/mean",
+        "overlap/layer_00",
+        "overlap/layer_01",
+    }
     assert names | {"run/learning_rate", "run/tokens_per_second", "run/memory_bytes"} == set(board.Tags()["scalars"])
     shown = [(event.step, event.value) for event in board.Scalars("loss/total")]
     assert shown == [(r["step"], pytest.approx(r["total"])) for r in records(straight)]

@@ -110,8 +110,9 @@ def loss_of(kind: str = "logit", floor: float | None = None, **more: Any) -> Los
 
 def train_arguments(paths: tuple[Path, Path], output: Path, *more: str) -> list[str]:
     """The command line of six short steps on the backbone and rows at `paths`; `more` comes last and wins."""
-    small = ["--steps=6", "--warmup-steps=2", "--hidden-dim=8", "--log-every=1"]
-    return [f"--model={paths[0]}", f"--dataset={paths[1]}", f"--output={output}", *small, *more]
+    small = ["--steps=6", "--hidden-dim=8", "--log-every=1"]
+    warmup = [] if any(given.startswith("--steps") for given in more) else ["--warmup-steps=2"]
+    return [f"--model={paths[0]}", f"--dataset={paths[1]}", f"--output={output}", *small, *warmup, *more]
 
 
 def train(paths: tuple[Path, Path], output: Path, *more: str) -> int:

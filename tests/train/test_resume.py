@@ -1,0 +1,234 @@
+"""`--resume`: from the run's folder alone, towards more steps, and refusals: nothing there, other runs, damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_cases import refused, train, train_arguments, write_rows
+
+from locret import RetainingHeads
+from locret.train import checkpointing
+from locret.train.command import command
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file of 24 rows, enough to hold some out."""
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.json", rows=24)
+
+
+@pytest.fixture(scope="module")
+def straight(paths: tuple[Path, Path], rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return six steps with options of their own, validation included, and checkpoints after three and six."""
+    output = tmp_path_factory.mktemp("straight") / "run"
+    options = ["--lr=1.0e-3", "--save-every=3", "--eval-every=2", "--policy.budget=64", "--policy.stabilizers=8"]
+    assert train((paths[0], rows), output, *options) == 0
+    return output
+
+
+def again(arguments: list[str]) -> int:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return command(arguments)
+
+
+def broken_off(straight: Path, folder: Path) -> Path:
+    """Return a copy that ended after the checkpoint of step three."""
+    shutil.copytree(straight, folder)
+    shutil.rmtree(folder / "checkpoint-6")
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    timed = ("tokens_per_second", "memory_bytes")
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in record.items() if name not in timed} for record in records]
+
+
+def assert_same_heads(one: Path, other: Path) -> None:
+    ours, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+
+
+@pytest.mark.parametrize("form", ["--resume RUN", "--output RUN --resume", "--resume CHECKPOINT", "--resume=RUN --lr"])
+def test_a_run_is_resumed_from_its_folder_alone(straight: Path, tmp_path: Path, form: str) -> None:
+    """Options, log (evaluations included) and heads are those of the run that was never interrupted."""
+    run = broken_off(straight, tmp_path / "run")
+    given = form.replace("RUN", str(run)).replace("CHECKPOINT", str(run / "checkpoint-3")).replace("--lr", "--lr=1e-3")
+    assert again(given.split()) == 0
+    assert_same_heads(straight, run)
+    assert log(run) == log(straight)
+    before, after = (json.loads((folder / "run.json").read_text()) for folder in (straight, run))
+    ours = {name: value for name, value in after["config"].items() if name not in ("output", "resume")}
+    assert ours == {name: before["config"][name] for name in ours}
+    assert after["chosen"] == before["chosen"]
+    policies = [RetainingHeads.from_pretrained(folder).config.policy for folder in (straight, run)]
+    assert policies[0] == policies[1] is not None
+
+
+def test_a_run_goes_on_towards_more_steps_on_the_schedule_of_all_of_them(
+    paths: tuple[Path, Path], rows: Path, straight: Path, tmp_path: Path
+) -> None:
+    longer = shutil.copytree(straight, tmp_path / "run")
+    assert again([f"--resume={longer}", "--steps=9"]) == 0
+    rates = {record["step"]: record["learning_rate"] for record in log(longer) if record["step"]}
+    assert list(rates) == list(range(1, 10))
+    schedule = {step: 1e-3 * (9 - (step - 1)) / (9 - 2) for step in (7, 8, 9)}  # the rate of step s is that of s - 1
+    assert {step: rates[step] for step in schedule} == pytest.approx(schedule)
+    assert [path.name for path in checkpointing.complete(longer)] == ["checkpoint-6", "checkpoint-9"]
+    assert json.loads((longer / "run.json").read_text())["config"]["steps"] == 9
+
+
+def test_other_options_than_the_runs_are_refused(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = broken_off(straight, tmp_path / "run")
+    for more, expected in [
+        (["--steps=5"], "--steps was 6 and is now 5; use the options of that run"),
+        (["--lr=0.5"], "--lr was 0.001 and is now 0.5; use the options of that run"),
+        (["--eval-rows=2"], "--eval-rows was 8 and is now 2; use the options of that run"),
+        (["--overwrite"], "--resume and --overwrite contradict each other"),
+    ]:
+        code, message = refused(capsys, [f"--resume={run}", *more])
+        assert (code, expected in message) == (2, True), message
+
+
+def test_resume_where_there_is_nothing_is_refused_and_auto_starts(
+    paths: tuple[Path, Path], straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "empty").mkdir()
+    for folder in (run, tmp_path / "empty"):
+        code, message = refused(capsys, train_arguments(paths, folder, "--resume"))
+        assert (code, f"--output {folder} holds no run that --resume could go on with; name" in message) == (2, True)
+    code, message = refused(capsys, [f"--resume={tmp_path / 'empty'}"])
+    assert (code, "is not a checkpoint or a run (it holds neither); give the folder that" in message) == (2, True)
+    assert not run.exists()
+    assert train(paths, run, "--resume=auto", "--steps=2") == 0
+    for checkpoint in checkpointing.complete(run):
+        shutil.rmtree(checkpoint)
+    code, message = refused(capsys, [f"--resume={run}"])
+    assert (code, "holds none such as checkpoint-50; start anew with --overwrite" in message) == (2, True)
+
+
+def test_runs_are_not_mixed(
+    paths: tuple[Path, Path], straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(paths, tmp_path / "other", "--steps=1") == 0
+    kept = log(tmp_path / "other")
+    code, message = refused(capsys, [f"--resume={straight}", f"--output={tmp_path / 'other'}"])
+    assert (code, f"holds another run than --resume {straight}; choose another folder" in message) == (2, True)
+    assert log(tmp_path / "other") == kept
+    code, message = refused(capsys, [f"--resume={straight / 'checkpoint-3'}"])
+    assert (code, "holds later checkpoints (checkpoint-6); give another --output, or delete them" in message) == (
+        2,
+        True,
+    )
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+def changed(path: Path, **values: Any) -> None:
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, **values}, path)
+
+
+def moments(path: Path, change: Any) -> None:
+    state = torch.load(path, weights_only=True)
+    first = state["optimizer"]["state"][0]
+    first["exp_avg"] = change(first["exp_avg"])
+    torch.save(state, path)
+
+
+DAMAGE = {
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:1000]),
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("hello"),
+    "a pickle": lambda path: path.write_bytes(b"\x80\x04\x95\x0f\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x94."),
+    "a list": lambda path: torch.save([1, 2], path),
+    "no step": lambda path: torch.save({"random": {}}, path),
+    "negative step": lambda path: changed(path, step=-1),
+    "step as text": lambda path: changed(path, step="3"),
+    "no options": lambda path: changed(path, config=None),
+    "no optimizer": lambda path: changed(path, optimizer={}),
+    "other moments": lambda path: moments(path, lambda values: values[:1]),
+    "moments not finite": lambda path: moments(path, lambda values: values * float("nan")),
+    "no schedule": lambda path: changed(path, scheduler=7),
+    "no random state": lambda path: changed(path, random={"python": 1}),
+    "place negative": lambda path: changed(
+        path, stream={**torch.load(path, weights_only=True)["stream"], "cursor": -1}
+    ),
+    "no place": lambda path: changed(path, stream=[]),
+    "rows as text": lambda path: changed(path, rows="many"),
+    "no record": lambda path: changed(path, record=None),
+    "before as text": lambda path: changed(path, before=["a"]),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_one_sentence_and_changes_nothing(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    run = broken_off(straight, tmp_path / "run")
+    DAMAGE[kind](run / "checkpoint-3" / "state.pt")
+    before = (run / "log.jsonl").read_bytes()
+    code, message = refused(capsys, [f"--resume={run}"])
+    assert (code, "damaged" in message and "resume from another checkpoint" in message) == (2, True), message
+    assert (run / "log.jsonl").read_bytes() == before
+
+
+LOGS = {
+    "no object": (b"[1]\n", "line 1 is not a record"),
+    "no step": (b'{"total": 1}\n', "line 1 is not a record of a training log (no 'step')"),
+    "step as text": (b'{"step": "1"}\n', "its step is '1'"),
+    "not JSON": (b'{"step": 1}\nhello\n', "line 2 is not a record"),
+    "not UTF-8": (b"\xff\xfe\n", "line 1 is not a record"),
+    "deep": (b"[" * 100_000 + b"\n", "line 1 is not a record"),
+}
+
+
+@pytest.mark.parametrize("kind", LOGS)
+def test_an_odd_log_is_one_sentence(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    run = broken_off(straight, tmp_path / "run")
+    content, expected = LOGS[kind]
+    (run / "log.jsonl").write_bytes(content)
+    code, message = refused(capsys, [f"--resume={run}"])
+    assert (code, expected in message, "mend or delete the file" in message) == (2, True, True), message
+    assert (run / "log.jsonl").read_bytes() == content
+
+
+RECORDS = {
+    "empty": ("", "run.json is damaged"),
+    "not JSON": ("{", "run.json is damaged"),
+    "a list": ("[]", "run.json is damaged (it holds no options)"),
+    "no options": ("{}", "run.json is damaged (it holds no options)"),
+    "unknown option": ('{"config": {"stepz": 1}}', "has an unknown option 'stepz' (did you mean steps?)"),
+    "chosen": ('{"config": {}, "chosen": [1]}', "run.json is damaged (it holds no options)"),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_damaged_record_is_one_sentence_with_a_way_out_that_works(
+    paths: tuple[Path, Path], rows: Path, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    run = broken_off(straight, tmp_path / "run")
+    content, expected = RECORDS[kind]
+    (run / "run.json").write_text(content)
+    code, message = refused(capsys, [f"--resume={run}"])
+    assert (code, expected in message) == (2, True), message
+    assert message.endswith(f"give all options of that run with --output {run} --resume auto")
+    options = ["--lr=1.0e-3", "--save-every=3", "--eval-every=2", "--resume=auto"]
+    assert train((paths[0], rows), run, *options) == 0
+    assert_same_heads(straight, run)

@@ -1,0 +1,130 @@
+"""What `--resume` goes on with: the folder of a run, and the options that it was started with. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from locret.nearest import nearest
+
+RECORD = "run.json"
+STATE = "state.pt"
+NEWEST, AUTO = "newest", "auto"
+"""What a bare `--resume` means: the newest checkpoint of --output. `auto`: the same, or a new run if there is none."""
+_RESUME, _OUTPUT = ("resume", "resume_from_checkpoint"), ("output", "output_dir")
+ONCE = ("resume", "overwrite", "output", "dry_run", "json")
+"""Options of one call of the command, which the next one does not inherit."""
+
+
+def with_bare_resume(arguments: Sequence[str]) -> list[str]:
+    """Let `--resume` stand alone for the newest checkpoint of --output."""
+    return [
+        f"{argument}={NEWEST}"
+        if _name(argument) in _RESUME
+        and "=" not in argument
+        and (index + 1 == len(arguments) or arguments[index + 1].startswith("--"))
+        else argument
+        for index, argument in enumerate(arguments)
+    ]
+
+
+def run_of(resume: str | None, output: str | None) -> Path | None:
+    """Return the folder of the run whose options are taken over; None where they are all given anew.
+
+    Raises:
+        ValueError: If `--resume` names something that is neither a run nor a checkpoint.
+    """
+    if resume in (None, AUTO):
+        return None
+    if resume == NEWEST:
+        folder = None if output is None else Path(output).expanduser()
+        return folder if folder is not None and (folder / RECORD).is_file() else None
+    path = Path(resume).expanduser()
+    if (path / RECORD).is_file():
+        return path
+    if (path / STATE).is_file():
+        return path.parent if (path.parent / RECORD).is_file() else None
+    why = "it holds neither" if path.is_dir() else "there is no such folder"
+    raise ValueError(
+        f"--resume {resume} is not a checkpoint or a run ({why}); give the folder that holds {RECORD}, or one of its "
+        "checkpoint-N"
+    )
+
+
+@contextmanager
+def recorded(arguments: Sequence[str], option_classes: Sequence[type]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Read the options of the run that `--resume` names, as arguments that those given may follow and override.
+
+    Yields:
+        The arguments, and what `run.json` holds; both empty if there is no such run.
+
+    Raises:
+        ValueError: If there is nothing to resume there, or its record is damaged.
+        OSError: If it cannot be read.
+    """
+    folder = run_of(_value(arguments, _RESUME), _value(arguments, _OUTPUT))
+    if folder is None:
+        yield [], {}
+        return
+    import yaml
+
+    record = read_record(folder, {field.name for cls in option_classes for field in fields(cls)})
+    with tempfile.TemporaryDirectory() as place:
+        recipe = Path(place) / "run.yaml"
+        recipe.write_text(yaml.safe_dump(record["config"]), encoding="utf-8")
+        yield [f"--config={recipe}"], record
+
+
+def read_record(folder: Path, known: set[str]) -> dict[str, Any]:
+    """Return what `run.json` holds, with the options under `config` and the names of those chosen under `chosen`.
+
+    Args:
+        folder: The run's.
+        known: The options there are.
+
+    Raises:
+        ValueError: If it is damaged, or of a version with other options.
+        OSError: If it cannot be read.
+    """
+    way_out = f"give all options of that run with --output {folder} --resume auto"
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OSError(f"--resume {folder}: {RECORD} cannot be read ({error.strerror}); check its permissions") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--resume {folder}: {RECORD} is damaged ({_first_line(error)}); {way_out}") from None
+    config = record.get("config") if isinstance(record, Mapping) else None
+    chosen = record.get("chosen", []) if isinstance(record, Mapping) else []
+    if not isinstance(config, Mapping) or not isinstance(chosen, list) or not all(isinstance(n, str) for n in chosen):
+        raise ValueError(f"--resume {folder}: {RECORD} is damaged (it holds no options); {way_out}")
+    for name in config:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"--resume {folder}: {RECORD} has an unknown option {name!r}{hint}; {way_out}")
+    # Before there was validation, no rows were held out.
+    options = {"eval_rows": 0, **{name: value for name, value in config.items() if name not in ONCE}}
+    return {"config": options, "chosen": chosen}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _name(argument: str) -> str | None:
+    return argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else None
+
+
+def _value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the last value that an option was given on the command line."""
+    found = None
+    for index, argument in enumerate(arguments):
+        if _name(argument) in names:
+            _, equals, value = argument.partition("=")
+            found = value if equals else arguments[index + 1] if index + 1 < len(arguments) else None
+    return found
