@@ -158,7 +158,7 @@ def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
     from transformers.utils import logging
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        sys.stderr.write(f"{prog}: warning: {message}\n")
+        sys.stderr.write(f"{prog}: warning: {_one_line(message)}\n")
 
     if quiet or not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -493,8 +493,12 @@ def _stdout_is_gone(error: OSError) -> bool:
     return True
 
 
+def _one_line(message: object) -> str:
+    return " ".join(part.strip() for part in str(message).splitlines() if part.strip())
+
+
 def _complain(prog: str, error: object, code: int) -> int:
-    line = re.sub(r"\s*[\r\n]+\s*", " ", str(error)).strip() or type(error).__name__
+    line = _one_line(error) or type(error).__name__
     if len(line) > _LONGEST_MESSAGE:
         line = line[: _LONGEST_MESSAGE // 2] + " ... " + line[-_LONGEST_MESSAGE // 2 :]
     if sys.stderr is not None:
