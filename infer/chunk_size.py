@@ -93,13 +93,27 @@ def free_bytes(device: torch.device) -> int | None:
     return available if left is None else min(available, left)
 
 
+def total_bytes(device: torch.device) -> int:
+    """Return the bytes that a device has, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    limit = _group_bytes("memory.max")
+    return psutil.virtual_memory().total if limit is None else min(psutil.virtual_memory().total, limit)
+
+
 def _left_in_group() -> int | None:
     """Return what a container's limit leaves; None without one."""
+    most, held = _group_bytes("memory.max"), _group_bytes("memory.current")
+    return None if most is None or held is None else max(0, most - held)
+
+
+def _group_bytes(name: str) -> int | None:
     try:
-        most, held = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        return int((_GROUP / name).read_text())
     except (OSError, ValueError):  # "max" is neither a number nor a limit
         return None
-    return max(0, most - held)
 
 
 def weight_bytes(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> int:

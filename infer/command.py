@@ -79,7 +79,7 @@ def _execute(options: Options) -> None:
     device = loading.resolve_device(options.model.device)
     scorer, recommended = loading.load_scorer(options.scorer)
     draft = sizing.draft_policy(options.policy, options.chosen, recommended)
-    counted = sizing.must_count(options.policy, draft)
+    counted = sizing.must_count(options.policy, draft) or (not dry_run and options.generation.num_beams > 1)
     if dry_run and counted:
         pieces = _document(options.prompt)
     config = loading.load_config(options.model)
@@ -97,6 +97,7 @@ def _execute(options: Options) -> None:
         trust_remote_code=options.model.trust_remote_code,
     )
     policy, chunk_choice = sizing.final_policy(options.policy, options.chosen, recommended, run_of)
+    sizing.check_fits(run_of, policy)
     if policy.when == "prompt_end":
         warnings.warn(
             f"--when prompt_end keeps every unit until the prompt has been read, so memory grows with it (here "

@@ -49,7 +49,8 @@ class PolicyOptions(PolicyFlags):
     chunk_size: int | Literal["auto"] | None = None  # type: ignore[assignment]
     """Prompt tokens per forward pass (the paper's B); auto: as many as help and fit into the memory that is free."""
     kv_memory: str | None = None
-    """Instead of --budget: bytes that the whole cache may take, such as 2GiB; the largest budget that fits is used."""
+    """Instead of --budget: bytes that the whole cache may take, such as 2GiB, or auto for what is free next to the
+    weights; the largest budget that fits is used, with auto at most that of the prompt, which is then counted first."""
     budget_share: float | None = None
     """Instead of --budget: share of the prompt's tokens, such as 0.1; the prompt is tokenised as a whole first."""
     exclusive: ClassVar = (("budget", "kv_memory", "budget_share"),)
@@ -101,6 +102,8 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         check_finite(self)
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"--seed {self.seed} is not a number of 64 bits; give a smaller one")
         for name in ("max_new_tokens", "num_beams"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give 1 or more")

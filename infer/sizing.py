@@ -33,7 +33,7 @@ def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dic
     if len(given) > 1:
         first, second = (f"--{name.replace('_', '-')} {getattr(flags, name)}" for name in given[:2])
         raise ValueError(f"{first} and {second} exclude each other; drop one of them")
-    if flags.kv_memory is not None:
+    if flags.kv_memory not in (None, AUTO):
         _memory(flags)
     if flags.budget_share is not None:
         _share(flags, 1)
@@ -55,7 +55,8 @@ def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dic
 
 def must_count(flags: PolicyOptions, draft: RetentionPolicy) -> bool:
     """Return whether the prompt must be tokenised as a whole before it is read, because the plan depends on it."""
-    return flags.budget_share is not None or draft.needs_length or draft.when == "prompt_end"
+    by_length = flags.budget_share is not None or flags.kv_memory == AUTO
+    return by_length or draft.needs_length or draft.when == "prompt_end"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,11 @@ class PlannedRun:
         working = chunk_size.working_bytes(self.config, self.scorer, self.dtype, tokens)
         return chunk_size.head_bytes(self.scorer, self.dtype) + self.cache_bytes(policy) + working
 
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the backbone's weights."""
+        return chunk_size.weight_bytes(self.config, self.dtype, trust_remote_code=self.trust_remote_code)
+
     def least_chunk(self, policy: RetentionPolicy) -> int:
         """Return the smallest chunk that the scorer and the policy can work with."""
         least = self._rates.lookback if policy.when == "prompt_end" else 1
@@ -107,7 +113,7 @@ class PlannedRun:
         Raises:
             ValueError: If none does.
         """
-        weights = chunk_size.weight_bytes(self.config, self.dtype, trust_remote_code=self.trust_remote_code)
+        weights = self.weight_bytes
         return chunk_size.choose(
             policy_of,
             lambda policy: weights + self.bytes_beside_weights(policy),
@@ -129,9 +135,11 @@ def final_policy(
         run: What the policy is for.
 
     Raises:
-        ValueError: If `--kv-memory` is too small for any budget, or nothing is free for the smallest chunk.
+        ValueError: If `--kv-memory` is too small for any budget, or nothing is free for the smallest budget or chunk.
     """
-    if flags.budget_share is None and flags.kv_memory is not None:
+    if flags.kv_memory == AUTO:
+        return _within_free_memory(flags, chosen, recommended, run), None
+    if flags.kv_memory is not None:
         return _within_memory(flags, chosen, recommended, run), None
     budget = None
     if flags.budget_share is not None:
@@ -154,7 +162,7 @@ def _within_memory(
         return run.cache_bytes(resolve_options(flags, chosen, recommended, budget))
 
     memory = _memory(flags)
-    least = flags.stabilizers + 1 if "stabilizers" in chosen else 1
+    least = _least_budget(flags, chosen)
     budget = largest_budget(planned, memory, least, memory if run.prompt_tokens is None else run.prompt_tokens)
     if budget is None:
         policy = resolve_options(flags, chosen, recommended, least)
@@ -163,6 +171,59 @@ def _within_memory(
             f"{run.new_tokens} even a budget of {least} takes {planned(least):,} bytes; give more, or lower those"
         )
     return resolve_options(flags, chosen, recommended, budget)
+
+
+def _within_free_memory(
+    flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
+) -> RetentionPolicy:
+    assert run.prompt_tokens is not None
+    weights, free = run.weight_bytes, chunk_size.free_bytes(run.device)
+
+    def planned(budget: int) -> int:
+        return weights + run.bytes_beside_weights(resolve_options(flags, chosen, recommended, budget))
+
+    least = _least_budget(flags, chosen)
+    most = max(least, run.prompt_tokens)
+    within = most if free is None else int(chunk_size.SHARE * free)
+    budget = most if free is None else largest_budget(planned, within, least, most)
+    if budget is None:
+        raise ValueError(
+            f"--kv-memory {AUTO} finds nothing free: weights, a chunk and a budget of {least} take {planned(least):,} "
+            f"bytes, but only {free:,} are free on {run.device}; take a smaller --dtype or --chunk-size, or free memory"
+        )
+    return resolve_options(flags, chosen, recommended, budget)
+
+
+def _least_budget(flags: PolicyOptions, chosen: Collection[str]) -> int:
+    return flags.stabilizers + 1 if "stabilizers" in chosen and flags.stabilizers is not None else 1
+
+
+def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
+    """Refuse what the device could not hold with nothing else on it; of a prompt of unknown length, one token.
+
+    Raises:
+        ValueError: Naming the option that asks for too much, and what would fit.
+    """
+    run = replace(run, prompt_tokens=run.prompt_tokens or 1)
+    has = chunk_size.total_bytes(run.device)
+    if run.cache_bytes(policy) <= has // 2:  # weights that take the other half are refused where they are loaded
+        return
+    has -= run.weight_bytes
+    if (needed := run.cache_bytes(policy)) <= has:
+        return
+    options = {"--num-beams": "num_beams", "--max-new-tokens": "new_tokens"}
+    for flag, name in options.items():
+        one, given = replace(run, **{name: 1}), getattr(run, name)
+        most = largest_budget(lambda n: replace(run, **{name: n}).cache_bytes(policy), has, 1, given)  # noqa: B023
+        if one.cache_bytes(policy) < needed and most is not None:
+            raise ValueError(
+                f"{flag} {given} needs a cache of {needed:,} bytes, but {run.device} has room for {max(0, has):,} next "
+                f"to the weights; give at most {most}"
+            )
+    raise ValueError(
+        f"--max-new-tokens {run.new_tokens}, --num-beams {run.num_beams} and --budget {policy.budget} together need a "
+        f"cache of {needed:,} bytes, but {run.device} has room for {max(0, has):,} next to the weights; lower them"
+    )
 
 
 def steps(config: Any, scorer: RetainingHeads | Scorer, policy: RetentionPolicy, tokens: int | None) -> list[Any]:

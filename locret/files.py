@@ -146,7 +146,7 @@ def _reason(error: Exception) -> str:
 
 
 @contextmanager
-def locked(folder: str | Path, setting: str) -> Iterator[None]:
+def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[None]:
     """Hold a folder against other commands until the block, or this process, ends, however it ends.
 
     The folder is made if need be, and removed again if it stays empty. What a killed process was about to write in it
@@ -155,6 +155,7 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
     Args:
         folder: The folder.
         setting: How the user named it, for messages.
+        name: File in it that is the lock, where not all of the folder is held.
 
     Raises:
         ValueError: If another process holds it, or it is a file.
@@ -166,12 +167,12 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
     if path.exists() and not path.is_dir():
         raise ValueError(f"{setting} is a file; choose a folder")
     made = [parent for parent in (path, *path.parents) if not parent.exists()]
-    lock = FileLock(path / LOCK)
+    lock = FileLock(path / name)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
-        holder = _holder(path / LOCK)
+        holder = _holder(path / name)
         raise ValueError(
             f"{setting} is being written by {holder}; wait until it ends, or choose another folder"
         ) from None
@@ -185,13 +186,13 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
 
     def let_go() -> None:
         with suppress(OSError):
-            (path / LOCK).unlink()  # before it is let go: whoever locks then finds that its file is gone
+            (path / name).unlink()  # before it is let go: whoever locks then finds that its file is gone
         lock.release()
         _remove_empty(made)
 
     try:
         with suppress(OSError):  # only for the message above
-            (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+            (path / name).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         for partial in path.glob(PARTIAL):
             shutil.rmtree(partial, ignore_errors=True)
         with interrupts.undone(let_go):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,6 +16,8 @@ from locret.policy.budget import parse_bytes
 
 Numbers = int | str | list[int | str]
 Names = str | list[str]
+MOST_PASSES = 2**18
+"""Forward passes that are planned one by one; more take days."""
 _THOUSANDS = {"": 1, "K": 1024, "M": 1024**2}
 
 
@@ -72,10 +76,12 @@ class BenchOptions:
     exclusive: ClassVar = (("shape", "model"),)
 
     def __post_init__(self) -> None:
-        for name, least in (("new_tokens", 1), ("repeats", 1), ("threads", 1), ("hidden_dim", 1)):
+        for name, most in (("new_tokens", MOST_PASSES), ("repeats", None), ("threads", 4096), ("hidden_dim", 2**20)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give {least} or more")
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")
+            if value is not None and most is not None and value > most:
+                raise ValueError(f"--{name.replace('_', '-')} {value} is too large; give at most {most}")
         if not 0 < self.peer_timeout < 1e9:
             raise ValueError(f"--peer-timeout {self.peer_timeout:g} is not a time to wait; give seconds above 0")
         if self.dtype not in DTYPES:
@@ -146,6 +152,8 @@ class BenchOutput:
 
     output: str | None = None
     """Write the record as BASE.json, BASE.md and, where matplotlib is installed, the roofline BASE.png."""
+    overwrite: bool = False
+    """Replace the files of an earlier record of that name."""
     json: bool = False
     """Print the record as one JSON object instead of tables."""
     dry_run: bool = False
@@ -157,7 +165,7 @@ class BenchOutput:
         """Return the files of a record by kind, after making sure that they can be written; none without --output.
 
         Raises:
-            ValueError: If BASE is a folder, or its folder does not exist.
+            ValueError: If BASE is a folder, its folder does not exist, or there is a record of that name.
             OSError: If its folder cannot be written.
         """
         if self.output is None:
@@ -170,7 +178,29 @@ class BenchOutput:
         if not os.access(base.parent, os.W_OK):
             raise OSError(f"--output {self.output}: {base.parent} cannot be written; choose another folder")
         # Not with_suffix: a dot in BASE, as in llama-3.1-8b, is part of the name.
-        return {kind: base.with_name(f"{base.name}.{kind}") for kind in ("json", "md", "png")}
+        files = {kind: base.with_name(f"{base.name}.{kind}") for kind in ("json", "md", "png")}
+        there = [file for file in files.values() if file.exists()]
+        if there and not (self.overwrite or self.dry_run):
+            raise ValueError(f"--output {self.output}: there is {there[0]}; choose another name, or give --overwrite")
+        return files
+
+    @contextmanager
+    def held(self) -> Iterator[dict[str, Path]]:
+        """Give the files of `paths`, which no other command writes until the block ends.
+
+        Raises:
+            ValueError: As `paths`, or if another process holds them.
+            OSError: As `paths`.
+        """
+        from locret.files import locked
+
+        paths = self.paths()
+        if not paths or self.dry_run:
+            yield paths
+            return
+        base = paths["json"].with_suffix("")
+        with locked(base.parent, f"--output {self.output}", name=f".{base.name}.lock"):
+            yield self.paths()
 
 
 OPTION_CLASSES = (BenchOptions, BenchOutput)

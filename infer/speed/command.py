@@ -44,11 +44,18 @@ def command(argv: Sequence[str] | None = None) -> int:
 def _execute(options: BenchOptions, output: BenchOutput, chosen: set[str], line: str) -> None:
     from locret.infer.speed.resolve import make_plan
 
-    paths = output.paths()
-    plan = make_plan(options, chosen)
-    if output.dry_run:
-        _print_plan(plan, output)
-        return
+    with output.held() as paths:
+        plan = make_plan(options, chosen)
+        if output.dry_run:
+            _print_plan(plan, output)
+        elif not chosen:
+            _propose(plan)
+        else:
+            _measure(options, output, plan, line, paths)
+
+
+def _measure(options: BenchOptions, output: BenchOutput, plan: BenchPlan, line: str, paths: Mapping[str, Path]) -> None:
+    """Measure a plan; print and write the record."""
     from locret.infer.speed import report
     from locret.infer.speed.measure import measure
     from locret.infer.speed.record import make_record
@@ -66,6 +73,30 @@ def _execute(options: BenchOptions, output: BenchOutput, chosen: set[str], line:
         print(page, end="")
     if paths:
         _write(record, page, paths)
+
+
+def _propose(plan: BenchPlan) -> None:
+    """Print what would be measured without any option, and how long it takes.
+
+    Raises:
+        ValueError: Always: a measurement of minutes is to be asked for.
+    """
+    from locret.infer.speed.estimate import estimated_seconds, spoken
+    from locret.infer.speed.machine import MachineRates, measure_rates
+    from locret.infer.speed.measure import settings
+    from locret.infer.speed.plan import plan_lines
+    from locret.infer.speed.report import numbers
+
+    assert plan.device is not None
+    with settings(plan):  # the best of three, for others may be at work
+        found = [measure_rates(plan.device, plan.dtype) for _ in range(3)]
+    rates = MachineRates(max(one.flops_per_second for one in found), max(one.bytes_per_second for one in found))
+    print("\n".join([f"Shape {plan.shape}. {numbers(plan.resolved())}", "", *plan_lines(plan.rows())]))
+    took = spoken(estimated_seconds(plan, rates))
+    raise ValueError(
+        f"nothing has been measured yet: this would take about {took} here (estimated from the rates of one matrix "
+        f"product and one copy); give --shape {plan.shape} to measure it, --lengths 2K for less, or --help"
+    )
 
 
 def _compare(plan: BenchPlan, pythons: Mapping[str, str]) -> dict[str, Any] | None:
@@ -117,7 +148,7 @@ def _line(arguments: Sequence[str]) -> str:
             skip = False
         elif name in _OWN_PATHS:
             skip = "=" not in argument
-        else:
+        elif name != "--overwrite":
             kept.append(argument)
     return shlex.join(["locret-bench", *kept])
 

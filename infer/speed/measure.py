@@ -52,7 +52,7 @@ def measure(plan: BenchPlan) -> Measurements:
     """
     device = plan.device
     assert device is not None
-    with _settings(plan):
+    with settings(plan):
         try:
             setup = make_setup(plan)
         except torch.OutOfMemoryError as error:
@@ -133,7 +133,7 @@ def _free() -> None:
 
 
 @contextmanager
-def _settings(plan: BenchPlan) -> Iterator[None]:
+def settings(plan: BenchPlan) -> Iterator[None]:
     """Take the plan's threads and its cap on memory, for as long as it is measured."""
     threads, device = torch.get_num_threads(), plan.device
     assert device is not None

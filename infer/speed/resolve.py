@@ -17,7 +17,7 @@ from locret.infer import chunk_size
 from locret.infer.infer_options import ModelOptions
 from locret.infer.sizing import AUTO, PlannedRun
 from locret.infer.speed import methods
-from locret.infer.speed.bench_options import BenchOptions
+from locret.infer.speed.bench_options import MOST_PASSES, BenchOptions
 from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
@@ -209,10 +209,12 @@ def _check(plan: BenchPlan) -> None:
         loading.check_matches(scorer, loading.load_scorer(scorer)[0], plan.config)
     if plan.compile:
         _check_compiled(plan)
+    for length in plan.lengths:
+        _check_length(plan, length)
     for method in plan.methods:
         for length in plan.lengths:
-            method.reading(plan.sizes, plan.policy, length)
             _check_memory(plan, method, length)
+            method.reading(plan.sizes, plan.policy, length)
 
 
 def _check_compiled(plan: BenchPlan) -> None:
@@ -234,6 +236,20 @@ def _check_compiled(plan: BenchPlan) -> None:
         warnings.warn("--compile does not reach --vs: every side there runs as written", stacklevel=2)
 
 
+def _check_length(plan: BenchPlan, length: int) -> None:
+    size = plan.policy.chunk_size
+    if length > size * MOST_PASSES:
+        raise ValueError(
+            f"--lengths {length} is read in {-(-length // size):,} chunks of {size}, but at most {MOST_PASSES:,} are "
+            f"measured; give at most {size * MOST_PASSES}, or raise --chunk-size"
+        )
+    if 8 * length > (has := psutil.virtual_memory().total):
+        raise ValueError(
+            f"--lengths {length}: the ids alone take {8 * length:,} bytes, but this machine has {has:,}; give at most "
+            f"{has // 8}"
+        )
+
+
 def _check_memory(plan: BenchPlan, method: methods.BenchMethod, length: int) -> None:
     # A GPU says that it is out of memory; a system that is kills the process.
     if plan.device is None or plan.device.type != "cpu":
@@ -242,5 +258,6 @@ def _check_memory(plan: BenchPlan, method: methods.BenchMethod, length: int) -> 
     if (needed := planned.weights + planned.cache) > has:
         raise ValueError(
             f"--methods {method.name} at {length:,} tokens needs {needed / 2**30:,.1f} GiB of weights and cache, but "
-            f"this machine has {has / 2**30:,.1f}; leave it out, or take a smaller --shape or --lengths"
+            f"this machine has {has / 2**30:,.1f}; leave it out, or lower --lengths, --budget, "
+            "--chunk-size, --local-len or --new-tokens"
         )

@@ -68,6 +68,7 @@ def draw(record: Mapping[str, Any], path: str | Path) -> None:
         axes.plot([], [], linestyle="none", marker=MARKERS[place % len(MARKERS)], color=INK, label=f"{length:,} tokens")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.set_ylim(top=1.6 * top)  # room for the line's name
     axes.set_xlabel("operations per byte (counted)")
     axes.set_ylabel("operations per second (p50)")
     axes.set_title(f"{record['config']['shape'] or record['config']['model']}: filled reads, hollow generates")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from locret import plugins
 from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.rotary import Rotary, RotationCheck
 from locret.cache.layer import RetentionLayer
@@ -23,6 +24,7 @@ from locret.cache.ragged import RaggedStore
 from locret.cache.sliding import SlidingLayer
 from locret.cache.store import DenseStore, Store, Workspace
 from locret.heads.heads import RetainingHeads
+from locret.nearest import nearest
 from locret.policy.budget import cache_bytes
 from locret.policy.policy import RetentionPolicy
 from locret.policy.selectors import OverHeads, PerHead, Selector
@@ -37,6 +39,33 @@ STORES: dict[str, type[Store]] = {store.name: store for store in (DenseStore, Ra
 """Every way of holding units. To add one: a file next to `ragged.py`, and its class here."""
 _PER_ROW = {"pad": "pad", "_shift": "shift", "last_tokens": "last_tokens", "_context": "newest_hidden"}
 """Tensors with a row per row of the batch: names in a file, and here."""
+
+
+def find_store(store: type[Store] | str) -> type[Store]:
+    """Return a class of stores, by itself or by name; see `RetentionCache`.
+
+    Raises:
+        ValueError: If it cannot be loaded, or is not a store.
+    """
+    found: Any = store
+    if isinstance(store, str):
+        announced = plugins.announced(plugins.STORES)
+        if store in STORES:
+            return STORES[store]
+        if store in announced:
+            found = plugins.load_announced(announced[store], "store")
+        elif plugins.is_reference(store):
+            found = plugins.load(store, "store")
+        else:
+            near = nearest(store, [*STORES, *announced]) or list(STORES)
+            raise ValueError(f'store "{store}" is unknown; did you mean {" or ".join(near)}?')
+    if not (isinstance(found, type) and issubclass(found, Store)):
+        raise ValueError(f'store "{store}" is no subclass of locret.cache.store.Store; derive it from that')
+    if missing := sorted(found.__abstractmethods__) + [one for one in ("name", "holds") if not hasattr(found, one)]:
+        raise ValueError(f'store "{store}" does not define {", ".join(missing)}; see locret/cache/store.py')
+    if found.holds not in STORES:
+        raise ValueError(f'store "{store}" holds "{found.holds}" units; choose one of {", ".join(STORES)}')
+    return found
 
 
 @dataclass(frozen=True)
@@ -63,9 +92,12 @@ class RetentionCache(Cache):
         model: The backbone the cache is for.
         scorer: Retaining heads, a scorer object, or the name of a training-free scorer.
         policy: How many units stay; if None, what the heads recommend, else the defaults.
+        store: What holds the units, a class derived from `locret.cache.store.Store`, `package.module:Class`,
+            `file.py:Class` or a name announced in the group `locret.stores`; if None, ours. Planned bytes are ours too.
 
     Raises:
-        ValueError: If the model has no keys and values to evict, or scorer and model do not match.
+        ValueError: If the model has no keys and values to evict, scorer and model do not match, or the store cannot
+            hold what the policy selects.
 
     Examples:
         >>> cache = RetentionCache(model, scorer="snapkv", policy=policy)
@@ -77,7 +109,12 @@ class RetentionCache(Cache):
     """
 
     def __init__(
-        self, model: nn.Module, scorer: RetainingHeads | Scorer | str, policy: RetentionPolicy | None = None
+        self,
+        model: nn.Module,
+        scorer: RetainingHeads | Scorer | str,
+        policy: RetentionPolicy | None = None,
+        *,
+        store: type[Store] | str | None = None,
     ) -> None:
         backbone = describe(model)
         if isinstance(scorer, str):
@@ -88,6 +125,7 @@ class RetentionCache(Cache):
             scorer = RetainingHeadScorer(heads=scorer)
         self.model, self.backbone, self.scorer = model, backbone, scorer
         self.policy = policy or RetentionPolicy()
+        self._store = None if store is None else find_store(store)
         self.prepared = scorer.prepare(model)
         """What the scorer needs of this backbone."""
         if not backbone.layers:
@@ -126,7 +164,13 @@ class RetentionCache(Cache):
         selector: Selector = PerHead()
         if self.policy.head_budgets == "adaptive":
             selector = OverHeads(self.policy.head_floor, self.scorer.relative(self.prepared))
-        store = STORES[selector.store](self._rotary, self._workspace, self.scorer.columns)
+        kind = self._store or STORES[selector.store]
+        if kind.holds != selector.store:
+            raise ValueError(
+                f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{self.policy.head_budgets}" selects '
+                f'"{selector.store}" ones; change head_budgets, or take another store'
+            )
+        store = kind(self._rotary, self._workspace, self.scorer.columns)
         return RetentionLayer(store, selector, self.policy.positions == "compact")
 
     @property
@@ -308,7 +352,7 @@ class RetentionCache(Cache):
 
     def fresh(self) -> RetentionCache:
         """Return an empty cache for the same model, scorer and policy."""
-        return RetentionCache(self.model, self.scorer, self.policy)
+        return RetentionCache(self.model, self.scorer, self.policy, store=self._store)
 
     @torch.inference_mode(False)
     def copy(self) -> Self:

@@ -31,7 +31,7 @@ class RaggedStore(Store):
     `starts[b, k]` on, ascending by position.
     """
 
-    name = "ragged"
+    name = holds = "ragged"
 
     def __init__(self, rotary: Rotary, workspace: Workspace, columns: Mapping[str, torch.dtype] | None = None) -> None:
         super().__init__(rotary, workspace, columns)

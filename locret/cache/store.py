@@ -87,6 +87,8 @@ class Store(ABC):
     """
 
     name: ClassVar[str]
+    holds: ClassVar[str]
+    """Name of our store whose units this one can hold: "dense", as many in all heads, or "ragged"."""
     row_start: Tensor | None = None
     """(B,) first filled slot of each row, where rows differ; None if all slots are filled."""
 
@@ -286,7 +288,7 @@ class Slots(NamedTuple):
 class DenseStore(Store):
     """As many units in all heads: buffers (B, K, capacity, D) or (B, K, capacity), the first `fill` slots in use."""
 
-    name = "dense"
+    name = holds = "dense"
 
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
         batch, heads, _, dim = keys.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
         raise ValueError(f"{text} is not an amount of memory; write it like 2GiB, 800MB or 1048576")
-    count = int(float(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].upper()])
+    count = int(Fraction(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].upper()])
     if count < 1:
         raise ValueError(f"{text} is less than one byte; give at least 1 byte")
     return count

@@ -13,10 +13,12 @@ import torch
 import yaml
 
 from locret import RetentionCache, RetentionPolicy, prefill, scorers
-from locret.infer.speed import methods
-from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions
+from locret.infer.speed import machine, methods
+from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
 from locret.infer.speed.command import command
 from locret.infer.speed.cost import sizes_of
+from locret.infer.speed.estimate import estimated_seconds, spoken
+from locret.infer.speed.machine import MachineRates
 from locret.infer.speed.resolve import make_plan
 from locret.infer.speed.shapes import CPU_512, PRESETS, SHAPES, random_model
 
@@ -149,6 +151,19 @@ def test_without_a_gpu_its_rows_are_planned_but_have_no_device(arguments: dict[s
         ({"lengths": "8k,many"}, "--lengths 8k,many is not a list of prompt lengths; write it like 8192"),
         ({"lengths": "0"}, "--lengths 0 is not a list of prompt lengths"),
         ({"repeats": 0}, "--repeats 0 is too small; give 1 or more"),
+        ({"new_tokens": 10**12}, "--new-tokens 1000000000000 is too large; give at most 262144"),
+        ({"threads": 10**12}, "--threads 1000000000000 is too large; give at most 4096"),
+        ({"hidden_dim": 10**11}, "--hidden-dim 100000000000 is too large; give at most 1048576"),
+        (
+            {"lengths": "9" * 30},
+            "--lengths 9{30} is read in .* chunks of 32, but at most 262,144 are measured; give\\b",
+        ),
+        (
+            {"lengths": "1K,10000000000"},
+            "--lengths 10000000000 is read in 312,500,000 chunks of 32, but at most 262,144",
+        ),
+        ({"lengths": 10**12, "chunk_size": 10**12}, "--lengths 1000000000000: the ids alone take 8,000,000,000,000"),
+        ({"budget": 10**15}, "--methods floor at 300 tokens needs .* or lower --lengths, --budget, \\-\\-chunk-size"),
         ({"new_tokens": 0}, "--new-tokens 0 is too small; give 1 or more"),
         ({"budget": 0}, "budget=0 is too small; it must be 1 or more"),
         ({"stabilizers": 64}, "stabilizers=64 leaves no room for scored units in budget=64"),
@@ -204,3 +219,49 @@ def test_a_bad_output_is_refused_before_anything_is_planned(tmp_path: Path) -> N
     ):
         with pytest.raises(ValueError, match=message):
             command(["--shape", "nowhere", "--output", str(name)])
+
+
+@pytest.mark.parametrize("lengths", ["1", "10"])
+def test_a_prompt_of_a_few_tokens_can_be_measured(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = ["--shape", "tiny", "--repeats", "1", "--new-tokens", "2", "--threads", "1", "--json"]
+    assert command([*numbers, "--methods", "full,floor,locret", "--lengths", lengths]) == 0
+    assert [row["error"] for row in json.loads(capsys.readouterr().out)["results"]] == [None] * 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the plan is the CPU's")
+def test_without_options_the_plan_and_its_time_are_shown_and_nothing_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "measure_rates", lambda *_: MachineRates(50e9, 20e9))
+    with pytest.raises(ValueError, match="nothing has been measured yet: this would take about 50 minutes here .*"):
+        command([])
+    out = capsys.readouterr().out
+    assert "Shape cpu-512. Budget 1,024, chunks of 512" in out
+    assert out.count("| locret |") == 2
+
+
+def test_the_estimate_follows_the_rounds_and_the_machine() -> None:
+    plan = plan_of(methods="locret", repeats=1)
+    once = estimated_seconds(plan, MachineRates(1e9, 1e9))
+    assert once > 0
+    assert estimated_seconds(plan, MachineRates(2e9, 2e9)) == pytest.approx(once / 2)
+    assert estimated_seconds(plan_of(methods="locret", repeats=4), MachineRates(1e9, 1e9)) == pytest.approx(2 * once)
+    assert [spoken(seconds) for seconds in (0.1, 89, 200, 7000)] == ["1 seconds", "89 seconds", "3 minutes", "2 hours"]
+
+
+def test_an_earlier_record_stays_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
+    base = str(tmp_path / "llama-3.1")
+    (tmp_path / "llama-3.1.md").write_text("earlier")
+    with pytest.raises(
+        ValueError, match=r"--output .*: there is .*llama-3.1.md; choose another name, or give --overwr"
+    ):
+        command(["--shape", "llama-3.1-8b", "--output", base])
+    assert command(["--shape", "llama-3.1-8b", "--output", base, "--dry-run", "--quiet"]) == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["llama-3.1.md"]
+    with BenchOutput(output=base, overwrite=True).held() as paths:
+        assert paths["json"].name == "llama-3.1.json"
+        with pytest.raises(ValueError, match="--output .*llama-3.1 is being written by process"):
+            command(["--shape", "llama-3.1-8b", "--output", base, "--overwrite"])
+        assert command(["--shape", "llama-3.1-8b", "--output", str(tmp_path / "other"), "--quiet"]) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["llama-3.1.md", "other.json", "other.md"]
+    assert (tmp_path / "llama-3.1.md").read_text() == "earlier"

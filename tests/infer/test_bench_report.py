@@ -174,6 +174,21 @@ def test_a_point_of_the_roofline_is_work_per_byte_and_per_second() -> None:
     assert found[0]["intensity"] > found[1]["intensity"]
 
 
+def test_labels_of_the_roofline_stay_within_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr(roofline, "save", lambda figure, path: figures.append(figure))
+    roofline.draw(record_of(measurements()), "roofline.png")
+    (axes,) = figures[0].axes
+    figures[0].canvas.draw()
+    frame = axes.get_window_extent()
+    assert len(axes.texts) == 2
+    for text in axes.texts:
+        box = text.get_window_extent()
+        assert frame.x0 < box.x0 < box.x1 < frame.x1, text
+        assert frame.y0 < box.y0 < box.y1 < frame.y1, text
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_machine")
 def test_peers_stand_in_the_same_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

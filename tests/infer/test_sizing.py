@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 import pytest
 from infer_cases import write_text
+
+from locret.infer import chunk_size
+from locret.infer.sizing import PlannedRun
 
 Infer = Callable[..., Any]
 SMALL = ("--scorer", "random", "--chunk-size", 32, "--local-len", 8, "--max-new-tokens", 8, "--min-chunk", 8)
@@ -195,6 +199,70 @@ def test_sizes_that_cannot_be_are_refused_in_one_line(call: Infer, options: tupl
     assert outcome.err.count("\n") == 1
     for part in parts:
         assert part in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (("--max-new-tokens", 10**12), "--max-new-tokens 1000000000000 needs a cache of "),
+        (("--num-beams", 10**7), "--num-beams 10000000 needs a cache of "),
+        (("--num-beams", 10**7, "--max-new-tokens", 10**12), "--budget 6000 together need a cache of "),
+    ],
+)
+def test_what_no_memory_can_hold_is_refused_before_anything_is_allocated(
+    call: Infer, options: tuple[object, ...], part: str
+) -> None:
+    outcome = call(*options)
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1
+    assert part in outcome.err
+    assert "has room for" in outcome.err
+
+
+def test_what_is_said_to_fit_is_not_refused(call: Infer) -> None:
+    most = re.search(r"give at most (\d+)", call("--max-new-tokens", 10**12).err)
+    assert most is not None
+    assert call("--max-new-tokens", int(most[1]) - 10**4, "--dry-run").code == 0
+    assert call("--max-new-tokens", int(most[1]) + 10**4, "--dry-run").code == 2
+
+
+def test_a_budget_beyond_any_memory_reads_a_short_prompt(infer: Infer, backbone: Path, text: Path) -> None:
+    usual = ("--model", backbone, "--prompt-file", text, "--scorer", "random", "--max-new-tokens", 4, "--json")
+    record = json.loads(infer(*usual, "--budget", 10**15, "--chunk-size", 10**15).out)
+    assert record["kept_units"] == record["prompt_tokens"]
+
+
+def test_free_memory_next_to_the_weights_holds_the_prompt(ask: Infer) -> None:
+    record = ask("--kv-memory", "auto")
+    assert record["policy"]["budget"] == record["prompt_tokens"] == record["kept_units"]
+    assert ask("--kv-memory", "auto", "--dry-run")["policy"] == record["policy"]
+
+
+def test_the_largest_budget_that_suits_the_free_memory_is_taken(
+    ask: Infer, call: Infer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed: list[tuple[int, int]] = []
+
+    def remember(self: Any, policy: Any) -> int:
+        needed.append((policy.budget, plain(self, policy)))
+        return needed[-1][1]
+
+    plain = PlannedRun.bytes_beside_weights
+    monkeypatch.setattr(PlannedRun, "bytes_beside_weights", remember)
+    ask("--kv-memory", "auto", "--dry-run")
+    least = next(count for budget, count in needed if budget == 1)
+    free = {"bytes": 0}
+    monkeypatch.setattr(chunk_size, "free_bytes", lambda device: free["bytes"])
+    monkeypatch.setattr(PlannedRun, "weight_bytes", property(lambda self: 1000))
+    free["bytes"] = int((1000 + 2 * least) / chunk_size.SHARE) + 1
+    budget = ask("--kv-memory", "auto", "--dry-run")["policy"]["budget"]
+    sizes = dict(needed)
+    assert 1 < budget < max(sizes)
+    assert 1000 + sizes[budget] <= chunk_size.SHARE * free["bytes"] < 1000 + sizes[budget + 1]
+    free["bytes"] = 1000
+    outcome = call("--kv-memory", "auto", "--dry-run")
+    assert outcome.code == 2
+    assert "--kv-memory auto finds nothing free: weights, a chunk and a budget of 1 take " in outcome.err
 
 
 def test_a_plan_that_depends_on_a_missing_prompt_is_refused(infer: Infer, backbone: Path, tmp_path: Path) -> None:
