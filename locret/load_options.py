@@ -111,9 +111,9 @@ def check_path(setting: str, name: str) -> None:
     Raises:
         ValueError: If its parent is a folder here, or one that locret came with, but does not hold it.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     with suppress(OSError):  # too long for a file system, say; loading will tell
-        if len(path.parts) < 2 or Path(shipped.find(name)).expanduser().exists():
+        if len(path.parts) < 2 or Path(os.path.expanduser(shipped.find(name))).exists():
             return
         parents = [parent for parent in (path.parent, shipped.folder(path.parent)) if parent and parent.is_dir()]
         if not parents or _downloaded(name):

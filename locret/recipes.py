@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ def read(name: str) -> dict[str, Any]:
         ValueError: If it is missing, not a mapping, too large, or has a key twice; the message begins with `--config`.
     """
     try:
-        path = Path(shipped.find(name)).expanduser()
+        path = Path(os.path.expanduser(shipped.find(name)))
         if path.is_dir():
             raise ValueError("it is a folder; name a YAML file")
         with path.open("rb") as file:

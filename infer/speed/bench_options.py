@@ -170,7 +170,7 @@ class BenchOutput:
         """
         if self.output is None:
             return {}
-        base = Path(self.output).expanduser()
+        base = Path(os.path.expanduser(self.output))
         if base.is_dir():
             raise ValueError(f"--output {self.output} is a folder; name the files in it, such as {base / 'record'}")
         if not base.parent.is_dir():
