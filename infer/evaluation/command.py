@@ -40,6 +40,9 @@ def command(argv: Sequence[str] | None = None) -> int:
     if "--list" in arguments:
         _list(as_json="--json" in arguments)
         return 0
+    if any(word.split("=")[0].replace("_", "-") == "--score-predictions" for word in arguments):
+        _score(arguments)
+        return 0
     from locret.infer.evaluation import processes
 
     with processes.joined() as own:
@@ -85,6 +88,18 @@ def _list(as_json: bool) -> None:
         print_json(listing.as_record())
     else:
         print(listing.as_text(), end="")
+
+
+def _score(arguments: list[str]) -> None:
+    """Score answers of other programs, and print the scores."""
+    from locret.infer.evaluation import predictions
+
+    (options,), _ = parse_options("locret-eval", DESCRIPTION, (predictions.PredictionOptions,), arguments)
+    cells = predictions.score_files(options)
+    if options.json:
+        print_json({"cells": cells})
+    else:
+        print(predictions.table(cells), end="")
 
 
 def _say(job: Job, named: bool) -> None:

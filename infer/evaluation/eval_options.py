@@ -241,6 +241,8 @@ class ReportOptions:
     """Replace what an earlier run left in the output folder."""
     figures: str = "all"
     """all or none. Pictures need locret[eval]; without it the rest is written all the same."""
+    score_predictions: Names | None = None
+    """Score files of answers that another program wrote, and stop; needs no --model. --tasks names the task of each."""
     list: bool = False
     """Print the tasks and methods there are, and stop."""
     json: bool = False

@@ -1,22 +1,28 @@
 """Pictures of an evaluation: score against budget, stabilizers and chunk size, and the needle heat map.
 
-Every line carries the standard error of its means as a band. The numbers are those of `series`.
+Every mean carries its standard error as a bar. Lines that coincide run side by side, a few points apart, and markers
+of one value of the x-axis stand next to each other. The numbers are those of `series`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from locret.infer.evaluation import series
-from locret.infer.evaluation.series import HeatMap, Line, Panel
+from locret.infer.evaluation.series import HeatMap, Line, Panel, Reading
 from locret.infer.pictures import INK, require_matplotlib, save
 
 # Okabe and Ito's palette without its yellow, which is hard to see as a line on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 MARKERS = "osDv^<>"
+_MARKER_STEP, _LINE_STEP = 3.0, 2.4
+"""Points between neighbouring markers, and between lines that would hide each other."""
+_CLOSE = 0.75
+"""Scores that a picture cannot tell apart."""
 AXIS_LABELS = {
     "budget": "budget (units per KV head)",
     "budget_share": "budget (share of the prompt)",
@@ -52,10 +58,11 @@ def write_all(output: str | Path, records: Sequence[dict[str, Any]], results: di
         if drawn := series.panels(results["cells"], axis):
             draw_panels(drawn, axis, folder / FILES[axis])
             written.append(FILES[axis])
-    for reading, by_task in series.readings(records).items():
-        maps = {task: series.heat_map(own) for task, own in by_task.items()}
-        name = f"heat_map_{reading.name}.png"
-        draw_heat_maps(maps, reading.title, folder / name)
+    readings = series.readings(records)
+    for task in dict.fromkeys(task for by_task in readings.values() for task in by_task):
+        maps = {reading: series.heat_map(own[task]) for reading, own in readings.items() if task in own}
+        name = f"heat_map_{task.replace('/', '_')}.png"
+        draw_heat_maps(maps, task, folder / name)
         written.append(name)
     return written
 
@@ -97,11 +104,12 @@ def draw_panels(panels: Sequence[Panel], axis: str, path: str | Path) -> None:
     legend: dict[str, Any] = {}
     for axes, panel in zip(grid, panels, strict=False):
         axes.set_title(f"{panel.task}, {panel.tokens:,} tokens", fontsize=10, loc="left", color=INK)
-        # Backwards: where lines cover each other, the method that was named first stays visible.
-        for line in reversed(panel.lines):
-            legend.setdefault(line.label, _draw_line(axes, line, *styles[line.label]))
+        shifts = side_by_side(panel.lines)
+        # Backwards: where lines cross each other, the method that was named first is on top.
+        for line, shift in reversed([*zip(panel.lines, shifts, strict=True)]):
+            legend.setdefault(line.label, _draw_line(axes, line, *styles[line.label], shift))
         _x_axis(axes, panel, axis)
-        axes.set_ylim(-3, 103)
+        axes.set_ylim(-5, 105)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[len(panels) :]:
@@ -110,7 +118,8 @@ def draw_panels(panels: Sequence[Panel], axis: str, path: str | Path) -> None:
         axes.set_ylabel("score (0 to 100)")
     labels = [label for label in styles if label in legend]
     figure.legend([legend[label] for label in labels], labels, loc="outside right upper", frameon=False, fontsize=9)
-    figure.supxlabel(f"{AXIS_LABELS[axis]}; bands: one standard error", fontsize=10, color=INK)
+    note = "bars: one standard error; lines that coincide run side by side"
+    figure.supxlabel(f"{AXIS_LABELS[axis]}\n{note}", fontsize=10, color=INK)
     save(figure, path)
 
 
@@ -127,15 +136,59 @@ def _styles(lines: Sequence[Line]) -> dict[str, tuple[str, str]]:
     return everywhere | {label: style(index) for index, label in enumerate(labels)}
 
 
-def _draw_line(axes: Any, line: Line, color: str, marker: str) -> Any:
+def side_by_side(lines: Sequence[Line]) -> list[tuple[float, float]]:
+    """Return by how many points each line is moved to the right and up, so that none hides another.
+
+    To the right all lines differ, which sets their markers side by side; up, those that share a stretch of their way.
+    """
+    groups = [{index} for index in range(len(lines))]
+    for first, one in enumerate(lines):
+        for second in range(first):
+            if _share_a_stretch(one, lines[second]) and groups[first] is not groups[second]:
+                groups[first] |= groups[second]
+                for index in groups[first]:
+                    groups[index] = groups[first]
+    curves = [index for index, line in enumerate(lines) if not line.everywhere]
+    shifts = []
+    for index, line in enumerate(lines):
+        right = 0.0 if line.everywhere else _MARKER_STEP * (curves.index(index) - (len(curves) - 1) / 2)
+        together = sorted(groups[index])
+        # What was named first is above.
+        shifts.append((right, _LINE_STEP * ((len(together) - 1) / 2 - together.index(index))))
+    return shifts
+
+
+def _share_a_stretch(one: Line, other: Line) -> bool:
+    """Return whether two lines are at the same scores at two neighbouring values of the x-axis."""
+    if one.everywhere and other.everywhere:
+        return abs(one.points[0].score - other.points[0].score) < _CLOSE
+    axis = sorted({point.x for line in (one, other) if not line.everywhere for point in line.points})
+    apart = [abs(_score_at(one, x) - _score_at(other, x)) < _CLOSE for x in axis]
+    return any(left and right for left, right in pairwise(apart)) or apart == [True]
+
+
+def _score_at(line: Line, x: float) -> float:
+    """Return a line's score at a value of the x-axis; nan where it has none."""
     if line.everywhere:
-        point = line.points[0]
+        return line.points[0].score
+    return next((point.score for point in line.points if point.x == x), math.nan)
+
+
+def _draw_line(axes: Any, line: Line, color: str, marker: str, shift: tuple[float, float]) -> Any:
+    from matplotlib.transforms import offset_copy
+
+    def moved(base: Any) -> Any:
+        return offset_copy(base, axes.figure, x=shift[0], y=shift[1], units="points")
+
+    if line.everywhere:
+        point, across = line.points[0], moved(axes.get_yaxis_transform())
         axes.axhspan(point.score - point.error, point.score + point.error, color=color, alpha=0.08, linewidth=0)
-        return axes.axhline(point.score, color=color, linestyle="--", linewidth=1.4)
+        return axes.plot([0, 1], [point.score] * 2, color=color, linestyle="--", linewidth=1.2, transform=across)[0]
     x, y = [point.x for point in line.points], [point.score for point in line.points]
     low, high = [p.score - p.error for p in line.points], [p.score + p.error for p in line.points]
-    axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
-    return axes.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.8)[0]
+    place = moved(axes.transData)
+    axes.vlines(x, low, high, color=color, alpha=0.55, linewidth=1.2, transform=place)
+    return axes.plot(x, y, color=color, marker=marker, markersize=4.5, linewidth=1.4, transform=place)[0]
 
 
 def _x_axis(axes: Any, panel: Panel, axis: str) -> None:
@@ -146,29 +199,50 @@ def _x_axis(axes: Any, panel: Panel, axis: str) -> None:
         axes.set_xscale("symlog", base=2, linthresh=max(ticks[1], 1))
     axes.set_xticks(ticks, [series.label(axis, tick) for tick in ticks])
     axes.minorticks_off()
+    # What is moved by points says nothing of the limits that it needs.
+    if axes.get_xscale() == "log":
+        axes.set_xlim(ticks[0] / 1.25, ticks[-1] * 1.25)
+    else:
+        margin = 0.06 * (ticks[-1] - ticks[0])
+        axes.set_xlim(ticks[0] - margin, ticks[-1] * (1.25 if axes.get_xscale() == "symlog" else 1) + margin)
 
 
-def draw_heat_maps(maps: dict[str, HeatMap], title: str, path: str | Path) -> None:
-    """Draw the mean score by depth and length, one panel per task.
+def draw_heat_maps(maps: dict[Reading, HeatMap], title: str, path: str | Path) -> None:
+    """Draw the mean score by depth and length as one grid: a row per method, a column per budget.
 
     Args:
-        maps: By task.
-        title: How the texts were read.
+        maps: By the way of reading.
+        title: The task.
         path: PNG file to write.
 
     Raises:
         ValueError: If matplotlib is not installed.
         OSError: If the file cannot be written.
     """
-    from_lengths = max(len(heat.lengths) for heat in maps.values())
-    figure = new_figure((1.5 + max(2.2, 0.8 * from_lengths)) * len(maps) + 1.2, 4.6)
-    grid = figure.subplots(1, len(maps), squeeze=False)[0]
-    for axes, (task, heat) in zip(grid, maps.items(), strict=True):
-        image = _draw_heat_map(axes, heat)
-        axes.set_title(task, fontsize=10, loc="left", color=INK)
-        axes.set_xlabel("prompt (tokens)")
-    grid[0].set_ylabel("depth of the needle (%)")
-    figure.colorbar(image, ax=list(grid), label="mean score (0 to 100); grey: not read", fraction=0.05, pad=0.02)
+    methods = list(dict.fromkeys(reading.method for reading in maps))
+    bounded = [reading.amount for reading in maps if not reading.whole]
+    columns = list(dict.fromkeys(bounded or [reading.amount for reading in maps]))
+    lengths = max(len(heat.lengths) for heat in maps.values())
+    wide, high = max(1.9, 0.52 * lengths), 2.1
+    figure = new_figure(wide * len(columns) + 2.0, high * len(methods) + 1.1)
+    grid = figure.subplots(len(methods), len(columns), squeeze=False, sharex=True, sharey=True)
+    for axes in grid.flatten():
+        axes.set_visible(False)
+    # The plain cache has no budget: its map stands alone in its row.
+    spots = {r: (methods.index(r.method), 0 if r.whole else columns.index(r.amount)) for r in maps}
+    image = None
+    for reading, (row, column) in spots.items():
+        axes = grid[row, column]
+        axes.set_visible(True)
+        image = _draw_heat_map(axes, maps[reading])
+        axes.set_title(reading.title, fontsize=9, loc="left", color=INK)
+        below, left = ((row + 1, column) in spots.values(), (row, column - 1) in spots.values())
+        axes.tick_params(labelbottom=not below, labelleft=not left)
+    figure.colorbar(
+        image, ax=list(grid.flatten()), label="mean score (0 to 100); grey: not read", fraction=0.05, pad=0.02
+    )
+    figure.supxlabel("prompt (tokens)", fontsize=10, color=INK)
+    figure.supylabel("depth of the needle (%)", fontsize=10, color=INK)
     figure.suptitle(title, fontsize=11, color=INK)
     save(figure, path)
 
@@ -186,9 +260,9 @@ def _draw_heat_map(axes: Any, heat: HeatMap) -> Any:
                 # Viridis is dark below, bright above.
                 color = "white" if score < 60 else "black"
                 middle = (edges[row] + edges[row + 1]) / 2
-                axes.text(column + 0.5, middle, f"{score:.0f}", ha="center", va="center", fontsize=8, color=color)
+                axes.text(column + 0.5, middle, f"{score:.0f}", ha="center", va="center", fontsize=7, color=color)
     axes.set_xticks([i + 0.5 for i in range(len(heat.lengths))], [f"{tokens:,}" for tokens in heat.lengths])
-    axes.tick_params(axis="x", labelrotation=30 if len(heat.lengths) > 4 else 0)
+    axes.tick_params(axis="x", labelrotation=90 if len(heat.lengths) > 3 else 0, labelsize=8)
     # The text starts at the top.
-    axes.invert_yaxis()
+    axes.set_ylim(100, 0)
     return image

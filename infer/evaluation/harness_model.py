@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from lm_eval.api.model import TemplateLM
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from locret import RetentionCache, RetentionPolicy, generate, loading, method_spec, prefill, scorers
-from locret.backbone.adapters import unwrap
+from locret.backbone.adapters import find_decoder, unwrap
 from locret.cache.reader import answering
 from locret.infer.infer_options import ModelOptions
 from locret.load_options import ScorerOptions
 from locret.policy.resolve import resolve
+from locret.scorers.sirllm import surprisal_of
 
 _MODEL_KEYS = {field.name for field in fields(ModelOptions)} - {"model", "device"}
 _SCORER_KEYS = {field.name for field in fields(ScorerOptions)}
@@ -177,24 +178,20 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
 
     @torch.no_grad()
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of whole texts, each chunk predicted from what the cache kept of those before.
+        """Return the log-probability of whole texts, each read once as a prompt of its policy.
 
-        A text is read chunk by chunk as a conversation would be, so `local_len` tokens before each chunk are always
-        there. A budget that holds the whole text gives the plain model's value for an unlimited context.
+        A token is predicted from what the cache holds when its chunk is read: from what was kept of the chunks before,
+        and from its own chunk. So chunks that shrink and memory that grows show in the number. A budget that holds the
+        whole text gives the plain model's value for an unlimited context, and so does a policy that evicts at the end
+        of the prompt alone.
         """
         totals = []
         for request in tqdm(requests, desc="locret: scoring texts", disable=disable_tqdm):
             (text,) = request.args
-            ids, cache = self.tok_encode(text, add_special_tokens=False), self._cache()
-            first_V = prefill(self.model, self._ids([self.prefix_token_id]), cache)[0]
-            total = 0.0
-            for start in range(0, len(ids), self.policy.chunk_size):
-                piece = ids[start : start + self.policy.chunk_size]
-                total += _verdict(self._logits(cache, first_V, piece), piece)[0]
-                first_V = prefill(self.model, self._ids(piece), cache)[0]
+            ids, cache = [self.prefix_token_id, *self.tok_encode(text, add_special_tokens=False)], self._cache()
+            totals.append(-_surprisal_while_reading(self.model, self._ids(ids), cache))
             self.peak_units = max(self.peak_units, cache.memory().units)
-            totals.append(total)
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
         return totals
 
     def _logits(self, cache: RetentionCache, first_V: Tensor, continuation: Sequence[int]) -> Tensor:
@@ -250,6 +247,26 @@ def _sampling(arguments: dict[str, Any]) -> dict[str, Any]:
         return chosen
     given = {name: value for name, value in (("temperature", temperature), *own.items()) if value}
     return {**chosen, "top_k": 0, **given}
+
+
+def _surprisal_while_reading(model: Any, ids_1N: Tensor, cache: RetentionCache) -> float:
+    """Return the sum over all tokens but the first of -ln of the probability that the state before gives them."""
+    total, read = 0.0, 0
+
+    def look(_decoder: Any, _arguments: Any, output: Any) -> None:
+        nonlocal total, read
+        states_1LE = output[0]
+        next_1L = ids_1N[:, read + 1 : read + 1 + states_1LE.shape[1]]
+        total += float(surprisal_of(model, states_1LE[:, : next_1L.shape[1]], next_1L).double().sum())
+        read += states_1LE.shape[1]
+
+    hook = find_decoder(model).register_forward_hook(look)
+    try:
+        prefill(model, ids_1N, cache)
+    finally:
+        hook.remove()
+    assert read == ids_1N.shape[1]
+    return total
 
 
 def _verdict(logits_LV: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:

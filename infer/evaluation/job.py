@@ -13,7 +13,7 @@ import torch
 
 from locret import loading
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
-from locret.infer.evaluation import output_folder, runner
+from locret.infer.evaluation import feasible, output_folder, runner
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions
 from locret.infer.evaluation.processes import Processes
@@ -144,17 +144,19 @@ def prepare(
         allow_other_base=evaluation.allow_other_base,
     )
     heads, recommended = loading.load_scorer(scorer)
-    budgets.policies(chosen, recommended)  # refuses what needs no prompt to be refused
+    allotments = budgets.allotments(chosen, recommended)
+    for one in allotments:
+        one.policy(1)  # refuses numbers that need no prompt to be refused
     config = loading.load_config(model)
     loading.check_matches(scorer, heads, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
+    feasible.check(evaluation, methods, allotments, config, device, dtype)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     found, missing = _selected(evaluation, positions, partial(loading.load_tokenizer, model))
     cases = runner.plan_cases(found, evaluation.seed, evaluation.template)
     made = [case.tokens for case in cases if case.samples.made and case.tokens]
     if made:
-        budgets = budgets.fitted(recommended, min(made))
-    allotments = budgets.allotments(chosen, recommended)
+        allotments = budgets.fitted(recommended, min(made)).allotments(chosen, recommended)
     longest = max(case.tokens for case in cases) or positions or _UNKNOWN
     job = Job(
         model=model,

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from locret.data import tasks
-from locret.infer.evaluation.allotment import percent
-from locret.method_spec import file_name
+from locret.infer.evaluation.allotment import amount, percent
 
 AXES = ("budget", "budget_share", "chunk_size", "stabilizers")
 """Settings that a figure can have on its x-axis; the others tell lines apart where they differ."""
@@ -167,26 +166,20 @@ class Reading:
     """One way of reading: what a heat map is of."""
 
     method: str
-    budget: int | None
-    extra: str = ""
-    """The other settings, where a method and budget were run with several."""
-
-    @property
-    def name(self) -> str:
-        """The end of the file's name."""
-        parts = [file_name(self.method), "all" if self.budget is None else str(self.budget), *self.extra.split(", ")]
-        return "_".join(part.replace(" ", "-") for part in parts if part)
+    amount: str
+    """The budget for people, with other settings where a method and budget were run with several."""
+    whole: bool = False
+    """Whether all units are kept."""
 
     @property
     def title(self) -> str:
         """A heading."""
-        size = "all units" if self.budget is None else f"budget {self.budget:,}"
-        return ", ".join(part for part in (self.method, size, self.extra) if part)
+        return f"{self.method}, {self.amount}"
 
 
 def readings(records: Iterable[dict[str, Any]]) -> dict[Reading, dict[str, list[dict[str, Any]]]]:
     """Group the samples of tasks with a single needle by the way they were read, then by task."""
-    settings: dict[tuple[str, int | None], set[tuple[int | None, int | None]]] = {}
+    settings: dict[tuple[str, str], set[tuple[int | None, int | None]]] = {}
     known = {name: tasks.get(name) for name in tasks.names(None)}
     eligible = [
         record
@@ -195,12 +188,13 @@ def readings(records: Iterable[dict[str, Any]]) -> dict[Reading, dict[str, list[
     ]
     for record in eligible:
         combination = (record.get("chunk_size"), record.get("stabilizers"))
-        settings.setdefault((record["method"], record["budget"]), set()).add(combination)
+        settings.setdefault((record["method"], amount(record)), set()).add(combination)
     grouped: dict[Reading, dict[str, list[dict[str, Any]]]] = {}
     for record in eligible:
-        extra = ""
-        if record["budget"] is not None and len(settings[record["method"], record["budget"]]) > 1:
-            extra = f"chunk {record['chunk_size']}, stabilizers {record['stabilizers']}"
-        reading = Reading(record["method"], record["budget"], extra)
+        whole = record["budget"] is None and record.get("budget_share") is None
+        words = ["all units" if whole else f"budget {amount(record)}"]
+        if not whole and len(settings[record["method"], amount(record)]) > 1:
+            words += [f"chunk {record['chunk_size']}", f"stabilizers {record['stabilizers']}"]
+        reading = Reading(record["method"], ", ".join(words), whole)
         grouped.setdefault(reading, {}).setdefault(record["task"], []).append(record)
     return grouped

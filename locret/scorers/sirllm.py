@@ -88,12 +88,12 @@ class SirLLMScorer(TokenScorer):
         states_BLE, ids_BL = tokens.hidden_BLE[:, :-1], tokens.ids_BL
         if tokens.before_B1E is not None:
             states_BLE = torch.cat([tokens.before_B1E, states_BLE], dim=1)
-            return _surprisal_of(model, states_BLE, ids_BL)
-        known_BL = _surprisal_of(model, states_BLE, ids_BL[:, 1:])
+            return surprisal_of(model, states_BLE, ids_BL)
+        known_BL = surprisal_of(model, states_BLE, ids_BL[:, 1:])
         return nn.functional.pad(known_BL, (1, 0), value=math.log(_head(model).weight.shape[0]))
 
     def _official(self, model: nn.Module, tokens: TokenPass) -> Tensor:
-        own_BL = _surprisal_of(model, tokens.hidden_BLE, tokens.ids_BL)
+        own_BL = surprisal_of(model, tokens.hidden_BLE, tokens.ids_BL)
         return torch.cat([own_BL.amax(1, keepdim=True), own_BL[:, :-1]], dim=1)
 
 
@@ -102,7 +102,7 @@ def _head(model: nn.Module) -> Any:
     return base.get_output_embeddings()
 
 
-def _surprisal_of(model: nn.Module, states_BLE: Tensor, ids_BL: Tensor) -> Tensor:
+def surprisal_of(model: nn.Module, states_BLE: Tensor, ids_BL: Tensor) -> Tensor:
     """Return (B, L) float32: -ln of the probability that each state gives to the next id."""
     head = _head(model)
     states_TE, ids_T = states_BLE.flatten(0, 1), ids_BL.flatten()

@@ -378,3 +378,36 @@ def test_shares_that_mean_nothing_are_refused(evaluate: Any, flags: Any, message
     code, _, err = evaluate("--methods", "random", "--tasks", "passkey", *flags, "--dry-run", own_heads=None)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--samples", 10**9), "--samples 1000000000 comes to 2,000,000,000 answers, which would take months; give"),
+        (("--lengths", 10**10), "--lengths 10000000000: the text of a prompt takes at least 640.0 GB, and cpu has"),
+        (("--lengths", 10**14), "--lengths 100000000000000 comes to 200,000,000,000,000 prompt tokens, which would"),
+        (("--max-new-tokens", 10**12), "and 1,000,000,000,000 new tokens: its cache takes at least"),
+        (("--tasks", "ruler/vt", "--lengths", 10**10), "--lengths 10000000000: the text of a prompt takes at least"),
+        (("--tasks", "niah/needle", "--samples", 10**8), "comes to 200,000,000 answers, which would take months"),
+    ],
+)
+def test_what_cannot_end_is_refused_before_anything_is_made(evaluate: Any, flags: Any, message: str) -> None:
+    line = ("--methods", "full,random", "--tasks", "passkey", "--samples", 1, "--budget", 64, *flags, "--dry-run")
+    code, _, err = evaluate(*line, own_heads=None)
+    assert code == 2
+    assert message in err
+
+
+def test_prompts_that_fit_are_not_refused(evaluate: Any) -> None:
+    line = (
+        "--methods",
+        "full,random",
+        "--samples",
+        1000,
+        "--lengths",
+        "2048,131072",
+        "--tasks",
+        "passkey",
+        "--dry-run",
+    )
+    assert evaluate(*line, own_heads=None)[0] == 0

@@ -12,7 +12,7 @@ from locret.infer.evaluation import figures, series
 from locret.infer.evaluation.series import Line, Point, Reading
 
 
-def cell(method: str, budget: int | None, score: float, **changes: Any) -> dict[str, Any]:
+def cell(method: str, budget: int | None = None, score: float = 0.0, **changes: Any) -> dict[str, Any]:
     settings = {"task": "passkey", "tokens": 2048, "chunk_size": 64, "stabilizers": 16, "n": 4, "standard_error": 2.0}
     return {**settings, "method": method, "budget": budget, "score": score, **changes}
 
@@ -112,17 +112,17 @@ def test_ways_of_reading_have_a_heat_map_each() -> None:
         record(0.5, 1024, 1.0, method="full", budget=None, chunk_size=None, stabilizers=None),
     ]
     grouped = series.readings(records)
-    assert {reading.name: list(tasks) for reading, tasks in grouped.items()} == {
-        "locret_64": ["passkey", "number"],
-        "full_all": ["passkey"],
+    assert {reading.title: list(tasks) for reading, tasks in grouped.items()} == {
+        "locret, budget 64": ["passkey", "number"],
+        "full, all units": ["passkey"],
     }
-    assert len(grouped[Reading("locret", 64)]["passkey"]) == 1
+    assert len(grouped[Reading("locret", "budget 64")]["passkey"]) == 1
 
 
 def test_heat_maps_of_an_ablation_are_not_mixed() -> None:
     grouped = series.readings([record(0.5, 1024, 1.0, stabilizers=n) for n in (0, 8)])
-    assert [r.name for r in grouped] == ["locret_64_chunk-32_stabilizers-0", "locret_64_chunk-32_stabilizers-8"]
-    assert next(iter(grouped)).title == "locret, budget 64, chunk 32, stabilizers 0"
+    titles = [f"locret, budget 64, chunk 32, stabilizers {n}" for n in (0, 8)]
+    assert [reading.title for reading in grouped] == titles
 
 
 @pytest.mark.slow
@@ -135,7 +135,8 @@ def test_every_picture_is_written_and_named(tmp_path: Path) -> None:
         "accuracy_by_budget.png",
         "accuracy_by_chunk_size.png",
         "accuracy_by_stabilizers.png",
-        "heat_map_locret_64.png",
+        "heat_map_passkey.png",
+        "heat_map_number.png",
     ]
     assert all(drawn(name, tmp_path) for name in names)
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(names)
@@ -158,3 +159,32 @@ def test_missing_matplotlib_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp
 )
 def test_published_needles_get_a_heat_map_where_one_place_holds_the_answer(name: str, single: bool) -> None:
     assert tasks.get(name).single_needle is single
+
+
+def line(label: str, *scores: float, everywhere: bool = False) -> Line:
+    return Line(label, label, tuple(Point(2**i, score, 0.0) for i, score in enumerate(scores)), everywhere)
+
+
+def test_lines_that_share_a_stretch_run_side_by_side_and_others_stay() -> None:
+    lines = [line("full", 100, everywhere=True), line("a", 50, 100, 100), line("b", 100, 100, 100), line("c", 0, 0, 20)]
+    shifts = figures.side_by_side(lines)
+    assert [up for _, up in shifts] == pytest.approx([2.4, 0, -2.4, 0])
+    assert [right for right, _ in shifts] == pytest.approx([0, -3, 0, 3])
+
+
+def test_lines_that_only_cross_are_not_moved_up() -> None:
+    shifts = figures.side_by_side([line("a", 0, 50, 100), line("b", 100, 50, 0)])
+    assert [up for _, up in shifts] == [0, 0]
+
+
+def test_shares_are_the_axis_of_a_figure_of_their_own() -> None:
+    own = {"budget": None, "stabilizers": None, "chunk_size": None}
+    cells = [
+        cell("random", **{**own, "score": score, "budget_share": share}) for share, score in ((0.2, 9.0), (0.1, 4.0))
+    ]
+    cells.append(cell("full", None, 50.0, chunk_size=None, stabilizers=None))
+    assert series.panels(cells, "budget") == []
+    (panel,) = series.panels(cells, "budget_share")
+    assert [(point.x, point.score) for point in panel.lines[0].points] == [(0.1, 4.0), (0.2, 9.0)]
+    assert panel.lines[1].everywhere
+    assert series.label("budget_share", 0.1) == "10%"

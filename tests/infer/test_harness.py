@@ -206,6 +206,24 @@ def test_text_scores_with_ample_budget_are_the_plain_models(backbone: Path) -> N
 
 
 @NEEDED
+def test_text_scores_follow_growing_memory_shrinking_chunks_and_the_budget(backbone: Path, heads: Path) -> None:
+    text = "We go from Oslo to Rome again . The pass key is 48213 . " * 30
+    policies = [
+        POLICY,
+        {**POLICY, "memory": "linear"},
+        {**POLICY, "memory": "square"},
+        {**POLICY, "memory": "linear", "decremental": True, "min_chunk": 8},
+        {**POLICY, "layer_budgets": "pyramid"},
+        {**POLICY, "budget": 128},
+    ]
+    found = []
+    for policy in policies:
+        lm = locret_lm(backbone, heads=str(heads), **policy)
+        found += lm.loglikelihood_rolling([asked("loglikelihood_rolling", text)], True)
+    assert len({round(value, 3) for value in found}) == len(policies)
+
+
+@NEEDED
 @pytest.mark.parametrize("length", [20, 200])
 @pytest.mark.slow
 def test_cache_is_bounded_whatever_is_asked(backbone: Path, heads: Path, length: int) -> None:

@@ -11,12 +11,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.published.base import PublishedTask
 from locret.data.tasks.published.loading import FileSamples, candidates
 from locret.data.tasks.task import SAMPLES, MadeSamples, NoSamples, Sample, SampleSet, Selection, Wanted
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _LONG = 100_000
 """Tokens from which a prompt may stay a little shorter, which saves looking further."""
@@ -104,10 +107,9 @@ class RowMaker(PublishedTask):
         task, folders = self.shortened(wanted.max_new_tokens), wanted.folders
         there = not self.file.split("/")[0].isdigit() and folders is not None and task.is_here(folders)
         if wanted.max_prompt is not None:
-            if there:
-                task, _ = self.fitted(None, wanted.max_prompt, wanted.max_new_tokens)
-            else:
-                self._check_lengths(wanted.lengths, wanted.max_prompt)
+            task, _ = self.fitted(None, wanted.max_prompt, wanted.max_new_tokens)
+            if not there:
+                task.check_lengths(wanted, wanted.max_prompt)
         try:
             if there:
                 samples: dict[int, SampleSet] = {0: FileSamples(task.opened(wanted), wanted.samples)}
@@ -117,14 +119,14 @@ class RowMaker(PublishedTask):
         except ValueError as error:
             raise NoSamples(str(error)) from error
 
-    def _check_lengths(self, lengths: Sequence[int], max_prompt: int) -> None:
-        """Refuse to cut prompts that are made to a length.
+    def check_lengths(self, wanted: Wanted, max_prompt: int) -> None:
+        """Refuse to cut prompts that are made to a length; rows of a file are cut.
 
         Raises:
             ValueError: If one may be longer than the user allows.
         """
-        for tokens in lengths:
-            if not 0 < tokens <= max_prompt:
+        for tokens in wanted.lengths:
+            if not 0 < tokens <= max_prompt and self.rows_of(tokens, wanted.folders) is None:
                 size = f"to --lengths {tokens}" if tokens else "in their published sizes"
                 raise ValueError(
                     f"--max-prompt {max_prompt} cannot cut prompts of {self.name}, which are made {size}; "
@@ -135,16 +137,19 @@ class RowMaker(PublishedTask):
         """Return rows of every length, from files where there are some, and what their length comes from."""
         asked: dict[int, SampleSet] = {}
         for tokens in wanted.lengths:
-            # RULER's older and newer layouts.
-            spots = [f"{tokens}/{self.name.partition('/')[2]}{end}" for end in (".jsonl", "/validation.jsonl")]
-            there = [replace(self, file=spot) for spot in spots]
-            there = [task for task in there if wanted.folders is not None and task.is_here(wanted.folders)]
-            if there:
-                asked[tokens] = FileSamples(there[0].opened(wanted), wanted.samples)
+            there = self.rows_of(tokens, wanted.folders)
+            if there is not None:
+                asked[tokens] = FileSamples(there.opened(wanted), wanted.samples)
             else:
                 source = self._source(wanted.tokenizer(), tokens, wanted.folders)
                 asked[tokens] = MadeSamples(self, tokens, wanted.samples or SAMPLES, wanted.seed, source)
         return "length", asked
+
+    def rows_of(self, tokens: int, folders: Sequence[str] | None) -> Self | None:
+        """Return the task of a local file with rows of a length, in RULER's older or newer layout; None without one."""
+        spots = [f"{tokens}/{self.name.partition('/')[2]}{end}" for end in (".jsonl", "/validation.jsonl")]
+        tasks = [replace(self, file=spot) for spot in spots]
+        return next((task for task in tasks if folders is not None and task.is_here(folders)), None)
 
     def is_here(self, folders: Sequence[str]) -> bool:
         """Return whether a local copy has the task's rows."""

@@ -1,0 +1,115 @@
+"""Scores of answers that another program has written: `locret-eval --score-predictions FILE`, without any model.
+
+A line is an answer with its references, as the benchmarks' own programs write it: LongBench (pred, answers,
+all_classes), InfiniteBench (prediction, ground_truth), L-Eval (..._pred, gt), RULER (pred, outputs), and samples.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from locret.data import tasks
+from locret.data.tasks import Sample, Task
+from locret.data.training.json_rows import BadRow, stream_entries
+from locret.infer.evaluation.allotment import amount
+from locret.infer.evaluation.eval_options import Names, words
+from locret.infer.evaluation.summary import ERRORS, task_score, with_error
+from locret.tables import markdown
+
+PREDICTIONS = ("prediction", "pred")
+REFERENCES = ("targets", "answers", "ground_truth", "gt", "outputs", "answer")
+_SETTINGS = ("method", "budget", "budget_share", "chunk_size", "stabilizers", "tokens")
+"""Fields of samples.jsonl that tell answers of one task apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionOptions:
+    """Which answers are scored."""
+
+    score_predictions: Names
+    """Files of answers, a JSON object a line."""
+    tasks: Names | None = None
+    """The task of each file, such as longbench/qasper; or one for all. None: what the lines or the file names say."""
+    json: bool = False
+    """Print JSON on standard output instead of the table."""
+
+
+def score_files(options: PredictionOptions) -> list[dict[str, Any]]:
+    """Return a cell for every file, task and way of reading: file, task, n, score from 0 to 100, standard_error.
+
+    Raises:
+        ValueError: If a file has no task, or a line no answer or no references.
+        OSError: If a file cannot be read.
+    """
+    files = words(options.score_predictions, "--score-predictions")
+    named = [None] * len(files) if options.tasks is None else [*words(options.tasks, "--tasks")]
+    named = named * len(files) if len(named) == 1 else named
+    if len(named) != len(files):
+        raise ValueError(
+            f"--tasks {options.tasks} names {len(named)} tasks for {len(files)} files of --score-predictions; give one "
+            "for each, or one for all"
+        )
+    return [cell for file, name in zip(files, named, strict=True) for cell in _cells(file, name)]
+
+
+def table(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Return the cells as a Markdown table."""
+    rows = []
+    for cell in cells:
+        reading = f"{cell['method']}, {amount(cell)}" if "method" in cell else ""
+        length = f" @ {cell['tokens']:,}" if cell.get("tokens") else ""
+        score = with_error(cell["score"], cell["standard_error"], 2)
+        rows.append([cell["file"], f"{cell['task']}{length}", reading, f"{cell['n']:,}", score])
+    return "\n".join([*markdown(["file", "task", "method, budget", "answers", "score"], rows), "", ERRORS]) + "\n"
+
+
+def _cells(file: str, name: str | None) -> Iterable[dict[str, Any]]:
+    if not Path(file).is_file():
+        raise ValueError(f"--score-predictions {file} is not a file; name one with an answer in JSON on each line")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for entry in stream_entries([file]):
+        try:
+            row = entry.load()
+        except BadRow as bad:
+            raise ValueError(f"{bad.where} {bad.detail}; mend or drop the line") from None
+        task = _task(file, name or row.get("task"))
+        record = _record(entry.where, row, task)
+        own = tuple((key, row[key]) for key in _SETTINGS if "method" in row and key in row)
+        groups.setdefault((task.name, own), []).append(record)
+    for (task_name, own), records in groups.items():
+        found = {"file": Path(file).name, "task": task_name, **dict(own), "n": len(records)}
+        yield {**found, **task_score(tasks.get(task_name), records)}
+
+
+def _task(file: str, name: Any) -> Task:
+    if isinstance(name, str):
+        return tasks.get(name)
+    stem = Path(file).name.split(".")[0].removeprefix("preds_")
+    known = [one for one in tasks.names(None) if "/" in one and one.partition("/")[2] == stem]
+    if len(known) != 1:
+        what = f"may be {' or '.join(known)}" if known else "is named after no task"
+        raise ValueError(f"--score-predictions {file} {what}; give --tasks, such as --tasks longbench/qasper")
+    return tasks.get(known[0])
+
+
+def _record(where: str, row: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """Return an answer with its references and score."""
+    said = [row[name] for name in PREDICTIONS if name in row]
+    said = said or [value for name, value in row.items() if name.endswith("_pred")]
+    if not said or not isinstance(said[0], str):
+        raise ValueError(f"{where} has no answer; it must be a text in a field {' or '.join(PREDICTIONS)}, or ..._pred")
+    given = next((row[name] for name in REFERENCES if row.get(name) not in (None, [], "")), None)
+    targets = tuple(str(entry) for entry in (given if isinstance(given, list) else [given]))
+    if given is None:
+        raise ValueError(f"{where} has no references; they must be in one of the fields {', '.join(REFERENCES)}")
+    classes = row.get("all_classes")
+    choices = tuple(map(str, classes)) if isinstance(classes, list) else ()
+    sample = Sample(content="", targets=targets, reply=targets[0], choices=choices)
+    try:
+        score = task.score(said[0], sample)
+    except (IndexError, KeyError, AttributeError) as error:
+        raise ValueError(f"{where} does not have what {task.name} compares ({type(error).__name__}: {error})") from None
+    return {"prediction": said[0], "targets": targets, "score": score}

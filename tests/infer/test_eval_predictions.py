@@ -1,0 +1,103 @@
+"""`--score-predictions`: answers of other programs get the scores of the benchmarks' own programs, without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from locret.cli import run
+from locret.infer.evaluation.command import command
+
+LONGBENCH = [
+    {"pred": "David Niven", "answers": ["David Niven", "Niven"], "all_classes": None, "length": 9},
+    {"pred": "Oklahoma", "answers": ["Norman"], "all_classes": None, "length": 9},
+]
+INFINITEBENCH = [
+    {"id": 0, "prediction": " 71432.", "ground_truth": "71432"},
+    {"id": 1, "prediction": "1", "ground_truth": "2"},
+]
+LEVAL = [{"gt": "[6 15]", "mine_pred": "So the final output is [6, 15]", "evaluation": "exam"}]
+TREC = [{"pred": "Other entity", "answers": ["Other entity"], "all_classes": ["Other entity", "Food"]}]
+RULER = [{"index": 5, "pred": "ABCDE and FGHIJ", "outputs": ["ABCDE", "FGHIJ", "KLMNO", "PQRST"]}]
+
+
+@pytest.fixture
+def score(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that scores files and gives exit code, output and errors."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as leaving:
+            run(command, ["--score-predictions", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return int(leaving.value.code or 0), out, err
+
+    return call
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "task", "expected"),
+    [
+        ("hotpotqa.jsonl", LONGBENCH, None, ("longbench/hotpotqa", 2, 50.0, 50.0)),
+        ("preds_passkey.jsonl", INFINITEBENCH, "infinitebench/passkey", ("infinitebench/passkey", 2, 50.0, 50.0)),
+        ("codeU.pred.jsonl", LEVAL, None, ("leval/codeU", 1, 100.0, None)),
+        ("trec.jsonl", TREC, None, ("longbench/trec", 1, 100.0, None)),
+        ("vt.jsonl", RULER, None, ("ruler/vt", 1, 50.0, None)),
+    ],
+)
+def test_files_of_the_benchmarks_own_programs_are_scored(
+    score: Any, tmp_path: Path, name: str, rows: list[dict[str, Any]], task: str | None, expected: tuple[Any, ...]
+) -> None:
+    file = write(tmp_path / name, rows)
+    code, out, err = score(file, "--json", *([] if task is None else ["--tasks", task]))
+    assert code == 0, err
+    (cell,) = json.loads(out)["cells"]
+    assert (cell["task"], cell["n"], cell["score"], cell["standard_error"]) == expected
+
+
+def test_samples_of_locret_eval_are_scored_by_method_and_budget(score: Any, tmp_path: Path) -> None:
+    rows = [
+        {"task": "passkey", "method": method, "budget": 64, "tokens": 300, "prediction": said, "targets": ["48213"]}
+        for method, said in (("random", "48213"), ("random", "no"), ("streaming", "48213"))
+    ]
+    code, out, err = score(write(tmp_path / "samples.jsonl", rows))
+    assert code == 0, err
+    assert "| samples.jsonl | passkey @ 300 | random, 64 | 2 | 50.00 ± 50.00 |" in out
+    assert "| samples.jsonl | passkey @ 300 | streaming, 64 | 1 | 100.00 |" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "flags", "message"),
+    [
+        ("passkey.jsonl", json.dumps(INFINITEBENCH[0]), (), "may be infinitebench/passkey or "),
+        ("mine.jsonl", json.dumps(LONGBENCH[0]), (), "is named after no task; give --tasks, such as"),
+        ("qasper.jsonl", '{"answers": ["a"]}', (), "has no answer; it must be a text in a field prediction or pred"),
+        ("qasper.jsonl", '{"pred": 5, "answers": ["a"]}', (), "has no answer"),
+        ("qasper.jsonl", '{"pred": "a"}', (), "has no references; they must be in one of the fields targets,"),
+        ("qasper.jsonl", '{"pred": "a", "answers": []}', (), "has no references"),
+        ("qasper.jsonl", "nonsense", (), "qasper.jsonl:1 (row 0 from 0) is not a JSON object"),
+        ("qasper.jsonl", "", (), "is empty"),
+        ("qasper.jsonl", '{"pred": "a", "answers": ["a"]}', ("--tasks", "longbench/qaspr"), "did you mean longbench/"),
+        ("qasper.jsonl", '{"pred": "a", "answers": ["a"]}', ("--tasks", "passkey,number"), "names 2 tasks for 1 files"),
+        ("code_debug.jsonl", '{"pred": "a", "ground_truth": ["a"]}', (), "does not have what infinitebench/code_debug"),
+        ("missing", None, (), "is not a file; name one with an answer in JSON on each line"),
+    ],
+)
+def test_what_cannot_be_scored_is_one_sentence(
+    score: Any, tmp_path: Path, name: str, text: str | None, flags: tuple[str, ...], message: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    code, _, err = score(tmp_path / name, *flags)
+    assert code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
