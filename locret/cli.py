@@ -376,7 +376,7 @@ def _values(options: Mapping[str, Option], given: Mapping[str, Given]) -> dict[s
         value = _typed(option, one)
         if path:
             inner = found.setdefault(root, {})
-            inner = asdict(inner) if is_dataclass(inner) else inner
+            inner = inner if isinstance(inner, dict) else asdict(inner)
             found[root] = {**inner, path[0]: value}
         else:
             found[root] = value
