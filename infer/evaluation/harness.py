@@ -8,6 +8,10 @@
 The tasks take --metadata '{"lengths": [2048, 8192], "samples": 100, "seed": 0}', also options by task, as `locret-eval`
 has them ("task_options": {"multikey": {"keys": 12}}). They size their prompts with the tokenizer of --model_args
 (`tokenizer` or `pretrained`); give --apply_chat_template.
+
+L-Eval, needle in a haystack and 2StageRetr, which the harness does not have, are the tags locret_leval, locret_niah and
+locret_twostage (tasks such as locret_leval_codeU). They write their protocols' turns themselves, so leave out
+--apply_chat_template, and take --metadata '{"data_dir": "~/leval", "samples": 20, "max_prompt": 32000}'.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from locret.data import tasks
 from locret.files import write_text
 
 MODEL, PREFIX, TAG = "locret", "locret_", "locret"
+PUBLISHED = ("leval", "niah", "twostage")
+"""Published benchmarks that lm-evaluation-harness 0.4.13 does not have; their tags are locret_leval and so on."""
 _USAGE = "usage: python -m locret.infer.evaluation.harness (run ARGUMENTS OF LM_EVAL | tasks FOLDER)"
 
 
@@ -64,16 +70,23 @@ def write_task_files(folder: str | Path) -> list[str]:
     Raises:
         OSError: If the folder cannot be written.
     """
-    for name in tasks.names():
-        write_text(Path(folder) / f"{PREFIX}{name}.yaml", _task_file(name), parents=True)
-    return [PREFIX + name for name in tasks.names()]
+    known = [*tasks.names(), *(name for family in PUBLISHED for name in tasks.names(family))]
+    for name in known:
+        write_text(Path(folder) / f"{_harness_name(name)}.yaml", _task_file(name), parents=True)
+    return [_harness_name(name) for name in known]
+
+
+def _harness_name(name: str) -> str:
+    return PREFIX + name.replace("/", "_")
 
 
 def _task_file(name: str) -> str:
+    family, _, rest = name.partition("/")
+    tag, kind = (f"{PREFIX}{family}", "PublishedHarnessTask") if rest else (TAG, "HarnessTask")
     return (
-        f"tag: {TAG}\n"
-        f"task: {PREFIX}{name}\n"
-        "class: !function locret.infer.evaluation.harness_tasks.HarnessTask\n"
+        f"tag: {tag}\n"
+        f"task: {_harness_name(name)}\n"
+        f"class: !function locret.infer.evaluation.harness_tasks.{kind}\n"
         "metadata:\n"
         f"  locret_task: {name}\n"
     )

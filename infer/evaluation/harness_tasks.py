@@ -14,6 +14,9 @@ from lm_eval.api.task import ConfigurableTask
 from locret import shipped
 from locret.data import tasks
 from locret.data.tasks import Sample
+from locret.data.tasks.prompts import build_prompt
+from locret.data.tasks.task import Wanted
+from locret.infer.evaluation.eval_options import words
 
 LENGTHS, SAMPLES, SEED = (4096,), 100, 0
 
@@ -74,6 +77,85 @@ class HarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no type
     def _results(self, doc: dict[str, Any], results: list[str]) -> dict[str, float]:
         sample = Sample(content=doc["content"], targets=tuple(doc["targets"]), reply=doc["reply"])
         return {f"score@{doc['tokens']}": self.own.score(results[0], sample)}
+
+
+class PublishedHarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no types
+    """A published task of ours that the harness does not have, with its protocol's prompts, turns and metric.
+
+    Args:
+        config: As for `HarnessTask`. Its `metadata` holds `data_dir` (local copies, as --data-dir of `locret-eval`),
+            `samples`, `lengths` and `seed` (where rows are made), `max_prompt`, `task_options`, and the tokenizer.
+
+    Raises:
+        ValueError: For a metadata value that cannot be used, or rows that are missing or bad.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        metadata = dict(config["metadata"])
+        name = metadata["locret_task"]
+        own = tasks.get(name, **_task_options(metadata).get(name, {}))
+        tokenizer_name = _tokenizer_name(metadata)
+        folders = metadata.get("data_dir")
+        wanted = Wanted(
+            tokenizer=lambda: _tokenizer(tokenizer_name),
+            lengths=_lengths(metadata.get("lengths", list(LENGTHS))),
+            samples=None if metadata.get("samples") is None else _count(metadata, "samples", SAMPLES),
+            seed=metadata.get("seed", SEED),
+            folders=None if folders is None else words(folders, "--metadata: data_dir"),
+            max_prompt=None if metadata.get("max_prompt") is None else _count(metadata, "max_prompt", 2),
+        )
+        self.selection = own.select(wanted)
+        self.own, self.tokenizer_name = self.selection.task, tokenizer_name
+        super().__init__(
+            config={
+                "task": config["task"],
+                "output_type": "generate_until",
+                "custom_dataset": self._documents,
+                "test_split": "test",
+                "doc_to_text": lambda doc: doc["content"],
+                "doc_to_target": lambda doc: doc["reply"],
+                "process_results": self._results,
+                "metric_list": [{"metric": "score", "aggregation": self._summarised, "higher_is_better": True}],
+                "generation_kwargs": {
+                    "do_sample": False,
+                    "max_gen_toks": self.own.max_new_tokens,
+                    "until": list(self.own.stop),
+                },
+                "num_fewshot": 0,
+                "repeats": 1,
+                "metadata": {**metadata, "version": self.own.version, "facts": self.selection.facts},
+            }
+        )
+
+    def fewshot_context(self, doc: dict[str, Any], *arguments: Any, **settings: Any) -> Any:
+        """Return the prompt, which has its turns already.
+
+        Raises:
+            ValueError: If the harness is to write turns as well.
+        """
+        if settings.get("apply_chat_template"):
+            raise ValueError(f"{self.config.task} writes its protocol's turns itself; leave out --apply_chat_template")
+        return super().fewshot_context(doc, *arguments, **settings)
+
+    def _documents(self, **_metadata: Any) -> dict[str, Dataset]:
+        tokenizer, rows = _tokenizer(self.tokenizer_name), []
+        for samples in self.selection.samples.values():
+            for number in samples.chosen:
+                sample = samples.sample(number, tokenizer)
+                built = build_prompt(self.own, sample, tokenizer)
+                kept = {name: list(getattr(sample, name)) for name in ("targets", "choices")}
+                text = built.text or tokenizer.decode(built.ids, clean_up_tokenization_spaces=False)
+                rows.append({**kept, "content": text, "reply": sample.reply, "id": sample.id})
+        return {"test": Dataset.from_list(rows)}
+
+    def _results(self, doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
+        targets, choices = tuple(doc["targets"]), tuple(doc["choices"])
+        sample = Sample(content="", targets=targets, reply=doc["reply"], choices=choices)
+        return {"score": (self.own.score(results[0], sample), results[0], targets)}
+
+    def _summarised(self, found: list[tuple[float, str, tuple[str, ...]]]) -> float:
+        """Return the task's score by its protocol, which may be no mean (L-Eval's ROUGE)."""
+        return self.own.summarise([score for score, _, _ in found], [(said, right) for _, said, right in found])
 
 
 def _task_options(metadata: dict[str, Any]) -> dict[str, dict[str, Any]]:

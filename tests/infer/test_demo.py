@@ -71,7 +71,7 @@ def test_demo_ends_with_the_table_and_the_pictures(tmp_path: Path) -> None:
     folder = tmp_path / "demo" / "evaluation"
     assert (folder / "results.md").read_text().strip() in outcome.stdout
     pictures = {path.name for path in folder.glob("*.png")}
-    expected = {"accuracy_by_budget.png", "consistency.png", "heat_map_locret_64.png", "retention_steps_locret.png"}
+    expected = {"accuracy_by_budget.png", "consistency.png", "heat_map_passkey.png", "retention_steps_locret.png"}
     assert expected <= pictures
     shown = [line.removeprefix("picture: ") for line in outcome.stdout.splitlines() if line.startswith("picture: ")]
     assert sorted(shown) == sorted(str(folder / name) for name in pictures)

@@ -281,7 +281,7 @@ def test_pictures_are_drawn_and_named(evaluate: Any, tmp_path: Path) -> None:
     code, _, err = evaluate(*arguments, "--samples", 2, "--chunk-size", 32, "--output", tmp_path / "out")
     assert code == 0, err
     figures = json.loads((tmp_path / "out" / "results.json").read_text())["figures"]
-    wanted = {"accuracy_by_budget.png", "heat_map_locret_32.png", "retention_steps_locret.png", "consistency.png"}
+    wanted = {"accuracy_by_budget.png", "heat_map_passkey.png", "retention_steps_locret.png", "consistency.png"}
     assert wanted <= set(figures)
     for name in figures:
         if name.endswith(".png"):

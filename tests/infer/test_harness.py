@@ -52,11 +52,13 @@ def load(tmp_path: Path, name: str, **metadata: Any) -> Any:
 
 def test_every_task_of_ours_gets_a_file(tmp_path: Path) -> None:
     names = harness.write_task_files(tmp_path)
-    assert names == [f"locret_{name}" for name in tasks.names()]
+    assert names[: len(tasks.names())] == [f"locret_{name}" for name in tasks.names()]
+    assert {"locret_leval_codeU", "locret_niah_needle", "locret_twostage_2stage"} < set(names)
     written = {path.stem: yaml.safe_load(path.read_text().replace("!function ", "")) for path in tmp_path.iterdir()}
     assert sorted(written) == sorted(names)
     assert all(content["task"] == name for name, content in written.items())
-    assert {content["tag"] for content in written.values()} == {"locret"}
+    tags = {content["tag"] for content in written.values()}
+    assert tags == {"locret", "locret_leval", "locret_niah", "locret_twostage"}
 
 
 def test_command_writes_the_tasks_and_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +113,35 @@ def test_gold_answers_score_one_and_wrong_ones_zero_on_every_task(backbone: Path
         assert task.process_results(doc, [doc["reply"]]) == {"score@512": 1.0}
         assert task.process_results(doc, ["nothing"]) == {"score@512": 0.0}
         assert task.doc_to_text(doc).endswith(doc["question"])
+
+
+@NEEDED
+@pytest.mark.parametrize(("name", "whole"), [("natural_question", 1.0), ("meeting_summ", 1.0)])
+def test_published_tasks_ask_and_score_as_locret_eval_does(
+    backbone: Path, tmp_path: Path, name: str, whole: float
+) -> None:
+    from published_cases import leval
+    from transformers import AutoTokenizer
+
+    from locret.data.tasks.prompts import build_prompt
+    from locret.data.tasks.task import Wanted
+
+    pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
+    folder, tokenizer = str(leval(tmp_path)), AutoTokenizer.from_pretrained(backbone)
+    loaded = load(tmp_path, f"locret_leval_{name}", pretrained=str(backbone), data_dir=folder, max_prompt=400)
+    task = loaded[f"locret_leval_{name}"]
+    docs = list(task.test_docs())
+    wanted = Wanted(tokenizer=lambda: tokenizer, lengths=[], folders=[folder], max_prompt=400)
+    selection = tasks.get(f"leval/{name}").select(wanted)
+    (samples,) = selection.samples.values()
+    prompts = [build_prompt(selection.task, samples.sample(n, tokenizer), tokenizer).text for n in samples.chosen]
+    assert [task.doc_to_text(doc) for doc in docs] == prompts
+    right = [task.process_results(doc, [doc["reply"]])["score"] for doc in docs]
+    wrong = [task.process_results(doc, ["nothing"])["score"] for doc in docs]
+    assert task.aggregation()["score"](right) == pytest.approx(whole)
+    assert task.aggregation()["score"](wrong) == 0
+    with pytest.raises(ValueError, match="writes its protocol's turns itself; leave out --apply_chat_template"):
+        task.fewshot_context(docs[0], 0, apply_chat_template=True)
 
 
 @NEEDED
