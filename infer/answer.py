@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.cache.compiled_step import check_can_compile
-from locret.chat import AnswerStreamer
-from locret.document import PositionWarning, as_prompt
+from locret.chat import AnswerStreamer, Chat
+from locret.document import PositionWarning, ReadingBar, as_prompt
 from locret.infer.infer_options import GenerationOptions, PromptOptions
 from locret.templates import decode
 from locret.text_stream import token_stream, trimmed
@@ -57,6 +57,14 @@ class MeasuredCache(RetentionCache):
 
     beams: MeasuredCache | None = None
 
+    @classmethod
+    def of(cls, cache: RetentionCache) -> MeasuredCache:
+        """Return a copy of a cache that is measured."""
+        measured = cls(cache.model, cache.scorer, cache.policy)
+        tensors, numbers = cache.copy().state()
+        measured.load(tensors, numbers)
+        return measured
+
     def copy(self) -> MeasuredCache:
         """Return an independent copy."""
         twin: MeasuredCache = super().copy()  # type: ignore[assignment]
@@ -64,7 +72,9 @@ class MeasuredCache(RetentionCache):
         return twin
 
 
-def prompt_ids(tokenizer: Any, pieces: Iterable[str], options: PromptOptions) -> Iterator[list[int]]:
+def prompt_ids(
+    tokenizer: Any, pieces: Iterable[str], options: PromptOptions, question: str | None = None
+) -> Iterator[list[int]]:
     """Tokenise a document with its question and chat template, in bounded memory.
 
     White space around the document is dropped, as chat templates do; without a template it stays.
@@ -72,7 +82,8 @@ def prompt_ids(tokenizer: Any, pieces: Iterable[str], options: PromptOptions) ->
     Args:
         tokenizer: The backbone's.
         pieces: The document, cut anywhere; the first piece is read at once.
-        options: Question, system message and template.
+        options: System message and template.
+        question: What is asked about the document; None if the document is the whole turn.
 
     Yields:
         Lists of token ids.
@@ -80,7 +91,7 @@ def prompt_ids(tokenizer: Any, pieces: Iterable[str], options: PromptOptions) ->
     Raises:
         ValueError: If the document is empty, or the template is missing or refuses it.
     """
-    frame = render_prompt(tokenizer, question=options.question, system=options.system, template=options.template)
+    frame = render_prompt(tokenizer, question=question, system=options.system, template=options.template)
     pieces = (piece for piece in pieces if piece) if options.template == "none" else trimmed(pieces)
     first = next(pieces, None)
     if first is None:
@@ -99,7 +110,7 @@ def answer(
     *,
     attn: str = "auto",
     stream: bool = False,
-    progress: bool = False,
+    bar: ReadingBar | None = None,
     on_read: Callable[[RetentionCache], None] | None = None,
 ) -> Answer:
     """Read a prompt and answer it.
@@ -112,7 +123,7 @@ def answer(
         options: How the answer is written.
         attn: One of `locret.infer.infer_options.ATTENTION`.
         stream: Print the answer on standard output as it is written (a beam search prints nothing).
-        progress: Show a progress bar while reading.
+        bar: Shows how far reading has got.
         on_read: Called with the cache when the prompt has been read, before the answer.
 
     Returns:
@@ -121,6 +132,73 @@ def answer(
     Raises:
         ValueError: For an empty prompt, or where the answer cannot be compiled as asked.
     """
+
+    def read() -> int:
+        warn = PositionWarning(cache.backbone, cache.policy)
+
+        def on_chunk(cache: RetentionCache) -> None:
+            warn(cache)
+            if bar is not None:
+                bar(cache)
+
+        prompt = ids if isinstance(ids, Tensor) else as_prompt(ids, cache.policy, cache.policy.prefill_units)
+        if bar is not None:
+            bar.start()
+        prefill(model, prompt, cache, new_tokens=options.max_new_tokens, on_chunk=on_chunk)
+        warn(cache)
+        if bar is not None:
+            bar.end()
+            bar.close()
+        if on_read is not None:
+            on_read(cache)
+        return cache.seen
+
+    def write(streamer: AnswerStreamer | None) -> list[int]:
+        settings = generation_settings(options, model, tokenizer)
+        ids = generate(model, cache=cache, tokenizer=tokenizer, streamer=streamer, **settings)
+        return ids[0].tolist()  # type: ignore[no-any-return]
+
+    return _measured(model, tokenizer, cache, options, read, write, attn=attn, stream=stream)
+
+
+def answer_turn(
+    chat: Chat, cache: MeasuredCache, question: str, options: GenerationOptions, *, attn: str, stream: bool
+) -> Answer:
+    """Answer a question about what has been read; see `answer`. Of the prompt only the question is read, and timed.
+
+    Args:
+        chat: A conversation in that cache.
+        cache: The cache of the conversation.
+        question: The user's turn.
+        options: How the answer is written.
+        attn: One of `locret.infer.infer_options.ATTENTION`.
+        stream: Print the answer as it is written.
+    """
+    model, tokenizer = chat.lm.model, chat.lm.tokenizer
+
+    def read() -> int:
+        before = cache.seen
+        chat.read_turn(question, options.max_new_tokens)
+        return cache.seen - before
+
+    def write(streamer: AnswerStreamer | None) -> list[int]:
+        return chat.write_answer(generation_settings(options, model, tokenizer), streamer)
+
+    return _measured(model, tokenizer, cache, options, read, write, attn=attn, stream=stream)
+
+
+def _measured(
+    model: nn.Module,
+    tokenizer: Any,
+    cache: MeasuredCache,
+    options: GenerationOptions,
+    read: Callable[[], int],
+    write: Callable[[AnswerStreamer | None], list[int]],
+    *,
+    attn: str,
+    stream: bool,
+) -> Answer:
+    """Read so many tokens, write an answer, and say what both took."""
     if options.compile:
         check_can_compile(cache, options.max_new_tokens, options.num_beams)
     device = next(model.parameters()).device
@@ -128,15 +206,13 @@ def answer(
         torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(options.seed)
     streamer = AnswerStreamer(tokenizer, _print) if stream and options.num_beams == 1 else None
-    settings = _generation(options, model, tokenizer)
     with _kernels(attn):
-        read_seconds = _read(model, ids, cache, options.max_new_tokens, progress)
-        prompt_tokens, kept_units = cache.seen, cache.memory().units
-        if on_read is not None:
-            on_read(cache)
         start = _now(device)
-        new = generate(model, cache=cache, tokenizer=tokenizer, streamer=streamer, **settings)[0].tolist()
-        seconds = _now(device) - start
+        tokens = read()
+        middle = _now(device)
+        prompt_tokens, kept_units = cache.seen, cache.memory().units
+        new = write(streamer)
+        end = _now(device)
     if streamer is not None:
         _print("\n")
     return Answer(
@@ -147,24 +223,12 @@ def answer(
         final_units=(cache.beams or cache).memory().units,
         **_memory(cache),
         peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        prefill_seconds=read_seconds,
-        decode_seconds=seconds,
-        prefill_tokens_per_second=prompt_tokens / read_seconds,
-        decode_tokens_per_second=len(new) / seconds,
+        prefill_seconds=middle - start,
+        decode_seconds=end - middle,
+        prefill_tokens_per_second=tokens / (middle - start),
+        decode_tokens_per_second=len(new) / (end - middle),
         finished=len(new) < options.max_new_tokens or new[-1] in _end_ids(model),
     )
-
-
-def _read(
-    model: nn.Module, ids: Tensor | Iterable[list[int]], cache: RetentionCache, new_tokens: int, progress: bool
-) -> float:
-    """Read the prompt and return the seconds it took; what has been counted before is one tensor already."""
-    device, warn = next(model.parameters()).device, PositionWarning(cache.backbone, cache.policy)
-    start = _now(device)
-    prompt = ids if isinstance(ids, Tensor) else as_prompt(ids, cache.policy, cache.policy.prefill_units)
-    prefill(model, prompt, cache, new_tokens=new_tokens, progress=progress, on_chunk=warn)
-    warn(cache)
-    return _now(device) - start
 
 
 def _print(part: str) -> None:
@@ -172,7 +236,8 @@ def _print(part: str) -> None:
     sys.stdout.flush()
 
 
-def _generation(options: GenerationOptions, model: nn.Module, tokenizer: Any) -> dict[str, Any]:
+def generation_settings(options: GenerationOptions, model: nn.Module, tokenizer: Any) -> dict[str, Any]:
+    """Return the arguments of `locret.generate`."""
     # Every setting is given, neutral ones too: what is missing would be filled from the backbone's generation_config.
     ends = _end_ids(model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), None)

@@ -6,11 +6,14 @@ weights are loaded.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from locret.cli import parse_options, print_json, run, warnings_as_lines
@@ -68,24 +71,77 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def _execute(options: Options) -> None:
     """Do what the options say."""
+    output, prompt = options.output, options.prompt
+    if output.picture:
+        _check_picture(output.picture)
+    if output.save_context is not None:
+        _check_target("--save-context", output.save_context)
+    asked = questions_of(prompt)
+    if prompt.context is not None:
+        _ask_saved(options, prompt.context, asked)
+        return
+    plan = _plan(options, asked)
+    if plan is None:
+        return
+    options = plan.options
+    if _apart(options, asked):
+        _ask_apart(options, plan, asked)
+        return
+    record = _answer(options, plan)
+    if output.json:
+        print_json({**record, **plan.setup})
+    elif not output.quiet:
+        sys.stderr.write(_summary(record))
+
+
+def _apart(options: Options, asked: Sequence[str]) -> bool:
+    """Return whether the text is read without a question, which are answered from copies then."""
+    return len(asked) > 1 or options.prompt.questions is not None or options.output.save_context is not None
+
+
+@dataclass
+class _Plan:
+    """What is known before weights are loaded."""
+
+    options: Options
+    config: Any
+    device: Any
+    dtype: Any
+    scorer: Any
+    policy: Any
+    tokenizer: Any
+    document: Any
+    ids: Any
+    """Tokens of the whole prompt, where the question is read with the document."""
+    bar: Any
+    setup: dict[str, Any]
+
+    @property
+    def where(self) -> tuple[Any, Any, Any]:
+        """What a backbone is loaded with."""
+        return self.config, self.device, self.dtype
+
+
+def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
+    """Resolve everything; None if that was all that was wanted, and has been printed."""
     from locret import loading
     from locret.infer import sizing
     from locret.scorers import Scorer
 
-    if options.output.picture:
-        _check_picture(options.output.picture)
     dry_run = options.output.dry_run
-    pieces = None if dry_run else _document(options.prompt)
+    document = None if dry_run else _document(options.prompt)
     device = loading.resolve_device(options.model.device)
+    heads = loading.chosen_heads(options.scorer.heads, options.model.model)
+    options = replace(options, scorer=replace(options.scorer, heads=heads))
     scorer, recommended = loading.load_scorer(options.scorer)
     draft = sizing.draft_policy(options.policy, options.chosen, recommended)
     counted = sizing.must_count(options.policy, draft) or (not dry_run and options.generation.num_beams > 1)
     if dry_run and counted:
-        pieces = _document(options.prompt)
+        document = _document(options.prompt)
     config = loading.load_config(options.model)
     loading.check_matches(options.scorer, scorer, config)
     dtype = loading.resolve_dtype(options.model.dtype, config, device)
-    tokenizer, ids, tokens = _prompt(options, pieces, counted)
+    tokenizer, ids, tokens, bar = _prompt(options, document, counted, asked)
     run_of = sizing.PlannedRun(
         config=config,
         scorer=scorer,
@@ -106,74 +162,205 @@ def _execute(options: Options) -> None:
         )
     if isinstance(scorer, Scorer):
         warn_of_recency(scorer.name, scorer.recent, [policy])
-    setup: dict[str, Any] = {
+    setup = _setup(options, scorer, policy, device, dtype)
+    if chunk_choice:
+        setup["chunk_choice"] = chunk_choice.to_dict()
+    if dry_run:
+        _print_plan(options, config, dtype, scorer, policy, tokens, setup)
+        return None
+    return _Plan(options, config, device, dtype, scorer, policy, tokenizer, document, ids, bar, setup)
+
+
+def _setup(options: Options, scorer: Any, policy: Any, device: Any, dtype: Any) -> dict[str, Any]:
+    """Return what a record says about how its numbers came about."""
+    return {
         "model": options.model.model,
         "scorer": options.scorer.label or scorer.name,
         "policy": policy.to_dict(),
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "versions": _versions(),
-        **({"chunk_choice": chunk_choice.to_dict()} if chunk_choice else {}),
     }
-    if dry_run:
-        _print_plan(options, config, dtype, scorer, policy, tokens, setup)
-        return
-    record = _answer(options, tokenizer, ids, (config, device, dtype), scorer, policy)
-    if options.output.json:
-        print_json({**record, **setup})
-    elif not options.output.quiet:
-        sys.stderr.write(_summary(record))
 
 
-def _answer(
-    options: Options, tokenizer: Any, ids: Any, where: tuple[Any, Any, Any], scorer: Any, policy: Any
-) -> dict[str, Any]:
+def _answer(options: Options, plan: _Plan) -> dict[str, Any]:
     """Load the backbone, read, answer, print the answer unless JSON is wanted; return the measurements."""
-    import torch
-
-    from locret import loading
+    from locret import loading, shipped
+    from locret.context import EMBEDDED_KNOWS
     from locret.infer import answer
 
     output = options.output
     stream = not output.json and options.generation.num_beams == 1
-    try:
-        model = loading.load_model(options.model, *where)
-        cache = answer.MeasuredCache(model, scorer, policy)
+    if shipped.is_embedded_backbone(options.model.model):
+        warnings.warn(EMBEDDED_KNOWS, stacklevel=2)
+    with _memory_errors(plan.device):
+        model = loading.load_model(options.model, *plan.where)
+        cache = answer.MeasuredCache(model, plan.scorer, plan.policy)
         result = answer.answer(
             model,
-            tokenizer,
-            ids,
+            plan.tokenizer,
+            plan.ids,
             cache,
             options.generation,
             attn=options.model.attn,
             stream=stream,
-            progress=not output.quiet and sys.stderr.isatty(),
+            bar=plan.bar,
             on_read=_painter(output.picture, options.scorer),
         )
-    except torch.OutOfMemoryError as error:
-        raise OSError(
-            f"{where[1]} is out of memory; lower --budget or --chunk-size (--dry-run prints the cache's bytes), "
-            "or take a smaller --dtype"
-        ) from error
     if not output.json and not stream:
         print(result.answer)
     return asdict(result)
 
 
-def _prompt(options: Options, pieces: Iterator[str] | None, counted: bool) -> tuple[Any, Any, int | None]:
-    """Return the tokenizer, the prompt's ids, and their number if it is `counted`; nothing where nothing is read."""
+def _ask_apart(options: Options, plan: _Plan, asked: Sequence[str]) -> None:
+    """Read the text without a question, keep what was read if that is wanted, and answer each question from a copy."""
     from locret import loading
-    from locret.document import whole
+    from locret.context import LongContextModel
+    from locret.infer.answer import MeasuredCache
+
+    output, prompt = options.output, options.prompt
+    with _memory_errors(plan.device):
+        model = loading.load_model(options.model, *plan.where)
+        lm = LongContextModel(model, plan.tokenizer, plan.scorer, plan.policy, template=prompt.template)
+        start = time.perf_counter()
+        cache = MeasuredCache(model, lm.scorer, plan.policy)
+        context = lm.read_into(cache, plan.document, system=prompt.system, progress=not output.quiet)
+        seconds = time.perf_counter() - start
+        if output.picture:
+            _painter(output.picture, options.scorer)(context.cache)
+        if output.save_context is not None:
+            context.save(output.save_context)
+        reading = {"prompt_tokens": cache.seen, "prefill_seconds": seconds, **context.memory().to_dict()}
+        if not output.quiet and not output.json:
+            sys.stderr.write(f"read {cache.seen:,} tokens in {seconds:,.1f} s: {context!r}\n")
+        records = _ask_each(options, context, asked)
+    if output.json:
+        print_json({"reading": reading, "answers": records, **plan.setup})
+
+
+def _ask_saved(options: Options, path: str, asked: Sequence[str]) -> None:
+    """Answer each question from a copy of a saved context."""
+    from locret import loading, read_notes
+    from locret.context import LongContextModel
+
+    _check_not_read(options, path)
+    read_notes(path)  # refuses a wrong file before weights are loaded
+    output, device = options.output, loading.resolve_device(options.model.device)
+    heads = loading.chosen_heads(options.scorer.heads, options.model.model)
+    options = replace(options, scorer=replace(options.scorer, heads=heads))
+    scorer, _ = loading.load_scorer(options.scorer)
+    config = loading.load_config(options.model)
+    loading.check_matches(options.scorer, scorer, config)
+    dtype = loading.resolve_dtype(options.model.dtype, config, device)
+    tokenizer = loading.load_tokenizer(options.model)
+    with _memory_errors(device):
+        model = loading.load_model(options.model, config, device, dtype)
+        context = LongContextModel(model, tokenizer, scorer).load(path)
+        if output.picture:
+            _painter(output.picture, options.scorer)(context.cache)
+        records = _ask_each(options, context, asked)
+    if output.json:
+        reading = {"context": path, "prompt_tokens": context.cache.seen, **context.memory().to_dict()}
+        setup = _setup(options, scorer, context.cache.policy, device, dtype)
+        print_json({"reading": reading, "answers": records, **setup})
+
+
+def _check_not_read(options: Options, path: str) -> None:
+    """Refuse what has no effect on a text that has been read.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    reading = {field.name for field in fields(PolicyOptions)} | {"system", "template", "save_context", "dry_run"}
+    if given := sorted(reading & options.chosen):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--context {path} has been read already, so {flags} would do nothing; leave that out")
+
+
+def _ask_each(options: Options, context: Any, asked: Sequence[str]) -> list[dict[str, Any]]:
+    """Answer each question from a copy of what has been read, print the answers unless JSON is wanted."""
     from locret.infer import answer
 
-    if pieces is None:
-        return None, None, None
+    output, records = options.output, []
+    stream = not output.json and options.generation.num_beams == 1
+    for number, question in enumerate(asked):
+        if not output.json and len(asked) > 1:
+            print(("\n" if number else "") + f"> {question}", flush=True)
+        cache = answer.MeasuredCache.of(context.cache)
+        result = answer.answer_turn(
+            context.chat(cache), cache, question, options.generation, attn=options.model.attn, stream=stream
+        )
+        if not output.json and not stream:
+            print(result.answer)
+        records.append({"question": question, **asdict(result)})
+    return records
+
+
+def questions_of(prompt: PromptOptions) -> list[str]:
+    """Return the questions of the command line or of a file.
+
+    Raises:
+        ValueError: If the file cannot be read, or holds no questions.
+    """
+    from locret.text_stream import read_text
+
+    if prompt.questions is None:
+        return list(prompt.question)
+    name = prompt.questions
+    lines = "".join(read_text(name, setting="--questions ")).splitlines()
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            found.append(_json_question(line, f"{name}, line {number}") if name.endswith(".jsonl") else line.strip())
+    if not found:
+        raise ValueError(f"--questions {name} holds no questions; write one per line")
+    return found
+
+
+def _json_question(line: str, where: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--questions {where}: not JSON ({error}); write a text or an object per line") from None
+    question = value.get("question") if isinstance(value, dict) else value
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f'--questions {where} holds no question; write "TEXT" or {{"question": "TEXT"}}')
+    return question
+
+
+@contextmanager
+def _memory_errors(device: Any) -> Iterator[None]:
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OSError(
+            f"{device} is out of memory; lower --budget or --chunk-size (--dry-run prints the cache's bytes), or take "
+            "a smaller --dtype"
+        ) from error
+
+
+def _prompt(options: Options, document: Any, counted: bool, asked: Sequence[str]) -> tuple[Any, Any, int | None, Any]:
+    """Return the tokenizer, the prompt's ids, their number if it is `counted`, and a bar."""
+    from locret import loading
+    from locret.document import ReadingBar, whole
+    from locret.infer import answer
+
+    if document is None:
+        return None, None, None, None
     tokenizer = loading.load_tokenizer(options.model)
-    ids = answer.prompt_ids(tokenizer, pieces, options.prompt)
+    if _apart(options, asked):
+        if counted:
+            document.count(tokenizer)
+        return tokenizer, None, document.size if counted else None, None
+    bar = ReadingBar(document, not options.output.quiet)
+    question = asked[0] if asked else None
+    ids = bar.blocks(answer.prompt_ids(tokenizer, bar.pieces(document.pieces), options.prompt, question))
     if not counted:
-        return tokenizer, ids, None
+        return tokenizer, ids, None, bar
     counted_ids = whole(ids)
-    return tokenizer, counted_ids, counted_ids.shape[1]
+    return tokenizer, counted_ids, counted_ids.shape[1], bar
 
 
 def _print_plan(
@@ -198,7 +385,9 @@ def _print_plan(
         sys.stderr.write(sizing.follow_line(policy) + sizing.step_lines(steps, adaptive=policy.memory == "adaptive"))
 
 
-def _document(options: PromptOptions) -> Iterator[str]:
+def _document(options: PromptOptions) -> Any:
+    from locret import shipped
+    from locret.document import Document
     from locret.text_stream import read_text
 
     name = options.prompt_file
@@ -206,18 +395,25 @@ def _document(options: PromptOptions) -> Iterator[str]:
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("there is nothing to read; give a text with --prompt-file, or pipe one in")
         name = "-"
-    return read_text(name)
+    path = os.path.expanduser(shipped.find(name))
+    size = os.path.getsize(path) if os.path.isfile(path) else None
+    return Document(os.path.basename(name), read_text(name), size=size, unit="bytes")
 
 
 def _check_picture(path: str) -> None:
     from locret.infer import pictures
 
     pictures.require_matplotlib("--picture")
-    if os.path.isdir(path):
-        raise ValueError(f"--picture {path} is a folder; give a PNG file")
+    _check_target("--picture", path)
+
+
+def _check_target(flag: str, path: str) -> None:
+    """Refuse a file that could not be written once all has been read."""
+    if not path or os.path.isdir(path):
+        raise ValueError(f"{flag} {path} is a folder; give a file" if path else f"{flag} is empty; give a file")
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
-        raise ValueError(f"--picture {path}: there is no folder {folder}; make it first")
+        raise ValueError(f"{flag} {path}: there is no folder {folder}; make it first")
 
 
 def _painter(path: str | None, scorer: ScorerOptions) -> Any:

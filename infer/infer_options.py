@@ -62,8 +62,13 @@ class PromptOptions:
 
     prompt_file: str | None = None
     """Text file of any size, UTF-8; - is standard input, as is no file at all if something is piped in."""
-    question: str | None = None
-    """What to ask about the text; without it the text is the whole message."""
+    context: str | None = None
+    """Instead of a text: a saved context (see --save-context), which is asked without reading."""
+    question: list[str] = field(default_factory=list)
+    """What to ask about the text; without it the text is the whole message. One question is read with the text; of
+    several, --question TEXT for each, each is answered from its own copy of one reading."""
+    questions: str | None = None
+    """File with questions, one per line, or one JSON text or object with a question per line (.jsonl)."""
     system: str | None = field(default=None, metadata={"empty": True})
     """System message."""
     template: str = "chat"
@@ -72,8 +77,17 @@ class PromptOptions:
     def __post_init__(self) -> None:
         if self.template not in TEMPLATES:
             raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
-        if self.question is not None and not self.question.strip():
+        if any(not question.strip() for question in self.question):
             raise ValueError("--question is empty; leave it out if the text itself says what to do")
+        if self.question and self.questions is not None:
+            raise ValueError(f"--question and --questions {self.questions} exclude each other; drop one of them")
+        if self.context is not None and self.prompt_file is not None:
+            raise ValueError(
+                f"--context {self.context} has been read already, so --prompt-file {self.prompt_file} would not be; "
+                "drop one of them"
+            )
+        if self.context is not None and not self.question and self.questions is None:
+            raise ValueError(f"--context {self.context} waits for a question; give --question or --questions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,5 +148,7 @@ class OutputOptions:
     dry_run: bool = False
     """Print the resolved options, the planned steps and cache bytes as JSON, and the steps as a table on standard
     error, without the backbone's weights. The prompt is read only where the plan depends on its length."""
+    save_context: str | None = None
+    """File to write what has been read to, for --context; without a question that is all."""
     picture: str | None = None
     """PNG file to write: which positions of the text each layer kept. Needs locret[eval]."""

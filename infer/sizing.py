@@ -176,16 +176,16 @@ def _within_memory(
 def _within_free_memory(
     flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
 ) -> RetentionPolicy:
-    assert run.prompt_tokens is not None
     weights, free = run.weight_bytes, chunk_size.free_bytes(run.device)
+    if free is None:
+        raise ValueError(f"--kv-memory {AUTO}: {run.device} does not tell what is free; give an amount, such as 2GiB")
 
     def planned(budget: int) -> int:
         return weights + run.bytes_beside_weights(resolve_options(flags, chosen, recommended, budget))
 
     least = _least_budget(flags, chosen)
-    most = max(least, run.prompt_tokens)
-    within = most if free is None else int(chunk_size.SHARE * free)
-    budget = most if free is None else largest_budget(planned, within, least, most)
+    within = int(chunk_size.SHARE * free)
+    budget = largest_budget(planned, within, least, within if run.prompt_tokens is None else run.prompt_tokens)
     if budget is None:
         raise ValueError(
             f"--kv-memory {AUTO} finds nothing free: weights, a chunk and a budget of {least} take {planned(least):,} "
@@ -211,11 +211,13 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
     has -= run.weight_bytes
     if (needed := run.cache_bytes(policy)) <= has:
         return
-    options = {"--num-beams": "num_beams", "--max-new-tokens": "new_tokens"}
-    for flag, name in options.items():
-        one, given = replace(run, **{name: 1}), getattr(run, name)
-        most = largest_budget(lambda n: replace(run, **{name: n}).cache_bytes(policy), has, 1, given)  # noqa: B023
-        if one.cache_bytes(policy) < needed and most is not None:
+    options: dict[str, tuple[int, Callable[[int], PlannedRun]]] = {
+        "--num-beams": (run.num_beams, lambda count: replace(run, num_beams=count)),
+        "--max-new-tokens": (run.new_tokens, lambda count: replace(run, new_tokens=count)),
+    }
+    for flag, (given, changed) in options.items():
+        most = largest_budget(lambda count, of=changed: of(count).cache_bytes(policy), has, 1, given)  # type: ignore[misc]
+        if most is not None and most < given:
             raise ValueError(
                 f"{flag} {given} needs a cache of {needed:,} bytes, but {run.device} has room for {max(0, has):,} next "
                 f"to the weights; give at most {most}"

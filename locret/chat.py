@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from locret.cache.cache import CacheMemory, RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.chunked_prefill import prefill
+from locret.document import is_text
 from locret.generation import generate
 from locret.templates import decode
 from locret.text_stream import TokenStream
@@ -170,24 +171,42 @@ class Chat:
             raise failed[0]
 
     def _turn(self, text: str, settings: dict[str, Any], streamer: BaseStreamer | None) -> str:
-        """Read a turn, write the answer, remember both."""
+        self.read_turn(text, settings["max_new_tokens"])
+        self.write_answer(settings, streamer)
+        return self._transcript.turns[-1].content
+
+    def read_turn(self, text: str, new_tokens: int) -> None:
+        """Read a user's turn up to where the answer begins, which has to follow; `say` does both.
+
+        Raises:
+            ValueError: For an empty text, or a conversation that broke off.
+        """
         self._check(text)
         self.lm.say_what_it_knows()
         transcript, stream = self._transcript.copy(), self._stream.copy()
         ids = [*self._unread, *stream.rest(transcript.ask(text))]
         self._torn = True
-        start = self.cache.seen
-        model, tokenizer = self.lm.model, self.lm.tokenizer
-        prefill(model, torch.tensor([ids]), self.cache, new_tokens=settings["max_new_tokens"])
-        new = generate(model, cache=self.cache, tokenizer=tokenizer, streamer=streamer, **settings)[0].tolist()
-        answer = decode(tokenizer, new)
-        unread = new[self.cache.seen - start - len(ids) :]  # the last token is never fed, with beams none is
+        prefill(self.lm.model, torch.tensor([ids]), self.cache, new_tokens=new_tokens)
+        self._transcript, self._stream = transcript, stream
+
+    def write_answer(self, settings: dict[str, Any], streamer: BaseStreamer | None) -> list[int]:
+        """Write the answer to the turn that has been read, and return its tokens.
+
+        Args:
+            settings: What `LongContextModel.settings` returned.
+            streamer: Receives tokens as they are written.
+        """
+        tokenizer, read = self.lm.tokenizer, self.cache.seen
+        ids = generate(self.lm.model, cache=self.cache, tokenizer=tokenizer, streamer=streamer, **settings)
+        new: list[int] = ids[0].tolist()
+        unread = new[self.cache.seen - read :]  # the last token is never fed, with beams none is
         if unread and unread[-1] in self.lm.end_ids:  # the template writes its own end of a turn
             unread.pop()
-        transcript.answered(answer)
-        stream.context = answer[-stream.margin :]
-        self._transcript, self._stream, self._unread, self._torn = transcript, stream, tuple(unread), False
-        return transcript.turns[-1].content
+        answer = decode(tokenizer, new)
+        self._transcript.answered(answer)
+        self._stream.context = answer[-self._stream.margin :]
+        self._unread, self._torn = tuple(unread), False
+        return new
 
     def _check(self, text: str | None = None) -> None:
         if self._torn:
@@ -196,7 +215,7 @@ class Chat:
                 "with context.chat()"
             )
         self.cache.check_whole()
-        if text is not None and not (isinstance(text, str) and text.strip()):
+        if text is not None and not (is_text(text) and text.strip()):
             raise ValueError(f"{text!r} is nothing to answer; give a question as text")
 
     @property

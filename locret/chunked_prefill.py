@@ -4,24 +4,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from locret.backbone.adapters import find_decoder, unwrap
+from locret.backbone.adapters import find_decoder, input_device, unwrap
 from locret.cache.cache import RetentionCache
 from locret.cache.reader import answering, reading
 from locret.policy.schedule import lookahead
+from locret.token_ids import Prompt, Stream, checked_prompt, vocabulary
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def prefill(
     model: nn.Module,
-    input_ids: Tensor | Iterable[int] | Iterable[list[int]],
+    input_ids: Tensor | Mapping[str, Any] | Iterable[Any],
     cache: RetentionCache,
     attention_mask: Tensor | None = None,
     *,
@@ -35,7 +36,8 @@ def prefill(
 
     Args:
         model: The backbone of the cache.
-        input_ids: (B, N) or (N,) token ids; or an iterator of ids, or of lists of ids, which is never held as a whole.
+        input_ids: (B, N) or (N,) token ids, as a tensor, an array or lists, or as a tokenizer returns them; or an
+            iterator of ids, or of pieces (lists of ids), which is never held as a whole.
         cache: Filled in place.
         attention_mask: (B, N), 0 for padding, which must be on the left. None: left padding is recognised if the model
             has a pad token of its own, as transformers does.
@@ -47,26 +49,61 @@ def prefill(
         (B, vocabulary) logits of the last prompt token, in the model's dtype.
 
     Raises:
-        ValueError: For an empty prompt, padding on the right, or an iterator where the policy must know the length.
+        ValueError: For an empty prompt, padding on the right, ids that the backbone does not know, a model that the
+            cache was not made for, or an iterator where the policy must know the length.
 
     Examples:
         >>> cache = RetentionCache(model, scorer=heads, policy=policy)
         >>> prefill(model, ids, cache).shape
         torch.Size([1, 900])
     """
+    prompt = checked(model, cache, input_ids, attention_mask)
     feed_held_back(model, cache)
-    logits = read_prompt(
-        model, input_ids, cache, attention_mask, new_tokens=new_tokens, progress=progress, on_chunk=on_chunk
-    )
+    logits = read_prompt(model, prompt, cache, new_tokens=new_tokens, progress=progress, on_chunk=on_chunk)
     assert logits is not None
     return logits
 
 
+def checked(
+    model: nn.Module, cache: RetentionCache, input_ids: Any, attention_mask: Any = None, *, seen: int = 0
+) -> Prompt:
+    """Return a prompt that the cache may read, or has read `seen` tokens of.
+
+    Raises:
+        ValueError: If the prompt, the model or the cache cannot be used, or do not belong together.
+    """
+    check_usable(model, cache)
+    prompt = checked_prompt(model, input_ids, attention_mask, seen=seen)
+    rows = prompt.ids.shape[0] if isinstance(prompt.ids, Tensor) else 1
+    if cache.seen and rows != cache.rows:
+        raise ValueError(f"input_ids has {rows} rows but the cache has read {cache.rows}; give as many, or a new cache")
+    return prompt
+
+
+def check_usable(model: nn.Module, cache: RetentionCache) -> None:
+    """Refuse a cache that cannot be used, or not with this model.
+
+    Raises:
+        ValueError: Saying why.
+    """
+    if not isinstance(cache, RetentionCache):
+        raise ValueError(f"cache is a {type(cache).__name__}; give a locret.RetentionCache")
+    cache.check_whole()
+    if find_decoder(model) is not find_decoder(cache.model):
+        raise ValueError(
+            "the cache was made for another model than the one it is used with; make one with "
+            "RetentionCache(model, ...), or load it with load_cache(path, model, ...)"
+        )
+    if model.training and getattr(unwrap(model), "is_gradient_checkpointing", False):
+        raise ValueError(
+            "the model is being trained with gradient checkpointing, which uses no cache; call model.eval()"
+        )
+
+
 def read_prompt(
     model: nn.Module,
-    input_ids: Tensor | Iterable[Any],
+    prompt: Prompt,
     cache: RetentionCache,
-    attention_mask: Tensor | None = None,
     *,
     new_tokens: int = 0,
     progress: bool = False,
@@ -75,18 +112,18 @@ def read_prompt(
 ) -> Tensor | None:
     """Do what `prefill` says; with `hold_last` leave the last token for the caller to feed, and return None."""
     cache.check_whole()
-    device = next(model.parameters()).device
-    if not isinstance(input_ids, Tensor):
-        return _read(model, _Stream(input_ids, device), cache, new_tokens, progress, hold_last, on_chunk)
-    ids = (input_ids[None] if input_ids.ndim == 1 else input_ids).to(device)
-    lengths = row_lengths(model, ids, attention_mask)
+    device, known = input_device(model), vocabulary(model)
+    if not isinstance(prompt.ids, Tensor):
+        return _read(model, Stream(prompt.ids, device, known), cache, new_tokens, progress, hold_last, on_chunk)
+    ids, mask = prompt.ids, prompt.mask
     # Layers that share memory by what they retain do so for each row on its own.
     apart = cache.policy.memory == "adaptive" and ids.shape[0] > 1
-    if cache.pad is None and not apart and (lengths == ids.shape[1]).all():
-        return _read(model, _Stream(ids, device), cache, new_tokens, progress, hold_last, on_chunk)
+    if cache.pad is None and not apart and mask is None:
+        return _read(model, Stream(ids, device, known), cache, new_tokens, progress, hold_last, on_chunk)
     logits, rows, width = [], cache.split(ids.shape[0]), cache.seen + ids.shape[1]
-    for row, row_ids, length in zip(rows, ids, lengths.tolist(), strict=True):
-        logits.append(_read(model, _Stream(row_ids[None, ids.shape[1] - length :], device), row, 0, progress, False))
+    for index, row in enumerate(rows):
+        kept = ids[index] if mask is None else ids[index, ids.shape[1] - int(mask[index].sum()) :]
+        logits.append(_read(model, Stream(kept[None], device, known), row, 0, progress, False))
     cache.join(rows, width, new_tokens)
     if hold_last:
         cache.take_back()
@@ -101,66 +138,9 @@ def feed_held_back(model: nn.Module, cache: RetentionCache) -> None:
             find_decoder(model)(input_ids=cache.last_tokens, past_key_values=cache, use_cache=True)
 
 
-def row_lengths(model: nn.Module, ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return (B,) real tokens of each row.
-
-    Raises:
-        ValueError: If the mask has another shape, or a row has padding on the right or nothing else.
-    """
-    if attention_mask is None:
-        config = getattr(unwrap(model), "generation_config", None)
-        pad, eos = getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)
-        if pad is None or pad == eos or (isinstance(eos, list) and pad in eos) or ids.shape[0] == 1:
-            return torch.full((ids.shape[0],), ids.shape[1])
-        attention_mask = (ids != pad).long().cummax(dim=1).values
-    if attention_mask.shape != ids.shape:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)} but input_ids {tuple(ids.shape)}; "
-            "give one 0 or 1 per token"
-        )
-    mask = attention_mask.to("cpu", torch.long)
-    if (mask.diff(dim=1) < 0).any():
-        raise ValueError('attention_mask has padding on the right; pad on the left (tokenizer.padding_side = "left")')
-    lengths = mask.sum(dim=1)
-    if (lengths == 0).any():
-        raise ValueError(f"row {int(lengths.argmin())} of input_ids is padding only; drop it from the batch")
-    return lengths
-
-
-class _Stream:
-    """Hands out a prompt's tokens in order, looking ahead no further than asked."""
-
-    def __init__(self, source: Tensor | Iterable[Any], device: torch.device) -> None:
-        self.device = device
-        self.length = source.shape[1] if isinstance(source, Tensor) else None
-        self._pending = source if isinstance(source, Tensor) else torch.empty(1, 0, dtype=torch.long)
-        self._more: Iterator[Any] = iter(()) if isinstance(source, Tensor) else iter(source)
-
-    def available(self, count: int) -> int:
-        """Return how many tokens are left, or `count` if there are at least that many."""
-        fresh: list[int] = []
-        while self._pending.shape[1] + len(fresh) < count:
-            item = next(self._more, None)
-            if item is None:
-                break
-            # Ids may come one by one or in lists, as numbers of Python, NumPy or torch.
-            if isinstance(item, int):
-                fresh.append(item)
-            else:
-                fresh.extend(torch.as_tensor(item, dtype=torch.long).flatten().tolist())
-        if fresh:
-            self._pending = torch.cat([self._pending, torch.tensor([fresh])], dim=1)
-        return min(count, self._pending.shape[1])
-
-    def take(self, count: int) -> Tensor:
-        """Return the next `count` tokens, (B, count), on the model's device."""
-        tokens, self._pending = self._pending[:, :count], self._pending[:, count:]
-        return tokens.to(self.device)
-
-
 def _read(
     model: nn.Module,
-    stream: _Stream,
+    stream: Stream,
     cache: RetentionCache,
     new_tokens: int,
     progress: bool,

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -20,11 +20,12 @@ from locret.cache.cache import CacheMemory, RetentionCache
 from locret.cache.cache_file import load_cache, read_notes
 from locret.chat import LONGEST_ANSWER, Chat, described, save
 from locret.chunked_prefill import prefill
-from locret.document import Document, PositionWarning, ReadingBar, as_prompt, open_document
+from locret.document import Document, PositionWarning, ReadingBar, as_prompt, is_text, open_document
 from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
+from locret.policy.resolve import resolve
 from locret.scorers import Scorer
 from locret.templates import Message, encode, leading_special_ids
 from locret.text_stream import TokenStream, trimmed
@@ -33,6 +34,10 @@ from locret.transcript import Transcript
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+EMBEDDED_KNOWS = (
+    "the embedded backbone knows only texts that locret generates, such as recipes/infer/pass_key.txt; for texts of "
+    "your own give a language model of the Hub"
+)
 _MORE_OPTIONS = ("compile", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
 _NOT_HERE = {
     "max_length": "say how long an answer may be with max_new_tokens",
@@ -47,7 +52,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cut
 @dataclass(frozen=True, kw_only=True)
 class _Backbone(BackboneSource):
     trust_remote_code: bool = False
-    attn_implementation: str | None = None
+    attn_implementation: str | None = None  # type: ignore[assignment]
 
 
 class LongContextModel:
@@ -109,7 +114,7 @@ class LongContextModel:
 
         Args:
             model: Folder of the backbone, or its Hub id; `checkpoints/tiny` is embedded, with `checkpoints/tiny-heads`.
-            heads: Retaining heads: a folder, a Hub id, or loaded ones.
+            heads: Retaining heads: a folder, a Hub id, loaded ones; "auto" takes the best on the Hub for this backbone.
             scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides.
             policy: How many units stay; if None, what the heads recommend, else the defaults.
             adapter: LoRA adapter (PEFT) to put on the backbone.
@@ -128,6 +133,8 @@ class LongContextModel:
         if heads is not None and scorer is not None:
             raise ValueError(f"heads {heads} and scorer {scorer} exclude each other; drop one of them")
         with _as_arguments():
+            if isinstance(heads, str):
+                heads = loading.chosen_heads(heads, str(model))
             source = _Backbone(
                 model=str(model),
                 revision=revision,
@@ -147,12 +154,15 @@ class LongContextModel:
                 )
             if isinstance(heads, (str, Path)):
                 found, _ = loading.load_scorer(named)
+            elif isinstance(found, str):
+                found, recommended = loading.load_scorer(replace(named, scorer=found))
+                policy = _with_changes(policy, recommended)
             config = loading.load_config(source)
             if isinstance(found, RetainingHeads):
                 loading.check_matches(named, found, config)
             tokenizer = loading.load_tokenizer(source)
             backbone = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
-        assert not isinstance(found, Path)
+        assert isinstance(found, (RetainingHeads, Scorer))
         return cls(backbone, tokenizer, found, policy, template=template)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -193,9 +203,17 @@ class LongContextModel:
         if isinstance(source, (list, tuple)) and source and all(isinstance(one, (str, Path)) for one in source):
             if name is not None:
                 raise ValueError(f"name={name!r} names one context, but {len(source)} texts are given; leave it out")
-            return [self.read(one, system=system, progress=progress) for one in source]
-        cache = RetentionCache(self.model, self.scorer, self.policy)
-        return self.read_into(cache, open_document(source, name), system=system, progress=progress)
+            documents = [open_document(one) for one in source]
+            return [self.read_into(self.new_cache(), one, system=system, progress=progress) for one in documents]
+        return self.read_into(self.new_cache(), open_document(source, name), system=system, progress=progress)
+
+    def new_cache(self) -> RetentionCache:
+        """Return an empty cache."""
+        return RetentionCache(self.model, self.scorer, self.policy)
+
+    def tokens(self, document: Document, *, system: str | None = None) -> Iterator[list[int]]:
+        """Yield the token ids that `read_into` feeds."""
+        return self._ids(document, self._transcript(system), TokenStream(self.tokenizer), ReadingBar(document, False))
 
     def read_into(
         self,
@@ -216,13 +234,14 @@ class LongContextModel:
             bar(cache)
 
         blocks = bar.blocks(self._ids(document, transcript, stream, bar))
+        bar.start()
         try:
             prompt = as_prompt(blocks, cache.policy, cache.policy.prefill_units)
             prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=on_chunk)
             warn(cache)
             bar.end()
         finally:
-            bar.bar.close()
+            bar.close()
         return Context(self, cache, stream, transcript, document.name)
 
     def _ids(
@@ -237,7 +256,7 @@ class LongContextModel:
             assert document.ids is not None
             yield from self._given(opening, document.ids, stream)
             return
-        pieces = (piece for piece in document.pieces if piece)
+        pieces: Iterator[str] = (piece for piece in document.pieces if piece)
         pieces = bar.pieces(pieces) if self.template == "none" else trimmed(bar.pieces(pieces))
         first = next(pieces, None)
         if first is None:
@@ -258,12 +277,19 @@ class LongContextModel:
         for block in ids:
             if not newest and start and block[: len(start)] == start:
                 block = block[len(start) :]
+            if len(block) and not 0 <= min(block) <= max(block) < self._vocabulary:
+                raise ValueError(
+                    f"token ids from {min(block)} to {max(block)} are not all among the {self._vocabulary} of this "
+                    "backbone; use its own tokenizer"
+                )
             newest = [*newest, *block][-stream.margin // 8 :]
             if len(block):
                 yield block
         stream.context = self.tokenizer.decode(newest, clean_up_tokenization_spaces=False)
 
     def _transcript(self, system: str | None = None) -> Transcript:
+        if system is not None and not is_text(system):
+            raise ValueError(f"system={system!r} is no text; give the system message as one")
         transcript = Transcript(self.tokenizer, self.template, system)
         transcript.opening()
         return transcript
@@ -308,18 +334,14 @@ class LongContextModel:
     @property
     def end_ids(self) -> list[int]:
         """Tokens that end an answer."""
-        ends: Any = unwrap(self.model).generation_config.eos_token_id  # type: ignore[union-attr]
+        ends: Any = unwrap(self.model).generation_config.eos_token_id
         return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
     def say_what_it_knows(self) -> None:
         """Say once that the embedded backbone knows no language, when it is asked."""
         if self._knows_little:
             self._knows_little = False
-            warnings.warn(
-                "the embedded backbone knows only texts that locret generates, such as recipes/infer/pass_key.txt; "
-                "for texts of your own load a language model of the Hub",
-                stacklevel=3,
-            )
+            warnings.warn(EMBEDDED_KNOWS, stacklevel=3)
 
     # -- on disk ------------------------------------------------------------------------------------------------------
 
@@ -327,7 +349,7 @@ class LongContextModel:
         """Return a context that `Context.save` has written.
 
         Raises:
-            ValueError: If the file is none, or was made with another backbone, scorer or tokenizer.
+            ValueError: If the file is none, or was made with another backbone or scorer.
             OSError: If the file cannot be read.
         """
         read, turns, _ = self._load(path)
@@ -339,13 +361,13 @@ class LongContextModel:
         """Return a conversation that `Chat.save` has written, or a new one about a saved context.
 
         Raises:
-            ValueError: If the file is none, or was made with another backbone, scorer or tokenizer.
+            ValueError: If the file is none, or was made with another backbone or scorer.
             OSError: If the file cannot be read.
         """
         read, _, unread = self._load(path)
-        return Chat(*read, unread)
+        return Chat(*read, unread=unread)
 
-    def _load(self, path: str | Path) -> tuple[Any, tuple[Message, ...], tuple[int, ...]]:
+    def _load(self, path: str | Path) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
         notes = read_notes(path).get("conversation")
         if notes is None:
             raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
@@ -359,10 +381,14 @@ class LongContextModel:
     @property
     def _vocabulary(self) -> int:
         """Token ids there are."""
-        return int(unwrap(self.model).config.get_text_config().vocab_size)  # type: ignore[union-attr]
+        return int(unwrap(self.model).config.get_text_config().vocab_size)
 
     def __repr__(self) -> str:
         return f"LongContextModel({self.name}, scorer {self.scorer.name}, budget {self.policy.budget:,})"
+
+
+_Parts = tuple[LongContextModel, RetentionCache, TokenStream, Transcript, str]
+"""What contexts and chats are made of."""
 
 
 class Context:
@@ -413,7 +439,7 @@ class Context:
         Raises:
             ValueError: For an empty question, or an option that does not exist.
         """
-        if not isinstance(question, str):
+        if isinstance(question, Sequence) and not isinstance(question, str):
             if stream:
                 raise ValueError("stream=True yields one answer; ask one question, or leave it out")
             return [self.ask(one, max_new_tokens=max_new_tokens, **options) for one in question]
@@ -425,9 +451,10 @@ class Context:
         """Answer a question from a fork and yield the answer word by word; arguments as for `ask`."""
         return self.chat().stream(question, max_new_tokens=max_new_tokens, **options)
 
-    def chat(self) -> Chat:
-        """Return a conversation about the context, in a fork of it."""
-        return Chat(self.lm, self.cache.copy(), self._stream.copy(), self._transcript.copy(), self.name)
+    def chat(self, cache: RetentionCache | None = None) -> Chat:
+        """Return a conversation about the context, in a copy of its cache, or in one that has been made already."""
+        cache = self.cache.copy() if cache is None else cache
+        return Chat(self.lm, cache, self._stream.copy(), self._transcript.copy(), self.name)
 
     def fork(self) -> Context:
         """Return an independent copy."""
@@ -478,6 +505,13 @@ def _are_turns(value: Any) -> bool:
         isinstance(turn, list) and len(turn) == 2 and turn[0] == roles[nth % 2] and isinstance(turn[1], str)
         for nth, turn in enumerate(value)
     )
+
+
+def _with_changes(policy: RetentionPolicy | None, recommended: dict[str, Any]) -> RetentionPolicy:
+    """Return the policy of a scorer that was named with changes of its own, such as snapkv+pyramid."""
+    if policy is None:
+        return resolve({}, recommended)
+    return replace(policy, **{name: value for name, value in recommended.items() if name != "positions"})
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from locret import shipped
 from locret.policy.policy import RetentionPolicy
-from locret.text_stream import read_text
+from locret.text_stream import read_text, token_stream, trimmed
 
 if TYPE_CHECKING:
     from locret.backbone.adapters import Backbone
@@ -41,6 +41,14 @@ class Document:
     unit: str = "characters"
     source: Path | None = None
 
+    def count(self, tokenizer: Any) -> None:
+        """Tokenise it all, so that its size is known in tokens; 8 bytes each are held."""
+        assert self.pieces is not None
+        found = whole(token_stream(tokenizer, trimmed(self.pieces), add_special_tokens=False))[0].tolist()
+        if not found:
+            raise ValueError(f"{self.name} is empty; give a text to read")
+        self.pieces, self.ids, self.size, self.unit = None, [found], len(found), "tokens"
+
 
 def open_document(source: Any, name: str | None = None) -> Document:
     """Return what a user gave to be read.
@@ -58,7 +66,7 @@ def open_document(source: Any, name: str | None = None) -> Document:
     if isinstance(source, str) and not _is_path(source):
         if not source.strip():
             raise ValueError("the text is empty; give something to read")
-        return Document(name or "text", iter([source]), size=len(source))
+        return Document(name or "text", iter([_piece(source)]), size=len(source))
     if isinstance(source, (str, Path)):
         return _file(Path(os.path.expanduser(shipped.find(str(source)))), name)
     if isinstance(source, Tensor):
@@ -67,6 +75,8 @@ def open_document(source: Any, name: str | None = None) -> Document:
         source = source.flatten().tolist()
     size = len(source) if isinstance(source, (list, tuple, array)) else None
     try:
+        if isinstance(source, (bytes, bytearray, Mapping, Set)):  # their items are none of these
+            raise TypeError
         items = iter(source)
     except TypeError:
         raise ValueError(
@@ -77,9 +87,39 @@ def open_document(source: Any, name: str | None = None) -> Document:
         raise ValueError("the text is empty; give something to read")
     items = chain([first], items)
     if isinstance(first, str):
-        return Document(name or "text", items)
-    ids = ([item] if isinstance(item, int) else item for item in items)
-    return Document(name or "ids", ids=ids, size=size if isinstance(first, int) else None, unit="tokens")
+        return Document(name or "text", map(_piece, items))
+    return Document(name or "ids", ids=map(_ids, items), size=size if isinstance(first, int) else None, unit="tokens")
+
+
+def _piece(item: Any) -> str:
+    if not is_text(item):
+        raise ValueError(f"a piece of the text is {str(item)[:80]!r}, which is no text in Unicode; give texts only")
+    return item  # type: ignore[no-any-return]
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a tokenizer can read a value: half characters (surrogates) are no text."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _ids(item: Any) -> list[int]:
+    """Return one id, or several, as numbers of Python.
+
+    Raises:
+        ValueError: For anything else: nothing is rounded.
+    """
+    if type(item) is int:
+        return [item]
+    try:
+        ids = torch.as_tensor(item).flatten()
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{item!r} among the token ids is none; give whole numbers, or lists of them") from None
+    return ids.tolist()  # type: ignore[no-any-return]
 
 
 def _is_path(text: str) -> bool:
@@ -114,10 +154,12 @@ class ReadingBar:
     shown: bool = True
     waiting: Callable[[], str] = str
     """What has been handed out and has no tokens yet."""
+    bar: Any = field(default=None, init=False)
     _given: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
+    def start(self) -> None:
+        """Begin to count the time; nothing is shown before."""
         notebook = any(cls.__name__ == "tqdm_notebook" for cls in tqdm.__mro__)
         unit = {"bytes": "B", "characters": "chars", "tokens": "token"}[self.document.unit]
         disable = not self.shown or (False if notebook else None)
@@ -147,6 +189,9 @@ class ReadingBar:
         """Show that all has been read."""
         if self.document.size is not None:
             self.bar.update(max(0, self.document.size - self.bar.n))
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
         self.bar.close()
 
     def _size(self, text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
@@ -78,6 +79,16 @@ def check_finite(options: Any) -> None:
         value = getattr(options, field.name)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"--{field.name.replace('_', '-')} {value} is not a finite number; give one")
+
+
+def check_license(value: str | None) -> None:
+    """Check the option `--license` of the commands that make or publish heads; None is no licence given.
+
+    Raises:
+        ValueError: If the Hub would refuse the card.
+    """
+    if value is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,60}", value):
+        raise ValueError(f"--license {value} is not how the Hub spells a licence; use one such as apache-2.0 or other")
 
 
 def shown(value: Any) -> str:

@@ -149,8 +149,8 @@ def _reason(error: Exception) -> str:
 def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[None]:
     """Hold a folder against other commands until the block, or this process, ends, however it ends.
 
-    The folder is made if need be, and removed again if it stays empty. What a killed process was about to write in it
-    is removed.
+    The folder is made if need be, and removed again if it stays empty. If all of it is held, what a killed process was
+    about to write in it is removed.
 
     Args:
         folder: The folder.
@@ -164,9 +164,12 @@ def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[No
     from filelock import FileLock, Timeout
 
     path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{setting} is a file; choose a folder")
-    made = [parent for parent in (path, *path.parents) if not parent.exists()]
+    try:
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{setting} is a file; choose a folder")
+        made = [parent for parent in (path, *path.parents) if not parent.exists()]
+    except OSError as error:  # a name of more than 255 bytes, a loop of links, a folder that may not be looked into
+        raise ValueError(f"{shown(setting)[1:-1]} cannot be a folder ({error.strerror}); choose another") from None
     lock = FileLock(path / name)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -193,7 +196,7 @@ def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[No
     try:
         with suppress(OSError):  # only for the message above
             (path / name).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
-        for partial in path.glob(PARTIAL):
+        for partial in path.glob(PARTIAL) if lock.is_locked and name == LOCK else ():
             shutil.rmtree(partial, ignore_errors=True)
         with interrupts.undone(let_go):
             yield

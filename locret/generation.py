@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
 
-from locret.backbone.adapters import unwrap
-from locret.cache.cache import RetentionCache
+from locret.backbone.adapters import input_device, unwrap
+from locret.cache.cache import ASSISTED, RetentionCache
 from locret.cache.compiled_step import check_can_compile, compiled_steps
+from locret.cache.digest import digest_of
 from locret.cache.reader import answering
-from locret.chunked_prefill import feed_held_back, read_prompt
+from locret.chunked_prefill import check_usable, checked, feed_held_back, read_prompt
+from locret.nearest import nearest
+from locret.token_ids import Prompt
+
+_MODES = {
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+}
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def generate(
     model: nn.Module,
-    input_ids: Tensor | Iterable[Any] | None = None,
+    input_ids: Tensor | Mapping[str, Any] | Iterable[Any] | None = None,
     *,
     cache: RetentionCache,
     attention_mask: Tensor | None = None,
@@ -32,8 +45,8 @@ def generate(
 
     Args:
         model: The backbone of the cache.
-        input_ids: (B, N) ids of the whole conversation, of which the cache may have read a beginning; or an iterator
-            of ids; or None to go on from what `prefill` has read.
+        input_ids: (B, N) ids of the whole conversation, of which the cache may have read a beginning, in any form that
+            `prefill` takes; or an iterator of further ids; or None to go on from what `prefill` has read.
         cache: Holds prompt and answer afterwards (with beams or several answers per prompt: only the prompt).
         attention_mask: (B, N), 0 for padding on the left.
         progress: Show a progress bar while the prompt is read.
@@ -42,12 +55,12 @@ def generate(
         **options: Whatever `model.generate` takes: max_new_tokens, do_sample, num_beams, streamer, stop_strings, ...
 
     Returns:
-        (B * returned sequences, N + new) prompt and new ids; only the new ids where the prompt was not a tensor. With
-        return_dict_in_generate=True the output object of transformers, whose `sequences` are these.
+        (B * returned sequences, N + new) prompt and new ids; only the new ids where there was no prompt, or an
+        iterator. With return_dict_in_generate=True the output object of transformers, whose `sequences` are these.
 
     Raises:
-        ValueError: If the cache has read more than `input_ids`, there is nothing to go on from, an earlier read of the
-            cache was interrupted, or the step cannot be compiled.
+        ValueError: If the cache has read more than `input_ids` or something else, there is nothing to go on from, an
+            earlier read of the cache was interrupted, an option has no effect, or the step cannot be compiled.
 
     Examples:
         >>> cache = RetentionCache(model, scorer=heads, policy=policy)
@@ -55,39 +68,43 @@ def generate(
         >>> tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
         'The pass key is 71432.'
     """
-    cache.check_whole()
-    base = unwrap(model)
-    config = options.get("generation_config") or base.generation_config
-    new_tokens = options.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0
-    copies = max(
-        options.get(name) or getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences")
-    )
+    check_usable(model, cache)
+    base, options = unwrap(model), dict(options)
+    config = checked_options(base, options)
+    new_tokens = config.max_new_tokens or 0
+    copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     if compile:
         check_can_compile(cache, new_tokens, copies)
-    if isinstance(input_ids, Tensor):
-        input_ids = (input_ids[None] if input_ids.ndim == 1 else input_ids).to(base.device)
-        _read_rest(model, input_ids, cache, attention_mask, new_tokens, progress, hold_last=copies == 1)
-    elif input_ids is not None:
-        feed_held_back(model, cache)
-        read_prompt(model, input_ids, cache, new_tokens=new_tokens, progress=progress)
+    full = None
+    if input_ids is None:
+        if attention_mask is not None:
+            raise ValueError("attention_mask has no effect without input_ids; leave it out")
+    else:
+        prompt = checked(model, cache, input_ids, attention_mask, seen=cache.seen)
+        if isinstance(prompt.ids, Tensor):
+            full = prompt.ids.to(input_device(model), torch.long)
+            _read_rest(model, prompt, cache, new_tokens, progress, hold_last=copies == 1)
+        else:
+            feed_held_back(model, cache)
+            read_prompt(model, prompt, cache, new_tokens=new_tokens, progress=progress)
     if copies > 1:
         cache = cache.copy()
         cache.batch_repeat_interleave(copies)
-    last_tokens, full = cache.last_tokens, isinstance(input_ids, Tensor)
-    if not isinstance(input_ids, Tensor) or cache.seen == input_ids.shape[1]:
+    last_tokens = cache.last_tokens
+    if full is None or cache.seen == full.shape[1]:
         if last_tokens is None:
             raise ValueError("there is no prompt to go on from; give input_ids, or call prefill first")
         cache.take_back()
     cache.reserve(0, new_tokens + 1)
-    if isinstance(input_ids, Tensor):
-        tokens = input_ids
+    if full is not None:
+        tokens = full
     else:
         assert last_tokens is not None
         tokens = last_tokens[::copies]
     # transformers slices off what the cache has seen if the mask is as long as the ids; a mask of another length says
     # that only the new token is given.
-    width = tokens.shape[1] if full else tokens.shape[1] + 1
-    mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=base.device)
+    width = tokens.shape[1] + (full is None)
+    mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=tokens.device)
     steps: AbstractContextManager[Any]
     if compile:
         check_can_compile(cache, new_tokens, copies)  # once more: what has been read may differ by row or layer
@@ -96,7 +113,7 @@ def generate(
         steps = answering(model, cache)
     with steps:
         ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
-    if not full:
+    if full is None:
         if isinstance(ids, Tensor):
             ids = ids[:, 1:]
         else:
@@ -105,23 +122,84 @@ def generate(
 
 
 def _read_rest(
-    model: nn.Module,
-    ids: Tensor,
-    cache: RetentionCache,
-    attention_mask: Tensor | None,
-    new_tokens: int,
-    progress: bool,
-    hold_last: bool,
+    model: nn.Module, prompt: Prompt, cache: RetentionCache, new_tokens: int, progress: bool, hold_last: bool
 ) -> None:
-    """Read all of `ids` that the cache has not seen, but for the last token if it is to be held back."""
-    missing = ids.shape[1] - cache.seen
+    """Read all of a prompt's ids that the cache has not seen, but for the last token if it is to be held back."""
+    ids, mask, seen = prompt.ids, prompt.mask, cache.seen
+    assert isinstance(ids, Tensor)
+    missing = ids.shape[1] - seen
     if missing < 0:
         raise ValueError(
-            f"the cache has read {cache.seen} tokens but input_ids has {ids.shape[1]}; give the whole conversation, "
-            "or a new cache"
+            f"the cache has read {seen} tokens but input_ids has {ids.shape[1]}; give the whole conversation, or a new "
+            "cache"
         )
-    if missing > (1 if hold_last and cache.seen else 0):
-        mask = None if attention_mask is None else attention_mask[:, cache.seen :]
+    if seen and cache.digest is not None:
+        kept = mask
+        if mask is None and cache.pad is not None:
+            kept = (torch.arange(seen) >= cache.pad.cpu()[:, None]).long()
+        given = digest_of(ids[:, :seen].cpu(), None if kept is None else kept[:, :seen])
+        if not torch.equal(given, cache.digest.cpu()):
+            raise ValueError(
+                f"the first {seen} tokens of input_ids are not those that the cache has read; give the same "
+                "conversation, or a new cache"
+            )
+    if missing > (1 if hold_last and seen else 0):
+        rest = None if mask is None or mask[:, seen:].all() else mask[:, seen:]
         read_prompt(
-            model, ids[:, cache.seen :], cache, mask, new_tokens=new_tokens, progress=progress, hold_last=hold_last
+            model, Prompt(ids[:, seen:], rest), cache, new_tokens=new_tokens, progress=progress, hold_last=hold_last
         )
+
+
+_INSTEAD = {
+    "inputs": "give them as input_ids",
+    "inputs_embeds": "a prompt is read by its token ids; give input_ids",
+    "past_key_values": "the cache is given as cache",
+    "position_ids": "positions follow from the cache; leave it out",
+    "output_attentions": "attention weights are never formed; leave it out",
+    "guidance_scale": "it calls the backbone without this cache; use sampling or beams",
+    "negative_prompt_ids": "it calls the backbone without this cache; leave it out",
+    "negative_prompt_attention_mask": "it calls the backbone without this cache; leave it out",
+    "cache_implementation": "the cache is a RetentionCache; leave it out",
+    "custom_generate": "the answer is written by the loop of transformers; leave it out",
+    "prefill_chunk_size": "the policy's chunk_size says how a prompt is read; leave it out",
+    "token_healing": "it would change the prompt after it was read; leave it out",
+    "assistant_model": ASSISTED,
+    "assistant_early_exit": ASSISTED,
+    "prompt_lookup_num_tokens": ASSISTED,
+}
+_TAKEN = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus", "streamer", "tokenizer")
+
+
+def checked_options(base: Any, options: dict[str, Any]) -> GenerationConfig:
+    """Return the settings of `base.generate` that options come to, before anything is read.
+
+    Args:
+        base: The transformers model.
+        options: As given; what says what is so anyway is taken out.
+
+    Raises:
+        ValueError: For an option that would have no effect here, or that `generate` does not know.
+    """
+    given = options.get("generation_config") or base.generation_config
+    if not isinstance(given, GenerationConfig):
+        raise ValueError(f"generation_config is a {type(given).__name__}; give a transformers.GenerationConfig")
+    if options.pop("use_cache", True) is False:
+        raise ValueError("use_cache=False has no effect here; leave it out, or call model.generate without a cache")
+    config = copy.deepcopy(given)
+    unknown = config.update(**{name: value for name, value in options.items() if name != "generation_config"})
+    for name, instead in _INSTEAD.items():
+        value = options.get(name, getattr(config, name, None))
+        if value is not None and value is not False and (name, value) != ("guidance_scale", 1):
+            raise ValueError(f"{name} has no effect here: {instead}")
+        options.pop(name, None)
+    for name, value in unknown.items():
+        if value is None:
+            options.pop(name, None)
+        elif name not in (*_TAKEN, *_INSTEAD):
+            near = nearest(name, [*_TAKEN, *config.to_dict()])
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; leave it out"
+            raise ValueError(f"{name} is not an option of generate{hint}")
+    mode = config.get_generation_mode()
+    if mode not in _MODES:
+        raise ValueError(f"decoding by {mode.value} is not supported; use greedy decoding, sampling or beams")
+    return config

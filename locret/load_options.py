@@ -68,7 +68,7 @@ class ScorerOptions:
     """What decides which cache units stay: trained heads, or a training-free scorer; without either a fallback does."""
 
     heads: str | None = None
-    """Folder of retaining heads, or their Hub id."""
+    """Folder of retaining heads, or their Hub id; `auto` takes the best for this backbone on the Hub."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
     scorer: str | dict[str, Any] | None = None

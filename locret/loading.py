@@ -21,10 +21,12 @@ from locret.field_values import shown
 from locret.files import read_json, shards
 from locret.heads import hub
 from locret.heads.heads import RetainingHeads
+from locret.heads.search import find_heads
 from locret.load_options import ADAPTER_CONFIG, CONFIG, BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
+AUTO_HEADS = "auto"
 _MOST = {
     "num_hidden_layers": 1000,
     "num_attention_heads": 2**14,
@@ -257,7 +259,10 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
 
         with _one_sentence(f"--adapter {source.adapter} cannot be put on --model {source.model}"):
             model = PeftModel.from_pretrained(model, source.adapter)
-            describe(model)  # refuses adapters that work outside of the layers
+            for kind in model.peft_config.values():
+                if kind.is_prompt_learning:
+                    raise ValueError(f"{kind.peft_type.value} works outside of the layers and would be dropped")
+            describe(model)
     return model.eval().requires_grad_(False)
 
 
@@ -275,6 +280,26 @@ def _check_weights(folder: Path, config: Any, trust_remote_code: bool) -> None:
     described = sum(weight.numel() for weight in sketch.parameters())
     if described > _MOST_PER_BYTE * held:
         raise ValueError(f"its config.json describes {described:,} weights and its files hold {held:,} bytes")
+
+
+def chosen_heads(heads: str | None, model: str | None) -> str | None:
+    """Return the heads that `--heads` means: `auto` looks for some, and a warning says which it takes and why.
+
+    Args:
+        heads: What the user typed.
+        model: The backbone's folder or Hub id.
+
+    Raises:
+        ValueError: If there are none for this backbone, or it is not known which it is.
+        OSError: If the Hub refuses or cannot be reached.
+    """
+    if heads != AUTO_HEADS:
+        return heads
+    if model is None:
+        raise ValueError("--heads auto looks for heads of a backbone; give it with --model")
+    found = find_heads(model)
+    warnings.warn(f"--heads auto takes {found.heads}, {found.reason}", stacklevel=2)
+    return found.heads
 
 
 def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:

@@ -124,6 +124,8 @@ def _metavar(members: Sequence[Any]) -> str:
                 )
             )
     # A text that stands for a list is a list.
+    if list(members) == [list[str]]:
+        return "TEXT"
     shown = dict.fromkeys(name for name in names if not (name == "TEXT" and ("A,B" in names or "N" in names)))
     return "|".join(shown)
 

@@ -1,9 +1,10 @@
 """A Hugging Face Hub on the loopback interface, for the real huggingface_hub client.
 
-It speaks what the client uses to publish and to load a model: creating repositories and branches, the check of the
-card's YAML, preupload, the LFS batch protocol with its upload and verification, commits and pull requests, repository
-info and file lists, and downloads with redirects for large files. Not the Xet protocol: HF_HUB_DISABLE_XET, or the
-absence of hf_xet, makes the client use LFS. The files of a data set are those of the repository "datasets/org/name".
+It speaks what the client uses to publish, to find and to load a model: creating repositories and branches, the check
+of the card's YAML, preupload, the LFS batch protocol with its upload and verification, commits and pull requests,
+repository info, file lists, the list of models by tags, and downloads with redirects for large files. Not the Xet
+protocol: HF_HUB_DISABLE_XET, or the absence of hf_xet, makes the client use LFS. The files of a data set are those of
+the repository "datasets/org/name".
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Repo:
     branches: dict[str, str] = field(default_factory=lambda: {"main": "0" * 40})
     commits: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"0" * 40: {}})
     messages: list[str] = field(default_factory=list)
+    downloads: int = 0
 
     def resolve(self, revision: str) -> str | None:
         """Return the commit of a branch, or the commit itself."""
@@ -106,8 +108,13 @@ class _Handler(BaseHTTPRequestHandler):
         ("PUT", r"/lfs/([0-9a-f]{64})", "lfs_upload"),
         ("POST", r"/lfs/([0-9a-f]{64})/verify", "lfs_verify"),
         ("GET", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", "tree"),
+        ("GET", r"/api/(datasets/[^/]+/[^/]+)/tree/([^/]+)", "tree"),
+        ("GET", r"/api/(datasets/[^/]+/[^/]+)/tree/([^/]+)/(.+)", "tree"),
+        ("POST", r"/api/(datasets/[^/]+/[^/]+)/paths-info/([^/]+)", "paths_info"),
         ("GET", r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", "info"),
+        ("GET", r"/api/(datasets/[^/]+/[^/]+)/revision/([^/]+)", "info"),
         ("GET", r"/api/models/([^/]+/[^/]+)", "info"),
+        ("GET", r"/api/models", "list_models"),
         ("GET|HEAD", r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
         ("GET|HEAD", r"/lfs/([0-9a-f]{64})", "blob"),
     )
@@ -264,14 +271,36 @@ class _Handler(BaseHTTPRequestHandler):
     def info(self, name: str, revision: str = "main") -> None:
         repo, commit = self.find(name, revision)
         siblings = [{"rfilename": path} for path in repo.commits[commit]]
+        name = name.removeprefix("datasets/")
         self.answer(
             {"id": name, "modelId": name, "sha": commit, "private": repo.private, "siblings": siblings, "tags": []}
         )
 
-    def tree(self, name: str, revision: str) -> None:
+    def list_models(self) -> None:
+        """List public repositories that have all the tags asked for, those of `base_model` as the Hub makes them."""
+        found = []
+        for name, repo in self.hub.repos.items():
+            text = repo.files().get("README.md", b"").decode()
+            match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+            card = yaml.safe_load(match[1]) if match else {}
+            tags = [*(card.get("tags") or []), *([f"base_model:{card['base_model']}"] if "base_model" in card else [])]
+            if not repo.private and set(self.query.get("filter", [])) <= set(tags):
+                facts = {"id": name, "modelId": name, "tags": tags, "downloads": repo.downloads, "private": False}
+                found.append({**facts, "cardData": card, "siblings": []})
+        self.answer(found)
+
+    def tree(self, name: str, revision: str, folder: str = "") -> None:
         repo, commit = self.find(name, revision)
-        files = repo.commits[commit].items()
+        files = [(path, content) for path, content in repo.commits[commit].items() if path.startswith(folder)]
+        if folder and not files:
+            raise Refused(404, "Entry not found", "EntryNotFound")
         self.answer([{"type": "file", "path": p, "size": len(c), "oid": git_oid(c)} for p, c in files])
+
+    def paths_info(self, name: str, revision: str) -> None:
+        repo, commit = self.find(name, revision)
+        asked = parse_qs(self.body.decode())["paths"] if b"=" in self.body else self.json_body()["paths"]
+        files = {path: content for path, content in repo.commits[commit].items() if path in asked}
+        self.answer([{"type": "file", "path": p, "size": len(c), "oid": git_oid(c)} for p, c in files.items()])
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         repo, commit = self.find(name, revision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import re
 import shlex
 import subprocess
@@ -18,12 +19,20 @@ REPOSITORY = "https://github.com/locret/locret/blob/main/"
 MODULES = {
     "locret-train": "locret.train.command",
     "locret-infer": "locret.infer.command",
+    "locret-chat": "locret.infer.chat_command",
     "locret-eval": "locret.infer.evaluation.command",
     "locret-bench": "locret.infer.speed.command",
     "locret-push": "locret.heads.push",
 }
 HARNESS = "locret.infer.evaluation.harness"
 """Its flags are lm-evaluation-harness's own."""
+QUICK = {
+    "locret.infer.command": ("recipes/infer/pass_key.txt",),
+    "locret.infer.chat_command": ("recipes/infer/pass_key.txt",),
+    "locret.infer.evaluation.command": ("--list",),
+    "locret.heads.push": ("checkpoints/tiny-heads", "--dry-run"),
+}
+"""Words of commands that read what is shipped: offline, on a CPU, in seconds."""
 
 
 def commands_of(page: Path) -> list[tuple[str, ...]]:
@@ -50,13 +59,16 @@ COMMANDS = sorted({words for page in PAGES for words in commands_of(page) if wor
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 @pytest.mark.slow
-def test_every_command_parses(
+def test_every_command_runs_if_it_is_quick_and_parses(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     module, arguments = importlib.import_module(words[0]), list(words[1:])
-    if arguments == ["--list"]:
-        assert module.command(arguments) == 0
+    if words[0] in QUICK and set(QUICK[words[0]]) <= set(arguments) and not any("runs/" in word for word in arguments):
+        monkeypatch.setattr("sys.stdin", io.StringIO("What is the pass key?\n"))
+        assert module.command(arguments) == 0, capsys.readouterr().err
+        if "recipes/infer/pass_key.txt" in arguments and "--dry-run" not in arguments:
+            assert "The pass key is 43600." in capsys.readouterr().out
         return
     with pytest.raises(SystemExit) as end:
         module.command([*arguments, "--print_config"])
@@ -82,6 +94,13 @@ def test_the_tutorial_runs_as_it_stands(
     answers = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The pass key")]
     assert answers == ["The pass key is 71432."] * 3
     assert "| locret | 128 |" in (tmp_path / "runs" / "evaluation" / "results.md").read_text()
+
+
+def test_pages_say_which_programs_need_a_clone() -> None:
+    beside = ("locret.infer.speed.lab", "checkpoints.build")
+    pages = [page for page in PAGES if any(words[0].startswith(beside) for words in commands_of(page))]
+    assert len(pages) >= 3
+    assert [page.name for page in pages if "needs a clone" not in page.read_text(encoding="utf-8")] == []
 
 
 def test_every_link_leads_to_a_file_and_a_heading() -> None:

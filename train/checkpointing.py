@@ -119,13 +119,18 @@ def check_same(
     differences = [
         f"--{name.replace('_', '-')} was {stored.get(name)!r} and is now {current.get(name)!r}"
         for name in sorted({*stored, *current})
-        if stored.get(name) != current.get(name) and not (name in growing and stored.get(name) < current.get(name))
+        if stored.get(name) != current.get(name)
+        and not (name in growing and _is_more(current.get(name), stored.get(name)))
     ]
     if differences:
         raise ValueError(
             f"--resume {path}: {'; '.join(differences)}; use the options of that run, or start a new one "
             "(--init-from takes the heads alone)"
         )
+
+
+def _is_more(now: Any, before: Any) -> bool:
+    return isinstance(now, int) and isinstance(before, int) and now > before
 
 
 def _step(path: Path) -> int:

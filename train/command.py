@@ -85,8 +85,9 @@ def _plan(training: TrainingRun, process: PartialState) -> list[str]:
     flops = training.step_flops(process.num_processes)
     work = "unknown, a mixture of experts does as much as its router says"
     if flops is not None:
-        hours = flops * steps / _ASSUMED_RATE / 3600
-        work = f"{flops:.2e} operations a step, {hours:,.2f} hours at {_ASSUMED_RATE:.0e} a second"
+        seconds = flops * steps / _ASSUMED_RATE
+        time = f"{seconds / 3600:,.2f} hours" if seconds >= 3600 else f"{seconds:,.1f} seconds"
+        work = f"{flops:.2e} operations a step, {time} at {_ASSUMED_RATE:.0e} a second"
     return [
         f"plan: {steps:,} steps on {training.data.dataset} for {training.backbone.model}, into {training.run.output}",
         f"  memory on {process.device}, for a row of {tokens}: {memory}",

@@ -137,7 +137,7 @@ def device_bytes(device: torch.device) -> int:
 
 def gibibytes(count: int) -> str:
     """Return bytes as people read them."""
-    return f"{count / 2**30:,.2f} GiB"
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"
 
 
 def _one_layer(

@@ -40,11 +40,13 @@ def run_of(resume: str | None, output: str | None) -> Path | None:
     Raises:
         ValueError: If `--resume` names something that is neither a run nor a checkpoint.
     """
-    if resume in (None, AUTO):
+    if resume is None or resume == AUTO:
         return None
     if resume == NEWEST:
         folder = None if output is None else Path(os.path.expanduser(output))
         return folder if folder is not None and (folder / RECORD).is_file() else None
+    if not resume:
+        raise ValueError("--resume is empty; give the folder of a run, or leave the value out for that of --output")
     path = Path(os.path.expanduser(resume))
     if (path / RECORD).is_file():
         return path

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from locret.cli import parse_options
 from locret.data.training.json_rows import MAX_ROW_BYTES
 from locret.data.training.row_order import SHUFFLE_BUFFER
-from locret.field_values import check_finite, checked
+from locret.field_values import check_finite, check_license, checked
 from locret.labels import kinds
 from locret.load_options import BackboneSource
 from locret.nearest import nearest
@@ -246,6 +246,8 @@ class RunOptions:
     """Repository (org/name) to upload the heads to at the end."""
     private: bool = False
     """Make a new repository private."""
+    license: str | None = None
+    """Licence of the heads as the Hub spells it, such as mit; apache-2.0, or that of the heads it begins with."""
     dry_run: bool = False
     """Print the resolved options and a memory plan; load no weights and write nothing."""
     json: bool = False
@@ -253,6 +255,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         _check_positive(self, "save_every", "keep_checkpoints", "log_every")
+        check_license(self.license)
         if self.output is not None and not self.output.strip():
             raise ValueError("--output is empty; give a folder")
         self.trackers()
@@ -276,7 +279,7 @@ class RunOptions:
                 raise ValueError(f"--report-to {name} is unknown; choose {' or '.join(near)}")
         if "none" in names and len(names) > 1:
             raise ValueError(f"--report-to {','.join(names)} contradicts itself; drop none or the others")
-        if "wandb" in names and find_spec("wandb") is None:
+        if "wandb" in names and not _is_installed("wandb"):
             raise ValueError("--report-to wandb needs a package that is not installed; pip install wandb, or drop it")
         return [] if names == ["none"] else list(dict.fromkeys(names))
 
@@ -304,6 +307,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
             "locret-train", "Fit retaining heads on a frozen backbone.", OPTION_CLASSES, [*recipe, *arguments]
         )
     backbone, data, run = options[0], options[1], options[-1]
+    if run.resume == resumed.NEWEST and run.output is None and not data.dataset.strip():
+        raise ValueError("--resume does not say which run; give its folder, such as --resume runs/heads")
     if not data.dataset.strip():
         raise ValueError("--dataset is missing; give LongAlpaca or another set (docs/training_data.md)")
     if run.output is None:
@@ -326,6 +331,11 @@ def default_output(model: str, dataset: str) -> str:
     """Return the folder of a run that was given none: checkpoints/BACKBONE-DATASET-heads."""
     named = Path(dataset).stem if Path(dataset).suffix in (".json", ".jsonl", ".parquet") else Path(dataset).name
     return str(Path("checkpoints") / f"{Path(model).absolute().name}-{named or 'data'}-heads")
+
+
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package)  # a folder of that name, such as wandb makes, is a package without a file
+    return spec is not None and spec.origin is not None
 
 
 def _check_positive(options: object, *names: str) -> None:

@@ -327,4 +327,5 @@ class TrainingRun:
         if self.backbone.base_model is not None:
             heads.annotate(base_model=self.backbone.base_model, base_model_revision=self.backbone.revision)
         heads.annotate(base_weights=None if heads.config.base_model else weight_fingerprint(model))
-        return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes)
+        licence = {} if self.run.license is None else {"license": self.run.license}
+        return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes, **licence)

@@ -88,7 +88,7 @@ def _of_others(name: str) -> Task | None:
         return None
     if isinstance(found, type) and issubclass(found, Task):
         try:
-            found = found()
+            found = found()  # type: ignore[call-arg]
         except (TypeError, ValueError) as error:
             raise ValueError(f'task "{name}" cannot be made without options ({error}); name an instance') from error
     if not isinstance(found, Task):

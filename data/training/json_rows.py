@@ -7,12 +7,15 @@ never the rows.
 
 from __future__ import annotations
 
+import errno
 import json
+import lzma
 import mmap
 import re
 import shutil
 import tempfile
 import zipfile
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +26,14 @@ from typing import Any, NamedTuple, overload
 SUFFIXES = (".json", ".jsonl")
 MAX_ROW_BYTES = 4_900_000
 """Just under 5 MB: 1.2 million tokens of English."""
+# BadZipFile aside, each compression has an error of its own; NotImplementedError and RuntimeError: a method or a flag
+# of encryption that no published archive has.
+_DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError, OSError)
 _STRUCTURE = re.compile(rb'["\[\]{},]')
+
+
+TABLE_ERRORS = (ValueError, TypeError, NotImplementedError, RuntimeError, OSError, KeyError)
+"""What reading a damaged table raises: pyarrow's errors are kinds of these (damaged pages are OSErrors)."""
 
 
 class BadRow(ValueError):
@@ -150,23 +160,26 @@ def _on_disk(named: str) -> Iterator[str]:
                 shutil.copyfileobj(packed, unpacked)
         except KeyError:
             raise ValueError(f"{archive} has no file {member} inside; check that it is the published archive") from None
-        except zipfile.BadZipFile as error:
+        except _DAMAGED_ZIP as error:
+            # A damaged offset is an invalid argument of seek.
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                raise OSError(f"{named} cannot be read ({error.strerror}); check its permissions") from None
             raise ValueError(f"{archive} is not an intact zip archive ({error}); fetch it again") from None
-        except OSError as error:
-            raise OSError(f"{named} cannot be read ({error.strerror or error}); check its permissions") from None
         yield str(copy)
 
 
 def _table(path: str) -> Iterator[dict[str, Any]]:
     import datasets
-    import pyarrow  # type: ignore[import-untyped]
 
     try:
         yield from datasets.load_dataset("parquet", data_files=path, split="train", streaming=True)
     except FileNotFoundError:
         raise OSError(f"{path} cannot be read (no such file); check the path") from None
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not Parquet ({' '.join(str(error).split())}); fetch it again") from None
+    except PermissionError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    # Damage is an ArrowInvalid, an OSError without a number, an OverflowError or an error of datasets' own.
+    except Exception as error:
+        raise ValueError(f"{path} is not Parquet ({' '.join(str(error).split())[:200]}); fetch it again") from None
 
 
 def spans(file: str, named: str = "") -> Iterator[Span]:

@@ -10,6 +10,7 @@ sample uses, whatever the seeds.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,9 @@ class QuestionRowsOptions:
             raise ValueError(f"--density {self.density} is not a share; give a number from 0 to 1")
         if Path(self.output).suffix not in (".json", ".jsonl"):
             raise ValueError(f"--output {self.output} has another ending than .json and .jsonl; rename it")
+        folder = next(path for path in Path(os.path.expanduser(self.output)).absolute().parents if path.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"--output {self.output} cannot be written in {folder}; choose another folder")
         for name in self.task_names():
             tasks.get(name)
         self.lengths()
@@ -121,13 +125,13 @@ def write_rows(rows: Sequence[dict[str, str]], output: str | Path) -> None:
     """Write rows as one JSON list, or one a line for `.jsonl`; the file appears whole or not at all.
 
     Raises:
-        OSError: Where the folder is missing or not writable.
+        OSError: Where the folder is not writable; one that is missing is made.
     """
     if Path(output).suffix == ".jsonl":
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     else:
         text = json.dumps(rows, ensure_ascii=False, indent=1) + "\n"
-    write_text(output, text)
+    write_text(output, text, parents=True)
 
 
 def command(argv: Sequence[str] | None = None) -> int:

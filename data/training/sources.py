@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.data.training.json_rows import MAX_ROW_BYTES, SUFFIXES, Entry, JsonRows, stream_entries
+from locret.data.training.json_rows import MAX_ROW_BYTES, SUFFIXES, TABLE_ERRORS, Entry, JsonRows, stream_entries
 from locret.data.training.row_order import Rows, StreamedRows, numbered
 
 if TYPE_CHECKING:
@@ -165,10 +165,9 @@ def _in_data_dir(dataset: str, alias: str | None, folder: Path) -> Path:
 
 
 def _load_local(path: Path, dataset: str, split: str, streaming: bool, max_row_bytes: int) -> Rows:
-    import datasets
 
     if path.is_dir() and (path / "state.json").exists():
-        saved = datasets.load_from_disk(str(path))
+        saved = _load_saved(path, dataset)
         return _streamed(saved.to_iterable_dataset(), dataset) if streaming else saved
     files = sorted(file for file in path.rglob("*") if file.suffix in BUILDERS) if path.is_dir() else [path]
     if not files:
@@ -184,6 +183,17 @@ def _load_local(path: Path, dataset: str, split: str, streaming: bool, max_row_b
         return _select_json(by_split, dataset, split, streaming, max_row_bytes)
     arguments = {"path": str(path)} if path.is_dir() else {"path": "parquet", "data_files": str(path)}
     return _generate(dataset, split=split, streaming=streaming, **arguments)
+
+
+def _load_saved(path: Path, dataset: str) -> Any:
+    """`load_from_disk`, its many exceptions turned into one sentence."""
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(path))
+    except (*TABLE_ERRORS, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--dataset {dataset}: {path} cannot be read ({reason}); save the data set again") from None
 
 
 def _files_by_split(folder: Path, dataset: str) -> dict[str, list[str]]:
@@ -239,7 +249,9 @@ def _generate(dataset: str, *, streaming: bool, **arguments: Any) -> Rows:
     except datasets.exceptions.DatasetGenerationError as error:
         cause = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"--dataset {dataset}: the file cannot be parsed ({cause}); mend or re-export it") from None
-    except ValueError as error:  # a split that does not exist, or a Parquet file that is none
+    except TABLE_ERRORS as error:  # a split that does not exist, or a Parquet file that is none
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         reason = " ".join(str(error).split())
         raise ValueError(f"--dataset {dataset}: cannot be read ({reason}); check the file and the split") from None
     return _streamed(rows, dataset) if streaming else rows
@@ -275,7 +287,9 @@ def _entries(rows: IterableDataset, dataset: str) -> Iterator[Entry]:
     try:
         for number, row in enumerate(rows):
             yield Entry(number, numbered(number), partial(dict, row))
-    except (ValueError, TypeError) as error:  # pyarrow's errors and those of decoding are ValueErrors
+    except TABLE_ERRORS as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         reason = " ".join(str(error).split())
         raise ValueError(
             f"--dataset {dataset}: cannot be read after {number + 1} rows ({reason}); leave out --streaming"

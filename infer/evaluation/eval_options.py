@@ -127,7 +127,7 @@ class EvalOptions(PublishedOptions):
     def without_heads(self) -> tuple[EvalOptions, list[str]]:
         """Return the options with methods that need no heads, and the names of those that were left out."""
         named = self._named_methods()
-        kept: Names = [method.name for method in named if not method.needs_heads]
+        kept: Methods = [method.name for method in named if not method.needs_heads]
         return replace(self, methods=kept), [method.name for method in named if method.needs_heads]
 
     def chosen_methods(self) -> list[Method]:

@@ -129,6 +129,7 @@ def prepare(
         ValueError: For anything the user must change.
         OSError: If a Hub or a disk fails.
     """
+    evaluation = replace(evaluation, heads=loading.chosen_heads(evaluation.heads, model.model))
     _check_choices(evaluation, budgets, chosen)
     left: list[str] = []
     if not evaluation.heads and "methods" not in chosen:

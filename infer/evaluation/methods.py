@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from locret import RetainingHeads, method_spec, plugins, scorers
 from locret.data.tasks import Sample
 from locret.labels.labels import answer_labels
-from locret.method_spec import MethodSpec
+from locret.method_spec import MODIFIERS, MethodSpec
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
@@ -133,6 +133,9 @@ def get(method: str | Mapping[str, Any]) -> Method:
     if found.make is None and spec.modifiers:
         modifier = spec.modifiers[0]
         raise ValueError(f'method "{spec}": the plain cache evicts nothing, so +{modifier} means nothing; drop it')
+    for modifier in spec.modifiers:
+        if clash := found.changes.keys() & MODIFIERS[modifier].keys():
+            raise ValueError(f'method "{spec}": {spec.name} sets {min(clash)} itself; drop +{modifier}')
     return replace(found, name=str(spec), changes={**found.changes, **spec.changes})
 
 
@@ -146,6 +149,8 @@ def _special(spec: MethodSpec) -> Method | None:
 
 
 def _of_scorer(spec: MethodSpec) -> Method:
+    if spec.name == "retaining_heads":
+        raise ValueError(f'method "{spec}" is called locret here; write locret, and give --heads')
     if not _is_scorer(spec.name):
         near = nearest(spec.name, names()) or names()
         raise ValueError(f'method "{spec.name}" is unknown; did you mean {" or ".join(near)}?')

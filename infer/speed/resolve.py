@@ -39,6 +39,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     """
     if options.model is not None and "shape" in chosen:
         raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
+    options = replace(options, heads=loading.chosen_heads(options.heads, options.model))
     preset, config = _backbone(options)
     device = _device(options, preset)
     compared = tuple(methods.get(name) for name in options.method_names())

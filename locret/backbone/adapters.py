@@ -8,10 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 FUSED = "qkv_proj"
+_SUPPORTED = (
+    "use a decoder-only model with rotary positions (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2, Gemma-3, SmolLM3, "
+    "Granite, OLMo-2, OLMo-3)"
+)
+_KINDS = {"full_attention", "sliding_attention"}
+# Kinds of adapters that do part of their work in PEFT's own forward pass, which reading and answering never call.
+_OUTSIDE = {"ADAPTION_PROMPT", "POLY", "SHADOW", "XLORA"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ def describe(model_or_config: Any) -> Backbone:
     """Describe a backbone from its config; given a model, also check that its modules are where they should be.
 
     Raises:
-        ValueError: For encoder-decoder, state-space and latent-attention models.
+        ValueError: For encoder-decoder, state-space and latent-attention models, those whose layers all slide over a
+            window or attend to learned sinks, and adapters that work outside of the layers.
     """
     if isinstance(model_or_config, nn.Module):
         backbone = _describe_config(unwrap(model_or_config).config)
@@ -56,8 +65,43 @@ def describe(model_or_config: Any) -> Backbone:
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside a PEFT wrapper (its adapters stay active), or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """Return the transformers model inside the wrappers of PEFT (its adapters stay active) and of torch.compile.
+
+    Raises:
+        ValueError: If an active adapter works outside of the transformers model, so that it would be dropped.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not hasattr(model, "get_base_model"):
+        return model
+    configs = getattr(model, "peft_config", {})
+    for name in getattr(model, "active_adapters", configs):
+        config = configs[name]
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if getattr(config, "alora_invocation_tokens", None):
+            kind = "activated LoRA"
+        elif not (config.is_prompt_learning or kind in _OUTSIDE):
+            continue
+        raise ValueError(
+            f"adapter {name!r} is of the kind {kind}, which works outside of the backbone's layers and would be "
+            "dropped; use one that changes the layers, such as LoRA, or merge it"
+        )
+    return model.get_base_model()
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return where a module computes, which for weights that accelerate offloads is not where they are."""
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        for single in getattr(hook, "hooks", (hook,)):
+            device = getattr(single, "execution_device", None)
+            if device is not None:
+                return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return next(module.parameters()).device
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Return where a backbone wants its token ids."""
+    return device_of(unwrap(model).get_input_embeddings())
 
 
 def find_decoder(model: nn.Module) -> Any:
@@ -71,8 +115,7 @@ def find_decoder(model: nn.Module) -> Any:
     for name in ("layers", "rotary_emb"):
         if not hasattr(decoder, name):
             raise ValueError(
-                f"{type(base).__name__} has no decoder with '{name}', so its cache cannot be bounded; "
-                "use a decoder-only model with rotary positions (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2, Gemma-3)"
+                f"{type(base).__name__} has no decoder with '{name}', so its cache cannot be bounded; {_SUPPORTED}"
             )
     return decoder
 
@@ -89,6 +132,10 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
     for module in layer.modules():
         if hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE):
+            if getattr(module, "sinks", None) is not None:
+                raise ValueError(
+                    f"{type(unwrap(model)).__name__} attends to learned sinks, which are not supported; {_SUPPORTED}"
+                )
             return module
     found = sorted(name for name, _ in layer.named_children())
     raise ValueError(
@@ -110,6 +157,9 @@ def _describe_config(config: Any) -> Backbone:
             f"{model_type} uses latent attention (kv_a_proj_with_mqa); looked for {', '.join(SEPARATE)} or {FUSED}: "
             "its cache has no separate keys and values to evict"
         )
+    if getattr(text, "is_heterogeneous", False):
+        names = ", ".join(sorted(text.per_layer_attributes))
+        raise ValueError(f"the layers of {model_type} differ in {names}, which is not supported; {_SUPPORTED}")
     kinds = getattr(text, "layer_types", None)
     recurrent = sorted({kind for kind in kinds or [] if "attention" not in kind or "linear" in kind})
     heads = getattr(text, "num_attention_heads", None)
@@ -118,6 +168,8 @@ def _describe_config(config: Any) -> Backbone:
             f"{model_type} has layers without softmax attention ({', '.join(recurrent) or 'state-space'}); looked for "
             f"{', '.join(SEPARATE)} or {FUSED} in every layer: use a transformer with rotary positions"
         )
+    if others := sorted(set(kinds or []) - _KINDS):
+        raise ValueError(f"{model_type} has layers of {', '.join(others)}, which is not supported; {_SUPPORTED}")
     num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
     max_positions = _first(text, "max_position_embeddings")
     if kinds is None:
@@ -125,6 +177,11 @@ def _describe_config(config: Any) -> Backbone:
     # A window as long as the context (Phi-3-mini-128K: 262,144) never slides, so such layers count as full attention.
     slides = window is not None and window < max_positions
     layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "full_attention" or not slides)
+    if not layers:
+        raise ValueError(
+            f"every layer of {model_type} slides over a window of {window} tokens, so its cache is bounded already and "
+            "a budget would govern nothing; use model.generate, or a backbone with full attention"
+        )
     return Backbone(
         model_type=model_type,
         num_layers=num_layers,
@@ -144,6 +201,5 @@ def _first(config: Any, *names: str) -> Any:
         if getattr(config, name, None) is not None:
             return getattr(config, name)
     raise ValueError(
-        f"{getattr(config, 'model_type', 'this model')} has no {' or '.join(names)} in its config; "
-        "use a decoder-only model with rotary positions (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2, Gemma-3)"
+        f"{getattr(config, 'model_type', 'this model')} has no {' or '.join(names)} in its config; {_SUPPORTED}"
     )

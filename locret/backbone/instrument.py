@@ -293,7 +293,8 @@ def locret_attention(
     """Ask the observer what to attend to, attend, and tell it. The signature is that of a transformers attention.
 
     Raises:
-        ValueError: Outside `instrumented`, or where the backbone asks for learned sinks or attention dropout.
+        ValueError: Outside `instrumented`, or where the backbone asks for learned sinks, attention dropout, a mask of
+            its own, or more than one attention in a layer.
     """
     running = _PASS.get()
     if running is None or running.observer is None or module not in running.instrument.layers:
@@ -305,6 +306,11 @@ def locret_attention(
     observer, instrument = running.observer, running.instrument
     index = instrument.layers[module]
     full = index in instrument.full
+    if attention_mask is not None or (full and not observer.projections[index].parts):
+        raise ValueError(
+            f"{type(module).__name__} masks what it attends to itself, or attends more than once, which is not "
+            "supported; use another model"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     view = observer.view(index, query) or View(key, value)
     out = attend(

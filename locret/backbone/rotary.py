@@ -93,15 +93,29 @@ class RotationCheck:
         if wrong and torch.stack([found.to(wrong[0].device) for found in wrong]).any():
             self._checked.clear()
             raise ValueError(
-                f"the rotary embedding of {self.model_type} is not the half-split kind (Llama, Phi-3, Qwen), "
-                'so cached keys cannot be re-rotated; use positions="original"'
+                f"the rotary embedding of {self.model_type} is not the half-split kind (Llama, Phi-3, Qwen) in every "
+                'layer, so cached keys cannot be re-rotated; use positions="original"'
             )
+
+
+def _rope_types(decoder: Any) -> list[str]:
+    rope_type = decoder.rotary_emb.rope_type
+    return list(rope_type.values()) if isinstance(rope_type, dict) else [rope_type]
 
 
 def uses_long_factors(decoder: Any) -> bool:
     """Return whether any layer's rotary embedding is LongRoPE."""
-    rope_type = decoder.rotary_emb.rope_type
-    return "longrope" in (rope_type.values() if isinstance(rope_type, dict) else [rope_type])
+    return "longrope" in _rope_types(decoder)
+
+
+def fixed_reach(decoder: Any) -> int | None:
+    """Return how many positions have the same frequencies whatever follows; None: all.
+
+    With dynamic NTK the frequencies of all positions change beyond the original context, and keys that were rotated
+    before the change disagree with queries after it.
+    """
+    dynamic = any("dynamic" in rope_type for rope_type in _rope_types(decoder))
+    return decoder.rotary_emb.original_max_seq_len if dynamic else None
 
 
 @contextmanager

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from locret import plugins
-from locret.backbone.adapters import describe, find_decoder
-from locret.backbone.rotary import Rotary, RotationCheck
+from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
+from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
+from locret.cache.digest import shortened
 from locret.cache.layer import RetentionLayer
 from locret.cache.limits import Limits, check_pair, column_bytes
 from locret.cache.ragged import RaggedStore
+from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
 from locret.cache.store import DenseStore, Store, Workspace
 from locret.heads.heads import RetainingHeads
@@ -28,16 +30,26 @@ from locret.nearest import nearest
 from locret.policy.budget import cache_bytes
 from locret.policy.policy import RetentionPolicy
 from locret.policy.selectors import OverHeads, PerHead, Selector
-from locret.scorers import RetainingHeadScorer, Scorer, get
+from locret.scorers import FALLBACK, RetainingHeadScorer, Scorer, get
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from locret.cache.reader import Reader
 
+ASSISTED = (
+    "an evicted unit cannot come back, so assisted and prompt-lookup decoding do not work with a RetentionCache; "
+    "use sampling or beams"
+)
 STORES: dict[str, type[Store]] = {store.name: store for store in (DenseStore, RaggedStore)}
 """Every way of holding units. To add one: a file next to `ragged.py`, and its class here."""
-_PER_ROW = {"pad": "pad", "_shift": "shift", "last_tokens": "last_tokens", "_context": "newest_hidden"}
+_PER_ROW = {
+    "pad": "pad",
+    "_shift": "shift",
+    "last_tokens": "last_tokens",
+    "_context": "newest_hidden",
+    "digest": "digest",
+}
 """Tensors with a row per row of the batch: names in a file, and here."""
 
 
@@ -116,9 +128,18 @@ class RetentionCache(Cache):
         *,
         store: type[Store] | str | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model is a {type(model).__name__}; load it with AutoModelForCausalLM.from_pretrained")
         backbone = describe(model)
+        if isinstance(policy, dict):
+            policy = RetentionPolicy.from_dict(policy, "policy")
+        if policy is not None and not isinstance(policy, RetentionPolicy):
+            raise ValueError(f"policy is a {type(policy).__name__}; give a locret.RetentionPolicy")
         if isinstance(scorer, str):
             scorer = get(scorer)
+        if not isinstance(scorer, RetainingHeads | Scorer):
+            what = f"the class {scorer.__name__}" if isinstance(scorer, type) else f"a {type(scorer).__name__}"
+            raise ValueError(f"scorer is {what}; give retaining heads, a scorer object, or a name such as {FALLBACK!r}")
         if isinstance(scorer, RetainingHeads):
             if policy is None and scorer.config.policy:
                 policy = RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy")
@@ -128,11 +149,9 @@ class RetentionCache(Cache):
         self._store = None if store is None else find_store(store)
         self.prepared = scorer.prepare(model)
         """What the scorer needs of this backbone."""
-        if not backbone.layers:
-            warnings.warn("no layer of this backbone has full attention: budget and scorer are ignored", stacklevel=2)
         check_pair(scorer, self.policy)
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
-        self._rotation = RotationCheck(backbone.model_type)
+        self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
         super().__init__(layers=[self._new_layer(index) for index in range(backbone.num_layers)])
         self.reader: Reader | None = None
@@ -154,8 +173,13 @@ class RetentionCache(Cache):
         """(B,) left padding of each row, where rows differ."""
         self.shift: Tensor | None = None
         """(B,) by how much rotary positions of each row lag behind `next_position`, where rows differ."""
+        self.digest: Tensor | None = None
+        """(B,) fingerprint of the token ids that were read; None where they are unknown."""
+        self.suspect: Tensor | None = None
+        """Whether a scorer may have returned NaN or infinity; looked at where the cache is used next."""
         self._peak = 0
         self._largest = [0] * len(backbone.layers)
+        route(model, self)
 
     def _new_layer(self, index: int) -> RetentionLayer | SlidingLayer:
         if index not in self.backbone.layers:
@@ -172,6 +196,11 @@ class RetentionCache(Cache):
             )
         store = kind(self._rotary, self._workspace, self.scorer.columns)
         return RetentionLayer(store, selector, self.policy.positions == "compact")
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 before the first token."""
+        return max(int(layer.batch) for layer in self.layers)
 
     @property
     def governed(self) -> list[RetentionLayer]:
@@ -217,7 +246,7 @@ class RetentionCache(Cache):
         return self._workspace.nbytes + held
 
     def _plan(self) -> int:
-        rows = max(layer.batch for layer in self.layers) or 1
+        rows = self.rows or 1
         self._note_largest()
         slots = self._largest
         if not any(slots) and not self.policy.needs_length:
@@ -238,12 +267,47 @@ class RetentionCache(Cache):
         """Refuse to go on from a read that did not end.
 
         Raises:
-            ValueError: If an earlier read was interrupted, or one is in progress.
+            ValueError: If an earlier read was interrupted, one is in progress, or scores were not finite.
         """
+        if self.suspect is not None:
+            self.check_scores(self.suspect)
+            self.suspect = None
         if self._interrupted:
             raise ValueError("an earlier read of this cache was interrupted; start again with cache.fresh()")
         if self.reader is not None and self.reader.torn:
             raise ValueError("this cache is being read; go on when that read has ended, or with cache.fresh()")
+
+    def check_scores(self, unsound: Tensor) -> None:
+        """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device.
+
+        Raises:
+            ValueError: If it is true.
+        """
+        if unsound:
+            raise ValueError(
+                f"scorer {self.scorer.name} returned scores that are NaN or infinite, so what was kept means nothing; "
+                "mend it and start again with cache.fresh()"
+            )
+
+    def check_reach(self, units: int, tokens: int | None) -> None:
+        """Refuse compact positions beyond those that always have the same frequencies.
+
+        Args:
+            units: Most units per KV head to come.
+            tokens: Tokens to come; None: unknown.
+
+        Raises:
+            ValueError: If the backbone's dynamic NTK would rotate keys and queries differently.
+        """
+        reach: float = units
+        if not self.backbone.uniform:
+            reach = math.inf if tokens is None else self.seen + tokens
+        if self.policy.positions == "compact" and self._fixed_reach is not None and reach > self._fixed_reach:
+            raise ValueError(
+                f"{self.backbone.model_type} with dynamic NTK changes its rotary frequencies beyond "
+                f"{self._fixed_reach} positions, but budget={self.policy.budget} and chunk_size="
+                f'{self.policy.chunk_size} reach {reach}; lower them, or use positions="original"'
+            )
 
     @contextmanager
     def _changed_whole(self) -> Iterator[None]:
@@ -283,7 +347,8 @@ class RetentionCache(Cache):
         layer: RetentionLayer | SlidingLayer = self.layers[layer_idx]
         if self.reader is None:
             raise ValueError(
-                "a RetentionCache is filled by locret.prefill and locret.generate, not by calling the model"
+                "a RetentionCache is filled by locret.prefill, locret.generate and the generate method of its own "
+                "model, not by calling the model"
             )
         if isinstance(layer, SlidingLayer):
             layer.update(key_states, value_states)
@@ -366,6 +431,7 @@ class RetentionCache(Cache):
         twin = copy.copy(self)
         twin.reader, twin._workspace, twin._largest = None, Workspace(), list(self._largest)
         twin.layers = [layer.copy(twin._workspace) for layer in self.layers]
+        route(self.model, twin)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -379,6 +445,9 @@ class RetentionCache(Cache):
             return
         self._rate_waiting()
         with self._changed_whole():
+            if self.digest is not None:
+                last = self.last_tokens
+                self.digest = None if last is None else shortened(self.digest, last.to(self.digest.device))
             if self.newest_hidden is not None:
                 self.newest_hidden = self.newest_hidden[:, :-1] if self.newest_hidden.shape[1] > 1 else None
             for layer in self.layers:
@@ -410,8 +479,7 @@ class RetentionCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row, as `generate` does with its inputs for beams and several answers."""
-        rows = max(layer.batch for layer in self.layers)
-        self.select_rows(torch.arange(rows).repeat_interleave(repeats))
+        self.select_rows(torch.arange(self.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given rows."""
@@ -419,10 +487,7 @@ class RetentionCache(Cache):
 
     def crop(self, *_: Any, **__: Any) -> None:
         """Refuse: an evicted unit cannot come back, so speculative tokens cannot be taken back."""
-        raise ValueError(
-            "a RetentionCache cannot be cropped, so assisted and prompt-lookup decoding do not work with it; "
-            "leave out assistant_model and prompt_lookup_num_tokens"
-        )
+        raise ValueError(f"a RetentionCache cannot be cropped: {ASSISTED}")
 
     def split(self, batch: int) -> list[RetentionCache]:
         """Return one cache per row, without the empty slots in front of short rows; new ones if nothing was read."""
@@ -452,8 +517,14 @@ class RetentionCache(Cache):
             self._join(rows, width, new_tokens)
 
     def _join(self, rows: list[RetentionCache], width: int, new_tokens: int) -> None:
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         seen = torch.tensor([row.seen for row in rows], device=device)
+        # Where a later text is padded too, padding is not only on the left, so ids do not tell any more what was read.
+        known = not self.seen or bool((width - seen == (0 if self.pad is None else self.pad)).all())
+        digests = [row.digest for row in rows if row.digest is not None]
+        self.digest = torch.cat(digests) if known and len(digests) == len(rows) else None
+        suspects = [row.suspect for row in rows if row.suspect is not None]
+        self.suspect = torch.stack(suspects).any() if suspects else None
         following = torch.tensor([row.next_position for row in rows], device=device)
         self.seen, self.next_position, self.held_back = width, int(following.max()), False
         self.pad, self.shift = self.seen - seen, self.next_position - following
@@ -498,16 +569,17 @@ class RetentionCache(Cache):
     @torch.inference_mode(False)
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned, on the backbone's device and in its dtype."""
-        parameter = next(self.model.parameters())
+        dtype, rows = next(self.model.parameters()).dtype, input_device(self.model)
+        devices = [device_of(module) for module in attention_modules(self.model)]
         self.seen, self.held_back = numbers["seen"], numbers["held_back"]
         self.fed_again = numbers.get("fed_again", False)  # files of earlier versions do not say
         self.next_position = numbers["next_position"]
         for name, attribute in _PER_ROW.items():
             if f"rows.{name}" in tensors:
-                setattr(self, attribute, tensors[f"rows.{name}"].to(parameter.device))
+                setattr(self, attribute, tensors[f"rows.{name}"].to(rows))
         for index, (layer, counters) in enumerate(zip(self.layers, numbers["layers"], strict=True)):
             prefix = f"layers.{index}."
-            held = {k.removeprefix(prefix): t.to(parameter.device) for k, t in tensors.items() if k.startswith(prefix)}
+            held = {k.removeprefix(prefix): t.to(devices[index]) for k, t in tensors.items() if k.startswith(prefix)}
             for name in ("keys", "values"):
-                held[name] = held[name].to(parameter.dtype)
+                held[name] = held[name].to(dtype)
             layer.load(held, counters)

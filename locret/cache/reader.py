@@ -19,6 +19,7 @@ from locret.backbone.adapters import unwrap
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Chunk, Projections
 from locret.backbone.instrument import instrumented
+from locret.cache.digest import extended
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
 from locret.cache.unscored import Unscored
@@ -54,6 +55,9 @@ class Reader:
         self._new_tokens = 0
         self._chunk_start = 0
         self._ids: Tensor | None = None
+        self._digest: Tensor | None = None
+        self._unsound: list[Tensor] = []
+        self._scored = False
         self._positions: Tensor | None = None
         self._view: View | None = None
 
@@ -63,6 +67,8 @@ class Reader:
         """Get ready for a prompt of `prompt_tokens` (None: unknown), to be followed by `new_tokens` generated ones."""
         cache = self.cache
         schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.layers])
+        capacity = self.limits.capacity(schedule, new_tokens)
+        cache.check_reach(max(capacity), None if prompt_tokens is None else prompt_tokens + new_tokens)
         self.limits.begin(schedule)
         self.torn = True
         for nth, layer in enumerate(self.layers):
@@ -71,7 +77,7 @@ class Reader:
                 layer.evict(self.limits.before_reading(nth))
             if self.scorer.fade != 1 and layer.fill:
                 layer.store.columns["scores"].mul_(self.scorer.fade)
-        cache.reserve_slots(self.limits.capacity(schedule, new_tokens))
+        cache.reserve_slots(capacity)
         self._new_tokens = new_tokens
 
     @property
@@ -123,7 +129,10 @@ class Reader:
         """Return the (B, L) rotary positions of the coming tokens."""
         self.torn = True
         batch, length = tokens.shape[:2]
-        self._ids = tokens if tokens.ndim == 2 and self.scorer.needs_hidden else None
+        ids = tokens if tokens.ndim == 2 else None
+        known = self.cache.digest is not None or not self.cache.seen
+        self._digest = extended(self.cache.digest, ids) if known and ids is not None else None
+        self._ids = ids if self.scorer.needs_hidden else None
         steps = torch.arange(length, device=tokens.device)
         self._positions, rotary = self.cache.number(steps, batch)
         return rotary
@@ -182,28 +191,60 @@ class Reader:
         """Return what the scorer says of a chunk: scores, and the columns it declares.
 
         Raises:
-            ValueError: If it rates another number of units than the new ones or all.
+            ValueError: If it returns anything but numbers where the units are, for the new ones or for all.
         """
         rated = self.scorer.score(chunk)
         scores, columns = rated if isinstance(rated, Rated) else (rated, {})
         batch, kv_heads, units = chunk.unit_positions.shape
         for name, values in {"scores": scores, **columns}.items():
+            self._check_tensor(name, values, chunk.key.device)
             if tuple(values.shape) not in ((batch, kv_heads, chunk.new_tokens), (batch, kv_heads, units)):
                 raise ValueError(
                     f"scorer {self.scorer.name} returned {name} of shape {tuple(values.shape)}; return "
                     f"({batch}, {kv_heads}, {chunk.new_tokens}) for the new units, or ({batch}, {kv_heads}, {units}) "
                     "for all"
                 )
+        if self.scorer.causal or (chunk.selects and units > chunk.budget):  # else they are replaced before they matter
+            self._note_unsound(scores)
         if self.cache.fed_again:  # a token fed twice counts once: units before it have been rated with it already
             new = slice(-chunk.new_tokens, None)
             return scores[:, :, new], {name: values[:, :, new] for name, values in columns.items()}
         return scores, dict(columns)
+
+    def _check_tensor(self, name: str, values: object, device: torch.device) -> None:
+        if not isinstance(values, Tensor):
+            raise ValueError(f"scorer {self.scorer.name} returned {name} of type {type(values).__name__}, not a tensor")
+        if values.is_complex() or values.device != device:
+            raise ValueError(
+                f"scorer {self.scorer.name} returned {name} as {values.dtype} on {values.device}; return real numbers "
+                f"on {device}, where the units are"
+            )
+
+    def _note_unsound(self, scores: Tensor) -> None:
+        """Remember whether scores are finite, without waiting for them."""
+        if not self.answering:  # empty slots, whose scores do not matter, exist only then
+            self._unsound.append(~torch.isfinite(scores).all())
+
+    def _report_unsound(self) -> None:
+        """Look at the first chunk's scores at once, and leave those of later ones to the next use of the cache."""
+        if not self._unsound:
+            return
+        cache, device = self.cache, self._unsound[0].device
+        unsound = torch.stack([flag.to(device) for flag in self._unsound]).any()
+        self._unsound = []
+        if not self._scored:
+            cache.check_scores(unsound)
+        else:
+            cache.suspect = unsound if cache.suspect is None else cache.suspect.to(device) | unsound
+        self._scored = True
 
     def finished(self, hidden: Tensor) -> None:
         """Rate tokens, where that takes a whole pass, and count them."""
         self.cache.report_rotation()
         if self.scorer.needs_hidden:
             self._rate_tokens(hidden)
+        self._report_unsound()
+        self.cache.digest = self._digest
         self.cache.finished(hidden)
         if self.answering:
             self.cache.last_tokens = None
@@ -239,6 +280,13 @@ class Reader:
         before = None if cache.newest_hidden is None else cache.newest_hidden[:, -1:]
         tokens = TokenPass(ids_BL=self._ids, hidden_BLE=hidden, before_B1E=before, positions_BL=self._positions[:, 0])
         scores = self.scorer.score_tokens(unwrap(cache.model), tokens)
+        self._check_tensor("scores", scores, hidden.device)
+        if scores.shape != self._ids.shape:
+            raise ValueError(
+                f"scorer {self.scorer.name} returned scores of shape {tuple(scores.shape)}; return "
+                f"{tuple(self._ids.shape)}, one for each token"
+            )
+        self._note_unsound(scores)
         states = hidden if cache.newest_hidden is None else torch.cat([cache.newest_hidden, hidden], dim=1)
         cache.newest_hidden = states[:, -2:].clone()
         for nth, layer in enumerate(self.layers):

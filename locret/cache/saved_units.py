@@ -18,6 +18,10 @@ from torch import Tensor
 from locret.backbone.adapters import Backbone
 from locret.cache.store import COLUMNS, NO_UNIT, POSITIONS, SCORES
 from locret.field_values import shown
+from locret.heads.fingerprint import crc
+
+_Rule = tuple[tuple[int, ...], tuple[str, ...]]
+"""Shape of a tensor, and the dtypes it may have."""
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every tensor of a file by name, dtypes as safetensors spells them."""
@@ -63,8 +67,7 @@ def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     total = zlib.crc32(text.encode())
     for name in sorted(tensors):
         total = zlib.crc32(name.encode(), total)
-        if tensors[name].numel():
-            total = zlib.crc32(tensors[name].contiguous().flatten().view(torch.uint8).numpy(), total)
+        total = crc(tensors[name], total)
     return f"{total:08x}"
 
 
@@ -107,7 +110,7 @@ def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -
     first = _first(reading)
     if first not in shapes or not shapes[first][0] or not shapes[first][0][0]:
         raise ValueError(f"it has no {first} with a row")
-    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    wanted: dict[str, _Rule] = {}
     rows = shapes[first][0][0]
     for index, counters in enumerate(numbers["layers"]):
         layer = _layer(index, counters["fill"], rows, shapes, reading)
@@ -130,17 +133,16 @@ def _first(reading: Reading) -> str:
     return f"layers.0.{'counts' if reading.ragged and 0 in reading.backbone.layers else 'keys'}"
 
 
-def _layer(
-    index: int, fill: int, rows: int, shapes: Shapes, reading: Reading
-) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+def _layer(index: int, fill: int, rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
     heads, dim = reading.backbone.num_kv_heads, reading.backbone.head_dim
-    row_start = {"row_start": ((rows,), ("I64",))} if f"layers.{index}.row_start" in shapes else {}
+    row_start: dict[str, _Rule] = {"row_start": ((rows,), ("I64",))} if f"layers.{index}.row_start" in shapes else {}
     if index not in reading.backbone.layers:
         most = min(fill, reading.backbone.window or fill)
         found = shapes.get(f"layers.{index}.keys", ((), ""))[0]
         # One less once the newest token was taken back.
         slots = found[2] if len(found) == 4 and found[2] == most - 1 else most
-        return dict.fromkeys(("keys", "values"), ((rows, heads, slots, dim), _FLOATS)) | row_start
+        window: _Rule = ((rows, heads, slots, dim), _FLOATS)
+        return {"keys": window, "values": window, **row_start}
     columns = {name: dtype_name(dtype) for name, dtype in COLUMNS.items()} | dict(reading.columns)
     if not reading.ragged:
         units: tuple[int, ...] = (rows, heads, fill)
@@ -149,16 +151,18 @@ def _layer(
         found = shapes.get(f"layers.{index}.keys", ((), ""))[0]
         units = (min(found[0] if found else 0, rows * heads * fill),)
         extra = {"counts": ((rows, heads), ("I64",))}
-    states = dict.fromkeys(("keys", "values"), ((*units, dim), _FLOATS))
-    return states | {name: (units, (dtype,)) for name, dtype in columns.items()} | extra
+    states: _Rule = ((*units, dim), _FLOATS)
+    return {"keys": states, "values": states, **{name: (units, (dtype,)) for name, dtype in columns.items()}, **extra}
 
 
-def _row_tensors(rows: int, shapes: Shapes, reading: Reading) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+def _row_tensors(rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
+    wanted: dict[str, _Rule] = {}
     if {"rows.pad", "rows._shift"} & shapes.keys():
         wanted |= {"rows.pad": ((rows,), ("I64",)), "rows._shift": ((rows,), ("I64",))}
     if "rows.last_tokens" in shapes:
         wanted["rows.last_tokens"] = ((rows, 1), ("I64",))
+    if "rows.digest" in shapes:
+        wanted["rows.digest"] = ((rows,), ("I64",))
     if "rows._context" in shapes:
         found = shapes["rows._context"][0]
         tokens = found[1] if len(found) == 3 and found[1] in (1, 2) else 1

@@ -5,16 +5,48 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from locret.heads import evaluation
 from locret.heads.config import HeadsConfig
 from locret.labels import KINDS
+from locret.policy.policy import RetentionPolicy
 from locret.tables import markdown
 
 PLACEHOLDER = "path/to/these-heads"
 """What the card's example loads while the heads are in no repository; `locret-push` puts the repository there."""
+
+_TITLES = {
+    "budget": "Budget (cache units per layer and KV head)",
+    "chunk_size": "Chunk size (tokens)",
+    "local_len": "Local tokens",
+    "positions": "Rotary positions",
+    "decode_budget": "Budget while generating",
+    "when": "Evicts",
+    "memory": "Growth of memory",
+    "pyramid_beta": "Beta of the pyramid",
+    "head_floor": "Least share of a KV head",
+    "decremental": "Shrinking chunks",
+    "min_chunk": "Smallest chunk (tokens)",
+    "dataset": "Data",
+    "dataset_revision": "Commit of the data",
+    "dataset_rows": "Rows of the data",
+    "rows": "Rows read",
+    "tokens": "Tokens read",
+    "max_prompt_tokens": "Longest prompt (tokens)",
+    "went_on_from": "Went on from the heads",
+    "alpha": "Weight of smoothness (alpha)",
+    "final_total": "Loss at the end",
+    "final_ranking": "Ranking loss at the end",
+    "final_regression": "Regression loss at the end",
+    "final_smoothness": "Smoothness loss at the end",
+    "final_overlap": "Overlap with the best units at the end",
+    "include_last_prompt_token": "The prompt's last token asks too",
+}
+"""Names of facts as people write them; of others the underscores go."""
 
 TEMPLATE = """\
 ---
@@ -96,7 +128,7 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
         The card, front matter included.
     """
     card: ModelCard = ModelCard.from_template(
-        card_data=_front_matter(info, config),
+        card_data=front_matter(info, config, repo_id),
         template_str=info.model_card_template,
         **{
             "paper_url": info.paper_url,
@@ -104,14 +136,14 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
             "base_name": config.base_name,
             "base_id": config.base_model or "path/to/the-backbone",
             "base_revision": f', revision="{config.base_model_revision}"' if config.base_model_revision else "",
-            "policy_arguments": _arguments(config.policy or {}),
+            "policy_arguments": _arguments(_differing(config.policy or {})),
             "dimensions": _table(_dimensions(config)),
             "training": _training(config.training) if config.training else "Not trained: the weights are random.",
             "label": _label(config.label),
             "policy": _table(config.policy)
             if config.policy
             else "None recorded; the defaults of `RetentionPolicy` apply.",
-            "evaluation": _table(config.evaluation) if config.evaluation else "No results recorded.",
+            "evaluation": _evaluation(config.evaluation) if config.evaluation else "No results recorded.",
             "toolkit_version": config.toolkit_version,
             **values,
         },
@@ -119,10 +151,11 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
     return card
 
 
-def _front_matter(info: Any, config: HeadsConfig) -> ModelCardData:
+def front_matter(info: Any, config: HeadsConfig, repo_id: str | None = None) -> ModelCardData:
     """Return the YAML block by which the Hub indexes the repository; keys without a value are left out."""
     dataset = str((config.training or {}).get("dataset", ""))
     known = info.model_card_data.to_dict()
+    results = evaluation.model_index(config.evaluation)
     return ModelCardData(
         **{
             **known,
@@ -131,7 +164,10 @@ def _front_matter(info: Any, config: HeadsConfig) -> ModelCardData:
             # The Hub refuses a card whose data set is not a repository of its own, such as a local file.
             "datasets": [dataset] if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) else None,
             "license": config.license,
-            "metrics": sorted(map(str, config.evaluation)) if config.evaluation else None,
+            "metrics": sorted({result.metric_type for result in results}) or None,
+            # A model index needs a name.
+            "model_name": (repo_id or f"Retaining heads for {config.base_name}") if results else None,
+            "eval_results": results or None,
         }
     )
 
@@ -156,7 +192,28 @@ def _training(notes: Mapping[str, Any]) -> str:
     """Return a table for the last run and one for each run before it, from the latest to the first."""
     earlier = notes.get("earlier")
     table = _table({name: value for name, value in notes.items() if name != "earlier"})
-    return f"{table}\n\n### Before that\n\n{_training(earlier)}" if earlier else table
+    return f"{table}\n\n### Before that\n\n{_training(earlier)}" if isinstance(earlier, Mapping) else table
+
+
+def _evaluation(notes: Mapping[str, Any]) -> str:
+    results = evaluation.rows(notes)
+    if not results:
+        return _table(notes)
+    lines = [
+        (
+            row["task"],
+            _written(row["tokens"]) if row["tokens"] else "",
+            row["method"],
+            _written(row["budget"]) if row["budget"] else "all",
+            f"{row['score']:.1f}" + (f" \u00b1 {row['standard_error']:.1f}" if row["standard_error"] else ""),
+            row["n"],
+        )
+        for row in results
+    ]
+    heads = ("Task", "Prompt tokens", "Method", "Budget", "Score", "Samples")
+    version = f" of locret {notes['toolkit_version']}" if notes.get("toolkit_version") else ""
+    said = f"Scores out of 100 \u00b1 standard error, by `locret-eval`{version}; the budget is cache units per KV head."
+    return said + "\n\n" + "\n".join(markdown(heads, lines, numbers=False))
 
 
 def _label(label: Mapping[str, Any] | None) -> str:
@@ -171,7 +228,35 @@ def _label(label: Mapping[str, Any] | None) -> str:
 
 
 def _table(values: Mapping[str, Any]) -> str:
-    return "\n".join(markdown(("", ""), values.items(), numbers=False))
+    """Return a table of two columns; what is not known is left out."""
+    lines = [(_title(name), _written(value)) for name, value in values.items() if value is not None]
+    return "\n".join(markdown(("", ""), lines, numbers=False))
+
+
+def _title(name: str) -> str:
+    return _TITLES.get(name) or (name.capitalize().replace("_", " ") if re.fullmatch("[a-z0-9_]+", name) else name)
+
+
+def _written(value: Any) -> str:
+    """Return a value as people write it: four digits of a measured number, thousands apart."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_title(name).lower()} {_written(one)}" for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_written, value))
+    return str(value)
+
+
+def _differing(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a reader has to write: the four sizes, and what is not the default."""
+    usual = {field.name: field.default for field in fields(RetentionPolicy)}
+    sizes = ("budget", "chunk_size", "stabilizers", "local_len")
+    return {name: value for name, value in values.items() if name in sizes or value != usual.get(name)}
 
 
 def _arguments(values: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,12 @@ def any_fingerprint(model: nn.Module) -> str | None:
         values = _samples(weight.data).contiguous().view(torch.uint8).cpu()
         digest.update(f"{name} {tuple(weight.shape)} {values.tolist()}\n".encode())
     return f"{' '.join(sorted(forms))}:{digest.hexdigest()}"
+
+
+def crc(tensor: Tensor, start: int = 0) -> int:
+    """Return the CRC-32 of a tensor's bytes, continued from that of others."""
+    held = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return zlib.crc32(held.data, start) if held.size else start
 
 
 def _samples(weight: Tensor) -> Tensor:

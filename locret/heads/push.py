@@ -5,14 +5,19 @@ The folder is loaded strictly before the first byte leaves, so that nothing is p
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locret import shipped
 from locret.cli import parse_options, print_json, run
+from locret.field_values import check_license
+
+if TYPE_CHECKING:
+    from locret.heads.heads import RetainingHeads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +28,10 @@ class PushOptions:
     """Folder of retaining heads, as locret-train writes it."""
     repo: str
     """Repository on the Hub, org/name; made if it does not exist."""
+    license: str | None = None
+    """Licence of the heads as the Hub spells it, such as mit or apache-2.0; what the heads record by default."""
+    eval_results: str | None = None
+    """results.json of locret-eval, or its folder: goes into the card as table and `model-index`."""
     private: bool = False
     """Make a new repository private; one that exists keeps its visibility."""
     revision: str | None = None
@@ -43,6 +52,7 @@ class PushOptions:
             raise ValueError(
                 f"--repo {self.repo} is not a repository name; use org/name with letters, digits, '-', '_', '.'"
             )
+        check_license(self.license)
         if self.create_pr and self.revision not in (None, "main"):
             raise ValueError(
                 f"--create-pr opens a pull request against main, not --revision {self.revision}; drop one of them"
@@ -68,7 +78,7 @@ def push(options: PushOptions) -> dict[str, Any]:
 
     from locret.heads import hub
 
-    contents = _contents(Path(shipped.find(options.heads)), options.repo)
+    contents = _contents(options)
     url = f"{constants.ENDPOINT}/{options.repo}" + (f"/tree/{options.revision}" if options.revision else "")
     files = [{"path": name, "bytes": _size(content)} for name, content in contents.items()]
     record: dict[str, Any] = {"repo": options.repo, "url": url, "commit": None, "files": files}
@@ -115,22 +125,66 @@ def main() -> None:
     run(command, prog="locret-push")
 
 
-def _contents(folder: Path, repo: str) -> dict[str, Path | bytes]:
+def _contents(options: PushOptions) -> dict[str, Path | bytes]:
     """Return what to upload under which name, after loading the heads as a user would."""
-    from locret.heads import card as model_card
-    from locret.heads import checkpoint
+    from locret.heads import checkpoint, evaluation
     from locret.heads.heads import RetainingHeads
 
+    folder = Path(shipped.find(options.heads))
     if not folder.is_dir():
-        raise ValueError(f"--heads {folder} is not a folder; give one that locret-train wrote")
+        raise ValueError(f"--heads {options.heads} is not a folder; give one that locret-train wrote")
+    for name in (checkpoint.CARD, checkpoint.CONFIG, checkpoint.WEIGHTS):
+        if (folder / name).exists() and (folder / name).resolve().parent != folder.resolve():
+            raise ValueError(
+                f"{folder / name} is a link to a file elsewhere, which is not sent; put the file itself there"
+            )
     heads = RetainingHeads.from_pretrained(folder)
-    card = folder / checkpoint.CARD
-    text = card.read_text(encoding="utf-8") if card.is_file() else str(heads.generate_model_card())
+    before = str(heads.generate_model_card())
+    notes: dict[str, Any] = {}
+    if options.license:
+        notes["license"] = options.license
+    if options.eval_results:
+        notes["evaluation"] = evaluation.from_results(options.eval_results)
+    heads.annotate(**notes)
+    config = json.dumps(heads.config.to_json(), indent=2, ensure_ascii=False).encode() + b"\n"
     return {
-        checkpoint.CARD: text.replace(model_card.PLACEHOLDER, repo).encode(),
-        checkpoint.CONFIG: folder / checkpoint.CONFIG,
+        checkpoint.CARD: _card(folder / checkpoint.CARD, heads, before, options.repo).encode(),
+        checkpoint.CONFIG: config if notes else folder / checkpoint.CONFIG,
         checkpoint.WEIGHTS: folder / checkpoint.WEIGHTS,
     }
+
+
+def _card(file: Path, heads: RetainingHeads, before: str, repo: str) -> str:
+    """Return the card with the repository in its place; one that somebody has edited keeps its text.
+
+    Args:
+        file: The card in the folder.
+        heads: With what is to be published about them.
+        before: The card that would have been made without it.
+        repo: The repository.
+    """
+    from huggingface_hub import ModelCard
+
+    from locret.heads import card as model_card
+
+    made = str(heads.generate_model_card(repo_id=repo))
+    if not file.is_file():
+        return made
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not text in UTF-8; write it again, or remove it for one that is made") from None
+    if text in (before, made):
+        return made
+    edited = text.replace(model_card.PLACEHOLDER, repo)
+    if str(heads.generate_model_card()) == before:
+        return edited
+    card = ModelCard(edited, ignore_metadata_errors=True)
+    new = ModelCard(made).data
+    for name in ("license", "eval_results", "model_name", "metrics"):
+        if getattr(new, name, None) is not None:
+            setattr(card.data, name, getattr(new, name))
+    return str(card)
 
 
 def _size(content: Path | bytes) -> int:

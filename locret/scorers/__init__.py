@@ -123,7 +123,7 @@ def make(spec: MethodSpec, options: Mapping[str, Any] | None = None) -> Scorer:
     kind, given = find(spec.name), {**spec.options, **(options or {})}
     if options and (twice := sorted(spec.options.keys() & options.keys())):
         raise ValueError(f'scorer "{spec}" has the option {twice[0]} already; give it once')
-    known = {field.name: field for field in fields(kind) if field.init}
+    known = {field.name: field for field in fields(kind) if field.init}  # type: ignore[arg-type]
     for option in given:
         if option not in known:
             hint = f"did you mean {' or '.join(nearest(option, known) or known)}?" if known else "there are none"
@@ -182,7 +182,7 @@ def _checked(found: Any, name: str) -> type[Scorer]:
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
         raise ValueError(f'scorer "{name}" does not define {missing}; see docs/scorers.md')
-    if not (is_dataclass(found) and found.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+    if not (is_dataclass(found) and found.__dataclass_params__.frozen):
         raise ValueError(
             f'scorer "{name}" is not a frozen dataclass; put @dataclass(frozen=True, kw_only=True) above it'
         )

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from locret.backbone.chunk import Chunk
 from locret.field_values import check_fields
+from locret.heads.fingerprint import crc
 
 
 class Rated(NamedTuple):
@@ -94,8 +94,8 @@ class Scorer(ABC):
 
     def identity(self, prepared: Any) -> dict[str, Any]:
         """Return plain data that tells this scorer from another of its name: a saved cache is bound to it."""
-        options = {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
-        return {name: _checksum(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+        options: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
+        return {name: f"{crc(value):08x}" if isinstance(value, Tensor) else value for name, value in options.items()}
 
     @abstractmethod
     def score(self, chunk: Chunk) -> Tensor | Rated:
@@ -114,11 +114,6 @@ class Scorer(ABC):
             (B, K, L) float32.
         """
         raise NotImplementedError(f"scorer {self.name} needs more than features")
-
-
-def _checksum(tensor: Tensor) -> str:
-    held = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return f"{list(tensor.shape)} {zlib.crc32(held):08x}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,12 +28,13 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import attention_modules, describe, find_decoder
 from locret.backbone.chunk import Chunk
+from locret.backbone.rotary import FULL_ATTENTION
 from locret.scorers.base import Scorer
 
 _ARGUMENTS = ["module", "hidden_states", "keys", "values", "attentions", "kwargs"]
 _RATIO, _WINDOW = "compression_ratio", "window_size"
 _OWN_SELECTION = ("compress", "forward_hook", "__call__")
-_QUERIES = 256
+_QUERIES = 64
 
 
 class PressScorer(Scorer):
@@ -172,7 +173,7 @@ class _Calls:
     def latest(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return hidden states (B, L, E) and rotary cosines and sines of the call that is under way."""
         hidden, *embeddings = [one() for one in self._newest[get_ident()]]
-        return hidden, tuple(embeddings)  # type: ignore[return-value]
+        return hidden, tuple(embeddings)  # type: ignore[return-value, arg-type] # alive as long as the call
 
 
 class _AsSeen:
@@ -184,14 +185,17 @@ class _AsSeen:
     def __init__(self, module: nn.Module, rotary: nn.Module | None, offset: int) -> None:
         self._module, self._rotary, self._offset = module, rotary, offset
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # presses ask which architecture it is
         return type(self._module)
 
     def __getattr__(self, name: str) -> Any:
         if name == "rotary_emb" and self._rotary is not None:
             rotary, offset = self._rotary, self._offset
-            return lambda states, position_ids: rotary(states, position_ids + offset)
+            extra = (
+                {"layer_type": FULL_ATTENTION} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
+            )
+            return lambda states, position_ids: rotary(states, position_ids + offset, **extra)
         found = getattr(self._module, name)
         return _Unhooked(found) if isinstance(found, nn.Module) else found
 

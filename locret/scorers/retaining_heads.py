@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from locret.backbone.adapters import attention_modules
+from locret.backbone.adapters import attention_modules, device_of
 from locret.backbone.chunk import Chunk
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
@@ -42,7 +42,7 @@ class RetainingHeadScorer(Scorer):
         heads.check_matches(model)
         for index, module in enumerate(attention_modules(model)):
             if index in heads.layers:
-                heads[index].to(next(module.parameters()).device)
+                heads[index].to(device_of(module))
         return heads
 
     def identity(self, prepared: RetainingHeads) -> dict[str, Any]:

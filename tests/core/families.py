@@ -9,13 +9,18 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 SHAPE = {
@@ -60,12 +65,18 @@ def _configs() -> dict[str, PreTrainedConfig]:
         "llama-3.1-rope": LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
         "llama-yarn": LlamaConfig(**SHAPE, rope_parameters=YARN),
         "mistral": MistralConfig(**SHAPE, sliding_window=None),
-        "mistral-sliding": MistralConfig(**SHAPE, sliding_window=24),
         "qwen2": Qwen2Config(**SHAPE),
         "qwen3": Qwen3Config(**SHAPE, head_dim=8),
         "phi3": Phi3Config(**SHAPE, sliding_window=600),
         "phi3-partial": Phi3Config(**SHAPE, rope_parameters=PARTIAL),
         "phi3-longrope": Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64),
+        "ministral3": Ministral3Config(**{**SHAPE, "max_position_embeddings": 131072}, head_dim=8),
+        "smollm3": SmolLM3Config(**SHAPE),
+        "granite": GraniteConfig(**SHAPE, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.3),
+        "olmo3": Olmo3Config(**SHAPE, **SLIDING),
+        "qwen3-moe": Qwen3MoeConfig(
+            **SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
         "gemma2": Gemma2Config(**{**SHAPE, **SLIDING}, head_dim=8, query_pre_attn_scalar=8),
         "gemma3": Gemma3TextConfig(**{**SHAPE, **SLIDING}, head_dim=8, query_pre_attn_scalar=8),
     }

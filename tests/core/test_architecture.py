@@ -45,7 +45,7 @@ STOREYS = (
     ("heads",),
     ("scorers",),
     ("cache",),
-    ("chunked_prefill", "generation"),
+    ("token_ids", "chunked_prefill", "generation"),
     ("loading", "document", "chat", "context"),
 )
 """The rooms of locret from the ground up; each may import those below it and its own storey."""

@@ -391,7 +391,7 @@ def test_the_model_is_left_as_it_was(model: Any, heads: RetainingHeads) -> None:
 
 
 def test_filling_a_cache_by_a_plain_call_is_refused(model: Any, heads: RetainingHeads) -> None:
-    with pytest.raises(ValueError, match=r"filled by locret.prefill and locret.generate"):
+    with pytest.raises(ValueError, match=r"filled by locret.prefill, locret.generate and the generate method"):
         model(prompt(4), past_key_values=RetentionCache(model, heads, SMALL))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -55,7 +56,7 @@ def test_everything_that_can_be_read_gives_the_same_answer(lm: LongContextModel,
     ids = lm.tokenizer(TEXT.strip()).input_ids
     pieces = (TEXT[start : start + 7] for start in range(0, len(TEXT), 7))
     blocks = iter([ids[:10], torch.tensor(ids[10:30]), ids[30:]])
-    for source in (path, str(path), pieces, ids, torch.tensor(ids), torch.tensor([ids]), iter(ids), blocks):
+    for source in (path, str(path), pieces, ids, torch.tensor([ids]), iter(ids), blocks, numpy.array(ids)):
         assert lm.read(source, progress=False).ask(QUESTION) == ANSWER
     both = lm.read([TEXT, path])
     assert [one.name for one in both] == ["text", "a text.txt"]
@@ -81,12 +82,28 @@ def test_a_text_of_one_word_is_read_whole(lm: LongContextModel) -> None:
         ("checkpoints/tiny", "is a folder; give one text file"),
         ("checkpoints/tiny/model.safetensors", "model.safetensors: not UTF-8 text"),
         (7, "int cannot be read; give a text"),
+        (b"The tower", "bytes cannot be read; give a text"),
+        ({"text": "The tower"}, "dict cannot be read; give a text"),
+        ([1, 10**9], "token ids from 1 to 1000000000 are not all among the 900"),
+        ([-1], "are not all among the 900"),
+        ("half a \ud800 character", "which is no text in Unicode"),
+        (iter(["half a \ud800 character"]), "which is no text in Unicode"),
+        ([1, 2.5], "2.5 among the token ids is none"),
+        ([1, None], "None among the token ids is none"),
+        ([True, 3], "True among the token ids is none"),
+        (iter(["The tower ", None]), "a piece of the text is None"),
         (torch.zeros(2, 3, dtype=torch.long), "are no single text"),
     ],
 )
 def test_what_cannot_be_read_is_refused(lm: LongContextModel, source: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         lm.read(source)
+
+
+@pytest.mark.parametrize("question", ["", " \n", None, 3, "half \ud800", [""]])
+def test_what_is_no_question_is_refused(context: Context, question: Any) -> None:
+    with pytest.raises(ValueError, match="is nothing to answer; give a question as text"):
+        context.ask(question)
 
 
 @pytest.mark.parametrize(

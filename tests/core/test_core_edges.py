@@ -60,15 +60,6 @@ def stops_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
 # -- other results than before the restructuring ----------------------------------------------------------------------
 
 
-def test_beams_on_a_backbone_whose_layers_all_slide() -> None:
-    # batch_repeat_interleave counts rows in the full-attention layers alone: 0 of them, and every row is dropped.
-    model = build("mistral-sliding")
-    with pytest.warns(UserWarning, match="no layer of this backbone"):
-        cache = RetentionCache(model, "random", POLICY)
-    answer = generate(model, prompt(40), cache=cache, max_new_tokens=5, num_beams=2, **GREEDY)
-    assert torch.equal(answer, model.generate(prompt(40), max_new_tokens=5, num_beams=2, **GREEDY))
-
-
 def test_nacl_keeps_its_first_units_when_an_answer_evicts_what_the_prompts_end_selected() -> None:
     # The prompt's end pins 6 first units; the answer's smaller budget pins 3, and the others score less than any drawn.
     model, scorer = build("llama"), scorers.get("nacl", protect_share=0.5, most_proxies=8)
@@ -349,11 +340,3 @@ def test_a_forward_that_somebody_has_put_on_the_decoder_is_still_there_after_a_c
     model.model.forward = own = model.model.forward
     generate(model, prompt(40), cache=new_cache(model), max_new_tokens=3, compile="eager", **GREEDY)
     assert vars(model.model).get("forward") is own
-
-
-def test_planned_bytes_count_the_rows_of_a_backbone_whose_layers_all_slide() -> None:
-    model = build("mistral-sliding")
-    with pytest.warns(UserWarning, match="no layer of this backbone"):
-        cache = RetentionCache(model, "random", POLICY)
-    prefill(model, prompt(40, 3), cache)
-    assert cache.memory().planned >= cache.memory().actual

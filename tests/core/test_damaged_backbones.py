@@ -163,6 +163,15 @@ def test_the_folder_of_an_adapter_is_its_base_model_with_the_adapter(backbone: P
         load(adapter, adapter)
 
 
+def test_an_adapter_that_would_be_dropped_is_refused(backbone: Path, tmp_path: Path) -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    get_peft_model(build("llama"), config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"--adapter .* cannot be put on --model .*would be dropped"):
+        load(backbone, tmp_path)
+
+
 def test_an_adapter_without_a_base_model_says_what_to_give(adapter: Path, tmp_path: Path) -> None:
     values = json.loads((adapter / "adapter_config.json").read_text())
     for base, said in ((None, "does not name its base model"), (str(adapter), "is an adapter too")):

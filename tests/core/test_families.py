@@ -12,8 +12,6 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, pr
 from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.rotary import long_factors
 
-pytestmark = pytest.mark.filterwarnings("ignore:no layer of this backbone")
-
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,7 +96,6 @@ def test_sliding_layers_have_no_scored_units() -> None:
 
 def test_a_window_as_long_as_the_context_counts_as_full_attention() -> None:
     assert describe(build("phi3")).layers == (0, 1, 2)
-    assert describe(build("mistral-sliding")).layers == ()
 
 
 def test_longrope_uses_long_factors_below_the_original_length_and_is_put_back_afterwards() -> None:

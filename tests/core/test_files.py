@@ -135,3 +135,22 @@ def test_a_file_system_without_locks_is_written_with_a_warning(tmp_path: Path, m
     with pytest.warns(UserWarning, match="--output x cannot be locked"), locked(tmp_path / "x", "--output x"):
         (tmp_path / "x" / "kept").write_text("")
     assert held(tmp_path / "x") == ["kept"]
+
+
+def test_a_name_that_is_too_long_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=r"--output .* cannot be a folder \(File name too long\); choose another"),
+        locked(tmp_path / ("x" * 300), f"--output {'x' * 300}"),
+    ):
+        pass
+    assert held(tmp_path) == []
+
+
+def test_what_a_killed_process_was_about_to_write_goes_when_the_folder_is_locked(tmp_path: Path) -> None:
+    for name in (".checkpoint-6.0a1b2c3d.partial", ".heads.00000000.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.pt").write_bytes(b"half")
+    (tmp_path / "log.jsonl").write_text("kept")
+    with locked(tmp_path, "--output"):
+        assert held(tmp_path) == [".locret.lock", "log.jsonl"]
+    assert held(tmp_path) == ["log.jsonl"]

@@ -79,15 +79,27 @@ def test_a_press_that_rates_hidden_states_rates_each_token_once(monkeypatch: pyt
     assert len(given) > 30
 
 
-def test_rotations_are_asked_for_from_the_chunk_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, seen = build("llama"), []
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # one table, and one for each type of layer
+def test_rotations_are_asked_for_from_the_chunk_on(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    model, seen = build(family), []
     scorer = scorers.get("presses:RotaryPress")
     watch(monkeypatch, scorer, lambda chunk, scores: seen.append((chunk.next_position, scores, chunk.generating)))
     prefill(model, prompt(40), RetentionCache(model, scorer, policy()))
     for position, scores, generating in seen:
-        cos, _ = model.model.rotary_emb(torch.zeros(1), torch.tensor([[position]]))
+        kind = ["full_attention"] if family == "gemma3" else []
+        cos, _ = model.model.rotary_emb(torch.zeros(1), torch.tensor([[position]]), *kind)
         assert generating or (scores == cos[0, 0, 0]).all()
     assert len({position for position, _, _ in seen}) >= 4
+
+
+def test_rows_of_a_batch_are_rated_apart() -> None:
+    model, ids = build("llama"), prompt(61, batch=2)
+    together = RetentionCache(model, "presses:WindowPress:window_size=5", policy())
+    logits = prefill(model, ids, together)
+    for row in range(2):
+        alone = together.fresh()
+        torch.testing.assert_close(prefill(model, ids[row : row + 1], alone)[0], logits[row], atol=1e-5, rtol=0)
+        assert torch.equal(alone.kept_positions(2)[0], together.kept_positions(2)[row])
 
 
 def test_nothing_of_a_press_stays_with_the_model() -> None:

@@ -47,6 +47,7 @@ def test_a_mapping_says_the_same_and_has_the_same_spelling() -> None:
     assert parse({"h2o": {}}) == parse("h2o")
 
 
+@pytest.mark.slow
 @given(
     options=st.dictionaries(
         st.from_regex(r"[a-z_]{1,8}", fullmatch=True),
@@ -117,3 +118,40 @@ def test_what_is_written_otherwise_is_refused(method: Any, sentence: str) -> Non
 def test_modifiers_change_numbers_that_policies_have() -> None:
     known = {field.name for field in fields(RetentionPolicy)}
     assert {name for changes in MODIFIERS.values() for name in changes} <= known
+
+
+def _hashable(value: Any) -> bool:
+    return not isinstance(value, list | dict)
+
+
+@given(text=st.text(alphabet="snapkv:=,+.py1 -_\n{é", max_size=25) | st.text(max_size=10))
+def test_any_text_is_a_method_or_refused_in_one_sentence(text: str) -> None:
+    for one in split(text):
+        try:
+            spec, refusal = parse(one), ""
+        except ValueError as error:
+            spec, refusal = None, str(error)
+        assert "\n" not in refusal
+        if spec is not None:
+            assert str(parse(str(spec))) == str(spec)
+
+
+@given(
+    method=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("snapkv"),
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.dictionaries(st.just("snapkv") | inner.filter(_hashable), inner, max_size=2)
+        ),
+        max_leaves=5,
+    )
+)
+def test_any_value_of_a_recipe_is_a_method_or_refused_in_one_sentence(method: Any) -> None:
+    for one in split(method if isinstance(method, list) else [method]):
+        try:
+            parse(one)
+            refusal = ""
+        except ValueError as error:
+            refusal = str(error)
+        assert "\n" not in refusal
+        assert len(refusal) < 300

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import mutations
 import pytest
 from huggingface_hub import ModelCard
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
 
+from locret import shipped
+from locret.heads import evaluation
 from locret.heads.heads import RetainingHeads
 
 
@@ -45,10 +52,10 @@ def test_the_card_is_filled_and_has_the_hubs_metadata(saved):
         "RetentionPolicy(\n    budget=64,\n    chunk_size=32,\n)",
         "| Layers with a head | 2 of 2 |",
         "| Weights | 1,584 in float32 |",  # 2 layers * 12 * (64 + 2)
-        "| steps | 300 |",
+        "| Steps | 300 |",
         "log of the attention",
-        "| include_last_prompt_token | True |",
-        "| exact_match | 0.94 |",
+        "| The prompt's last token asks too | yes |",
+        "| Exact match | 0.94 |",
         "2410.01805",
     ):
         assert text in card.content, text
@@ -70,3 +77,79 @@ def test_a_card_without_facts_says_so_instead_of_guessing(tiny_llama):
     assert "the defaults of `RetentionPolicy` apply" in card.content
     heads.annotate(training=None)
     assert "Not trained: the weights are random." in heads.generate_model_card().content
+
+
+RESULTS = {
+    "complete": True,
+    "commit": "abc",
+    "versions": {"locret": "0.2.0"},
+    "cells": [
+        {"task": "passkey", "tokens": 8192, "method": method, "budget": budget, "n": 50, "score": score, **more}
+        for method, budget, score, more in (
+            ("full", None, 100.0, {"standard_error": 0.0}),
+            ("locret", 1024, 93.4567, {"standard_error": 2.5123}),
+            ("locret+pyramid", 1024, 91.0, {"standard_error": None}),
+            ("streaming", 1024, 12.0, {"standard_error": 1.0}),
+        )
+    ],
+}
+
+
+def results_file(folder: Path, **changes: object) -> Path:
+    path = folder / "results.json"
+    path.write_text(json.dumps({**RESULTS, **changes}))
+    return path
+
+
+def test_results_of_an_evaluation_become_a_table_and_a_model_index(heads, tmp_path):
+    heads.annotate(evaluation=evaluation.from_results(results_file(tmp_path)))
+    heads.save_pretrained(tmp_path / "heads")
+    card = ModelCard.load(tmp_path / "heads" / "README.md")
+    assert "| passkey | 8,192 | locret | 1,024 | 93.5 \u00b1 2.5 | 50 |" in card.content
+    assert "| passkey | 8,192 | full | all | 100.0 | 50 |" in card.content
+    assert "by `locret-eval` of locret 0.2.0" in card.content
+    results = {(r.metric_name, r.metric_value) for r in card.data.eval_results}
+    assert results == {("locret, 1,024 units per KV head", 93.46), ("locret+pyramid, 1,024 units per KV head", 91.0)}
+    assert {r.dataset_name for r in card.data.eval_results} == {"passkey, 8,192 tokens"}
+    assert card.data.model_name == "Retaining heads for org/base"
+    assert heads.from_pretrained(tmp_path / "heads").config == heads.config
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"complete": False}, "has not ended; finish it with locret-eval --resume"),
+        ({"cells": []}, "has no cells"),
+        ({"cells": [RESULTS["cells"][0]]}, "has no results of the method locret"),
+        ({"cells": [{"task": 1}]}, "cell 0 is .* without task, method and score"),
+        ({"cells": [{**RESULTS["cells"][1], "score": float("nan")}]}, "cell 0 is"),
+    ],
+)
+def test_results_that_cannot_be_are_refused(tmp_path, changes, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        evaluation.from_results(results_file(tmp_path, **changes))
+    assert "\n" not in str(refused.value)
+
+
+@given(data=st.data())
+def test_damaged_results_are_refused_or_read(tmp_path_factory, data):
+    file = tmp_path_factory.getbasetemp() / "results.json"
+    file.write_bytes(mutations.json_text_of(data.draw, RESULTS))
+    notes = mutations.loaded_or_refused(lambda: evaluation.from_results(file))
+    if notes is not None:
+        heads = RetainingHeads.for_model(LlamaConfig(num_hidden_layers=1), 2)
+        assert heads.annotate(evaluation=notes).generate_model_card().data.eval_results
+
+
+def test_numbers_are_rounded_and_facts_have_names(heads):
+    heads.annotate(training={"tokens": 2331034, "final_total": 1.050513744354248, "adapter": None, "went_on_from": "x"})
+    text = heads.generate_model_card().content
+    for line in ("| Tokens read | 2,331,034 |", "| Loss at the end | 1.051 |", "| Went on from the heads | x |"):
+        assert line in text
+    assert "dapter" not in text.split("## Training")[1].split("##")[0]
+
+
+def test_the_card_of_the_shipped_heads_is_what_this_version_writes():
+    heads = RetainingHeads.from_pretrained("checkpoints/tiny-heads")
+    folder = Path(shipped.find("checkpoints/tiny-heads"))
+    assert (folder / "README.md").read_text() == str(heads.generate_model_card())

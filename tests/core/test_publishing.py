@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from hub_server import READ_TOKEN, WRITE_TOKEN, HubServer
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 
+from locret import loading
 from locret.heads.heads import RetainingHeads
 from locret.heads.push import PushOptions, command, push
+from locret.heads.search import find_heads
 
 FILES = ["README.md", "config.json", "model.safetensors"]
 
@@ -296,3 +298,128 @@ def test_wrong_usage_exits_with_2(tmp_path, capsys):
     done = run_push({"HF_TOKEN": WRITE_TOKEN}, "--heads", tmp_path / "none", "--repo", "org/x")
     assert (done.returncode, done.stdout) == (2, "")
     assert "is not a folder; give one that locret-train wrote" in done.stderr
+
+
+# ---- what is published besides the weights
+
+
+def results(folder: Path) -> Path:
+    cell = {
+        "task": "passkey",
+        "tokens": 64,
+        "method": "locret",
+        "budget": 8,
+        "n": 5,
+        "score": 90.0,
+        "standard_error": 1,
+    }
+    (folder / "results.json").write_text(json.dumps({"complete": True, "cells": [cell]}))
+    return folder / "results.json"
+
+
+def test_licence_and_results_are_published_with_the_heads(saved, hub, tmp_path):
+    push(PushOptions(heads=str(saved), repo="org/heads", license="mit", eval_results=str(results(tmp_path))))
+    card = ModelCard(hub.repos["org/heads"].files()["README.md"].decode())
+    assert card.data.license == "mit"
+    assert card.data.model_name == "org/heads"
+    assert [result.metric_value for result in card.data.eval_results] == [90.0]
+    assert "| passkey | 64 | locret | 8 | 90.0 \u00b1 1.0 | 5 |" in card.content
+    loaded = RetainingHeads.from_pretrained("org/heads")
+    assert loaded.config.license == "mit"
+    assert loaded.config.evaluation["results"][0]["score"] == 90.0
+    assert json.loads((saved / "config.json").read_text())["license"] == "apache-2.0"
+
+
+def test_an_edited_card_keeps_its_text_and_gets_the_facts(saved, hub, tmp_path):
+    (saved / "README.md").write_text("---\ntags: [mine]\n---\nMy own words.\n")
+    push(PushOptions(heads=str(saved), repo="org/heads", license="mit", eval_results=str(results(tmp_path))))
+    card = ModelCard(hub.repos["org/heads"].files()["README.md"].decode())
+    assert card.content.endswith("My own words.\n")
+    assert (card.data.license, card.data.tags, len(card.data.eval_results)) == ("mit", ["mine"], 1)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_is_sent_through_a_link_out_of_the_folder(saved, hub, name, tmp_path):
+    (saved / name).rename(tmp_path / name)
+    (saved / name).symlink_to(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is a link to a file elsewhere, which is not sent"):
+        push(PushOptions(heads=str(saved), repo="org/heads"))
+    assert hub.requests == []
+
+
+def test_the_shipped_heads_are_found_from_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = push(PushOptions(heads="checkpoints/tiny-heads", repo="org/heads", dry_run=True))
+    assert [file["path"] for file in record["files"]] == FILES
+
+
+def test_a_licence_that_the_hub_does_not_know_how_to_read_is_refused():
+    with pytest.raises(ValueError, match="--license My Own is not how the Hub spells a licence"):
+        PushOptions(heads="h", repo="org/x", license="My Own")
+
+
+# ---- --heads auto
+
+
+def published(
+    hub: HubServer, tiny_llama, name: str, scores: dict[str, float], base: str = "org/base", downloads: int = 0
+):
+    heads = RetainingHeads.for_model(tiny_llama, hidden_dim=4).annotate(base_model=base)
+    cells = [
+        {"task": task, "tokens": 64, "method": "locret", "budget": 8, "n": 5, "score": score}
+        for task, score in scores.items()
+    ]
+    if cells:
+        heads.annotate(evaluation={"results": cells})
+    heads.push_to_hub(name)
+    hub.repos[name].downloads = downloads
+
+
+def test_the_heads_with_the_best_recorded_results_are_taken(hub, tiny_llama):
+    published(hub, tiny_llama, "org/none", {}, downloads=900)
+    published(hub, tiny_llama, "org/good", {"passkey": 90.0, "number": 80.0})
+    published(hub, tiny_llama, "org/better", {"passkey": 95.0, "other": 1.0})
+    published(hub, tiny_llama, "org/foreign", {"passkey": 100.0}, base="org/another")
+    found = find_heads("org/base")
+    assert found.heads == "org/better"
+    assert found.reason == (
+        "the best of 3 for org/base on the Hub by their recorded results (a mean of 95.0 over the 1 that all have)"
+    )
+    with pytest.warns(UserWarning, match="--heads auto takes org/better, the best of 3"):
+        assert loading.chosen_heads("auto", "org/base") == "org/better"
+    assert loading.chosen_heads("org/good", "org/base") == "org/good"
+
+
+def test_without_results_the_most_downloaded_are_taken_and_it_says_so(hub, tiny_llama):
+    published(hub, tiny_llama, "org/one", {}, downloads=3)
+    published(hub, tiny_llama, "org/two", {}, downloads=30)
+    found = find_heads("org/base")
+    assert (found.heads, found.reason) == (
+        "org/two",
+        "the most downloaded of 2 for org/base on the Hub, none of which records results",
+    )
+
+
+def test_a_backbone_without_heads_or_without_a_name_is_refused(hub, tmp_path):
+    with pytest.raises(ValueError, match="--heads auto: the Hub has no retaining heads for org/base; train some"):
+        find_heads("org/base")
+    with pytest.raises(ValueError, match="does not say which backbone of the Hub it is"):
+        find_heads(str(tmp_path))
+    with pytest.raises(ValueError, match="neither a folder nor a name on the Hub"):
+        find_heads("./nowhere")
+    with pytest.raises(ValueError, match="give it with --model"):
+        loading.chosen_heads("auto", None)
+    hub.broken_with = 500
+    with pytest.raises(OSError, match="cannot search for heads of org/base: the Hub at .* answered 500"):
+        find_heads("org/base")
+
+
+def test_a_folder_may_remember_which_backbone_it_is(hub, tiny_llama, tmp_path):
+    published(hub, tiny_llama, "org/one", {})
+    (tmp_path / "config.json").write_text('{"_name_or_path": "org/base"}')
+    assert find_heads(str(tmp_path)).heads == "org/one"
+
+
+def test_the_embedded_backbone_has_its_heads_beside_it_without_the_hub(hub):
+    assert find_heads("checkpoints/tiny").heads.endswith("checkpoints/tiny-heads")
+    assert hub.requests == []

@@ -109,8 +109,8 @@ def test_texts_read_and_answered_in_several_threads_are_those_read_one_after_the
 
 
 def test_a_cache_that_is_being_read_cannot_be_used_meanwhile(tmp_path: Path) -> None:
-    model, cache = build("llama"), new_cache(build("llama"))
-    refused = []
+    model = build("llama")
+    cache, refused = new_cache(model), []
 
     def meanwhile(_: RetentionCache) -> None:
         for use in doors(model, cache, tmp_path):

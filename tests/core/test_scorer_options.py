@@ -68,6 +68,7 @@ def test_a_scorer_made_by_hand_checks_its_options_too() -> None:
         scorers.RandomScorer(seed=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @given(
     which=st.sampled_from(OPTIONS),
     value=st.none()

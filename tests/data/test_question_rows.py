@@ -11,7 +11,7 @@ import pytest
 from locret.data import tasks
 from locret.data.text.embedded_tokenizer import NAMES, build_tokenizer
 from locret.data.text.haystack import prompt_length
-from locret.data.training.question_rows import QuestionRowsOptions, command, question_rows, write_rows
+from locret.data.training.question_rows import QuestionRowsOptions, command, question_rows
 from locret.data.training.sources import load_rows
 
 TOKENIZER = build_tokenizer()
@@ -99,8 +99,16 @@ def test_bad_input_is_one_sentence_and_writes_nothing(tmp_path: Path, arguments:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_of_another_kind_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--output rows.txt has another ending than .json and .jsonl; rename it"):
         command(["--output=rows.txt"])
-    with pytest.raises(OSError, match=r"cannot write .*missing/rows.json: there is no folder .*missing; make it"):
-        write_rows([], tmp_path / "missing" / "rows.json")
+
+
+def test_a_missing_folder_is_made_and_one_that_cannot_be_is_refused_before_anything_is_generated(
+    tmp_path: Path,
+) -> None:
+    assert command([f"--output={tmp_path / 'a' / 'b' / 'rows.json'}", "--rows=1", "--tokens=256"]) == 0
+    assert len(load_rows(str(tmp_path / "a" / "b" / "rows.json"))) == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written in .*file; choose another folder"):
+        QuestionRowsOptions(output=str(tmp_path / "file" / "rows.json"), rows=10**9)

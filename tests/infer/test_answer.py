@@ -61,7 +61,7 @@ def test_streamed_text_of_the_embedded_tokenizer_is_the_decoded_text(backbone: P
 def test_prompt_is_the_chat_template_around_the_trimmed_text(backbone: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(backbone)
     pieces = ["\n  The ", "tower", " ", "\n", " waits.", " \n", "\n"]
-    ids = [token for block in prompt_ids(tokenizer, pieces, PromptOptions(question="Where?")) for token in block]
+    ids = [token for block in prompt_ids(tokenizer, pieces, PromptOptions(), "Where?") for token in block]
     messages = [{"role": "user", "content": "The tower \n waits.\n\nWhere?"}]
     assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 

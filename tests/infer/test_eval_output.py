@@ -342,3 +342,33 @@ def test_results_that_are_damaged_keep_no_run_from_going_on(tmp_path: Path, text
     assert len(output_folder.open_output(str(tmp_path), settings, overwrite=False).records) == 1
     output_folder.open_output(str(tmp_path), settings, overwrite=True)
     assert not (tmp_path / records.RESULTS).exists()
+
+
+def test_the_jackknife_of_a_mean_is_its_standard_error_and_works_for_other_scores() -> None:
+    from dataclasses import dataclass
+
+    from locret.data import tasks
+    from locret.data.tasks.generated.passkey import PassKey
+
+    @dataclass(frozen=True, kw_only=True)
+    class Rooted(PassKey):
+        """The root of the mean: its error is that of the mean over twice the root, nearly."""
+
+        def summarise(self, scores: Any, answers: Any) -> float:
+            return (sum(scores) / len(scores)) ** 0.5
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mean(PassKey):
+        """The mean, as if it were another rule."""
+
+        def summarise(self, scores: Any, answers: Any) -> float:
+            return sum(scores) / len(scores)
+
+    passkey = tasks.get("passkey")
+    facts = {name: getattr(passkey, name) for name in ("name", "source", "metric", "max_new_tokens")}
+    found = [record(index=i, score=score) for i, score in enumerate((0.2, 0.4, 0.9, 0.5) * 25)]
+    plain, mean, rooted = (summary.task_score(task, found) for task in (passkey, Mean(**facts), Rooted(**facts)))
+    assert mean == plain
+    assert rooted["score"] == pytest.approx(100 * 0.5**0.5, abs=1e-3)
+    assert rooted["standard_error"] == pytest.approx(plain["standard_error"] / (2 * 0.5**0.5), rel=0.01)
+    assert summary.task_score(Rooted(**facts), found[:1])["standard_error"] is None

@@ -259,3 +259,11 @@ def test_help_shows_every_option_with_its_text(infer: Infer) -> None:
     for flag in ("--model", "--heads", "--scorer", "--budget", "--prompt-file", "--max-new-tokens", "--json"):
         assert flag in outcome.out
     assert "Cache units kept per layer and KV head" in outcome.out
+
+
+def test_heads_auto_are_the_shipped_ones_for_the_embedded_backbone(infer: Infer, text: Path) -> None:
+    options = ("--model", "checkpoints/tiny", "--prompt-file", text, "--question", QUESTION, "--heads", "auto")
+    outcome = infer(*options, "--json", "--max-new-tokens", 2)
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["scorer"].endswith("checkpoints/tiny-heads")
+    assert "tiny-heads, shipped with the embedded backbone" in outcome.err

@@ -248,3 +248,25 @@ def test_a_recipe_writes_options_as_a_mapping(tmp_path: Path, installed: None) -
     line = ["--model", "x", "--methods", "full,snapkv:kernel=7,pooling=max+prompt_end,h2o:reduce=max"]
     (_, evaluation, *_), _ = parse_options("test", "", OPTION_CLASSES, line)
     assert [method.name for method in evaluation.chosen_methods()] == names
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        ("streaming-original+compact", "streaming-original sets positions itself; drop +compact"),
+        ("retaining_heads:heads=x", "is called locret here; write locret, and give --heads"),
+        ("locret:width=3", "locret has no options; drop width"),
+        ("full+pyramid", "the plain cache evicts nothing, so +pyramid means nothing; drop it"),
+        ("locret+linear+sqrt", "+linear and +sqrt both set memory; drop one of them"),
+        ("oracle:labels=3", "oracle has no options; drop labels"),
+        ("streaming-original:sinks=-1", "scorer streaming: sinks=-1 is too small"),
+        ("snapkv:kernle=7", 'scorer snapkv: it has no option "kernle"; did you mean kernel?'),
+        ("random:seed=1.5", "scorer random: seed=1.5 is not a whole number"),
+    ],
+)
+def test_a_method_that_contradicts_itself_is_refused(method: str, sentence: str) -> None:
+    from locret.infer.evaluation import methods
+
+    with pytest.raises(ValueError, match="method|scorer") as caught:
+        methods.get(method)
+    assert sentence in str(caught.value)

@@ -61,4 +61,6 @@ def test_the_first_example_answers_from_any_folder(
     pair = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
     text = ["--prompt-file", "recipes/infer/pass_key.txt", "--question", "What is the pass key?"]
     assert infer([*pair, *text]) == 0
-    assert capsys.readouterr().out == "The pass key is 43600.\n"
+    shown = capsys.readouterr()
+    assert shown.out == "The pass key is 43600.\n"
+    assert shown.err.count("knows only texts that locret generates") == 1

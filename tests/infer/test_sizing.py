@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from infer_cases import write_text
 
+from locret import loading, scorers
 from locret.infer import chunk_size
-from locret.infer.sizing import PlannedRun
+from locret.infer.infer_options import ModelOptions, PolicyOptions
+from locret.infer.sizing import PlannedRun, final_policy
 
 Infer = Callable[..., Any]
 SMALL = ("--scorer", "random", "--chunk-size", 32, "--local-len", 8, "--max-new-tokens", 8, "--min-chunk", 8)
@@ -263,6 +266,26 @@ def test_the_largest_budget_that_suits_the_free_memory_is_taken(
     outcome = call("--kv-memory", "auto", "--dry-run")
     assert outcome.code == 2
     assert "--kv-memory auto finds nothing free: weights, a chunk and a budget of 1 take " in outcome.err
+
+
+def test_free_memory_is_filled_where_the_length_of_the_text_is_unknown(
+    backbone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = PlannedRun(
+        config=loading.load_config(ModelOptions(model=str(backbone))),
+        scorer=scorers.get("random"),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        prompt_tokens=None,
+        new_tokens=8,
+    )
+    free = run.weight_bytes + 2**24
+    monkeypatch.setattr(chunk_size, "free_bytes", lambda device: free)
+    policy, _ = final_policy(PolicyOptions(kv_memory="auto"), {"kv_memory"}, {}, run)
+    assert 0.89 * free < run.weight_bytes + run.bytes_beside_weights(policy) <= 0.9 * free
+    monkeypatch.setattr(chunk_size, "free_bytes", lambda device: None)
+    with pytest.raises(ValueError, match="--kv-memory auto: cpu does not tell what is free; give an amount"):
+        final_policy(PolicyOptions(kv_memory="auto"), {"kv_memory"}, {}, run)
 
 
 def test_a_plan_that_depends_on_a_missing_prompt_is_refused(infer: Infer, backbone: Path, tmp_path: Path) -> None:

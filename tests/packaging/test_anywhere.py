@@ -43,11 +43,12 @@ class Anywhere:
         if path is not None:
             self.environment["PYTHONPATH"] = str(path)
 
-    def run(self, *words: Any) -> str:
+    def run(self, *words: Any, typed: str = "") -> str:
         """Run the interpreter, or a console script named `locret-...`, and return what it prints."""
         program = self.python.parent / words[0] if str(words[0]).startswith("locret-") else self.python
         line = [str(program), *map(str, words[1:] if program != self.python else words)]
-        done = subprocess.run(line, capture_output=True, text=True, cwd=self.folder, env=self.environment, check=False)
+        pipes: Any = {"input": typed, "capture_output": True, "text": True}
+        done = subprocess.run(line, cwd=self.folder, env=self.environment, check=False, **pipes)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -73,7 +74,7 @@ def test_every_install_works_in_every_folder(
     files, *answer = anywhere.run("-c", IMPORTS + _readme_example(clone / "README.md", tmp_path)).splitlines()
     foreign = [file for file in json.loads(files) if not (anywhere.folder / file).resolve().is_relative_to(expected)]
     assert foreign == []
-    assert answer, "the README's Python prints something"
+    assert answer[-3:] == ["The pass key is 43600."] * 3
     assert "--density" in anywhere.run("-m", "locret.data.training.question_rows", "--help")
     script = ["-m", "locret.infer.command"] if install == "checkout" else ["locret-infer"]
     shown = anywhere.run(*script, "--config", "recipes/infer/tiny.yaml", "--print_config")
@@ -82,9 +83,8 @@ def test_every_install_works_in_every_folder(
 
 def _readme_example(readme: Path, folder: Path) -> str:
     """Return the first Python of the README, which reads and writes its files in a folder of the test's."""
-    (folder / "book.txt").write_text("Snow fell. The pass key is 71432. Remember it.\n" * 20)
     (block, *_) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
-    return str(block.replace("/tmp/", f"{folder}/").replace('"book.txt"', repr(str(folder / "book.txt"))))
+    return str(block.replace('"book.ctx"', repr(str(folder / "book.ctx"))))
 
 
 @pytest.mark.parametrize("combination", [("wheel", "elsewhere")], ids="-".join)
@@ -94,3 +94,42 @@ def test_a_wheel_alone_evaluates_the_embedded_pair(anywhere: Anywhere, tmp_path:
     cells = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
     assert [cell["method"] for cell in cells] == ["full", "locret"]
     assert "--required" in anywhere.run("-m", "locret.infer.demo", "--help")
+
+
+PLUGIN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from locret.scorers import Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Longest(Scorer):
+    name: ClassVar[str] = "longest"
+
+    def score(self, chunk):
+        return chunk.value[:, :, -chunk.new_tokens :].float().norm(dim=-1)
+"""
+
+
+@pytest.mark.parametrize("combination", [("wheel", "elsewhere")], ids="-".join)
+def test_a_wheel_alone_reads_saves_talks_and_compares_a_scorer_of_ones_own(
+    anywhere: Anywhere, clone: Path, tmp_path: Path
+) -> None:
+    shown = anywhere.run("-c", _readme_example(clone / "README.md", tmp_path)).splitlines()
+    assert shown[0].startswith("CacheMemory(planned=4448256")
+    code = """
+from locret import LongContextModel
+lm = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads")
+print(lm.load("book.ctx").ask("What is the pass key?"))
+"""
+    assert anywhere.run("-c", code) == "The pass key is 43600.\n"
+    pair = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
+    question = "What is the pass key?\n"
+    talked = anywhere.run("locret-chat", *pair, "--prompt-file", "recipes/infer/pass_key.txt", typed=3 * question)
+    assert talked.count("The pass key is 43600.") == 3
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    small = ["--tasks", "passkey", "--lengths", 512, "--budget", 64, "--samples", 1, "--figures", "none", "--quiet"]
+    anywhere.run("locret-eval", *pair, "--methods", "full,mine.py:Longest,locret", *small, "--output", "out")
+    table = (tmp_path / "out" / "results.md").read_text()
+    assert all(f"| {method} |" in table for method in ("full", "mine.py:Longest", "locret"))

@@ -120,6 +120,15 @@ def test_resume_where_there_is_nothing_is_refused_and_auto_starts(
     assert (code, "holds none such as checkpoint-50; start anew with --overwrite" in message) == (2, True)
 
 
+def test_resume_without_a_run_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, expected in [
+        (["--resume"], "--resume does not say which run; give its folder"),
+        (["--resume="], "--resume is empty; give the folder of a run"),
+    ]:
+        code, message = refused(capsys, given)
+        assert (code, expected in message) == (2, True), message
+
+
 def test_runs_are_not_mixed(
     paths: tuple[Path, Path], straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +169,7 @@ DAMAGE = {
     "negative step": lambda path: changed(path, step=-1),
     "step as text": lambda path: changed(path, step="3"),
     "no options": lambda path: changed(path, config=None),
+    "steps as text": lambda path: changed(path, config={**torch.load(path, weights_only=True)["config"], "steps": "6"}),
     "no optimizer": lambda path: changed(path, optimizer={}),
     "other moments": lambda path: moments(path, lambda values: values[:1]),
     "moments not finite": lambda path: moments(path, lambda values: values * float("nan")),
@@ -183,7 +193,8 @@ def test_a_damaged_checkpoint_is_one_sentence_and_changes_nothing(
     DAMAGE[kind](run / "checkpoint-3" / "state.pt")
     before = (run / "log.jsonl").read_bytes()
     code, message = refused(capsys, [f"--resume={run}"])
-    assert (code, "damaged" in message and "resume from another checkpoint" in message) == (2, True), message
+    expected = "--steps was '6' and is now 6" if kind == "steps as text" else "resume from another checkpoint"
+    assert (code, expected in message) == (2, True), message
     assert (run / "log.jsonl").read_bytes() == before
 
 

@@ -216,7 +216,7 @@ def test_init_from_goes_on_with_trained_heads(
     assert "went_on_from" not in before
     assert (after["steps"], after["went_on_from"], after["earlier"]) == (1, "first", before)
     card = (tmp_path / "second" / "README.md").read_text()
-    assert card.index("| steps | 1 |") < card.index("### Before that") < card.index(f"| steps | {before['steps']} |")
+    assert card.index("| Steps | 1 |") < card.index("### Before that") < card.index(f"| Steps | {before['steps']} |")
     code, message = refused(capsys, [*arguments, "--hidden-dim=9", f"--output={tmp_path / 'third'}"])
     assert code == 2
     assert "--hidden-dim 9 differs from 8 of the heads in --init-from" in message

@@ -17,6 +17,7 @@ from typing import Any
 
 from locret import RetentionPolicy, loading
 from locret.cli import parse_options, print_json, run
+from locret.document import Document, ReadingBar
 from locret.environment import peak_resident_bytes, versions
 from locret.infer.answer import MeasuredCache, answer
 from locret.infer.infer_options import GenerationOptions, ModelOptions
@@ -126,7 +127,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     if options.read:
         (backbone, cache), policy = reader(model, scorer, flags, chosen)
         before = peak_resident_bytes()
-        result = answer(backbone, tokenizer, blocks, cache, generation, attn=model.attn, progress=True)
+        bar = ReadingBar(Document("prompt", unit="tokens"))
+        result = answer(backbone, tokenizer, bar.blocks(blocks), cache, generation, attn=model.attn, bar=bar)
         found = {**asdict(result), "policy": policy.to_dict()}
     else:
         before = peak_resident_bytes()

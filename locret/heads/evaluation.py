@@ -1,0 +1,109 @@
+"""What heads scored, as their config records it: taken from locret-eval's results.json, shown in the card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult
+
+from locret.field_values import shown
+from locret.files import read_json
+
+_FIELDS = ("task", "tokens", "method", "budget", "n", "score", "standard_error")
+_TRAINED = "locret"
+"""What the methods of locret-eval that use heads are called, before options such as `+pyramid`."""
+
+
+def from_results(path: str | Path) -> dict[str, Any]:
+    """Read the results of locret-eval, for `RetainingHeads.annotate(evaluation=...)`.
+
+    Args:
+        path: Its results.json, or the folder that holds it.
+
+    Returns:
+        `source`, `toolkit_version`, `commit` where known, and `results`: a row per cell of the table, with `task`,
+        `tokens` (prompt length), `method`, `budget`, `n` (samples), `score` (out of 100) and `standard_error`.
+
+    Raises:
+        ValueError: If there is no such file, it is not whole, or no method in it uses heads.
+        OSError: If it cannot be read.
+    """
+    file = Path(path)
+    file = file / "results.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist; give the results.json that locret-eval wrote")
+    values = read_json(file, "the results.json that locret-eval wrote")
+    cells = values.get("cells") if isinstance(values, dict) else None
+    if not isinstance(cells, list) or not cells:
+        raise ValueError(f"{file} has no cells; give the results.json that locret-eval wrote")
+    if values.get("complete") is not True:
+        raise ValueError(f"{file} is of an evaluation that has not ended; finish it with locret-eval --resume")
+    found = [_row(cell, f"{file}, cell {number}") for number, cell in enumerate(cells)]
+    if not any(trained(row) for row in found):
+        raise ValueError(f"{file} has no results of the method {_TRAINED}, which uses heads; add it to --methods")
+    versions = values.get("versions")
+    version = versions.get("locret") if isinstance(versions, dict) else None
+    facts = {"toolkit_version": version, "commit": values.get("commit")}
+    known = {name: value for name, value in facts.items() if isinstance(value, str) and value.isprintable()}
+    return {"source": "locret-eval", **known, "results": found}
+
+
+def _row(cell: Any, where: str) -> dict[str, Any]:
+    if not isinstance(cell, dict):
+        raise ValueError(f"{where} is {shown(cell)} instead of a mapping; run locret-eval again")
+    score = cell.get("score")
+    numbers = [cell.get(name) for name in ("tokens", "budget", "n", "standard_error")] + [score]
+    good = all(
+        value is None or (isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value))
+        for value in numbers
+    )
+    names = [cell.get(name) for name in ("task", "method")]
+    if not good or score is None or not all(isinstance(name, str) and name.isprintable() for name in names):
+        raise ValueError(f"{where} is {shown(cell)}, without task, method and score; run locret-eval again")
+    return {name: cell.get(name) for name in _FIELDS}
+
+
+def rows(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the rows of notes that `from_results` made; empty for notes of another form."""
+    results = (evaluation or {}).get("results")
+    if not isinstance(results, list):
+        return []
+    try:
+        return [_row(row, "evaluation") for row in results]
+    except ValueError:
+        return []
+
+
+def trained(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is a result of the heads, rather than of what they are compared with."""
+    return str(row["method"]).split("+")[0].split(":")[0] == _TRAINED
+
+
+def model_index(evaluation: Mapping[str, Any] | None) -> list[EvalResult]:
+    """Return the results of the heads as the Hub's `model-index` holds them."""
+    found = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=str(row["task"]).split(" ")[0],
+            dataset_name=f"{row['task']}, {row['tokens']:,} tokens" if row["tokens"] else str(row["task"]),
+            dataset_config=str(row["tokens"]) if row["tokens"] else None,
+            metric_type="score",
+            metric_name=f"{row['method']}, {row['budget']:,} units per KV head"
+            if row["budget"]
+            else str(row["method"]),
+            metric_config=None if row["budget"] is None else str(row["budget"]),
+            metric_value=round(row["score"], 2),
+        )
+        for row in rows(evaluation)
+        if trained(row)
+    ]
+    if found or not evaluation:
+        return found
+    return [
+        EvalResult("text-generation", "custom", "not recorded", name, value)
+        for name, value in evaluation.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]

@@ -1,0 +1,111 @@
+"""A method with options means the same in locret-infer, locret-bench and lm-eval, and stands in their records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from locret import scorers
+from locret.cli import parse_options
+from locret.load_options import ScorerOptions
+from locret.loading import load_scorer
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "checkpoints" / "tiny")
+SNAPKV = scorers.SnapKVScorer(kernel=7, pooling="max")
+
+
+def scorer_options(*arguments: str, recipe: Path | None = None) -> ScorerOptions:
+    config = [] if recipe is None else ["--config", str(recipe)]
+    (options,), _ = parse_options("test", "", [ScorerOptions], [*config, *arguments])
+    assert isinstance(options, ScorerOptions)
+    return options
+
+
+def test_a_scorer_of_locret_infer_has_its_options_in_any_form(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("scorer: {snapkv: {kernel: 7, pooling: max}}\n")
+    (tmp_path / "text.yaml").write_text("scorer: snapkv:kernel=7,pooling=max\n")
+    forms = [
+        scorer_options("--scorer", "snapkv:kernel=7,pooling=max"),
+        scorer_options("--scorer=snapkv:kernel=7,pooling=max"),
+        scorer_options("--scorer", "snapkv:kernel=7", "--scorer_options.pooling", "max"),
+        scorer_options("--scorer", "snapkv", "--scorer_options.kernel", "7", "--scorer_options.pooling", "max"),
+        scorer_options(recipe=tmp_path / "recipe.yaml"),
+        scorer_options(recipe=tmp_path / "text.yaml"),
+    ]
+    for options in forms:
+        assert load_scorer(options) == (SNAPKV, {"positions": "original"})
+        assert options.label == "snapkv:kernel=7,pooling=max"
+
+
+def test_modifiers_of_a_scorer_change_the_policy_where_no_option_does() -> None:
+    scorer, recommended = load_scorer(scorer_options("--scorer", "snapkv:window=8+prompt_end+compact"))
+    assert scorer == scorers.SnapKVScorer(window=8)
+    assert recommended == {"positions": "compact", "when": "prompt_end"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--scorer", ""), "--scorer is empty; name one, such as snapkv, or drop it"),
+        (("--scorer", "oracle"), "scorer oracle needs the labels of the true answer, which only locret-eval knows"),
+        (("--scorer", "retaining_heads"), "scorer retaining_heads needs trained heads; give --heads FOLDER"),
+        (("--scorer", "snapkv:kernel=1.5"), "scorer snapkv: kernel=1.5 is not a whole number"),
+        (
+            ("--scorer", "snapkv:kernel=7", "--scorer_options.kernel", "9"),
+            "has the option kernel already; give it once",
+        ),
+        (("--scorer", "snapkv+linear+sqrt"), '--scorer "snapkv+linear+sqrt": +linear and +sqrt both set memory'),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ValueError, match="scorer") as caught:
+        load_scorer(scorer_options(*arguments))
+    assert sentence in str(caught.value)
+
+
+def test_a_benchmark_plans_and_records_the_method_as_it_was_written(capsys: pytest.CaptureFixture[str]) -> None:
+    from locret.infer.speed.command import command
+
+    methods = "full,snapkv:window=8,kernel=7+pyramid,sage_kv:k=3"
+    assert command(["--shape", "tiny", "--methods", methods, "--lengths", "600", "--budget", "64", "--dry-run"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    names = ["full", "snapkv:window=8,kernel=7+pyramid", "sage_kv:k=3"]
+    assert record["config"]["methods"] == names
+    assert [row["method"] for row in record["plan"]] == names
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scorer": "snapkv:kernel=7", "pooling": "max"},  # as the harness splits --model_args at commas
+        {"scorer": {"snapkv": {"kernel": 7, "pooling": "max"}}},
+        {"scorer": "snapkv", "scorer_options": {"kernel": 7, "pooling": "max"}},
+    ],
+)
+def test_the_harness_takes_options_of_a_scorer(settings: dict[str, Any]) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+    from locret.infer.evaluation.harness_model import LocretLM
+
+    model = LocretLM(TINY, device="cpu", budget=64, chunk_size=64, stabilizers=8, local_len=8, **settings)
+    assert model.scorer == SNAPKV
+    assert model.policy.positions == "original"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"scorer": "snapkv", "kernle": 7}, "--model_args: kernle is not a setting of the model locret"),
+        ({"kernel": 7}, "--model_args: kernel is not a setting of the model locret"),
+        ({"scorer": "snapkv:kernel=7", "kernel": 9}, "has the option kernel already; give it once"),
+    ],
+)
+def test_the_harness_refuses_what_no_scorer_knows(settings: dict[str, Any], sentence: str) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+    from locret.infer.evaluation.harness_model import LocretLM
+
+    with pytest.raises(ValueError, match=sentence):
+        LocretLM(TINY, device="cpu", budget=64, **settings)
