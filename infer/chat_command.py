@@ -6,6 +6,7 @@ Ctrl-D leaves. From a pipe each line is a message, answers go to standard output
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -246,7 +247,7 @@ def _path(given: str, name: str) -> Path:
         raise ValueError(f"{name} needs a file; write {name} FILE")
     from locret import shipped
 
-    return Path(shipped.find(given)).expanduser()
+    return Path(os.path.expanduser(shipped.find(given)))
 
 
 def _talk(conversation: Conversation, lines: Iterator[str]) -> None:
@@ -293,7 +294,7 @@ def _ctrl_c_raises() -> Iterator[None]:
 
 def main() -> None:
     """Entry point of `locret-chat`."""
-    run(command)
+    run(command, prog="locret-chat")
 
 
 if __name__ == "__main__":

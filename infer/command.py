@@ -458,7 +458,7 @@ def _versions() -> dict[str, str]:
 
 def main() -> None:
     """Entry point of `locret-infer`."""
-    run(command)
+    run(command, prog="locret-infer")
 
 
 if __name__ == "__main__":

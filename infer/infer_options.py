@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Literal
+from typing import ClassVar, Literal
 
 from locret.field_values import check_finite
 from locret.load_options import BackboneSource
@@ -53,6 +53,7 @@ class PolicyOptions(PolicyFlags):
     weights; the largest budget that fits is used, with auto at most that of the prompt, which is then counted first."""
     budget_share: float | None = None
     """Instead of --budget: share of the prompt's tokens, such as 0.1; the prompt is tokenised as a whole first."""
+    exclusive: ClassVar = (("budget", "kv_memory", "budget_share"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class PromptOptions:
     several, --question TEXT for each, each is answered from its own copy of one reading."""
     questions: str | None = None
     """File with questions, one per line, or one JSON text or object with a question per line (.jsonl)."""
-    system: str | None = None
+    system: str | None = field(default=None, metadata={"empty": True})
     """System message."""
     template: str = "chat"
     """chat: the tokenizer's chat template; original: the one the original heads were trained on; none: plain text."""
@@ -106,7 +107,7 @@ class GenerationOptions:
     repetition_penalty: float = 1.0
     """Divides the logits of tokens that the answer has used already; 1 does nothing."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end the answer, as --stop+=TEXT for each; the answer includes them."""
+    """Texts that end the answer, each with a --stop of its own; the answer includes them."""
     seed: int = 0
     """Seed of sampling."""
     compile: bool = False

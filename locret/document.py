@@ -68,7 +68,7 @@ def open_document(source: Any, name: str | None = None) -> Document:
             raise ValueError("the text is empty; give something to read")
         return Document(name or "text", iter([_piece(source)]), size=len(source))
     if isinstance(source, (str, Path)):
-        return _file(Path(shipped.find(str(source))).expanduser(), name)
+        return _file(Path(os.path.expanduser(shipped.find(str(source)))), name)
     if isinstance(source, Tensor):
         if source.ndim > 2 or (source.ndim == 2 and source.shape[0] != 1):
             raise ValueError(f"ids of shape {tuple(source.shape)} are no single text; give (N,) ids")

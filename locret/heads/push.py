@@ -122,7 +122,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Entry point of `locret-push`."""
-    run(command)
+    run(command, prog="locret-push")
 
 
 def _contents(options: PushOptions) -> dict[str, Path | bytes]:
