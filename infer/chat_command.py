@@ -68,6 +68,7 @@ def _load(
         ValueError: If something is missing or does not match, or a budget depends on one text's length.
     """
     from locret import LongContextModel, loading
+    from locret.cache.cache import find_store
     from locret.infer import sizing
 
     if policy.budget_share is not None:
@@ -75,6 +76,8 @@ def _load(
             f"--budget-share {policy.budget_share} depends on one text's length, but a conversation goes on; give "
             "--budget or --kv-memory"
         )
+    if model.store is not None:
+        find_store(model.store)
     device = loading.resolve_device(model.device)
     scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
     rates, recommended = loading.load_scorer(scorer)
@@ -95,7 +98,7 @@ def _load(
     final, _ = sizing.final_policy(policy, chosen, recommended, planned)
     tokenizer = loading.load_tokenizer(model)
     backbone = loading.load_model(model, config, device, dtype)
-    return LongContextModel(backbone, tokenizer, rates, final, template=about.template)
+    return LongContextModel(backbone, tokenizer, rates, final, template=about.template, store=model.store)
 
 
 @dataclass

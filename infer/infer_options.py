@@ -25,6 +25,8 @@ class ModelOptions(BackboneSource):
     attn: str = "auto"
     """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the flash-attn package (half
     precision on CUDA); math: PyTorch's plain kernel, slow, to compare with."""
+    store: str | None = None
+    """What holds the units, if one of your own is to: package.module:Class, file.py:Class, or an announced name."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,6 +18,7 @@ from locret import loading, scorers, shipped
 from locret.backbone.adapters import unwrap
 from locret.cache.cache import CacheMemory, RetentionCache
 from locret.cache.cache_file import load_cache, read_notes
+from locret.cache.store import Store
 from locret.chat import LONGEST_ANSWER, Chat, described, save
 from locret.chunked_prefill import prefill
 from locret.document import Document, PositionWarning, ReadingBar, as_prompt, is_text, open_document
@@ -65,6 +66,7 @@ class LongContextModel:
         policy: How many units stay; if None, what the heads recommend, else the defaults.
         template: How turns become text: "chat" (the tokenizer's chat template), "original" (the one the original heads
             were trained on) or "none" (plain text); if None, the chat template where there is one, else plain text.
+        store: What holds the units, as in `RetentionCache`; if None, ours.
 
     Raises:
         ValueError: If the model has no keys and values to evict, or scorer, policy and model do not match.
@@ -84,10 +86,12 @@ class LongContextModel:
         policy: RetentionPolicy | None = None,
         *,
         template: str | None = None,
+        store: type[Store] | str | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        empty = RetentionCache(model, scorer, policy)
+        empty = RetentionCache(model, scorer, policy, store=store)
         self.scorer, self.policy, self.backbone = empty.scorer, empty.policy, empty.backbone
+        self.store = empty.store
         self.template = template or ("chat" if tokenizer.chat_template else "none")
         self.name = str(getattr(unwrap(model).config, "name_or_path", "") or type(unwrap(model)).__name__)
         self._transcript()  # refuses a template that cannot hold a document
@@ -109,6 +113,7 @@ class LongContextModel:
         trust_remote_code: bool = False,
         allow_other_base: bool = False,
         template: str | None = None,
+        store: type[Store] | str | None = None,
     ) -> LongContextModel:
         """Load a backbone with its tokenizer, and heads or a scorer for it.
 
@@ -125,6 +130,7 @@ class LongContextModel:
             trust_remote_code: Run Python code that comes with the backbone.
             allow_other_base: Accept heads of another backbone of the same shape.
             template: How turns become text, as in the class.
+            store: What holds the units, as in `RetentionCache`.
 
         Raises:
             ValueError: If something is missing, broken or does not match.
@@ -163,7 +169,7 @@ class LongContextModel:
             tokenizer = loading.load_tokenizer(source)
             backbone = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
         assert isinstance(found, (RetainingHeads, Scorer))
-        return cls(backbone, tokenizer, found, policy, template=template)
+        return cls(backbone, tokenizer, found, policy, template=template, store=store)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -209,7 +215,7 @@ class LongContextModel:
 
     def new_cache(self) -> RetentionCache:
         """Return an empty cache."""
-        return RetentionCache(self.model, self.scorer, self.policy)
+        return RetentionCache(self.model, self.scorer, self.policy, store=self.store)
 
     def tokens(self, document: Document, *, system: str | None = None) -> Iterator[list[int]]:
         """Yield the token ids that `read_into` feeds."""
