@@ -99,6 +99,8 @@ class ScorerOptions:
             raise ValueError(f"--heads {self.heads} and --scorer {self.scorer} exclude each other; drop one of them")
         if self.scorer_options and not self.scorer:
             raise ValueError("--scorer-options belongs to --scorer, which is not given; add it or drop them")
+        if self.allow_other_base and not self.heads:
+            raise ValueError("--allow-other-base is about --heads, which are not given; add them, or drop it")
 
 
 def check_path(setting: str, name: str) -> None:
