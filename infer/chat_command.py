@@ -6,6 +6,7 @@ Ctrl-D leaves. From a pipe each line is a message, answers go to standard output
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,7 @@ def _load(
         ValueError: If something is missing or does not match, or a budget depends on one text's length.
     """
     from locret import LongContextModel, loading
+    from locret.cache.cache import find_store
     from locret.infer import sizing
 
     if policy.budget_share is not None:
@@ -74,6 +76,8 @@ def _load(
             f"--budget-share {policy.budget_share} depends on one text's length, but a conversation goes on; give "
             "--budget or --kv-memory"
         )
+    if model.store is not None:
+        find_store(model.store)
     device = loading.resolve_device(model.device)
     scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
     rates, recommended = loading.load_scorer(scorer)
@@ -94,7 +98,7 @@ def _load(
     final, _ = sizing.final_policy(policy, chosen, recommended, planned)
     tokenizer = loading.load_tokenizer(model)
     backbone = loading.load_model(model, config, device, dtype)
-    return LongContextModel(backbone, tokenizer, rates, final, template=about.template)
+    return LongContextModel(backbone, tokenizer, rates, final, template=about.template, store=model.store)
 
 
 @dataclass
@@ -246,7 +250,7 @@ def _path(given: str, name: str) -> Path:
         raise ValueError(f"{name} needs a file; write {name} FILE")
     from locret import shipped
 
-    return Path(shipped.find(given)).expanduser()
+    return Path(os.path.expanduser(shipped.find(given)))
 
 
 def _talk(conversation: Conversation, lines: Iterator[str]) -> None:
@@ -293,7 +297,7 @@ def _ctrl_c_raises() -> Iterator[None]:
 
 def main() -> None:
     """Entry point of `locret-chat`."""
-    run(command)
+    run(command, prog="locret-chat")
 
 
 if __name__ == "__main__":

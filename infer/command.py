@@ -125,10 +125,13 @@ class _Plan:
 def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     """Resolve everything; None if that was all that was wanted, and has been printed."""
     from locret import loading
+    from locret.cache.cache import find_store
     from locret.infer import sizing
     from locret.scorers import Scorer
 
     dry_run = options.output.dry_run
+    if options.model.store is not None:
+        find_store(options.model.store)
     document = None if dry_run else _document(options.prompt)
     device = loading.resolve_device(options.model.device)
     heads = loading.chosen_heads(options.scorer.heads, options.model.model)
@@ -176,6 +179,7 @@ def _setup(options: Options, scorer: Any, policy: Any, device: Any, dtype: Any) 
     return {
         "model": options.model.model,
         "scorer": options.scorer.label or scorer.name,
+        **({"store": options.model.store} if options.model.store else {}),
         "policy": policy.to_dict(),
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -195,7 +199,7 @@ def _answer(options: Options, plan: _Plan) -> dict[str, Any]:
         warnings.warn(EMBEDDED_KNOWS, stacklevel=2)
     with _memory_errors(plan.device):
         model = loading.load_model(options.model, *plan.where)
-        cache = answer.MeasuredCache(model, plan.scorer, plan.policy)
+        cache = answer.MeasuredCache(model, plan.scorer, plan.policy, store=options.model.store)
         result = answer.answer(
             model,
             plan.tokenizer,
@@ -223,7 +227,7 @@ def _ask_apart(options: Options, plan: _Plan, asked: Sequence[str]) -> None:
         model = loading.load_model(options.model, *plan.where)
         lm = LongContextModel(model, plan.tokenizer, plan.scorer, plan.policy, template=prompt.template)
         start = time.perf_counter()
-        cache = MeasuredCache(model, lm.scorer, plan.policy)
+        cache = MeasuredCache(model, lm.scorer, plan.policy, store=options.model.store)
         context = lm.read_into(cache, plan.document, system=prompt.system, progress=not output.quiet)
         seconds = time.perf_counter() - start
         if output.picture:
@@ -271,7 +275,8 @@ def _check_not_read(options: Options, path: str) -> None:
     Raises:
         ValueError: Naming the option.
     """
-    reading = {field.name for field in fields(PolicyOptions)} | {"system", "template", "save_context", "dry_run"}
+    reading = {field.name for field in fields(PolicyOptions)}
+    reading |= {"system", "template", "save_context", "dry_run", "store"}
     if given := sorted(reading & options.chosen):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"--context {path} has been read already, so {flags} would do nothing; leave that out")
@@ -458,7 +463,7 @@ def _versions() -> dict[str, str]:
 
 def main() -> None:
     """Entry point of `locret-infer`."""
-    run(command)
+    run(command, prog="locret-infer")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locret import shipped
+from locret import interrupts, shipped
 from locret.cli import parse_options, run
 from locret.data import tasks
 from locret.data.training.question_rows import question_rows, write_rows
@@ -113,7 +112,7 @@ def evaluate(options: DemoOptions, heads: str) -> dict[str, Any]:
 def _call(name: str, module: str, arguments: Sequence[str], threads: int) -> None:
     print(f"$ {name} {' '.join(arguments)}", flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    if subprocess.run([sys.executable, "-m", module, *arguments], env=environment, check=False).returncode:
+    if interrupts.call([sys.executable, "-m", module, *arguments], env=environment):
         raise ValueError(f"{name} failed, so there is nothing to show; see above")
 
 
@@ -167,4 +166,4 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(command)
+    run(command, prog="locret.infer.demo")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Literal
+from typing import ClassVar, Literal
 
-from locret.field_values import check_finite
+from locret.field_values import check_finite, check_sampling
 from locret.load_options import BackboneSource
 from locret.policy.resolve import PolicyFlags
 from locret.templates import TEMPLATES
@@ -25,6 +25,8 @@ class ModelOptions(BackboneSource):
     attn: str = "auto"
     """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the flash-attn package (half
     precision on CUDA); math: PyTorch's plain kernel, slow, to compare with."""
+    store: str | None = None
+    """What holds the units, if one of your own is to: package.module:Class, file.py:Class, or an announced name."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +55,7 @@ class PolicyOptions(PolicyFlags):
     weights; the largest budget that fits is used, with auto at most that of the prompt, which is then counted first."""
     budget_share: float | None = None
     """Instead of --budget: share of the prompt's tokens, such as 0.1; the prompt is tokenised as a whole first."""
+    exclusive: ClassVar = (("budget", "kv_memory", "budget_share"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ class PromptOptions:
     several, --question TEXT for each, each is answered from its own copy of one reading."""
     questions: str | None = None
     """File with questions, one per line, or one JSON text or object with a question per line (.jsonl)."""
-    system: str | None = None
+    system: str | None = field(default=None, metadata={"empty": True})
     """System message."""
     template: str = "chat"
     """chat: the tokenizer's chat template; original: the one the original heads were trained on; none: plain text."""
@@ -106,7 +109,7 @@ class GenerationOptions:
     repetition_penalty: float = 1.0
     """Divides the logits of tokens that the answer has used already; 1 does nothing."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end the answer, as --stop+=TEXT for each; the answer includes them."""
+    """Texts that end the answer, each with a --stop of its own; the answer includes them."""
     seed: int = 0
     """Seed of sampling."""
     compile: bool = False
@@ -122,12 +125,13 @@ class GenerationOptions:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give 1 or more")
         if self.temperature < 0:
             raise ValueError(f"--temperature {self.temperature} is negative; give 0 (greedy) or more")
+        if self.temperature:
+            check_sampling("--temperature", self.temperature)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p {self.top_p} is not a probability; give more than 0 and at most 1")
         if self.top_k < 0:
             raise ValueError(f"--top-k {self.top_k} is negative; give 0 (all tokens) or more")
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"--repetition-penalty {self.repetition_penalty} must be above 0; 1 does nothing")
+        check_sampling("--repetition-penalty", self.repetition_penalty)
         if self.compile and self.num_beams > 1:
             raise ValueError(f"--compile writes one answer, but --num-beams {self.num_beams} are searched; drop one")
         if any(not text for text in self.stop):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from locret import shipped
 from locret._version import __version__
+from locret.on_demand import on_demand
 
 if TYPE_CHECKING:
     from locret import scorers
@@ -39,30 +39,24 @@ __all__ = [
 shipped.import_from_checkout()
 
 # Loaded when first asked for, so that `--help` and a refused option do not wait for torch and transformers.
-_HOME = {
-    "Chat": "locret.chat",
-    "Context": "locret.context",
-    "LongContextModel": "locret.context",
-    "RetainingHead": "locret.heads.heads",
-    "RetainingHeads": "locret.heads.heads",
-    "RetentionCache": "locret.cache.cache",
-    "RetentionPolicy": "locret.policy.policy",
-    "generate": "locret.generation",
-    "load_cache": "locret.cache.cache_file",
-    "prefill": "locret.chunked_prefill",
-    "read_notes": "locret.cache.cache_file",
-    "save_cache": "locret.cache.cache_file",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "scorers":
-        return import_module("locret.scorers")
-    if name not in _HOME:
-        raise AttributeError(f"module 'locret' has no attribute '{name}'")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = on_demand(
+    __name__,
+    {
+        "Chat": "locret.chat",
+        "Context": "locret.context",
+        "LongContextModel": "locret.context",
+        "RetainingHead": "locret.heads.heads",
+        "RetainingHeads": "locret.heads.heads",
+        "RetentionCache": "locret.cache.cache",
+        "RetentionPolicy": "locret.policy.policy",
+        "generate": "locret.generation",
+        "load_cache": "locret.cache.cache_file",
+        "prefill": "locret.chunked_prefill",
+        "read_notes": "locret.cache.cache_file",
+        "save_cache": "locret.cache.cache_file",
+        "scorers": "locret.scorers",
+    },
+)
 
 
 def __dir__() -> list[str]:

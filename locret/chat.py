@@ -227,13 +227,13 @@ class Chat:
         self._unread, self._torn, self._asked = tuple(unread), False, None
         return new
 
-    def _check(self, text: str | None = None) -> None:
+    def _check(self, *texts: Any) -> None:
         if self._speaking.locked():
             raise ValueError(_SPEAKING)
-        self._check_whole(text)
+        self._check_whole(*texts)
 
-    def _check_whole(self, text: str | None) -> None:
-        if self._asked is not None and not self._torn and text != self._asked:
+    def _check_whole(self, *texts: Any) -> None:
+        if self._asked is not None and not self._torn and texts != (self._asked,):
             raise ValueError(
                 f"{shown(self._asked)} has been read but not answered, because its options failed; say it once more, "
                 "with others"
@@ -244,8 +244,9 @@ class Chat:
                 "with context.chat()"
             )
         self.cache.check_whole()
-        if text is not None and not (is_text(text) and text.strip()):
-            raise ValueError(f"{text!r} is nothing to answer; give a question as text")
+        for text in texts:
+            if not (is_text(text) and text.strip()):
+                raise ValueError(f"{text!r} is nothing to answer; give a question as text")
 
     @property
     def messages(self) -> list[dict[str, str]]:

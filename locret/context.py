@@ -19,9 +19,11 @@ from locret import loading, scorers, shipped
 from locret.backbone.adapters import unwrap
 from locret.cache.cache import CacheMemory, RetentionCache
 from locret.cache.cache_file import load_cache, read_notes
+from locret.cache.store import Store
 from locret.chat import LONGEST_ANSWER, Chat, described, save
 from locret.chunked_prefill import prefill
 from locret.document import Document, PositionWarning, ReadingBar, as_prompt, is_text, open_document
+from locret.field_values import check_sampling
 from locret.generation import checked_options
 from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
@@ -71,6 +73,7 @@ class LongContextModel:
         policy: How many units stay; if None, what the heads recommend, else the defaults.
         template: How turns become text: "chat" (the tokenizer's chat template), "original" (the one the original heads
             were trained on) or "none" (plain text); if None, the chat template where there is one, else plain text.
+        store: What holds the units, as in `RetentionCache`; if None, ours.
 
     Raises:
         ValueError: If the model has no keys and values to evict, or scorer, policy and model do not match.
@@ -90,10 +93,12 @@ class LongContextModel:
         policy: RetentionPolicy | None = None,
         *,
         template: str | None = None,
+        store: type[Store] | str | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        empty = RetentionCache(model, scorer, policy)
+        empty = RetentionCache(model, scorer, policy, store=store)
         self.scorer, self.policy, self.backbone = empty.scorer, empty.policy, empty.backbone
+        self.store = empty.store
         self.template = template or ("chat" if tokenizer.chat_template else "none")
         self.name = str(getattr(unwrap(model).config, "name_or_path", "") or type(unwrap(model)).__name__)
         self._transcript()  # refuses a template that cannot hold a document
@@ -115,6 +120,7 @@ class LongContextModel:
         trust_remote_code: bool = False,
         allow_other_base: bool = False,
         template: str | None = None,
+        store: type[Store] | str | None = None,
     ) -> LongContextModel:
         """Load a backbone with its tokenizer, and heads or a scorer for it.
 
@@ -131,6 +137,7 @@ class LongContextModel:
             trust_remote_code: Run Python code that comes with the backbone.
             allow_other_base: Accept heads of another backbone of the same shape.
             template: How turns become text, as in the class.
+            store: What holds the units, as in `RetentionCache`.
 
         Raises:
             ValueError: If something is missing, broken or does not match.
@@ -169,7 +176,7 @@ class LongContextModel:
             tokenizer = loading.load_tokenizer(source)
             backbone = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
         assert isinstance(found, (RetainingHeads, Scorer))
-        return cls(backbone, tokenizer, found, policy, template=template)
+        return cls(backbone, tokenizer, found, policy, template=template, store=store)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -215,7 +222,7 @@ class LongContextModel:
 
     def new_cache(self) -> RetentionCache:
         """Return an empty cache."""
-        return RetentionCache(self.model, self.scorer, self.policy)
+        return RetentionCache(self.model, self.scorer, self.policy, store=self.store)
 
     def tokens(self, document: Document, *, system: str | None = None) -> Iterator[list[int]]:
         """Yield the token ids that `read_into` feeds."""
@@ -284,9 +291,9 @@ class LongContextModel:
             if not newest and start and block[: len(start)] == start:
                 block = block[len(start) :]
             if len(block) and not 0 <= min(block) <= max(block) < self._vocabulary:
+                foreign = min(block) if min(block) < 0 else max(block)
                 raise ValueError(
-                    f"token ids from {min(block)} to {max(block)} are not all among the {self._vocabulary} of this "
-                    "backbone; use its own tokenizer"
+                    f"token id {foreign} is not among the {self._vocabulary} of this backbone; use its own tokenizer"
                 )
             newest = [*newest, *block][-stream.margin // 8 :]
             if len(block):
@@ -330,6 +337,9 @@ class LongContextModel:
                 hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
                 raise ValueError(f"{name}={value!r}: model.generate has no such option{hint}")
         options = {name: value for name, value in options.items() if value is not None}
+        for name in ("temperature", "repetition_penalty"):
+            if isinstance(value := options.get(name), (int, float)) and not (name == "temperature" and value == 0):
+                check_sampling(name, value)
         sampling = any(name in options for name in _SAMPLING) and options.get("temperature") != 0
         settings: dict[str, Any] = {"max_new_tokens": int(max_new_tokens), "do_sample": sampling, **options}
         if not settings["do_sample"]:  # what a backbone recommends for sampling shapes no greedy answer

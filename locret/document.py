@@ -71,7 +71,7 @@ def open_document(source: Any, name: str | None = None) -> Document:
             raise ValueError("the text is empty; give something to read")
         return Document(name or "text", iter([_piece(source)]), size=len(source))
     if isinstance(source, (str, Path)):
-        return _file(Path(shipped.find(str(source))).expanduser(), name)
+        return _file(Path(os.path.expanduser(shipped.find(str(source)))), name)
     if isinstance(source, Tensor):
         if source.ndim > 2 or (source.ndim == 2 and source.shape[0] != 1):
             raise ValueError(f"ids of shape {tuple(source.shape)} are no single text; give (N,) ids")
@@ -96,7 +96,7 @@ def open_document(source: Any, name: str | None = None) -> Document:
 
 def _piece(item: Any) -> str:
     if not is_text(item):
-        raise ValueError(f"a piece of the text is {str(item)[:80]!r}, which is no text in Unicode; give texts only")
+        raise ValueError(f"a piece of the text is {repr(item)[:80]}, which is no text in Unicode; give texts only")
     return item  # type: ignore[no-any-return]
 
 
@@ -124,7 +124,7 @@ def _ids(item: Any) -> list[int]:
             raise TypeError
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(f"{shown(item)} among the token ids is none; give whole numbers, or lists of them") from None
-    return ids.tolist()  # type: ignore[no-any-return]
+    return ids.tolist()
 
 
 def _is_path(text: str) -> bool:

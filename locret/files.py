@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from locret import interrupts
 from locret.field_values import shown
 
 LOCK = ".locret.lock"
@@ -47,28 +48,31 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
         raise FileNotFoundError(
             f"cannot write {target}: there is no folder {staging.parent}; make it, or choose another"
         )
-    try:
-        if path.exists() and not (path.is_dir() or path.is_file()):
-            raise OSError("it is a device or a pipe")
-        staging.mkdir(parents=parents)
-        yield fresh
-        if path.exists() and path.is_dir() != fresh.is_dir():
-            raise OSError("it is a folder" if path.is_dir() else "it is a file")
-        for file in fresh.rglob("*") if fresh.is_dir() else [fresh]:
-            if file.is_file():
-                # As the umask allows, which made the staging folder: safetensors writes for the owner alone.
-                old = path / file.relative_to(fresh)
-                _finish(file, old.stat().st_mode & 0o777 if old.is_file() else staging.stat().st_mode & 0o666)
-        if path.is_dir():
-            for file in sorted(fresh.iterdir(), key=lambda file: file.name == last):
-                os.replace(file, path / file.name)
-        else:
-            os.replace(fresh, path)
-    except (OSError, SafetensorError) as error:
-        kind = type(error) if isinstance(error, OSError) else OSError
-        raise kind(f"cannot write {target}: {_reason(error)}; choose another folder or make room") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with interrupts.undone(lambda: shutil.rmtree(staging, ignore_errors=True)):
+        try:
+            if path.exists() and not (path.is_dir() or path.is_file()):
+                raise OSError("it is a device or a pipe")
+            staging.mkdir(parents=parents)
+            yield fresh
+            if path.exists() and path.is_dir() != fresh.is_dir():
+                raise OSError("it is a folder" if path.is_dir() else "it is a file")
+            for file in fresh.rglob("*") if fresh.is_dir() else [fresh]:
+                if file.is_file():
+                    # As the umask allows, which made the staging folder: safetensors writes for the owner alone.
+                    old = path / file.relative_to(fresh)
+                    _finish(file, old.stat().st_mode & 0o777 if old.is_file() else staging.stat().st_mode & 0o666)
+            with interrupts.uninterrupted():
+                if path.is_dir():
+                    for file in sorted(fresh.iterdir(), key=lambda file: file.name == last):
+                        os.replace(file, path / file.name)
+                else:
+                    os.replace(fresh, path)
+                shutil.rmtree(staging, ignore_errors=True)
+        except (OSError, SafetensorError) as error:
+            kind = type(error) if isinstance(error, OSError) else OSError
+            raise kind(f"cannot write {target}: {_reason(error)}; choose another folder or make room") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
@@ -182,17 +186,22 @@ def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[No
         warnings.warn(  # some network file systems
             f"{setting} cannot be locked ({error.strerror}); make sure that no other command writes it", stacklevel=3
         )
+
+    def let_go() -> None:
+        with suppress(OSError):
+            (path / name).unlink()  # before it is let go: whoever locks then finds that its file is gone
+        lock.release()
+        _remove_empty(made)
+
     try:
         with suppress(OSError):  # only for the message above
             (path / name).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         for partial in path.glob(PARTIAL) if lock.is_locked and name == LOCK else ():
             shutil.rmtree(partial, ignore_errors=True)
-        yield
+        with interrupts.undone(let_go):
+            yield
     finally:
-        with suppress(OSError):
-            (path / name).unlink()  # before it is let go: whoever locks then finds that its file is gone
-        lock.release()
-        _remove_empty(made)
+        let_go()
 
 
 def visible(folder: Path) -> list[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from locret import method_spec, shipped
+from locret.nearest import nearest
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -34,6 +37,9 @@ class BackboneSource:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("--model is empty; give the folder of a backbone, or its Hub id")
+        check_path("--model", self.model)
+        if self.adapter:
+            check_path("--adapter", self.adapter)
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
 
@@ -70,6 +76,7 @@ class ScorerOptions:
     {snapkv: {kernel: 7}}); one of your own is package.module:Class or file.py:Class, a press kvpress:SnapKVPress."""
     scorer_options: dict[str, Any] = field(default_factory=dict)
     """The scorer's own options, as --scorer-options.NAME VALUE."""
+    exclusive: ClassVar = (("heads", "scorer"),)
 
     @property
     def label(self) -> str | None:
@@ -86,7 +93,46 @@ class ScorerOptions:
     def __post_init__(self) -> None:
         if self.scorer in ("", {}):
             raise ValueError("--scorer is empty; name one, such as snapkv, or drop it")
+        if self.heads:
+            check_path("--heads", self.heads)
         if self.heads and self.scorer:
             raise ValueError(f"--heads {self.heads} and --scorer {self.scorer} exclude each other; drop one of them")
         if self.scorer_options and not self.scorer:
             raise ValueError("--scorer-options belongs to --scorer, which is not given; add it or drop them")
+        if self.allow_other_base and not self.heads:
+            raise ValueError("--allow-other-base is about --heads, which are not given; add them, or drop it")
+
+
+def check_path(setting: str, name: str) -> None:
+    """Refuse a path that leads nowhere, before anything waits for the Hub, where it would be taken for a repository.
+
+    Args:
+        setting: The flag, for the message.
+        name: A folder, or a repository on the Hub.
+
+    Raises:
+        ValueError: If its parent is a folder here, or one that locret came with, but does not hold it.
+    """
+    path = Path(os.path.expanduser(name))
+    with suppress(OSError):  # too long for a file system, say; loading will tell
+        if len(path.parts) < 2 or Path(os.path.expanduser(shipped.find(name))).exists():
+            return
+        parents = [parent for parent in (path.parent, shipped.folder(path.parent)) if parent and parent.is_dir()]
+        if not parents or _downloaded(name):
+            return
+        there = sorted(child.name for parent in parents for child in parent.iterdir() if child.is_dir())
+        near = [str(path.parent / one) for one in nearest(path.name, dict.fromkeys(there))]
+        raise ValueError(
+            f"{setting} {name}: there is no such folder in {path.parent}; "
+            + (f"did you mean {' or '.join(near)}?" if near else "give one that exists, or a Hub id")
+        )
+
+
+def _downloaded(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False

@@ -255,13 +255,15 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             stacklevel=2,
         )
     if source.adapter:
-        from peft import PeftModel
+        from peft import PeftModel, PeftType
 
         with _one_sentence(f"--adapter {source.adapter} cannot be put on --model {source.model}"):
             model = PeftModel.from_pretrained(model, source.adapter)
             for kind in model.peft_config.values():
                 if kind.is_prompt_learning:
-                    raise ValueError(f"{kind.peft_type.value} works outside of the layers and would be dropped")
+                    raise ValueError(
+                        f"{PeftType(kind.peft_type).value} works outside of the layers and would be dropped"
+                    )
             describe(model)
     return model.eval().requires_grad_(False)
 

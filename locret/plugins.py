@@ -8,6 +8,7 @@ given. A package announces what it has in its metadata, in the groups `locret.sc
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from functools import cache
 from importlib import import_module
@@ -93,7 +94,7 @@ def _from_python(name: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    path = path.expanduser()
+    path = Path(os.path.expanduser(path))
     if not path.is_file():
         raise LookupError(f"there is no file {path}; check the path")
     return _run(path.resolve())

@@ -37,6 +37,11 @@ def is_embedded_backbone(name: str) -> bool:
     return bool(name) and os.path.realpath(find(name)) == os.path.realpath(_ROOT / _EMBEDDED[0])
 
 
+def folder(path: PurePath) -> Path | None:
+    """Return a folder that locret came with which holds some of the embedded pair; None for every other one."""
+    return _ROOT / path if any(path == embedded.parent for embedded in _EMBEDDED) else None
+
+
 class _CheckoutFinder:
     """Finds the packages that a checkout holds next to locret/; on locret's path, all of its folders would be some."""
 

@@ -12,6 +12,7 @@ is lost, but the tokens next to that cut may differ.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -67,7 +68,7 @@ def _open(source: str | Path, setting: str) -> TextIO:
     if str(source) == "-":
         return open(sys.stdin.fileno(), encoding="utf-8-sig", closefd=False)
     try:
-        return open(Path(shipped.find(str(source))).expanduser(), encoding="utf-8-sig")
+        return open(Path(os.path.expanduser(shipped.find(str(source)))), encoding="utf-8-sig")
     except FileNotFoundError:
         raise ValueError(f"{setting}{source}: no such file; check the path, or use - for standard input") from None
     except IsADirectoryError:

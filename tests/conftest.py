@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,15 @@ _CALM = settings(database=None, deadline=None, suppress_health_check=list(Health
 settings.register_profile("default", _CALM, max_examples=120, derandomize=True)
 settings.register_profile("many", _CALM, max_examples=2000, print_blob=True)
 settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """Take back what a command that runs in this process does with signals, which would end the tests."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(params=CASES)

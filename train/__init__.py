@@ -1,11 +1,32 @@
 """Training: labels, loss, the one-pass trainer and the `locret-train` command.
 
-Only what needs no more than torch, transformers, huggingface_hub and safetensors is imported here.
+Nothing is imported before it is used, and then only what needs no more than torch, transformers, huggingface_hub and
+safetensors.
 """
 
-from locret.labels.labels import answer_labels, prompt_scores
-from locret.train.loss import retention_loss, top_overlap
-from locret.train.step import StepResult, train_step
-from locret.train.training_options import Loss
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from locret.on_demand import on_demand
+
+if TYPE_CHECKING:
+    from locret.labels.labels import answer_labels, prompt_scores
+    from locret.train.loss import retention_loss, top_overlap
+    from locret.train.step import StepResult, train_step
+    from locret.train.training_options import Loss
 
 __all__ = ["Loss", "StepResult", "answer_labels", "prompt_scores", "retention_loss", "top_overlap", "train_step"]
+
+__getattr__ = on_demand(
+    __name__,
+    {
+        "Loss": "locret.train.training_options",
+        "StepResult": "locret.train.step",
+        "answer_labels": "locret.labels.labels",
+        "prompt_scores": "locret.labels.labels",
+        "retention_loss": "locret.train.loss",
+        "top_overlap": "locret.train.loss",
+        "train_step": "locret.train.step",
+    },
+)

@@ -7,6 +7,7 @@ checkpoint-<step>/  config.json and model.safetensors (heads, or the embedded ba
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
@@ -55,7 +56,7 @@ def find(resume: str, folder: Path) -> Path | None:
     Raises:
         ValueError: If a path is not a checkpoint, or there is none in the run's folder.
     """
-    path = folder if resume in (AUTO, NEWEST) else Path(resume).expanduser()
+    path = folder if resume in (AUTO, NEWEST) else Path(os.path.expanduser(resume))
     if (path / STATE).is_file():
         later = [other.name for other in complete(folder) if _step(other) > _step(path)]
         if path.resolve().parent == folder.resolve() and later:

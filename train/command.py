@@ -141,7 +141,7 @@ def _on_cpu() -> bool:
 
 def main() -> None:
     """Entry point of `locret-train`."""
-    run(command)
+    run(command, prog="locret-train")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ stopped when it is started again; what has been trained or evaluated with the sa
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from locret import interrupts
 from locret.files import locked, write_text
 from locret.tables import markdown
 
@@ -259,7 +259,7 @@ def _evaluate(options: CompareOptions, name: str, methods: Sequence[str], heads:
 def _call(name: str, module: str, arguments: Sequence[str]) -> None:
     sys.stderr.write(f"{name}: {module}\n")
     # Standard output is for the table alone; 2 is standard error.
-    code = subprocess.run([sys.executable, "-m", module, *arguments], stdout=2, check=False).returncode
+    code = interrupts.call([sys.executable, "-m", module, *arguments], stdout=2)
     if code in (130, 143, -2, -15):
         raise KeyboardInterrupt
     if code:
@@ -287,4 +287,4 @@ def _flag_value(value: Any) -> str:
 if __name__ == "__main__":
     from locret.cli import run
 
-    run(command)
+    run(command, prog="locret.train.compare")

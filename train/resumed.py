@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,11 +43,11 @@ def run_of(resume: str | None, output: str | None) -> Path | None:
     if resume is None or resume == AUTO:
         return None
     if resume == NEWEST:
-        folder = None if output is None else Path(output).expanduser()
+        folder = None if output is None else Path(os.path.expanduser(output))
         return folder if folder is not None and (folder / RECORD).is_file() else None
     if not resume:
         raise ValueError("--resume is empty; give the folder of a run, or leave the value out for that of --output")
-    path = Path(resume).expanduser()
+    path = Path(os.path.expanduser(resume))
     if (path / RECORD).is_file():
         return path
     if (path / STATE).is_file():

@@ -37,7 +37,7 @@ def check(output: str, *, resume: str | None, overwrite: bool, needed_bytes: int
         ValueError: If it is a file, or holds something that this run would disturb.
         OSError: If it cannot be written, or the disk is too full.
     """
-    folder = Path(output).expanduser().absolute()
+    folder = Path(os.path.expanduser(output)).absolute()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {output} is a file; choose a folder")
     content = visible(folder)
@@ -56,7 +56,7 @@ def check(output: str, *, resume: str | None, overwrite: bool, needed_bytes: int
             f"--output {output} holds no run that --resume could go on with; name the folder of one, or leave out "
             "--resume (--resume auto does whichever is possible)"
         )
-    if content and resume not in (None, NEWEST, AUTO) and not _is_or_holds(folder, Path(resume).expanduser()):
+    if content and resume not in (None, NEWEST, AUTO) and not _is_or_holds(folder, Path(os.path.expanduser(resume))):
         raise ValueError(f"--output {output} holds another run than --resume {resume}; choose another folder")
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

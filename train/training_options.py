@@ -262,7 +262,7 @@ class RunOptions:
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; drop one of them")
         if type(self.policy) is not RetentionPolicy:
-            # Flags, or the parser's namespace of them: the policy's own checks run here.
+            # Flags, which the policy's own checks are for.
             object.__setattr__(self, "policy", resolve(vars(self.policy), {}))
 
     def trackers(self) -> list[str]:

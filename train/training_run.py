@@ -73,7 +73,7 @@ class TrainingRun:
         self.validation: ValidationOptions = options[4]
         self.run: RunOptions = options[5]
         self.options = plain(options)
-        self.folder = Path(str(self.run.output)).expanduser().absolute()
+        self.folder = Path(os.path.expanduser(str(self.run.output))).absolute()
 
     def check(self, device: torch.device) -> None:
         """Check the backbone's architecture, the heads to begin with, and that all of it fits into memory.

@@ -9,10 +9,10 @@ outside ASCII become `<unk>`. Splitting on white space alone makes token counts 
 from __future__ import annotations
 
 import string
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 ROLES = ("system", "user", "assistant")
@@ -102,6 +102,9 @@ def build_tokenizer(max_length: int = 65536) -> PreTrainedTokenizerFast:
         A fast tokenizer with a chat template for the roles system, user and assistant. It adds no special tokens to
         plain text (the chat template writes `<bos>` itself) and pads on the left.
     """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     ids = {token: index for index, token in enumerate(vocabulary())}
     core = Tokenizer(
         models.WordPiece(ids, unk_token=UNK, continuing_subword_prefix="##", max_input_chars_per_word=1000)

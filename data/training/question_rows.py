@@ -96,7 +96,7 @@ class QuestionRowsOptions:
             raise ValueError(f"--density {self.density} is not a share; give a number from 0 to 1")
         if Path(self.output).suffix not in (".json", ".jsonl"):
             raise ValueError(f"--output {self.output} has another ending than .json and .jsonl; rename it")
-        folder = next(path for path in Path(self.output).expanduser().absolute().parents if path.exists())
+        folder = next(path for path in Path(os.path.expanduser(self.output)).absolute().parents if path.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise ValueError(f"--output {self.output} cannot be written in {folder}; choose another folder")
         for name in self.task_names():

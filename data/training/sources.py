@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -122,8 +123,8 @@ def _alias(dataset: str) -> str | None:
 def _local_path(dataset: str, alias: str | None, data_dir: str | None) -> Path | None:
     """The local file or folder to read, or None for the Hub."""
     if data_dir is not None:
-        return _in_data_dir(dataset, alias, Path(data_dir).expanduser())
-    path = Path(dataset).expanduser()
+        return _in_data_dir(dataset, alias, Path(os.path.expanduser(data_dir)))
+    path = Path(os.path.expanduser(dataset))
     if alias is None and path.exists():
         return path
     if alias is not None or _is_hub_id(dataset):

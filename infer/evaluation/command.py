@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret import interrupts
 from locret.cli import parse_options, print_json, run, warnings_as_lines
 from locret.files import locked
 
@@ -50,7 +51,6 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(processes: Processes, arguments: list[str]) -> None:
-    from locret.infer.evaluation import job
     from locret.infer.evaluation.eval_options import OPTION_CLASSES
 
     with processes.together():
@@ -61,6 +61,8 @@ def _command(processes: Processes, arguments: list[str]) -> None:
         if processes.is_main:
             _list(as_json=report.json)
         return
+    from locret.infer.evaluation import job  # imports torch
+
     with warnings_as_lines("locret-eval", quiet=report.quiet or not processes.is_main):
         with processes.together():
             prepared = job.prepare(model, evaluation, budgets, report, chosen, processes)
@@ -119,7 +121,7 @@ def _execute(job: Job) -> None:
     with processes.together():
         log = _open(job, settings) if processes.is_main else None
     try:
-        with processes.together():
+        with processes.together(), interrupts.unwinding():
             _measure(job, setup, log or _other_log(job))
     except (KeyboardInterrupt, SystemExit, ValueError, OSError):
         if log is not None:
@@ -255,7 +257,7 @@ def _can_draw() -> bool:
 
 def main() -> None:
     """Entry point of `locret-eval`."""
-    run(command)
+    run(command, prog="locret-eval")
 
 
 if __name__ == "__main__":

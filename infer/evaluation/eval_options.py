@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from locret import method_spec
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
-from locret.infer.evaluation import methods
 from locret.infer.evaluation.allotment import Allotment
-from locret.infer.evaluation.methods import Method
 from locret.infer.infer_options import ModelOptions
 from locret.policy.budget import units_of_share
 from locret.policy.policy import RetentionPolicy
 from locret.templates import TEMPLATES
+
+if TYPE_CHECKING:
+    from locret.infer.evaluation.methods import Method
 
 Numbers = int | str | list[int]
 Shares = float | str | list[float]
@@ -95,6 +96,7 @@ class EvalOptions(PublishedOptions):
     evenly from its file. None: 100 samples, all rows."""
     seed: int = 0
     """Seed of the samples, of random eviction and of untrained heads."""
+    exclusive: ClassVar = (("suite", "tasks"),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,6 +143,8 @@ class EvalOptions(PublishedOptions):
         return chosen
 
     def _named_methods(self) -> list[Method]:
+        from locret.infer.evaluation import methods  # imports torch
+
         named = method_spec.split(self.methods)
         if not named:
             raise ValueError("--methods is empty; name at least one (--list shows what there is)")

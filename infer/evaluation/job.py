@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from locret import loading
+from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
 from locret.infer.evaluation import feasible, output_folder, runner
 from locret.infer.evaluation.allotment import Allotment
@@ -21,7 +22,10 @@ from locret.infer.evaluation.runner import Case, Run
 from locret.infer.infer_options import ModelOptions
 from locret.infer.reading_warnings import warn_of_recency
 from locret.load_options import ScorerOptions
+from locret.policy.resolve import check_used
 
+_OF_ROWS = ("data_dir", "data_revision", "skip_bad_rows", "max_prompt", "template")
+"""Options of published tasks alone."""
 _UNKNOWN = 2**17
 """Tokens of the longest prompt, for a plan, where neither the tasks nor the backbone have a limit."""
 
@@ -159,6 +163,8 @@ def prepare(
     if made:
         allotments = budgets.fitted(recommended, min(made)).allotments(chosen, recommended)
     longest = max(case.tokens for case in cases) or positions or _UNKNOWN
+    runs = runner.plan_runs(methods, allotments, longest, chosen)
+    _check_used(budgets, found, runs, chosen)
     job = Job(
         model=model,
         scorer=scorer,
@@ -168,7 +174,7 @@ def prepare(
         selections=found,
         missing=missing,
         cases=cases,
-        runs=runner.plan_runs(methods, allotments, longest, chosen),
+        runs=runs,
         allotments=allotments,
         heads=heads,
         config=config,
@@ -275,6 +281,10 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
                     f"--budget-share {budgets.budget_share} is a share of a whole prompt, and {task.name} is a session "
                     "that goes on; give --budget"
                 )
+    own = [name for name in _OF_ROWS if name in chosen and getattr(evaluation, name) != getattr(EvalOptions, name)]
+    if own and all(isinstance(task, GeneratedTask) for task in evaluation.chosen_tasks()):
+        flag, named = f"--{own[0].replace('_', '-')}", ", ".join(task.name for task in evaluation.chosen_tasks())
+        raise ValueError(f"{flag} is for published tasks, but {named} are made here; add such a task, or drop {flag}")
     suite = evaluation.chosen_suite()
     if suite is None:
         return
@@ -282,6 +292,19 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
         raise ValueError(f"--suite {suite.name} and --tasks exclude each other; drop one of them")
     if suite.tokens is not None and "lengths" in chosen:
         raise ValueError(f"--suite {suite.name} reads {suite.tokens:,} tokens; drop --lengths, or choose another suite")
+
+
+def _check_used(budgets: BudgetOptions, selections: Sequence[Selection], runs: Sequence[Run], chosen: set[str]) -> None:
+    """Refuse options that change nothing, now that prompts and policies are known."""
+    numbers = {name: getattr(budgets, name) for name in chosen if hasattr(budgets, name)}
+    check_used(numbers, [run.policy for run in runs if run.policy is not None])
+    limits = {one.facts.get("prompt", {}).get("limit_from", "length") for one in selections}
+    if "lengths" in chosen and "length" not in limits:
+        named = ", ".join(one.task.name for one in selections)
+        raise ValueError(
+            f"--lengths is for prompts that are made here, but those of {named} are as long as their rows; drop it, or "
+            "cut them with --max-prompt"
+        )
 
 
 def _warn_about_positions(limit: int | None, runs: Sequence[Run], lengths: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -275,11 +276,12 @@ def _retained(
     start = _now(ids_1N.device)
     prefill(model, ids_1N, cache, new_tokens=settings["max_new_tokens"], on_chunk=meter)
     read, memory = _now(ids_1N.device), cache.memory()
+    kept = round(fmean(layer.fill for layer in cache.governed))
     new = generate(model, cache=cache, **settings)[0].tolist()
     end, after = _now(ids_1N.device), cache.memory()
     everything = ids_1N.shape[1] if cache.policy.when == "prompt_end" else 0
     return new, {
-        "kept_units": memory.units,
+        "kept_units": kept,
         "peak_units": max(meter.peak, after.units, everything),
         "cache_bytes": memory.actual,
         "peak_bytes": after.peak,

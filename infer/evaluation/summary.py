@@ -19,10 +19,11 @@ def cells(
 ) -> list[dict[str, Any]]:
     """Return one cell per task, length, method and policy, in the order of the records.
 
-    A cell holds `n`, `score` (mean x 100), its `standard_error`, `kept_units` and `peak_units` per KV head (largest of
-    the samples), `cache_bytes` after reading, `peak_bytes`, and `prefill_tokens_per_second` and
-    `decode_tokens_per_second` (all tokens / all seconds). The `task` of a published set says how much of it was asked;
-    its plain name is `set`, its size `of` (None: unknown), and its score follows its protocol where that is not a mean.
+    A cell holds `n`, `score` (mean x 100), its `standard_error`, per KV head `kept_units` (mean of the layers) and
+    `peak_units` (of the fullest layer), both the largest of the samples, `cache_bytes` after reading, `peak_bytes`, and
+    `prefill_tokens_per_second` and `decode_tokens_per_second` (all tokens / all seconds). The `task` of a published set
+    says how much of it was asked; its plain name is `set`, its size `of` (None: unknown), and its score follows its
+    protocol where that is not a mean.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from locret import method_spec
 from locret.load_options import DTYPES
@@ -73,6 +73,7 @@ class BenchOptions:
     peer_timeout: float = 3600.0
     """Seconds after which a side of --vs that has not finished a run (or has not loaded, or counted a run's bytes) is
     ended; its row says so, and the others go on."""
+    exclusive: ClassVar = (("shape", "model"),)
 
     def __post_init__(self) -> None:
         for name, most in (("new_tokens", MOST_PASSES), ("repeats", None), ("threads", 4096), ("hidden_dim", 2**20)):
@@ -169,7 +170,7 @@ class BenchOutput:
         """
         if self.output is None:
             return {}
-        base = Path(self.output).expanduser()
+        base = Path(os.path.expanduser(self.output))
         if base.is_dir():
             raise ValueError(f"--output {self.output} is a folder; name the files in it, such as {base / 'record'}")
         if not base.parent.is_dir():

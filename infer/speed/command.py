@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret import interrupts
 from locret.cli import parse_options, print_json, run, warnings_as_lines
 from locret.files import write_text
 from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
@@ -104,7 +105,8 @@ def _compare(plan: BenchPlan, pythons: Mapping[str, str]) -> dict[str, Any] | No
         return None
     from locret.infer.speed import peers
 
-    return peers.compare(plan, pythons)
+    with interrupts.unwinding():  # their processes end with ours
+        return peers.compare(plan, pythons)
 
 
 def _write(record: Mapping[str, Any], page: str, paths: Mapping[str, Path]) -> None:
@@ -153,7 +155,7 @@ def _line(arguments: Sequence[str]) -> str:
 
 def main() -> None:
     """Entry point of `locret-bench`."""
-    run(command)
+    run(command, prog="locret-bench")
 
 
 if __name__ == "__main__":

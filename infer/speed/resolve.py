@@ -22,7 +22,7 @@ from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
 from locret.load_options import ScorerOptions
-from locret.policy.resolve import resolve
+from locret.policy.resolve import check_used, resolve
 from locret.scorers import Scorer
 
 
@@ -45,6 +45,9 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     compared = tuple(methods.get(name) for name in options.method_names())
     if options.heads is not None and not any(_with_heads(method) for method in compared):
         raise ValueError(f"--heads {options.heads}: no method of --methods uses them; add locret, or drop them")
+    if options.hidden_dim is not None and (options.heads is not None or not any(map(_with_heads, compared))):
+        why = "--methods has none; add locret" if options.heads is None else "--heads have their own; drop one of them"
+        raise ValueError(f"--hidden-dim {options.hidden_dim} is the width of fresh heads, but {why}, or drop it")
     policy_of = partial(_policy, options, preset)
     peers = _peers(options)
     if "peer_timeout" in chosen and not peers:
@@ -72,6 +75,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     )
     if options.chunk_size == AUTO:
         plan = with_chosen_chunk(plan, policy_of)
+    check_used({"min_chunk": options.min_chunk}, [one.policy(plan.policy) for one in _deciding(plan)])
     _check(plan)
     return plan
 

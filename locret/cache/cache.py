@@ -146,7 +146,8 @@ class RetentionCache(Cache):
             scorer = RetainingHeadScorer(heads=scorer)
         self.model, self.backbone, self.scorer = model, backbone, scorer
         self.policy = policy or RetentionPolicy()
-        self._store = None if store is None else find_store(store)
+        self.store = None if store is None else find_store(store)
+        """What holds the units, if it is not ours."""
         self.prepared = scorer.prepare(model)
         """What the scorer needs of this backbone."""
         check_pair(scorer, self.policy)
@@ -188,7 +189,7 @@ class RetentionCache(Cache):
         selector: Selector = PerHead()
         if self.policy.head_budgets == "adaptive":
             selector = OverHeads(self.policy.head_floor, self.scorer.relative(self.prepared))
-        kind = self._store or STORES[selector.store]
+        kind = self.store or STORES[selector.store]
         if kind.holds != selector.store:
             raise ValueError(
                 f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{self.policy.head_budgets}" selects '
@@ -417,7 +418,7 @@ class RetentionCache(Cache):
 
     def fresh(self) -> RetentionCache:
         """Return an empty cache for the same model, scorer and policy."""
-        return RetentionCache(self.model, self.scorer, self.policy, store=self._store)
+        return RetentionCache(self.model, self.scorer, self.policy, store=self.store)
 
     @torch.inference_mode(False)
     def copy(self) -> Self:

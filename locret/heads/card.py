@@ -199,21 +199,24 @@ def _evaluation(notes: Mapping[str, Any]) -> str:
     results = evaluation.rows(notes)
     if not results:
         return _table(notes)
+    apart = evaluation.varied(results)
     lines = [
         (
             row["task"],
             _written(row["tokens"]) if row["tokens"] else "",
             row["method"],
-            _written(row["budget"]) if row["budget"] else "all",
+            evaluation.amount(row),
+            *("" if row[name] is None else _written(row[name]) for name in apart),
             f"{row['score']:.1f}" + (f" \u00b1 {row['standard_error']:.1f}" if row["standard_error"] else ""),
             row["n"],
         )
         for row in results
     ]
-    heads = ("Task", "Prompt tokens", "Method", "Budget", "Score", "Samples")
+    heads = ("Task", "Prompt tokens", "Method", "Budget", *map(_title, apart), "Score", "Samples")
     version = f" of locret {notes['toolkit_version']}" if notes.get("toolkit_version") else ""
-    said = f"Scores out of 100 \u00b1 standard error, by `locret-eval`{version}; the budget is cache units per KV head."
-    return said + "\n\n" + "\n".join(markdown(heads, lines, numbers=False))
+    share = ", or its share of the prompt" if any(row["budget_share"] for row in results) else ""
+    said = f"Scores out of 100 \u00b1 standard error, by `locret-eval`{version}; the budget is cache units per KV head"
+    return f"{said}{share}.\n\n" + "\n".join(markdown(heads, lines, numbers=False))
 
 
 def _label(label: Mapping[str, Any] | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,36 @@ from huggingface_hub import EvalResult
 from locret.field_values import shown
 from locret.files import read_json
 
-_FIELDS = ("task", "tokens", "method", "budget", "n", "score", "standard_error")
+_FIELDS = (
+    "task",
+    "tokens",
+    "method",
+    "budget",
+    "budget_share",
+    "chunk_size",
+    "stabilizers",
+    "n",
+    "score",
+    "standard_error",
+)
 _TRAINED = "locret"
 """What the methods of locret-eval that use heads are called, before options such as `+pyramid`."""
 
 
-def from_results(path: str | Path) -> dict[str, Any]:
+def from_results(path: str | Path, weights: str | None = None) -> dict[str, Any]:
     """Read the results of locret-eval, for `RetainingHeads.annotate(evaluation=...)`.
 
     Args:
         path: Its results.json, or the folder that holds it.
+        weights: Fingerprint of the heads that the results are to be of, where it is known.
 
     Returns:
         `source`, `toolkit_version`, `commit` where known, and `results`: a row per cell of the table, with `task`,
-        `tokens` (prompt length), `method`, `budget`, `n` (samples), `score` (out of 100) and `standard_error`.
+        `tokens` (prompt length), `method`, `budget` or `budget_share`, `chunk_size`, `stabilizers`, `n` (samples),
+        `score` (out of 100) and `standard_error`.
 
     Raises:
-        ValueError: If there is no such file, it is not whole, or no method in it uses heads.
+        ValueError: If there is no such file, it is not whole, no method in it uses heads, or it used other heads.
         OSError: If it cannot be read.
     """
     file = Path(path)
@@ -44,6 +57,7 @@ def from_results(path: str | Path) -> dict[str, Any]:
     found = [_row(cell, f"{file}, cell {number}") for number, cell in enumerate(cells)]
     if not any(trained(row) for row in found):
         raise ValueError(f"{file} has no results of the method {_TRAINED}, which uses heads; add it to --methods")
+    _check_heads(values, weights, file)
     versions = values.get("versions")
     version = versions.get("locret") if isinstance(versions, dict) else None
     facts = {"toolkit_version": version, "commit": values.get("commit")}
@@ -51,11 +65,22 @@ def from_results(path: str | Path) -> dict[str, Any]:
     return {"source": "locret-eval", **known, "results": found}
 
 
+def _check_heads(values: dict[str, Any], weights: str | None, file: Path) -> None:
+    config = values.get("config")
+    recorded = config.get("weights") if isinstance(config, dict) else None
+    used = recorded.get("heads") if isinstance(recorded, dict) else None
+    if weights is not None and isinstance(used, str) and used != weights:
+        raise ValueError(
+            f"{file} is of other heads (fingerprint {shown(used[:12])}, those to be published have {weights[:12]}); "
+            "run locret-eval with these"
+        )
+
+
 def _row(cell: Any, where: str) -> dict[str, Any]:
     if not isinstance(cell, dict):
         raise ValueError(f"{where} is {shown(cell)} instead of a mapping; run locret-eval again")
     score = cell.get("score")
-    numbers = [cell.get(name) for name in ("tokens", "budget", "n", "standard_error")] + [score]
+    numbers = [cell.get(name) for name in _FIELDS if name not in ("task", "method")]
     good = all(
         value is None or (isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value))
         for value in numbers
@@ -77,6 +102,22 @@ def rows(evaluation: Mapping[str, Any] | None) -> list[dict[str, Any]]:
         return []
 
 
+def amount(row: Mapping[str, Any]) -> str:
+    """Return the budget of a row for people: "1,024", "10%" of the prompt, or "all"."""
+    if row.get("budget_share"):
+        return f"{100 * row['budget_share']:.6g}%"
+    return f"{row['budget']:,}" if row["budget"] else "all"
+
+
+def varied(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return which of chunk size and stabilizers tell rows apart that are alike otherwise."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in found:
+        groups.setdefault((row["task"], row["tokens"], row["method"], amount(row)), []).append(row)
+    names = ("chunk_size", "stabilizers")
+    return [name for name in names if any(len({row[name] for row in group}) > 1 for group in groups.values())]
+
+
 def trained(row: Mapping[str, Any]) -> bool:
     """Return whether a row is a result of the heads, rather than of what they are compared with."""
     return str(row["method"]).split("+")[0].split(":")[0] == _TRAINED
@@ -84,6 +125,7 @@ def trained(row: Mapping[str, Any]) -> bool:
 
 def model_index(evaluation: Mapping[str, Any] | None) -> list[EvalResult]:
     """Return the results of the heads as the Hub's `model-index` holds them."""
+    apart = varied(rows(evaluation))
     found = [
         EvalResult(
             task_type="text-generation",
@@ -91,10 +133,8 @@ def model_index(evaluation: Mapping[str, Any] | None) -> list[EvalResult]:
             dataset_name=f"{row['task']}, {row['tokens']:,} tokens" if row["tokens"] else str(row["task"]),
             dataset_config=str(row["tokens"]) if row["tokens"] else None,
             metric_type="score",
-            metric_name=f"{row['method']}, {row['budget']:,} units per KV head"
-            if row["budget"]
-            else str(row["method"]),
-            metric_config=None if row["budget"] is None else str(row["budget"]),
+            metric_name=_metric_name(row, apart),
+            metric_config=None if amount(row) == "all" else str(row["budget_share"] or row["budget"]),
             metric_value=round(row["score"], 2),
         )
         for row in rows(evaluation)
@@ -107,3 +147,10 @@ def model_index(evaluation: Mapping[str, Any] | None) -> list[EvalResult]:
         for name, value in evaluation.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     ]
+
+
+def _metric_name(row: Mapping[str, Any], apart: Iterable[str]) -> str:
+    size = amount(row)
+    units = "" if size == "all" else f", {size} {'of the prompt' if row['budget_share'] else 'units per KV head'}"
+    others = [f", {name.replace('_', ' ')} {row[name]:,}" for name in apart if row[name] is not None]
+    return "".join([str(row["method"]), units, *others])

@@ -122,12 +122,13 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Entry point of `locret-push`."""
-    run(command)
+    run(command, prog="locret-push")
 
 
 def _contents(options: PushOptions) -> dict[str, Path | bytes]:
     """Return what to upload under which name, after loading the heads as a user would."""
     from locret.heads import checkpoint, evaluation
+    from locret.heads.fingerprint import weight_fingerprint
     from locret.heads.heads import RetainingHeads
 
     folder = Path(shipped.find(options.heads))
@@ -144,7 +145,7 @@ def _contents(options: PushOptions) -> dict[str, Path | bytes]:
     if options.license:
         notes["license"] = options.license
     if options.eval_results:
-        notes["evaluation"] = evaluation.from_results(options.eval_results)
+        notes["evaluation"] = evaluation.from_results(options.eval_results, weight_fingerprint(heads))
     heads.annotate(**notes)
     config = json.dumps(heads.config.to_json(), indent=2, ensure_ascii=False).encode() + b"\n"
     return {

@@ -1,7 +1,16 @@
 """What retaining heads learn to predict, and the kernels that compute it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from locret.labels.base import LabelKind
 from locret.labels.kinds import KINDS, get, names
-from locret.labels.labels import answer_labels, prompt_scores
+from locret.on_demand import on_demand
+
+if TYPE_CHECKING:
+    from locret.labels.labels import answer_labels, prompt_scores
 
 __all__ = ["KINDS", "LabelKind", "answer_labels", "get", "names", "prompt_scores"]
+
+__getattr__ = on_demand(__name__, dict.fromkeys(("answer_labels", "prompt_scores"), "locret.labels.labels"))

@@ -6,9 +6,12 @@ Cost:     The product of the answer's queries with all keys that they see.
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from locret.labels.base import LabelKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _block(logits_KQS: Tensor, labelled: int) -> Tensor:

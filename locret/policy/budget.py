@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from locret.backbone.adapters import Backbone
+if TYPE_CHECKING:
+    from locret.backbone.adapters import Backbone
 
 _SCORE_AND_POSITION_BYTES = 8
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}

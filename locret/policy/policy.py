@@ -194,8 +194,18 @@ class RetentionPolicy:
 
     def following(self) -> list[str]:
         """Return the names of the numbers that nobody gave and that have an effect; they follow from those given."""
-        idle = {"min_chunk": not self.decremental, "decode_interval": self.decode_budget is None}
-        return [name for name in FOLLOWING if isinstance(getattr(self, name), Follows) and not idle.get(name)]
+        idle = self.idle()
+        return [name for name in FOLLOWING if isinstance(getattr(self, name), Follows) and name not in idle]
+
+    def idle(self) -> dict[str, str]:
+        """Return the names of the numbers that change nothing here, each with the setting that would let it."""
+        needed = {
+            "min_chunk": (self.decremental, "decremental"),
+            "decode_interval": (self.decode_budget is not None, "decode-budget"),
+            "pyramid_beta": (self.layer_budgets == "pyramid", "layer-budgets pyramid"),
+            "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
+        }
+        return {name: setting for name, (used, setting) in needed.items() if not used}
 
 
 FOLLOWING = ("stabilizers", "local_len", "chunk_size", "min_chunk", "decode_interval")

@@ -47,6 +47,24 @@ def resolve(own: Mapping[str, Any], recommended: Mapping[str, Any]) -> Retention
     return RetentionPolicy(**{**settings, **given})
 
 
+def check_used(own: Mapping[str, Any], policies: Collection[RetentionPolicy]) -> None:
+    """Refuse a number that the user chose and that changes nothing in any of the policies it is for.
+
+    Args:
+        own: Numbers that the user chose; one that is the default, as in a recipe that states everything, may stay.
+        policies: What they came to; without any there is nothing to say.
+
+    Raises:
+        ValueError: Naming the setting that is missing.
+    """
+    for field in fields(RetentionPolicy):
+        value = own.get(field.name)
+        missing = [policy.idle().get(field.name) for policy in policies]
+        if value is not None and value != field.default and missing and all(missing):
+            flag = f"--{field.name.replace('_', '-')}"
+            raise ValueError(f"{flag} {value} changes nothing without --{missing[0]}; add that, or drop {flag}")
+
+
 def resolve_options(
     options: Any, chosen: Collection[str], recommended: Mapping[str, Any], budget: int | None = None
 ) -> RetentionPolicy:
@@ -59,9 +77,11 @@ def resolve_options(
         budget: Budget that follows from something else, such as bytes or a share.
 
     Raises:
-        ValueError: If numbers are out of range or contradict each other.
+        ValueError: If numbers are out of range, contradict each other, or change nothing.
     """
     own = {field.name: getattr(options, field.name) for field in fields(RetentionPolicy) if field.name in chosen}
     if budget is not None:
         own["budget"] = budget
-    return resolve(own, recommended)
+    policy = resolve(own, recommended)
+    check_used(own, [policy])
+    return policy

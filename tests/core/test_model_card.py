@@ -115,6 +115,27 @@ def test_results_of_an_evaluation_become_a_table_and_a_model_index(heads, tmp_pa
     assert heads.from_pretrained(tmp_path / "heads").config == heads.config
 
 
+def test_shares_and_settings_that_tell_results_apart_stand_in_the_card(heads, tmp_path):
+    usual = {"task": "passkey", "tokens": 64, "method": "locret", "n": 5, "score": 50.0, "standard_error": 1.0}
+    shares = [{**usual, "budget": None, "budget_share": share, "chunk_size": None} for share in (0.1, 0.25)]
+    sizes = [{**usual, "budget": 8, "chunk_size": size} for size in (16, 32)]
+    notes = evaluation.from_results(results_file(tmp_path, cells=[*shares, *sizes]))
+    card = heads.annotate(evaluation=notes).generate_model_card()
+    assert "| passkey | 64 | locret | 10% |  | 50.0" in card.content
+    assert "| passkey | 64 | locret | 8 | 32 | 50.0" in card.content
+    names = [result.metric_name for result in card.data.eval_results]
+    assert names[0] == "locret, 10% of the prompt"
+    assert names[3] == "locret, 8 units per KV head, chunk size 32"
+    assert len(set(names)) == 4
+
+
+def test_results_of_other_heads_are_refused(tmp_path):
+    file = results_file(tmp_path, config={"weights": {"heads": "ab" * 32}})
+    with pytest.raises(ValueError, match="is of other heads .fingerprint .abababababab., those to be .* cdcdcdcdcdcd"):
+        evaluation.from_results(file, "cd" * 32)
+    assert evaluation.from_results(file, "ab" * 32)["results"]
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

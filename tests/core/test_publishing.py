@@ -330,6 +330,13 @@ def test_licence_and_results_are_published_with_the_heads(saved, hub, tmp_path):
     assert json.loads((saved / "config.json").read_text())["license"] == "apache-2.0"
 
 
+def test_results_of_other_heads_are_not_published(saved, tmp_path):
+    file = results(tmp_path)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "config": {"weights": {"heads": "0" * 64}}}))
+    with pytest.raises(ValueError, match="results.json is of other heads"):
+        push(PushOptions(heads=str(saved), repo="org/heads", eval_results=str(file), dry_run=True))
+
+
 def test_an_edited_card_keeps_its_text_and_gets_the_facts(saved, hub, tmp_path):
     (saved / "README.md").write_text("---\ntags: [mine]\n---\nMy own words.\n")
     push(PushOptions(heads=str(saved), repo="org/heads", license="mit", eval_results=str(results(tmp_path))))

@@ -175,6 +175,17 @@ def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluat
         ),
         (("--budget", "many"), "--budget many is not a list of whole numbers; write it like 256,128"),
         (("--samples", "0"), "--samples 0 leaves nothing to measure; give 1 or more"),
+        (
+            ("--max-prompt", "100"),
+            "--max-prompt is for published tasks, but passkey are made here; add such a task, or",
+        ),
+        (("--template", "original"), "--template is for published tasks, but passkey are made here"),
+        (("--data-dir", "."), "--data-dir is for published tasks, but passkey are made here"),
+        (("--pyramid-beta", "10"), "--pyramid-beta 10 changes nothing without --layer-budgets pyramid; add that, or"),
+        (("--head-floor", "0.5"), "--head-floor 0.5 changes nothing without --head-budgets adaptive"),
+        (("--min-chunk", "16"), "--min-chunk 16 changes nothing without --decremental; add that, or drop --min-chunk"),
+        (("--decode-interval", "5"), "--decode-interval 5 changes nothing without --decode-budget"),
+        (("--tasks", "sirllm/rock", "--budget", "64"), "--lengths is for prompts that are made here, but those of sir"),
         (("--lengths", "20"), "tokens=20 cannot hold the facts and the question"),
         (("--methods", ","), "--methods is empty; name at least one"),
         (("--resume", "--overwrite"), "--resume and --overwrite exclude each other"),
@@ -191,6 +202,16 @@ def test_mistakes_are_refused_with_the_way_out_and_write_nothing(
     assert code == 2
     assert message in err
     assert not (tmp_path / "out").exists()
+
+
+def test_options_that_only_some_methods_use_are_taken(evaluate: Any) -> None:
+    line = ("--tasks", "passkey", "--lengths", 300, "--samples", 1, "--budget", 64, *SMALL, "--dry-run")
+    beta = ("--methods", "full,random,random+pyramid", "--pyramid-beta", 10)
+    assert evaluate(*line, *beta)[0] == 0
+    assert evaluate(*line, "--methods", "random", "--pyramid-beta", 20, "--head-floor", 0.2)[0] == 0, "the defaults"
+    code, _, err = evaluate(*line, "--methods", "random", "--allow-other-base", own_heads=None)
+    assert code == 2
+    assert "--allow-other-base is about --heads, which are not given; add them, or drop it" in err
 
 
 def test_locret_needs_heads(evaluate: Any, tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_process_reads_a_pipe_and_leaves_with_the_code_of_a_mistake(backbone: Pa
 def test_help_shows_every_option_with_its_text(infer: Infer) -> None:
     outcome = infer("--help")
     assert outcome.code == 0
-    for flag in ("--model", "--heads", "--scorer", "--budget", "--prompt_file", "--max_new_tokens", "--json"):
+    for flag in ("--model", "--heads", "--scorer", "--budget", "--prompt-file", "--max-new-tokens", "--json"):
         assert flag in outcome.out
     assert "Cache units kept per layer and KV head" in outcome.out
 

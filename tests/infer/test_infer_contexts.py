@@ -167,3 +167,21 @@ def test_a_policy_of_its_own_is_kept_with_the_context(
     record = json.loads(infer(*pair, "--context", tmp_path / "b.ctx", *questions("Who?"), "--json").out)
     assert record["policy"]["budget"] == 40
     assert record["answers"][0]["final_units"] <= 40 + 8 + 6
+
+
+def test_a_store_of_a_file_holds_the_units(
+    infer: Infer, pair: list[object], text: Path, saved: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "from locret.cache.store import DenseStore\n\n\nclass Loud(DenseStore):\n    name = 'loud'\n\n"
+        "    def keep(self, kept, turned):\n        print('keep')\n        super().keep(kept, turned)\n"
+    )
+    own = ("--store", f"{tmp_path / 'own.py'}:Loud")
+    for asked in (questions(ASKED[0]), questions(*ASKED)):
+        plain, kept = (infer(*pair, "--prompt-file", text, *asked, *store) for store in ((), own))
+        assert kept.out.startswith("keep\n")
+        assert kept.out.replace("keep\n", "") == plain.out
+    refused = infer(*pair, "--prompt-file", text, "--store", f"{tmp_path / 'own.py'}:DenseStor")
+    assert refused.code == 2
+    assert "DenseStor" in refused.err
+    assert infer(*pair, "--context", saved, *questions(ASKED[0]), *own).code == 2

@@ -50,7 +50,7 @@ def test_modifiers_of_a_scorer_change_the_policy_where_no_option_does() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--scorer", ""), "--scorer is empty; name one, such as snapkv, or drop it"),
+        (("--scorer", ""), "--scorer is empty"),
         (("--scorer", "oracle"), "scorer oracle needs the labels of the true answer, which only locret-eval knows"),
         (("--scorer", "retaining_heads"), "scorer retaining_heads needs trained heads; give --heads FOLDER"),
         (("--scorer", "snapkv:kernel=1.5"), "scorer snapkv: kernel=1.5 is not a whole number"),

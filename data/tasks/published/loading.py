@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -161,7 +162,7 @@ def open_task(
     if revision is not None:
         raise ValueError(f"--data-revision {revision} is of no use with --data-dir {data_dir}; leave one of them out")
     folders = [data_dir] if isinstance(data_dir, str | Path) else list(data_dir)
-    path = _local(task, [Path(folder).expanduser() for folder in folders])
+    path = _local(task, [Path(os.path.expanduser(folder)) for folder in folders])
     return TaskRows(task, path, path, None, skip_bad_rows)
 
 

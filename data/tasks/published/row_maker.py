@@ -5,6 +5,7 @@ A made row has the fields of the published files, so one reader (`PublishedTask.
 
 from __future__ import annotations
 
+import os
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -153,11 +154,13 @@ class RowMaker(PublishedTask):
     def is_here(self, folders: Sequence[str]) -> bool:
         """Return whether a local copy has the task's rows."""
         spots = [spot.partition("!")[0] for spot in candidates(self)]
-        return any((Path(folder).expanduser() / spot).is_file() for folder in folders for spot in spots)
+        return any((Path(os.path.expanduser(folder)) / spot).is_file() for folder in folders for spot in spots)
 
     def _source(self, tokenizer: Any, tokens: int, folders: Sequence[str] | None) -> Path | None:
         """Return the folder that has the texts rows are made from; None if they need none, or make do with our own."""
-        options: list[Path | None] = [None] if folders is None else [Path(folder).expanduser() for folder in folders]
+        options: list[Path | None] = (
+            [None] if folders is None else [Path(os.path.expanduser(folder)) for folder in folders]
+        )
         for option in options:
             try:
                 self.maker(tokenizer, tokens or None, samples=1, seed=0, data_dir=option)

@@ -1,0 +1,65 @@
+"""`locret`, or `python -m locret`: all commands under one name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from locret._version import __version__
+from locret.cli import run
+from locret.nearest import nearest
+
+COMMANDS = {
+    "infer": ("locret.infer.command", "read a text of any size in fixed memory, and answer a question about it"),
+    "chat": ("locret.infer.chat_command", "talk about a document"),
+    "train": ("locret.train.command", "train retaining heads on a frozen backbone"),
+    "eval": ("locret.infer.evaluation.command", "compare methods on tasks within one budget"),
+    "bench": ("locret.infer.speed.command", "measure time and bytes"),
+    "push": ("locret.heads.push", "publish heads on the Hugging Face Hub"),
+    "env": ("locret.system_report", "show versions and devices, for a report of a problem"),
+    "demo": ("locret.infer.demo", "train, evaluate and ask on this machine, from what came with locret"),
+    "rows": ("locret.data.training.question_rows", "write training rows for the embedded backbone"),
+    "compare": ("locret.train.compare", "train and evaluate heads with different options, in one table"),
+}
+"""What may follow `locret`: the module whose `command` it runs, and what that does."""
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Run a command by its name, or list what there is; return its exit code.
+
+    Raises:
+        ValueError: If there is no such command, or it refuses its options.
+        OSError: If it fails.
+    """
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(_listing())
+        return 0
+    if name == "--version":
+        sys.stdout.write(f"locret {__version__}\n")
+        return 0
+    if name not in COMMANDS:
+        near = nearest(name, COMMANDS)
+        raise ValueError(
+            f"there is no command {name!r}; " + (f"did you mean {' or '.join(near)}?" if near else "`locret` lists all")
+        )
+    code: int | None = import_module(COMMANDS[name][0]).command(arguments)
+    return code or 0
+
+
+def _listing() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  locret {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: locret COMMAND [--OPTION VALUE ...]", "", *lines, "", "locret COMMAND --help lists its options.", ""]
+    )
+
+
+def main() -> None:
+    """Entry point of `locret`."""
+    run(command, prog=" ".join(["locret", *(name for name in sys.argv[1:2] if name in COMMANDS)]))
+
+
+if __name__ == "__main__":
+    main()

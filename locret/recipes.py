@@ -1,0 +1,148 @@
+"""Recipes: YAML files of options. A key may stand once; numbers such as 1e-3 are numbers; dates and times are texts."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from locret import shipped
+
+_LARGEST_BYTES = 2**20
+_MOST_VALUES = 100_000
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_INT = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
+_PLAIN_SCALARS = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return what a recipe says.
+
+    Args:
+        name: The file; those that locret came with are found in every folder.
+
+    Raises:
+        ValueError: If it is missing, not a mapping, too large, or has a key twice; the message begins with `--config`.
+    """
+    try:
+        path = Path(os.path.expanduser(shipped.find(name)))
+        if path.is_dir():
+            raise ValueError("it is a folder; name a YAML file")
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_BYTES + 1)
+        if len(content) > _LARGEST_BYTES:
+            raise ValueError("it is larger than 1 MiB, which no recipe is")
+        found = load(content.decode())
+    except UnicodeDecodeError:
+        raise ValueError(f"--config {name}: it is not UTF-8 text") from None
+    except OSError as error:
+        raise ValueError(f"--config {name}: {(error.strerror or str(error)).lower()}; name a YAML file") from None
+    except ValueError as error:
+        raise ValueError(f"--config {name}: {error}") from None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"--config {name}: it does not hold options; write one per line, such as budget: 1024")
+    return dict(found)
+
+
+def load(text: str) -> Any:
+    """Return the data of a YAML text; None for an empty one is an empty mapping.
+
+    Raises:
+        ValueError: If it is not YAML, has a key twice, or unfolds to more than a recipe can need.
+    """
+    import yaml
+
+    try:
+        found = yaml.load(text, _loader())  # noqa: S506 - a SafeLoader
+        _check_size(found)
+    except yaml.YAMLError as error:
+        raise ValueError(_problem(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return {} if found is None else found
+
+
+def scalar(text: str) -> Any:
+    """Return what a text of the command line means as YAML; the text itself where it is none."""
+    try:
+        found = load(text) if text.strip() else text
+    except ValueError:
+        return text
+    return text if found == {} and not text.strip().startswith("{") else found
+
+
+def dump(options: Mapping[str, Any]) -> str:
+    """Return options as a recipe that `load` reads back."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    _read_numbers_as_json(Dumper)
+    return str(yaml.dump(dict(options), Dumper=Dumper, sort_keys=False, allow_unicode=True)) if options else ""
+
+
+def _loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set()
+            for key, _ in node.value:
+                # Merged keys (<<) may be set anew, and a list of them has no value of its own.
+                if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        raise yaml.constructor.ConstructorError(
+                            None, None, f"the key {key.value} stands twice", key.start_mark
+                        )
+                    seen.add(key.value)
+            self.flatten_mapping(node)
+            return yaml.constructor.BaseConstructor.construct_mapping(self, node, deep=deep)
+
+    _read_numbers_as_json(Loader)
+    Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: _float(node.value))
+    Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+    return Loader
+
+
+def _read_numbers_as_json(kind: Any) -> None:
+    """Let 1e-3 be a number, and 12:30, 0o17 and 2026-01-01 texts."""
+    kind.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _PLAIN_SCALARS]
+        for first, resolvers in kind.yaml_implicit_resolvers.items()
+    }
+    kind.add_implicit_resolver(_PLAIN_SCALARS[1], re.compile(rf"^(?:{_INT.pattern})$"), list("-+0123456789"))
+    kind.add_implicit_resolver(_PLAIN_SCALARS[0], re.compile(rf"^(?:{_FLOAT.pattern})$"), list("-+0123456789."))
+
+
+def _float(text: str) -> float:
+    plain = text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan")
+    try:
+        return float(plain)
+    except ValueError:
+        return math.nan
+
+
+def _check_size(found: Any) -> None:
+    """Refuse what aliases unfold to, before anything walks through it."""
+    waiting, count = [found], 0
+    while waiting:
+        one = waiting.pop()
+        count += 1
+        if count > _MOST_VALUES:
+            raise ValueError("it unfolds to more values than a recipe can need")
+        if isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+
+
+def _problem(error: Any) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"line {mark.line + 1}: {problem}" if mark is not None else f"it is not YAML ({problem})"

@@ -1,0 +1,150 @@
+"""Ctrl-C and SIGTERM at any moment: one line, the right code, nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from locret.files import LOCK
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads")
+LINES = {
+    "locret-train": (
+        "locret.train.command",
+        *("--model", "checkpoints/tiny", "--dataset", "rows.json", "--output", "out", "--steps", "100000"),
+        *("--warmup-steps", "0", "--save-every", "100000"),
+    ),
+    "locret-infer": ("locret.infer.command", *TINY, "--prompt-file", "text.txt", "--chunk-size", "8", "--quiet"),
+    "locret-eval": ("locret.infer.evaluation.command", *TINY, "--samples", "1000", "--output", "out", "--quiet"),
+    "locret-bench": ("locret.infer.speed.command", "--methods", "full", "--repeats", "1000", "--quiet"),
+    "locret-push": ("locret.heads.push", "--heads", "checkpoints/tiny-heads", "--repo", "org/name", "--dry-run"),
+}
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see a handler")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("Snow fell on the long road. " * 200_000)
+    row = '{"instruction": "The number of Oslo is 314. What is it?", "output": "It is 314."}'
+    (tmp_path / "rows.json").write_text(f"[{', '.join([row] * 20)}]")
+    return tmp_path
+
+
+def start(folder: Path, *line: str) -> subprocess.Popen[str]:
+    """Start a command in a folder, and return when it answers signals."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *line],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test run in the background has SIGINT ignored, and children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
+        if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
+            break
+        time.sleep(0.005)
+    return process
+
+
+def interrupted(folder: Path, name: str, number: int, after: float) -> None:
+    process = start(folder, *LINES[name])
+    time.sleep(after)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    if process.returncode == 0:
+        assert name == "locret-push", out + err
+        return
+    assert process.returncode == 128 + number, out + err
+    said = [line for line in err.splitlines() if not line.startswith(("WARNING", f"{name}: warning"))]
+    if name == "locret-train" and said and said[-1].startswith("stopped at step"):
+        assert (folder / "out" / "run.json").exists()
+    else:
+        assert said[-1] == f"{name}: interrupted", err
+        assert len(said) == 1 or (name == "locret-eval" and "--resume goes on" in said[0]), err
+    assert "Traceback" not in err
+    left = [path.name for path in folder.rglob("*") if path.name == LOCK or path.name.endswith(".partial")]
+    assert left == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0.0, 0.2, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", LINES)
+def test_a_signal_at_any_moment_is_answered_by_one_line(folder: Path, name: str, number: int, after: float) -> None:
+    interrupted(folder, name, number, after)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_while_torch_is_imported_is_answered(folder: Path, number: int) -> None:
+    interrupted(folder, "locret-bench", number, 0.1)
+
+
+def test_an_ignored_signal_stays_ignored(folder: Path) -> None:
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from locret import interrupts; interrupts.answer('x'); signal.raise_signal(signal.SIGINT); print('alive')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "alive\n"
+
+
+@pytest.mark.parametrize(("wait", "raises"), [("uninterrupted", False), ("unwinding", True)])
+def test_a_block_can_hold_a_signal_back_or_have_it_raised(wait: str, raises: bool) -> None:
+    code = f"""
+import signal, sys
+from locret import interrupts
+interrupts.answer("x")
+try:
+    with interrupts.undone(lambda: print("undone", flush=True)), interrupts.{wait}():
+        signal.raise_signal(signal.SIGTERM)
+        print("after", flush=True)
+except KeyboardInterrupt as error:
+    print("raised", interrupts.code_of(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    expected = ("raised 143\n", "", 0) if raises else ("after\nundone\n", "x: interrupted\n", 143)
+    assert (done.stdout, done.stderr, done.returncode) == expected
+
+
+def test_a_command_that_calls_another_ends_it_first(tmp_path: Path) -> None:
+    code = """
+import sys
+from locret import interrupts
+interrupts.answer("x")
+child = "import signal, time; signal.signal(15, lambda *_: print('child', flush=True) or exit()); "
+child += "print('up', flush=True); time.sleep(60)"
+try:
+    interrupts.call([sys.executable, "-c", child])
+except KeyboardInterrupt:
+    print("then", flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "child\nthen\n"
+
+
+@pytest.mark.parametrize("more", [("--help",), ("--print-config",)])
+def test_a_reader_that_goes_away_is_no_failure(more: tuple[str, ...]) -> None:
+    line = [sys.executable, "-m", "locret.infer.command", *more]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == ("", 1)

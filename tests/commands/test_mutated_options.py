@@ -1,0 +1,227 @@
+"""Every command answers every command line and recipe: 0, 1 or 2, one line that names it, and nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from locret import cli, recipes
+from locret.__main__ import COMMANDS
+
+TINY = {"model": "checkpoints/tiny", "heads": "checkpoints/tiny-heads"}
+BASES: dict[str, dict[str, Any]] = {
+    "infer": {**TINY, "prompt_file": "text.txt", "dry_run": True, "quiet": True},
+    "train": {"model": "checkpoints/tiny", "dataset": "rows.json", "output": "out", "dry_run": True},
+    "eval": {**TINY, "tasks": "passkey", "methods": "full,locret", "samples": 2, "dry_run": True, "quiet": True},
+    "bench": {"shape": "tiny", "methods": "full,locret", "lengths": 512, "dry_run": True, "quiet": True},
+    "push": {"heads": "checkpoints/tiny-heads", "repo": "org/name", "dry_run": True},
+}
+"""A command line of each command that is fine, and ends before anything is loaded or written."""
+NOT_YET: dict[str, tuple[str, ...]] = {}
+"""Options of a command whose odd values are not answered yet."""
+KEPT = ("dry_run", "help", "print_config", "print_completion", "version", "list")
+"""What is not taken away, so that a draw stays a matter of options."""
+SECONDS = 20
+MEBIBYTES = 512
+ODD = st.one_of(
+    st.sampled_from(
+        [
+            *("0", "-1", "1", "1e9", "1e-40", "1e400", "nan", "inf", "-inf", "1000000000000", "1" + "0" * 18),
+            *("9" * 5000, "0x10", "1_000", "1.5", "", " ", "\t", "null", "none", "true", "false", "auto", "yes", "~"),
+            *(
+                "[]",
+                "[1, 2]",
+                "[[1]]",
+                "{}",
+                "{a: 1}",
+                "[",
+                "{",
+                "]",
+                "&a [*a]",
+                "*x",
+                "!!python/name:os.system",
+                "- 1",
+            ),
+            *(",", "a,b", "1,2", "1,,2", "all", "full", "passkey", "x" * 10_000, "ünï", "数", "\U0001f600", "\udcff"),
+            *("a\nb", "a\0b", "%s%n", "--", "-", "--model", "../..", "/", "/etc/passwd", ".", "no/such", "a/b"),
+            "!!python/name:os.system",
+            *("file.py:Class", "a.b:C", "snapkv", "2GiB", "-5GB", "1e30GiB", "8K,16K", "99999999999K", "0.1,2"),
+        ]
+    ),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.text(max_size=12),
+)
+DATA = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | ODD,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ODD, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@dataclass
+class Outcome:
+    """What a command has done."""
+
+    code: Any
+    out: str
+    err: str
+
+
+@cache
+def options_of(name: str) -> tuple[str, ...]:
+    """Return the names of a command's options."""
+    out = io.StringIO()
+    with redirect_stdout(out), pytest.raises(SystemExit):
+        import_module(COMMANDS[name][0]).command(["--help"])
+    flags = {line.split()[0] for line in out.getvalue().splitlines() if line.startswith("  --")}
+    return tuple(sorted(flag[2:].replace("-", "_") for flag in flags))
+
+
+@contextmanager
+def in_time(what: str) -> Iterator[None]:
+    """Fail what hangs."""
+
+    def give_up(number: int, frame: object) -> None:
+        raise TimeoutError(f"{what} takes longer than {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def call(name: str, arguments: list[str]) -> Outcome:
+    """Run a command as its script does; any other exception than SystemExit is a failure of the test."""
+    out, err, code = io.StringIO(), io.StringIO(), None
+    prog = f"locret-{name}"
+    with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings(), in_time(" ".join(arguments)[:500]):
+        try:
+            cli.run(import_module(COMMANDS[name][0]).command, arguments, prog=prog)
+        except SystemExit as end:
+            code = end.code
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def check(name: str, arguments: list[str], folder: Path) -> None:
+    """Assert what every command promises."""
+    before, held = sorted(folder.rglob("*")), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outcome = call(name, arguments)
+    event(f"{name} {outcome.code}")
+    assert outcome.code in (0, 1, 2), outcome
+    said = [line for line in outcome.err.splitlines() if "warning: " not in line]
+    if outcome.code:
+        assert len(said) == 1, outcome
+        assert said[0].startswith(f"locret-{name}: "), outcome
+        assert len(said[0]) < 3000
+    assert "Traceback" not in outcome.err
+    assert sorted(folder.rglob("*")) == before, "something was left behind"
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held
+    assert grown < MEBIBYTES * 1024, f"{grown / 1024:,.0f} MiB more, for {arguments}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a text and rows, where commands run."""
+    folder = tmp_path_factory.mktemp("odd")
+    (folder / "text.txt").write_text("Snow fell on the long road. " * 100)
+    rows = [{"instruction": f"The number of Oslo is {n}. What is it?", "output": f"It is {n}."} for n in range(3)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name in BASES:  # what is imported and cached counts for no draw
+            assert call(name, as_flags(BASES[name])).code == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def as_flags(options: dict[str, Any]) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')}={str(value).lower() if value is True else value}"
+        for name, value in options.items()
+    ]
+
+
+def misspelt(draw: Any, name: str) -> str:
+    """Return a name with a letter too many, too few, or another one."""
+    at = draw(st.integers(0, len(name) - 1))
+    return draw(
+        st.sampled_from([name[:at] + name[at + 1 :], name[:at] + "x" + name[at:], name[:at] + name[at:].upper()])
+    )
+
+
+@st.composite
+def flags(draw: Any, name: str) -> list[str]:
+    """Draw a command line with one to three things that are odd."""
+    options = dict(BASES[name])
+    changed = [option for option in options_of(name) if option not in (*KEPT, *NOT_YET.get(name, ()))]
+    for _ in range(draw(st.integers(1, 3))):
+        options[draw(st.sampled_from(changed))] = draw(ODD)
+    line = as_flags(options)
+    kind = draw(st.integers(0, 9))
+    if kind == 0:
+        line.append("--" + misspelt(draw, draw(st.sampled_from(changed))) + "=1")
+    elif kind == 1:
+        line.append(draw(ODD))
+    elif kind == 2:
+        line.insert(draw(st.integers(0, len(line))), "--" + draw(st.sampled_from(changed)))
+    elif kind == 3:
+        line.append(
+            f"--{draw(st.sampled_from(changed))}.{draw(st.sampled_from(['a', 'budget', 'a.b', '', '.']))}={draw(ODD)}"
+        )
+    elif kind == 4:
+        line += ["--config", draw(ODD)]
+    return line
+
+
+@st.composite
+def recipe(draw: Any, name: str) -> str:
+    """Draw a recipe whose values are of any type, and which may not be YAML at all."""
+    options = dict(BASES[name])
+    changed = [option for option in options_of(name) if option not in (*KEPT, *NOT_YET.get(name, ()))]
+    for _ in range(draw(st.integers(1, 3))):
+        options[draw(st.sampled_from(changed))] = draw(DATA)
+    text = recipes.dump(options)
+    kind = draw(st.integers(0, 5))
+    if kind == 0:
+        at = draw(st.integers(0, len(text)))
+        text = text[:at] + draw(ODD) + text[at:]
+    elif kind == 1:
+        text += f"{draw(st.sampled_from(changed))}: {draw(ODD)}\n"
+    return text
+
+
+@pytest.mark.parametrize("name", BASES)
+@given(st.data())
+def test_any_command_line_is_answered(name: str, folder: Path, data: st.DataObject) -> None:
+    check(name, data.draw(flags(name)), folder)
+
+
+@pytest.mark.parametrize("name", BASES)
+@given(st.data())
+def test_any_recipe_is_answered(name: str, folder: Path, data: st.DataObject) -> None:
+    file = folder.parent / f"{name}.yaml"
+    file.write_bytes(data.draw(recipe(name)).encode(errors="surrogateescape"))
+    # A run stays a dry one whatever the recipe says.
+    check(name, ["--config", str(file), "--dry-run"], folder)

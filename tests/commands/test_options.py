@@ -1,0 +1,371 @@
+"""Options: what a command line and a recipe say, and how they are refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import yaml
+
+from locret import cli, ecosystem_names, option_help
+from locret.__main__ import COMMANDS
+from locret.cli import parse_options, run
+from locret.policy.policy import RetentionPolicy
+
+ROOT = Path(__file__).parents[2]
+BOMB = "inner:\n  a: &a [x, x]\n" + "".join(
+    f"  {new}: &{new} [{', '.join(['*' + old] * 20)}]\n" for old, new in zip("abcde", "bcdef", strict=True)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Things:
+    """What is tried here, and more."""
+
+    model: str
+    """The one that must be given."""
+    budget: int = 6000
+    """Units."""
+    memory: str | None = None
+    """Bytes instead."""
+    rate: float = 0.5
+    """A share of 100 % of what there is."""
+    size: int | Literal["auto"] = 3
+    """A number, or auto."""
+    kind: Literal["red", "blue"] = "red"
+    """Colour."""
+    quiet: bool = False
+    """Say nothing."""
+    stop: list[str] = field(default_factory=list)
+    """Texts."""
+    names: str | list[str] = "a,b"
+    """Names."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Two numbers."""
+    inner: dict[str, Any] = field(default_factory=dict)
+    """Anything."""
+    free: str = ""
+    """May be empty."""
+    policy: RetentionPolicy = field(default_factory=RetentionPolicy)
+    """A field with fields."""
+    exclusive: ClassVar = (("budget", "memory"),)
+
+
+def parse(*arguments: str) -> tuple[Things, set[str]]:
+    (things,), chosen = parse_options("tool", "Try.", [Things], ["--model", "m", *arguments])
+    return things, chosen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--budget", "5"), {"budget": 5}),
+        (("--budget=-5",), {"budget": -5}),
+        (("--budget", "-5"), {"budget": -5}),
+        (("--rate", "1e-3"), {"rate": 1e-3}),
+        (("--size", "auto"), {"size": "auto"}),
+        (("--size", "7"), {"size": 7}),
+        (("--quiet",), {"quiet": True}),
+        (("--quiet", "false"), {"quiet": False}),
+        (("--quiet=true", "--budget", "1"), {"quiet": True, "budget": 1}),
+        (("--stop", "a,b"), {"stop": ["a,b"]}),
+        (("--stop", "a", "--stop", "#"), {"stop": ["a", "#"]}),
+        (("--stop+=a", "--stop+=b"), {"stop": ["a", "b"]}),
+        (("--stop", '["a", "b"]'), {"stop": ["a", "b"]}),
+        (("--names", "a,b"), {"names": "a,b"}),
+        (("--names", "a", "b"), {"names": ["a", "b"]}),
+        (("--names", "a", "--names", "b"), {"names": "b"}),
+        (("--betas", "0.8,0.9"), {"betas": (0.8, 0.9)}),
+        (("--betas", "[0.8, 0.9]"), {"betas": (0.8, 0.9)}),
+        (("--inner.window", "32", "--inner.deep.er", "x"), {"inner": {"window": 32, "deep": {"er": "x"}}}),
+        (("--inner", "{a: 1e-3, b: [1, 2]}"), {"inner": {"a": 1e-3, "b": [1, 2]}}),
+        (("--free", ""), {"free": ""}),
+        (("--memory", "12:30"), {"memory": "12:30"}),
+        (("--memory", "2026-01-01"), {"memory": "2026-01-01"}),
+        (("--model", "--x", "--budget", "2"), None),
+        (("--model=--x",), {"model": "--x"}),
+        (("--policy.budget", "64"), {"policy": RetentionPolicy(budget=64)}),
+        (("--policy", "{budget: 64}"), {"policy": RetentionPolicy(budget=64)}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_flags_become_values_of_the_fields(arguments: tuple[str, ...], expected: dict[str, Any] | None) -> None:
+    if expected is None:
+        with pytest.raises(ValueError, match="needs a value before --x"):
+            parse(*arguments)
+        return
+    things, chosen = parse(*arguments)
+    assert {name: getattr(things, name) for name in expected} == expected
+    assert chosen == {"model", *expected}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--bugdet", "5"), "--bugdet is unknown; did you mean --budget?"),
+        (("--policy.bugdet", "5"), "--policy.bugdet is unknown; did you mean --policy.budget?"),
+        (("--zzzz",), "--zzzz is unknown; --help lists the options"),
+        (("--budget", "many"), "--budget many is not a whole number; give one such as 6000"),
+        (("--budget", "5.0"), "--budget 5.0 is not a whole number"),
+        (("--budget", "9" * 30), "is not a whole number of 64 bits"),
+        (("--budget", "9" * 5000), f"--budget {'9' * 80}... is not a whole number"),
+        (("--rate", "nan"), "--rate nan is not a finite number; give one such as 0.5"),
+        (("--rate", "1e999"), "--rate 1e999 is not a finite number"),
+        (("--size", "big"), "--size big is not a whole number or one of auto"),
+        (("--kind", "green"), "--kind green is not one of red, blue"),
+        (("--quiet=perhaps",), "--quiet perhaps is not true or false"),
+        (("--budget",), "--budget needs a value; write --budget VALUE"),
+        (("--model", ""), "--model is empty; give a value, or leave it out"),
+        (("--memory", " "), "--memory is empty"),
+        (("word",), "word belongs to no option"),
+        (("-x", "1"), "-x belongs to no option"),
+        (("--budget", "5", "6"), "6 belongs to no option"),
+        (("--model", "\udcff"), r"--model \udcff is not a text in UTF-8"),
+        (("\udcff",), r"\udcff on the command line is not UTF-8"),
+        (("--model", "a\0b"), "is not a text without NUL characters"),
+        (("--betas", "1"), "--betas 1 is not a list of 2"),
+        (("--inner", "3"), "--inner 3 is not a mapping"),
+        (("--policy.budget", "0"), "--policy: budget=0 is too small"),
+        (("--help=yes",), "--help takes no value"),
+        (("--config", "nowhere.yaml"), "--config nowhere.yaml: no such file or directory"),
+        (("--config", "."), "--config .: it is a folder"),
+    ],
+    ids=lambda value: " ".join(value)[:40].encode(errors="replace").decode() if isinstance(value, tuple) else "",
+)
+def test_a_refusal_is_one_sentence_about_the_flag_as_typed(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=r"(?s).*") as refusal:
+        parse(*arguments)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_option_that_must_be_given_says_what_it_is() -> None:
+    with pytest.raises(ValueError, match="--model is missing; --model: The one that must be given"):
+        parse_options("tool", "Try.", [Things], [])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("bugdet: 5", "bugdet in {file} is unknown; did you mean budget?"),
+        ("budget: many", "budget: many in {file} is not a whole number; give one such as 6000"),
+        ("budget: 1\nbudget: 2", "--config {file}: line 2: the key budget stands twice"),
+        ("budget: 1\nmax_capacity_prompt: 2", "max_capacity_prompt in {file} sets the same as budget"),
+        ("inner: {a: 1, a: 2}", "line 1: the key a stands twice"),
+        ("memory: 5", "memory: 5 in {file} is not a text (put it in quotes)"),
+        ("rate: .nan", "rate: nan in {file} is not a finite number"),
+        ("rate: '0.5'", "rate: 0.5 in {file} is not a finite number"),
+        ("- budget", "does not hold options"),
+        ("budget: [", "line 1"),
+        ("inner: " + "[" * 5000, "nested too deeply"),
+        (BOMB, "unfolds to more values"),
+        ("inner: !!python/object/apply:os.system [true]", "line 1"),
+        ("policy: {bugdet: 5}", "policy.bugdet in {file} is unknown; did you mean policy.budget?"),
+        ("3: 4", "3 in {file} is unknown"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_recipe_is_refused_by_key_and_file(tmp_path: Path, recipe: str, message: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe)
+    with pytest.raises(ValueError, match=r"(?s).*") as refusal:
+        parse("--config", str(file))
+    assert message.format(file=file) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_flags_override_a_recipe_wherever_they_stand_and_null_unsets_its_keys(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "budget: 5\nrate: 1e-3\nstop: '#'\nmemory: null\ninner: {a: 1, b: 2}\npolicy: {budget: 9}\nquiet: null\n"
+    )
+    things, chosen = parse("--rate", "2", "--config", str(file), "--inner.b", "3", "--policy.local-len", "1")
+    assert (things.budget, things.rate, things.stop, things.inner) == (5, 2.0, ["#"], {"a": 1, "b": 3})
+    assert (things.policy.budget, things.policy.local_len) == (9, 1)
+    assert chosen == {"model", "budget", "rate", "stop", "inner", "policy"}
+    things, chosen = parse("--config", str(file), "--budget", "null", "--stop", "x", "--inner", "{c: 4}")
+    assert (things.budget, things.stop, things.inner) == (6000, ["x"], {"c": 4})
+    assert "budget" not in chosen
+
+
+def test_a_flag_takes_the_place_of_what_excludes_it_in_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("budget: 5\n")
+    things, chosen = parse("--config", str(file), "--memory", "2GiB")
+    assert (things.budget, things.memory, "budget" in chosen) == (6000, "2GiB", False)
+    _, chosen = parse("--memory", "2GiB", "--budget", "3")
+    assert {"budget", "memory"} <= chosen, "the command itself refuses both"
+
+
+def test_an_option_by_two_names_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^--budget 1 and --cache-budget 2 set the same; drop one of them$"):
+        parse("--budget", "1", "--cache-budget", "2")
+    assert parse("--budget", "1", "--budget", "2")[0].budget == 2
+
+
+def test_a_printed_recipe_means_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = [
+        "--memory",
+        "1e3",
+        "--stop",
+        "yes",
+        "--stop",
+        "a: b",
+        "--free",
+        "12:30",
+        "--betas",
+        "0,0.5",
+        "--inner.x",
+        "1e-9",
+    ]
+    more = ["--policy.budget", "64", "--names", "[null, x]", "--rate", "1e-7", "--quiet"]
+    arguments = ["--model", "ünï #", *odd, *more[:-3], "--names", "x,y", *more[-3:]]
+    with pytest.raises(SystemExit) as end:
+        parse_options("tool", "Try.", [Things], [*arguments, "--print-config"])
+    assert end.value.code == 0
+    file = tmp_path / "recipe.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert parse_options("tool", "Try.", [Things], ["--config", str(file)]) == parse_options(
+        "tool", "Try.", [Things], arguments
+    )
+
+
+PRINTED = {
+    "infer": ["--config", "recipes/infer/llama_3.1_8b.yaml", "--stop", "\n###", "--kv-memory", "2GiB"],
+    "chat": ["--model", "checkpoints/tiny"],
+    "train": ["--config", "recipes/train/tiny.yaml", "--output", "out", "--betas", "0.8,0.9"],
+    "eval": ["--config", "recipes/eval/embedded.yaml", "--output", "out", "--lengths", "512,1024"],
+    "bench": ["--config", "recipes/bench/cpu_512.yaml", "--lengths", "8K", "16K"],
+    "push": ["--heads", "checkpoints/tiny-heads", "--repo", "org/name", "--private"],
+    "rows": ["--output", "rows.json", "--tokens", "512,1024"],
+    "compare": ["--config", "recipes/train/compare_tiny.yaml", "--output", "out"],
+    "demo": [],
+    "env": ["--json"],
+}
+
+
+def asked(name: str, *arguments: str) -> tuple[int, str, str]:
+    """Return the exit code of a command, and what it prints on both streams."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
+        run(import_module(COMMANDS[name][0]).command, list(arguments), prog=f"locret {name}")
+    return int(end.value.code or 0), out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_recipe_that_a_command_prints_is_accepted_and_printed_again(name: str, tmp_path: Path) -> None:
+    code, recipe, err = asked(name, *PRINTED[name], "--print-config")
+    assert code == 0, err
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe)
+    assert asked(name, "--config", str(file), "--print-config") == (0, recipe, "")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_version_help_and_completion(name: str) -> None:
+    from locret import __version__
+
+    assert asked(name, "--version")[1].endswith(f" {__version__}\n")
+    code, text, _ = asked(name, "--help")
+    assert code == 0
+    assert not [line for line in text.splitlines() if line.lstrip().startswith("--") and "_" in line.split()[0]]
+    for shell in option_help.SHELLS:
+        assert "--config" in asked(name, "--print-completion", shell)[1]
+    assert asked(name, "--print-completion", "fish")[0] == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_names_of_other_tools_lead_to_options_and_hide_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def look(prog: str, description: str, classes: list[type], argv: Any = None) -> Any:
+        seen.update(cli._options(classes))
+        raise SystemExit(0)
+
+    module = import_module(COMMANDS[name][0])
+    monkeypatch.setattr(cli, "parse_options", look)
+    for holder in (module, sys.modules.get("locret.train.training_options")):
+        if hasattr(holder, "parse_options"):
+            monkeypatch.setattr(holder, "parse_options", look)
+    with pytest.raises(SystemExit):
+        module.command([])
+    options = set(seen)
+    assert options
+    for alias in ecosystem_names._ALIASES:
+        target = ecosystem_names.meant(alias, options)
+        assert target is None or (target in options and alias not in options)
+    for one in options:
+        assert ecosystem_names.meant(one, options) is None
+
+
+@pytest.mark.parametrize("alias", ecosystem_names._ALIASES)
+def test_every_name_of_another_tool_is_of_use_to_a_command(alias: str) -> None:
+    assert not ecosystem_names.advice(alias)
+    shown = [asked(name, "--help")[1] for name in ("infer", "train", "eval", "bench", "push")]
+    flag = "--" + alias.replace("_", "-")
+    assert any(flag in " ".join(text.split()) for text in shown)
+
+
+def test_names_of_other_tools_work_as_flags_and_keys_and_the_impossible_says_what_to_do(tmp_path: Path) -> None:
+    things, chosen = (
+        parse("--max-capacity-prompt", "7", "--torch_dtype=float16") if False else parse("--cache_budget", "7")
+    )
+    assert (things.budget, "budget" in chosen) == (7, True)
+    file = tmp_path / "recipe.yaml"
+    file.write_text("pretrained: x\ncache_budget: 8\n")
+    (things,), _ = parse_options("tool", "Try.", [Things], ["--config", str(file)])
+    assert (things.model, things.budget) == ("x", 8)
+    with pytest.raises(ValueError, match=r"^--load-in-4bit is not an option here: .*; give --model"):
+        parse("--load-in-4bit")
+    file.write_text("num_train_epochs: 3\n")
+    with pytest.raises(ValueError, match=r"^num_train_epochs in .*recipe.yaml is not an option here: .*--steps"):
+        parse("--config", str(file))
+
+
+def test_a_refusal_of_a_command_is_one_line_that_names_it() -> None:
+    code, out, err = asked("infer", "--model", "x\ny", "--top-k", "-1")
+    assert (code, out) == (2, "")
+    assert err == "locret infer: --top-k -1 is negative; give 0 (all tokens) or more\n"
+
+
+def test_locret_lists_and_runs_every_command() -> None:
+    import configparser
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "locret", *arguments]
+        return subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
+
+    listing = call().stdout
+    assert all(f"locret {name} " in listing for name in COMMANDS)
+    assert call("--version").stdout == call("infer", "--version").stdout.replace("-infer", "")
+    assert call("infr").stderr == "locret: there is no command 'infr'; did you mean infer?\n"
+    assert call("bench", "--repeets", "1").stderr == "locret bench: --repeets is unknown; did you mean --repeats?\n"
+    report = json.loads(call("env", "--json").stdout)
+    assert {"locret", "torch", "transformers", "python", "gpus"} <= report.keys()
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    scripts = dict(line.split(" = ") for line in setup["options.entry_points"]["console_scripts"].split("\n") if line)
+    homes = {name: module for name, (module, _) in COMMANDS.items()}
+    for script, target in scripts.items():
+        if script != "locret":
+            assert target == f"{homes[script.removeprefix('locret-')]}:main"
+
+
+def test_every_field_that_a_recipe_can_have_is_documented() -> None:
+    for name in COMMANDS:
+        text = asked(name, "--help")[1]
+        lines = [line for line in text.splitlines() if line.startswith("  --")]
+        assert lines
+    assert {f.name for f in fields(Things)} == set(option_help.field_docs(Things))
+    assert option_help.field_docs(Things)["rate"] == "A share of 100 % of what there is."
+    shown = option_help.text(cli._options([Things]), "tool", "Try.", [Things])
+    assert "A share of 100 % of what there is. (default: 0.5)" in shown
+    assert yaml.safe_load("a: 1") == {"a": 1}
