@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import ClassVar, Literal
 
-from locret.field_values import check_finite
+from locret.field_values import check_finite, check_sampling
 from locret.load_options import BackboneSource
 from locret.policy.resolve import PolicyFlags
 from locret.templates import TEMPLATES
@@ -125,12 +125,13 @@ class GenerationOptions:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give 1 or more")
         if self.temperature < 0:
             raise ValueError(f"--temperature {self.temperature} is negative; give 0 (greedy) or more")
+        if self.temperature:
+            check_sampling("--temperature", self.temperature)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p {self.top_p} is not a probability; give more than 0 and at most 1")
         if self.top_k < 0:
             raise ValueError(f"--top-k {self.top_k} is negative; give 0 (all tokens) or more")
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"--repetition-penalty {self.repetition_penalty} must be above 0; 1 does nothing")
+        check_sampling("--repetition-penalty", self.repetition_penalty)
         if self.compile and self.num_beams > 1:
             raise ValueError(f"--compile writes one answer, but --num-beams {self.num_beams} are searched; drop one")
         if any(not text for text in self.stop):

@@ -208,15 +208,16 @@ class Chat:
         self._unread, self._torn = tuple(unread), False
         return new
 
-    def _check(self, text: str | None = None) -> None:
+    def _check(self, *texts: Any) -> None:
         if self._torn:
             raise ValueError(
                 "the last turn of this chat broke off in the middle; go on with a fork made before it, or begin again "
                 "with context.chat()"
             )
         self.cache.check_whole()
-        if text is not None and not (is_text(text) and text.strip()):
-            raise ValueError(f"{text!r} is nothing to answer; give a question as text")
+        for text in texts:
+            if not (is_text(text) and text.strip()):
+                raise ValueError(f"{text!r} is nothing to answer; give a question as text")
 
     @property
     def messages(self) -> list[dict[str, str]]:

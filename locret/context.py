@@ -22,6 +22,7 @@ from locret.cache.store import Store
 from locret.chat import LONGEST_ANSWER, Chat, described, save
 from locret.chunked_prefill import prefill
 from locret.document import Document, PositionWarning, ReadingBar, as_prompt, is_text, open_document
+from locret.field_values import check_sampling
 from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
 from locret.nearest import nearest
@@ -284,9 +285,9 @@ class LongContextModel:
             if not newest and start and block[: len(start)] == start:
                 block = block[len(start) :]
             if len(block) and not 0 <= min(block) <= max(block) < self._vocabulary:
+                foreign = min(block) if min(block) < 0 else max(block)
                 raise ValueError(
-                    f"token ids from {min(block)} to {max(block)} are not all among the {self._vocabulary} of this "
-                    "backbone; use its own tokenizer"
+                    f"token id {foreign} is not among the {self._vocabulary} of this backbone; use its own tokenizer"
                 )
             newest = [*newest, *block][-stream.margin // 8 :]
             if len(block):
@@ -329,6 +330,9 @@ class LongContextModel:
                 meant = nearest(name, ("max_new_tokens", *known, *_MORE_OPTIONS))
                 hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
                 raise ValueError(f"{name}={value!r}: model.generate has no such option{hint}")
+        for name in ("temperature", "repetition_penalty"):
+            if isinstance(value := options.get(name), (int, float)) and not (name == "temperature" and value == 0):
+                check_sampling(name, value)
         sampling = any(name in options for name in _SAMPLING) and options.get("temperature") != 0
         settings = {"max_new_tokens": max_new_tokens, "do_sample": sampling, **options}
         if not settings["do_sample"]:  # what a backbone recommends for sampling shapes no greedy answer

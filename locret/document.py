@@ -93,7 +93,7 @@ def open_document(source: Any, name: str | None = None) -> Document:
 
 def _piece(item: Any) -> str:
     if not is_text(item):
-        raise ValueError(f"a piece of the text is {str(item)[:80]!r}, which is no text in Unicode; give texts only")
+        raise ValueError(f"a piece of the text is {repr(item)[:80]}, which is no text in Unicode; give texts only")
     return item  # type: ignore[no-any-return]
 
 

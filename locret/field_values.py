@@ -100,6 +100,21 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def check_sampling(setting: str, value: float, least: float = 1e-3) -> None:
+    """Check a divisor of logits, which must leave them finite.
+
+    Args:
+        setting: How the user named it.
+        value: A temperature or a repetition penalty.
+        least: Smallest value that float16 logits bear.
+
+    Raises:
+        ValueError: Naming the setting.
+    """
+    if not least <= value <= 1 / least:
+        raise ValueError(f"{setting} {value} makes no usable probabilities; give {least:g} to {1 / least:g}")
+
+
 @cache
 def _types(cls: type) -> dict[str, Any]:
     try:

@@ -46,6 +46,7 @@ def refused(outcome: Any, *parts: str, code: int = 2) -> None:
         (("--question", " "), ("--question is empty",)),
         (("--max-new-tokens", 0), ("--max-new-tokens 0", "1 or more")),
         (("--temperature", -1), ("--temperature -1.0 is negative",)),
+        (("--temperature", 1e-40), ("--temperature 1e-40", "0.001")),
         (("--top-p", 0.5), ("--top-p", "set a temperature")),
         (("--top-p", 1.5, "--temperature", 1), ("--top-p 1.5",)),
         (("--top-k", -1), ("--top-k -1",)),
