@@ -299,14 +299,14 @@ def shares(value: Shares) -> list[float]:
     return list(dict.fromkeys(found))
 
 
-def words(value: Names, flag: str) -> list[str]:
-    """Return the names of `a,b` or [a, b], without repeats.
+def words(value: Names, flag: str, *, repeats: bool = False) -> list[str]:
+    """Return the names of `a,b` or [a, b], by default without repeats.
 
     Raises:
         ValueError: If there are none.
     """
     parts = value.split(",") if isinstance(value, str) else value
-    found = list(dict.fromkeys(part.strip() for part in parts if part.strip()))
+    found = [part.strip() for part in parts if part.strip()]
     if not found:
         raise ValueError(f"{flag} is empty; name at least one (--list shows what there is)")
-    return found
+    return found if repeats else list(dict.fromkeys(found))
