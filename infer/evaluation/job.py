@@ -217,7 +217,22 @@ def _notes(job: Job, left: Sequence[str]) -> list[str]:
             "no prompt is longer than the budget and --local-len together, so nothing is evicted and all methods read "
             "alike; lower --budget, or raise --lengths"
         )
+    notes += _more_than_a_share(bounded, job.cases)
     return notes
+
+
+def _more_than_a_share(runs: Sequence[Run], cases: Sequence[Case]) -> list[str]:
+    """Return a sentence where local tokens make up much of what stays besides a share; one is always read last."""
+    shortest = min((case.tokens for case in cases if case.tokens), default=0)
+    for run in runs:
+        policy = run.policy_of(shortest) if run.allotment is not None and shortest else None
+        if policy is not None and policy.local_len > max(1, policy.budget // 20):
+            kept = min(1.0, (policy.budget + policy.local_len) / shortest)
+            return [
+                f"the last {policy.local_len} tokens (--local-len) stay besides a share: of {shortest:,} tokens "
+                f"{kept:.0%} do; give --local-len 1 for the share alone"
+            ]
+    return []
 
 
 def _longest(cases: Sequence[Case]) -> list[Case]:

@@ -204,6 +204,17 @@ def test_mistakes_are_refused_with_the_way_out_and_write_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_local_tokens_besides_a_share_are_said(evaluate: Any) -> None:
+    line = ("--methods", "full,random", "--tasks", "passkey", "--lengths", "500,900", "--samples", 1, "--dry-run")
+    notes = json.loads(evaluate(*line, "--budget-share", 0.1, own_heads=None)[1])["notes"]
+    said = (
+        "the last 50 tokens (--local-len) stay besides a share: of 500 tokens 20% do; give --local-len 1 for the share"
+    )
+    assert [note for note in notes if note.startswith(said)]
+    assert json.loads(evaluate(*line, "--budget-share", 0.1, "--local-len", 1, own_heads=None)[1])["notes"] == []
+    assert json.loads(evaluate(*line, "--budget", 50, own_heads=None)[1])["notes"] == []
+
+
 def test_options_that_only_some_methods_use_are_taken(evaluate: Any) -> None:
     line = ("--tasks", "passkey", "--lengths", 300, "--samples", 1, "--budget", 64, *SMALL, "--dry-run")
     beta = ("--methods", "full,random,random+pyramid", "--pyramid-beta", 10)
