@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from locret import RetentionCache, RetentionPolicy, prefill, scorers
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers, shipped
 from locret.infer.speed import machine, methods
 from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
 from locret.infer.speed.command import command
@@ -122,6 +122,14 @@ def test_yaml_gives_lists_and_flags_override_it(capsys: pytest.CaptureFixture[st
     config = dry_run(capsys, "--config", str(recipe), "--repeats", "4", "--quiet")["config"]
     assert (config["lengths"], config["methods"], config["repeats"]) == ([1000, 2048], ["floor"], 4)
     assert len(OPTION_CLASSES) == 2
+
+
+def test_the_record_has_the_width_of_the_heads_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    heads = RetainingHeads.from_pretrained(shipped.find("checkpoints/tiny-heads"))
+    line = ("--model", "checkpoints/tiny", "--lengths", "100", "--budget", "32", "--methods")
+    record = dry_run(capsys, *line, "locret", "--heads", "checkpoints/tiny-heads")
+    assert record["config"]["hidden_dim"] == heads.config.hidden_dim
+    assert dry_run(capsys, *line, "locret", "--hidden-dim", "16")["config"]["hidden_dim"] == 16
 
 
 def test_a_folder_is_measured_in_place_of_a_shape(capsys: pytest.CaptureFixture[str], backbone: Path) -> None:
