@@ -296,6 +296,12 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
                     f"--budget-share {budgets.budget_share} is a share of a whole prompt, and {task.name} is a session "
                     "that goes on; give --budget"
                 )
+    named = [method.name for method in evaluation.named_methods()]
+    for task in evaluation.chosen_tasks():
+        if task.family == "sirllm" and any(name.partition("+")[0] == "oracle" for name in named):
+            raise ValueError(
+                f"method oracle knows the answer to one prompt, and {task.name} is a session; leave one out"
+            )
     own = [name for name in _OF_ROWS if name in chosen and getattr(evaluation, name) != getattr(EvalOptions, name)]
     if own and all(isinstance(task, GeneratedTask) for task in evaluation.chosen_tasks()):
         flag, named = f"--{own[0].replace('_', '-')}", ", ".join(task.name for task in evaluation.chosen_tasks())

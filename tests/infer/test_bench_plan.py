@@ -160,6 +160,7 @@ def test_without_a_gpu_its_rows_are_planned_but_have_no_device(arguments: dict[s
             "--hidden-dim 16 is the width of fresh heads, but --methods h",
         ),
         ({"methods": "locret", "min_chunk": 16}, "--min-chunk 16 changes nothing without --decremental; add that, or"),
+        ({"methods": "full,nacl+adaptive_heads"}, "method nacl\\+adaptive_heads: head_budgets=.* selects equally many"),
         ({"methods": " , "}, "--methods is empty; name at least one"),
         ({"lengths": "8k,many"}, "--lengths 8k,many is not a list of prompt lengths; write it like 8192"),
         ({"lengths": "0"}, "--lengths 0 is not a list of prompt lengths"),
