@@ -20,7 +20,7 @@ from locret.chunked_prefill import prefill
 from locret.document import is_text
 from locret.field_values import shown
 from locret.generation import generate
-from locret.templates import decode
+from locret.templates import decode, vocabulary_fingerprint
 from locret.text_stream import TokenStream
 from locret.transcript import Transcript
 
@@ -284,6 +284,7 @@ def save(
     """Write a cache with what a conversation needs to go on."""
     held = {"name": name, "context": stream.context, "pending": stream.pending}
     script = {"template": transcript.template, "system": transcript.system}
+    held["tokenizer"] = vocabulary_fingerprint(stream.tokenizer)
     save_cache(cache, path, notes={"conversation": {**held, **script, "turns": [], "unread": [], **more}})
 
 

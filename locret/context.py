@@ -31,7 +31,7 @@ from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import resolve
 from locret.scorers import Scorer
-from locret.templates import Message, encode, leading_special_ids
+from locret.templates import Message, encode, leading_special_ids, vocabulary_fingerprint
 from locret.text_stream import TokenStream, trimmed
 from locret.transcript import Transcript
 
@@ -377,7 +377,7 @@ class LongContextModel:
         """
         read, turns, _ = self._load(path)
         if turns:
-            raise ValueError(f"{path} holds a conversation; load it with load_chat")
+            raise ValueError(f"{path} holds a conversation; load it with load_chat, or go on with locret-chat")
         return Context(*read)
 
     def load_chat(self, path: str | Path) -> Chat:
@@ -395,6 +395,9 @@ class LongContextModel:
         if notes is None:
             raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
         _check_notes(notes, path, self._vocabulary)
+        # Files of earlier versions do not say.
+        if notes.get("tokenizer", ours := vocabulary_fingerprint(self.tokenizer)) != ours:
+            raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
         turns = tuple(Message(role, content) for role, content in notes["turns"])
         cache = load_cache(path, self.model, self.scorer)
         transcript = Transcript(self.tokenizer, notes["template"], notes["system"], turns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import warnings
@@ -280,6 +281,29 @@ def test_a_file_is_what_it_was_saved_as(lm: LongContextModel, context: Context, 
         lm.load(tmp_path / "cache")
     assert lm.load_chat(tmp_path / "context").say(QUESTION) == ANSWER
     assert lm.load(tmp_path / "context").name == "text"
+    chat.save(tmp_path / "context")  # one saved file may take the place of another
+    assert lm.load_chat(tmp_path / "context").say(QUESTION) == ANSWER
+
+
+def test_the_text_that_was_read_is_not_overwritten(context: Context, tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text(TEXT, encoding="utf-8")
+    for save in (context.save, context.chat().save):
+        with pytest.raises(ValueError, match=r"book\.txt is there already and is not a saved cache; choose another"):
+            save(book)
+    assert book.read_text(encoding="utf-8") == TEXT
+
+
+def test_a_file_of_another_tokenizer_is_refused(lm: LongContextModel, context: Context, tmp_path: Path) -> None:
+    context.save(tmp_path / "a")
+    other = copy.deepcopy(lm.tokenizer)
+    other.add_tokens(["71432"])
+    with pytest.raises(ValueError, match="was made with another tokenizer"):
+        LongContextModel(lm.model, other, lm.scorer, POLICY).load(tmp_path / "a")
+    notes = locret.read_notes(tmp_path / "a")["conversation"]
+    notes.pop("tokenizer")  # as earlier versions wrote it
+    locret.save_cache(context.cache, tmp_path / "a", notes={"conversation": notes})
+    assert lm.load(tmp_path / "a").ask(QUESTION) == ANSWER
 
 
 @pytest.mark.parametrize(
