@@ -296,9 +296,9 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
                     f"--budget-share {budgets.budget_share} is a share of a whole prompt, and {task.name} is a session "
                     "that goes on; give --budget"
                 )
-    named = [method.name for method in evaluation.named_methods()]
+    methods = [method.name for method in evaluation.named_methods()]
     for task in evaluation.chosen_tasks():
-        if task.family == "sirllm" and any(name.partition("+")[0] == "oracle" for name in named):
+        if task.family == "sirllm" and any(name.partition("+")[0] == "oracle" for name in methods):
             raise ValueError(
                 f"method oracle knows the answer to one prompt, and {task.name} is a session; leave one out"
             )
