@@ -39,8 +39,9 @@ def command(argv: Sequence[str] | None = None) -> int:
     with warnings_as_lines("locret-chat", quiet=about.quiet):
         if about.context is not None:
             from locret import read_notes
+            from locret.context import CONTEXT_WRITERS
 
-            read_notes(about.context)  # refuses a wrong file before weights are loaded
+            read_notes(about.context, CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
         lm = _load(model, scorer, policy, about, generation, chosen)
         conversation = Conversation(lm, about, generation)
         conversation.begin()
@@ -192,7 +193,14 @@ class Conversation:
 
     def _do_load(self, given: str) -> None:
         """/load FILE: go on with a conversation, or a context, that has been saved."""
-        self.chat, self.source, self._points = self.lm.load_chat(_path(given, "/load")), None, []
+        from locret.cache.cache_file import OTHER_SCORER
+
+        path = _path(given, "/load")
+        try:
+            chat = self.lm.load_chat(path)
+        except ValueError as error:
+            raise ValueError(str(error).replace(OTHER_SCORER, "start locret-chat with that one")) from error
+        self.chat, self.source, self._points = chat, None, []
         self._tell(repr(self.chat))
 
     def _do_fork(self, _: str) -> None:

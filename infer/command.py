@@ -198,7 +198,7 @@ def _answer(options: Options, plan: _Plan) -> dict[str, Any]:
 
     output = options.output
     stream = not output.json and options.generation.num_beams == 1
-    if shipped.is_embedded_backbone(options.model.model):
+    if shipped.is_embedded_backbone(options.model.model) and not shipped.is_embedded_text(options.prompt.prompt_file):
         warnings.warn(EMBEDDED_KNOWS, stacklevel=2)
     with _memory_errors(plan.device):
         model = loading.load_model(options.model, *plan.where)
@@ -248,10 +248,10 @@ def _ask_apart(options: Options, plan: _Plan, asked: Sequence[str]) -> None:
 def _ask_saved(options: Options, path: str, asked: Sequence[str]) -> None:
     """Answer each question from a copy of a saved context."""
     from locret import loading, read_notes
-    from locret.context import LongContextModel
+    from locret.context import CONTEXT_WRITERS, LongContextModel
 
     _check_not_read(options, path)
-    read_notes(path)  # refuses a wrong file before weights are loaded
+    read_notes(path, CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
     output, device = options.output, loading.resolve_device(options.model.device)
     heads = loading.chosen_heads(options.scorer.heads, options.model.model)
     options = replace(options, scorer=replace(options.scorer, heads=heads))
@@ -262,7 +262,11 @@ def _ask_saved(options: Options, path: str, asked: Sequence[str]) -> None:
     tokenizer = loading.load_tokenizer(options.model)
     with _memory_errors(device):
         model = loading.load_model(options.model, config, device, dtype)
-        context = LongContextModel(model, tokenizer, scorer).load(path)
+        lm = LongContextModel(model, tokenizer, scorer)
+        try:
+            context = lm.load(path, allow_other_scorer=options.prompt.allow_other_scorer)
+        except ValueError as error:
+            raise ValueError(str(error).replace("allow_other_scorer=True", "--allow-other-scorer")) from error
         if output.picture:
             _painter(output.picture, options.scorer)(context.cache)
         records = _ask_each(options, context, asked)

@@ -66,6 +66,8 @@ class PromptOptions:
     """Text file of any size, UTF-8; - is standard input, as is no file at all if something is piped in."""
     context: str | None = None
     """Instead of a text: a saved context (see --save-context), which is asked without reading."""
+    allow_other_scorer: bool = False
+    """Ask a --context with other heads or another scorer than it was read with: what was kept stays."""
     question: list[str] = field(default_factory=list)
     """What to ask about the text; without it the text is the whole message. One question is read with the text; of
     several, --question TEXT for each, each is answered from its own copy of one reading."""
@@ -83,6 +85,8 @@ class PromptOptions:
             raise ValueError("--question is empty; leave it out if the text itself says what to do")
         if self.question and self.questions is not None:
             raise ValueError(f"--question and --questions {self.questions} exclude each other; drop one of them")
+        if self.allow_other_scorer and self.context is None:
+            raise ValueError("--allow-other-scorer is about --context, which is not given; add it, or drop the flag")
         if self.context is not None and self.prompt_file is not None:
             raise ValueError(
                 f"--context {self.context} has been read already, so --prompt-file {self.prompt_file} would not be; "

@@ -147,6 +147,7 @@ class Chat:
         """
         settings = self.lm.settings(max_new_tokens, options)
         self._check(text)
+        self.lm.say_what_it_knows(self.name)  # here, because the turn is read in another thread
         return self._streamed(text, settings)
 
     def _streamed(self, text: str, settings: dict[str, Any]) -> Iterator[str]:
@@ -194,7 +195,7 @@ class Chat:
         self._check_whole(text)
         if self._asked is not None:
             return
-        self.lm.say_what_it_knows()
+        self.lm.say_what_it_knows(self.name)
         transcript, stream = self._transcript.copy(), self._stream.copy()
         ids = [*self._unread, *stream.rest(transcript.ask(text))]
         self._torn = True

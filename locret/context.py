@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -28,7 +29,7 @@ from locret.generation import checked_options
 from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
 from locret.nearest import nearest
-from locret.policy.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy, policy_of
 from locret.policy.resolve import resolve
 from locret.scorers import Scorer
 from locret.templates import Message, encode, leading_special_ids, vocabulary_fingerprint
@@ -42,6 +43,7 @@ EMBEDDED_KNOWS = (
     "the embedded backbone knows only texts that locret generates, such as recipes/infer/pass_key.txt; for texts of "
     "your own give a language model of the Hub"
 )
+CONTEXT_WRITERS = "context.save, chat.save or --save-context"
 _MORE_OPTIONS = ("compile", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
 _NOT_HERE = {
     "max_length": "say how long an answer may be with max_new_tokens",
@@ -70,7 +72,9 @@ class LongContextModel:
         model: The backbone.
         tokenizer: The backbone's.
         scorer: Retaining heads, a scorer object, or the name of a training-free scorer.
-        policy: How many units stay; if None, what the heads recommend, else the defaults.
+        policy: How many units stay, also as a mapping of its numbers; if None, what the heads recommend, else the
+            defaults.
+        budget: Instead of a policy: the units that stay per layer and KV head, with the defaults of all else.
         template: How turns become text: "chat" (the tokenizer's chat template), "original" (the one the original heads
             were trained on) or "none" (plain text); if None, the chat template where there is one, else plain text.
         store: What holds the units, as in `RetentionCache`; if None, ours.
@@ -90,13 +94,14 @@ class LongContextModel:
         model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
         scorer: RetainingHeads | Scorer | str,
-        policy: RetentionPolicy | None = None,
+        policy: RetentionPolicy | Mapping[str, Any] | None = None,
         *,
+        budget: int | None = None,
         template: str | None = None,
         store: type[Store] | str | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        empty = RetentionCache(model, scorer, policy, store=store)
+        empty = RetentionCache(model, scorer, policy_of(policy, budget), store=store)
         self.scorer, self.policy, self.backbone = empty.scorer, empty.policy, empty.backbone
         self.store = empty.store
         self.template = template or ("chat" if tokenizer.chat_template else "none")
@@ -111,11 +116,13 @@ class LongContextModel:
         *,
         heads: str | Path | RetainingHeads | None = None,
         scorer: str | Scorer | None = None,
-        policy: RetentionPolicy | None = None,
+        policy: RetentionPolicy | Mapping[str, Any] | None = None,
+        budget: int | None = None,
         adapter: str | None = None,
         revision: str | None = None,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
+        torch_dtype: str | torch.dtype | None = None,
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         allow_other_base: bool = False,
@@ -128,11 +135,14 @@ class LongContextModel:
             model: Folder of the backbone, or its Hub id; `checkpoints/tiny` is embedded, with `checkpoints/tiny-heads`.
             heads: Retaining heads: a folder, a Hub id, loaded ones; "auto" takes the best on the Hub for this backbone.
             scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides.
-            policy: How many units stay; if None, what the heads recommend, else the defaults.
+            policy: How many units stay, also as a mapping of its numbers; if None, what the heads recommend, else the
+                defaults.
+            budget: Instead of a policy: the units that stay per layer and KV head, with the defaults of all else.
             adapter: LoRA adapter (PEFT) to put on the backbone.
             revision: Branch, tag or commit of the backbone.
             device: "cpu", "cuda", "cuda:N" or "mps"; "auto" takes the first of CUDA, mps and cpu that there is.
             dtype: Of the weights; "auto" takes the backbone's own on an accelerator, and what is fast on a CPU.
+            torch_dtype: The older name of `dtype` in transformers.
             attn_implementation: As in transformers.
             trust_remote_code: Run Python code that comes with the backbone.
             allow_other_base: Accept heads of another backbone of the same shape.
@@ -145,6 +155,11 @@ class LongContextModel:
         """
         if heads is not None and scorer is not None:
             raise ValueError(f"heads {heads} and scorer {scorer} exclude each other; drop one of them")
+        if torch_dtype is not None:
+            if dtype != "auto":
+                raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are one setting; give dtype alone")
+            dtype = torch_dtype
+        policy = policy_of(policy, budget)
         with _as_arguments():
             if isinstance(heads, str):
                 heads = loading.chosen_heads(heads, str(model))
@@ -360,38 +375,46 @@ class LongContextModel:
         ends: Any = unwrap(self.model).generation_config.eos_token_id
         return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
-    def say_what_it_knows(self) -> None:
-        """Say once that the embedded backbone knows no language, when it is asked."""
-        if self._knows_little:
+    def say_what_it_knows(self, name: str) -> None:
+        """Say once that the embedded backbone knows no language, when it is asked about a text of another `name`."""
+        if self._knows_little and name != shipped.TEXT.name:
             self._knows_little = False
-            warnings.warn(EMBEDDED_KNOWS, stacklevel=3)
+            warnings.warn(EMBEDDED_KNOWS, stacklevel=_users_level())
 
     # -- on disk ------------------------------------------------------------------------------------------------------
 
-    def load(self, path: str | Path) -> Context:
+    def load(self, path: str | Path, *, allow_other_scorer: bool = False) -> Context:
         """Return a context that `Context.save` has written.
+
+        Args:
+            path: The file.
+            allow_other_scorer: Accept another scorer than the text was read with: what was kept stays.
 
         Raises:
             ValueError: If the file is none, or was made with another backbone or scorer.
             OSError: If the file cannot be read.
         """
-        read, turns, _ = self._load(path)
+        read, turns, _ = self._load(path, allow_other_scorer)
         if turns:
             raise ValueError(f"{path} holds a conversation; load it with load_chat, or go on with locret-chat")
         return Context(*read)
 
-    def load_chat(self, path: str | Path) -> Chat:
+    def load_chat(self, path: str | Path, *, allow_other_scorer: bool = False) -> Chat:
         """Return a conversation that `Chat.save` has written, or a new one about a saved context.
+
+        Args:
+            path: The file.
+            allow_other_scorer: As in `load`.
 
         Raises:
             ValueError: If the file is none, or was made with another backbone or scorer.
             OSError: If the file cannot be read.
         """
-        read, _, unread = self._load(path)
+        read, _, unread = self._load(path, allow_other_scorer)
         return Chat(*read, unread=unread)
 
-    def _load(self, path: str | Path) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
-        notes = read_notes(path).get("conversation")
+    def _load(self, path: str | Path, allow_other_scorer: bool) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
+        notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
         if notes is None:
             raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
         _check_notes(notes, path, self._vocabulary)
@@ -399,7 +422,7 @@ class LongContextModel:
         if notes.get("tokenizer", ours := vocabulary_fingerprint(self.tokenizer)) != ours:
             raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
         turns = tuple(Message(role, content) for role, content in notes["turns"])
-        cache = load_cache(path, self.model, self.scorer)
+        cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer)
         transcript = Transcript(self.tokenizer, notes["template"], notes["system"], turns)
         stream = TokenStream(self.tokenizer, context=notes["context"], pending=notes["pending"])
         return (self, cache, stream, transcript, notes["name"]), turns, tuple(notes["unread"])
@@ -500,6 +523,14 @@ class Context:
 
     def __repr__(self) -> str:
         return described("Context", self)
+
+
+def _users_level() -> int:
+    """Return the `stacklevel` of a warning of the caller that shows the line which called locret."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("locret", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _check_notes(notes: Any, path: str | Path, vocabulary: int) -> None:

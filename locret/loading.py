@@ -147,6 +147,11 @@ def load_config(options: BackboneSource) -> Any:
         values = read_json(Path(source.model, "config.json"), "the config of a backbone")
         if not isinstance(values, dict):
             raise ValueError(f"--model {source.model} has a config.json without names; give the folder of a backbone")
+        if "base_model_type" in values and "hidden_dim" in values:
+            raise ValueError(
+                f"--model {options.model} holds retaining heads; give them as --heads {options.model}, and their "
+                "backbone as --model"
+            )
     with _one_sentence(f"--model {source.model} has a config.json that cannot be read"):
         config = AutoConfig.from_pretrained(
             source.model, revision=source.revision, trust_remote_code=options.trust_remote_code

@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 _INSIDE = Path(__file__).parent
 _ROOT = _INSIDE if (_INSIDE / "train").is_dir() else _INSIDE.parent
 _EMBEDDED = (PurePath("checkpoints/tiny"), PurePath("checkpoints/tiny-heads"))
+TEXT = PurePath("recipes/infer/pass_key.txt")
 
 
 def find(name: str) -> str:
@@ -35,6 +36,11 @@ def find(name: str) -> str:
 def is_embedded_backbone(name: str) -> bool:
     """Return whether a name, or the path it was found at, is that of the embedded backbone."""
     return bool(name) and os.path.realpath(find(name)) == os.path.realpath(_ROOT / _EMBEDDED[0])
+
+
+def is_embedded_text(name: str | os.PathLike[str] | None) -> bool:
+    """Return whether a name, or the path it was found at, is that of the text which the embedded backbone knows."""
+    return bool(name) and os.path.realpath(find(str(name))) == os.path.realpath(_ROOT / TEXT)
 
 
 def folder(path: PurePath) -> Path | None:

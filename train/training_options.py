@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -303,9 +304,22 @@ def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
     """
     arguments = resumed.with_bare_resume(list(sys.argv[1:] if argv is None else argv))
     with resumed.recorded(arguments, OPTION_CLASSES) as (recipe, record):
-        options, chosen = parse_options(
-            "locret-train", "Fit retaining heads on a frozen backbone.", OPTION_CLASSES, [*recipe, *arguments]
-        )
+        try:
+            options, chosen = parse_options(
+                "locret-train", "Fit retaining heads on a frozen backbone.", OPTION_CLASSES, [*recipe, *arguments]
+            )
+        except ValueError as error:
+            found = re.match(r"--warmup-steps (\d+) is not below --steps (\d+)", str(error))
+            if (
+                not found
+                or not record
+                or any(one.startswith(("--warmup-steps", "--warmup_steps")) for one in arguments)
+            ):
+                raise
+            raise ValueError(
+                f"--steps {found[2]} is not above the {found[1]} steps of warm-up of the run that --resume goes on "
+                "with, so the learning rate would never reach --lr; give more steps"
+            ) from None
     backbone, data, run = options[0], options[1], options[-1]
     if run.resume == resumed.NEWEST and run.output is None and not data.dataset.strip():
         raise ValueError("--resume does not say which run; give its folder, such as --resume runs/heads")

@@ -9,13 +9,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from locret import plugins
+from locret import plugins, shipped
 from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.cache.digest import shortened
@@ -28,7 +29,7 @@ from locret.cache.store import DenseStore, Store, Workspace
 from locret.heads.heads import RetainingHeads
 from locret.nearest import nearest
 from locret.policy.budget import cache_bytes
-from locret.policy.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy, policy_of
 from locret.policy.selectors import OverHeads, PerHead, Selector
 from locret.scorers import FALLBACK, RetainingHeadScorer, Scorer, get
 
@@ -95,6 +96,16 @@ class CacheMemory:
         return asdict(self)
 
 
+def _check_no_folder(scorer: str) -> None:
+    """Refuse the folder of retaining heads in place of a scorer's name."""
+    folder = Path(shipped.find(scorer))
+    if folder.is_dir() and (folder / "config.json").is_file():
+        raise ValueError(
+            f'scorer="{scorer}" is a folder; if it holds retaining heads, give '
+            f'scorer=RetainingHeads.from_pretrained("{scorer}")'
+        )
+
+
 class RetentionCache(Cache):
     """A transformers cache that never holds more than `budget` units per KV head between chunks.
 
@@ -124,18 +135,16 @@ class RetentionCache(Cache):
         self,
         model: nn.Module,
         scorer: RetainingHeads | Scorer | str,
-        policy: RetentionPolicy | None = None,
+        policy: RetentionPolicy | Mapping[str, Any] | None = None,
         *,
         store: type[Store] | str | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a {type(model).__name__}; load it with AutoModelForCausalLM.from_pretrained")
         backbone = describe(model)
-        if isinstance(policy, dict):
-            policy = RetentionPolicy.from_dict(policy, "policy")
-        if policy is not None and not isinstance(policy, RetentionPolicy):
-            raise ValueError(f"policy is a {type(policy).__name__}; give a locret.RetentionPolicy")
+        policy = policy_of(policy)
         if isinstance(scorer, str):
+            _check_no_folder(scorer)
             scorer = get(scorer)
         if not isinstance(scorer, RetainingHeads | Scorer):
             what = f"the class {scorer.__name__}" if isinstance(scorer, type) else f"a {type(scorer).__name__}"

@@ -35,6 +35,8 @@ FORMAT = "locret-cache-1"
 _MOST_NOTES = 16 * 2**20
 """Characters of notes; a safetensors header, where they are written, may take 100 MB."""
 
+OTHER_SCORER = "allow_other_scorer=True to rate further text in the other way"
+
 
 def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
     """Write what a cache holds to one file, so that the same context can be asked again later.
@@ -104,13 +106,17 @@ def _notes(notes: Mapping[str, Any]) -> str:
     return text
 
 
-def read_notes(path: str | Path) -> dict[str, Any]:
+def read_notes(path: str | Path, writer: str = "save_cache") -> dict[str, Any]:
     """Return the notes that `save_cache` was given, without reading the units; empty if there were none.
+
+    Args:
+        path: The file.
+        writer: What writes such files, for messages.
 
     Raises:
         ValueError: If the file is not a saved cache.
     """
-    return _header(path)[1]
+    return _header(path, writer)[1]
 
 
 def load_cache(
@@ -205,7 +211,7 @@ def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: 
     if not same and not allow_other:
         raise ValueError(
             f"it was made with the scorer {_described(saved)}, here it is {_described(here)}; give that scorer, or "
-            "allow_other_scorer=True to rate further text in the other way"
+            f"{OTHER_SCORER}"
         )
 
 
@@ -256,18 +262,18 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
     return {name: tensor.to(dtype) if name == "rows._context" else tensor for name, tensor in tensors.items()}
 
 
-def _header(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _header(path: str | Path, writer: str = "save_cache") -> tuple[dict[str, Any], dict[str, Any]]:
     if not Path(path).is_file():
         what = "is not a file" if Path(path).exists() else "does not exist"
-        raise ValueError(f"{path} {what}; give a file written by save_cache")
+        raise ValueError(f"{path} {what}; give a file written by {writer}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
         state, notes = (json.loads(metadata.get(name, "{}")) for name in ("state", "notes"))
     except (SafetensorError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a saved cache ({error}); give a file written by save_cache") from error
+        raise ValueError(f"{path} is not a saved cache ({error}); give a file written by {writer}") from error
     if not isinstance(state, dict) or not isinstance(notes, dict):
-        raise ValueError(f"{path} is not a saved cache; give a file written by save_cache")
+        raise ValueError(f"{path} is not a saved cache; give a file written by {writer}")
     if state.get("format") != FORMAT:
         raise ValueError(f"{path} has format {shown(state.get('format'))} instead of {FORMAT}; save the cache again")
     return state, notes

@@ -56,6 +56,11 @@ def read_config(folder: Path) -> HeadsConfig:
     """
     file = folder / CONFIG
     if not file.is_file():
+        if (folder / "run.json").is_file() and any(folder.glob("checkpoint-*")):
+            raise ValueError(
+                f"the training in {folder} has not finished; go on with locret-train --resume {folder}, and give the "
+                "folder when it has"
+            )
         raise ValueError(
             f"{folder} has no {CONFIG}, so it does not hold retaining heads; give a folder that locret-train wrote"
         )

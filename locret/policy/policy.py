@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -210,6 +211,26 @@ class RetentionPolicy:
 
 FOLLOWING = ("stabilizers", "local_len", "chunk_size", "min_chunk", "decode_interval")
 """Fields that follow from the budget, each after those that it depends on."""
+
+
+def policy_of(policy: Any, budget: int | None = None) -> RetentionPolicy | None:
+    """Return the policy that an argument means: one, the numbers of one by name, or its budget alone.
+
+    Raises:
+        ValueError: For anything else, or if both are given.
+    """
+    if budget is not None:
+        if policy is not None:
+            raise ValueError(f"budget={budget!r} and policy exclude each other; give the budget in the policy")
+        return RetentionPolicy(budget=budget)
+    if isinstance(policy, Mapping):
+        return RetentionPolicy.from_dict(dict(policy), "policy")
+    if policy is None or isinstance(policy, RetentionPolicy):
+        return policy
+    shown = f"={policy!r}" if isinstance(policy, int | float | str) else ""
+    kind = type(policy).__name__
+    article = "an" if kind[0] in "aeiou" else "a"
+    raise ValueError(f"policy{shown} is {article} {kind}; give a RetentionPolicy, such as RetentionPolicy(budget=256)")
 
 
 def _limits(policy: RetentionPolicy, name: str, *, small: bool) -> list[int]:

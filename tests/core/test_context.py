@@ -338,8 +338,9 @@ def test_a_context_of_another_model_is_refused(lm: LongContextModel, context: Co
 def test_the_embedded_backbone_says_once_what_it_knows(lm: LongContextModel) -> None:
     fresh = LongContextModel(lm.model, lm.tokenizer, "random", POLICY)
     context = fresh.read(TEXT)
-    with pytest.warns(UserWarning, match="knows only texts that locret generates"):
+    with pytest.warns(UserWarning, match="knows only texts that locret generates") as caught:
         context.ask(QUESTION, max_new_tokens=1)
+    assert [one.filename for one in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         context.ask(QUESTION, max_new_tokens=1)
@@ -372,3 +373,42 @@ def test_arguments_are_named_as_in_python() -> None:
         LongContextModel.from_pretrained("nowhere/at/all", scorer="snapkv")
     with pytest.raises(ValueError, match="exclude each other"):
         LongContextModel.from_pretrained("checkpoints/tiny", scorer="snapkv", heads="checkpoints/tiny-heads")
+
+
+def test_nothing_is_said_about_the_text_that_the_embedded_backbone_knows(lm: LongContextModel) -> None:
+    fresh = LongContextModel(lm.model, lm.tokenizer, "random", POLICY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fresh.read("recipes/infer/pass_key.txt", progress=False).ask(QUESTION, max_new_tokens=1)
+
+
+def test_a_policy_may_be_numbers_by_name_or_a_budget() -> None:
+    def load(**given: Any) -> LongContextModel:
+        return LongContextModel.from_pretrained("checkpoints/tiny", scorer="snapkv", device="cpu", **given)
+
+    wanted = load(policy=RetentionPolicy(budget=256)).policy
+    assert load(policy={"budget": 256}).policy == wanted
+    assert load(budget=256, torch_dtype=torch.float32).policy == wanted
+    with pytest.raises(ValueError, match=r"^policy=256 is an int; give a RetentionPolicy, such as RetentionPolicy\("):
+        load(policy=256)
+    with pytest.raises(ValueError, match="budget=256 and policy exclude each other"):
+        load(policy={"budget": 128}, budget=256)
+    with pytest.raises(ValueError, match="dtype=float32 and torch_dtype=bfloat16 are one setting"):
+        load(dtype="float32", torch_dtype="bfloat16")
+
+
+def test_another_scorer_may_ask_what_was_saved(lm: LongContextModel, context: Context, tmp_path: Path) -> None:
+    context.save(tmp_path / "a")
+    other = LongContextModel(lm.model, lm.tokenizer, "streaming", POLICY)
+    other._knows_little = False
+    with pytest.raises(ValueError, match="allow_other_scorer=True"):
+        other.load(tmp_path / "a")
+    assert other.load(tmp_path / "a", allow_other_scorer=True).cache.seen == context.cache.seen
+    assert other.load_chat(tmp_path / "a", allow_other_scorer=True).say(QUESTION)
+    with pytest.raises(ValueError, match=r"nowhere does not exist; give a file written by context\.save"):
+        lm.load(tmp_path / "nowhere")
+
+
+def test_a_folder_of_heads_is_no_name_of_a_scorer(lm: LongContextModel) -> None:
+    with pytest.raises(ValueError, match=r'RetainingHeads.from_pretrained\("checkpoints/tiny-heads"\)'):
+        locret.RetentionCache(lm.model, scorer="checkpoints/tiny-heads")

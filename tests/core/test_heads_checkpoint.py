@@ -197,6 +197,11 @@ def test_folders_that_are_missing_or_not_of_heads_are_named(tmp_path, golden_cas
         RetainingHeads.from_pretrained("./nowhere")
     with pytest.raises(ValueError, match="has no config.json, so it does not hold retaining heads"):
         RetainingHeads.from_pretrained(tmp_path)
+    run = tmp_path / "run"
+    (run / "checkpoint-2").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match="training in .*run has not finished; go on with locret-train --resume .*run"):
+        RetainingHeads.from_pretrained(run)
     with pytest.raises(ValueError, match="is a file; give the folder"):
         RetainingHeads.from_pretrained(saved / "config.json")
     with pytest.raises(ValueError, match="is not the config of retaining heads .*model_type is (llama|phi3)"):

@@ -258,7 +258,7 @@ def test_policies_may_be_mappings_and_are_checked(model: Any) -> None:
     assert RetentionCache(model, "snapkv", {"budget": 24, "stabilizers": 5}).policy.budget == 24
     with pytest.raises(ValueError, match="policy has an unknown key 'bugdet'"):
         RetentionCache(model, "snapkv", {"bugdet": 24})
-    with pytest.raises(ValueError, match="policy is a int; give"):
+    with pytest.raises(ValueError, match="is an int; give"):
         RetentionCache(model, "snapkv", 24)
     with pytest.raises(ValueError, match="model is a str; load it"):
         RetentionCache("checkpoints/tiny", "snapkv", POLICY)

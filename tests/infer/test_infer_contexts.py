@@ -139,6 +139,13 @@ def test_a_context_of_other_heads_is_refused(infer: Infer, pair: list[object], s
     done = infer(*pair[:2], "--scorer", "snapkv", "--context", saved, *questions("Who?"))
     assert done.code == 2
     assert "snapkv" in done.err
+    assert "or --allow-other-scorer to rate" in done.err
+    done = infer(*pair, "--context", saved, *questions("Who?"), "--json")
+    scorer = ("--scorer", "streaming", "--allow-other-scorer", "--max-new-tokens", 6)
+    other = infer("--model", pair[1], *scorer, "--context", saved, *questions("Who?"), "--json")
+    assert len(answers(other)) == len(answers(done)) == 1
+    lost = infer(*pair, "--context", "nowhere.ctx", *questions("Who?"))
+    assert "nowhere.ctx does not exist; give a file written by context.save, chat.save or --save-context" in lost.err
 
 
 def test_the_bar_knows_the_size_of_the_file(

@@ -34,6 +34,11 @@ def refused(outcome: Any, *parts: str, code: int = 2) -> None:
         (("--model", "no/such/model"), ("--model no/such/model: there is no such folder",)),
         (("--model", "setup.cfg"), ("--model setup.cfg is a file",)),
         (("--model", "tests"), ("--model tests has no config.json",)),
+        (
+            ("--model", "checkpoints/tiny-heads"),
+            ("--model checkpoints/tiny-heads holds retaining heads", "--heads checkpoints/tiny-heads"),
+        ),
+        (("--allow-other-scorer",), ("--allow-other-scorer is about --context",)),
         (("--heads", "no/such/heads"), ("--heads no/such/heads: there is no folder",)),
         (("--scorer", "streaming"), ("exclude each other", "--heads", "--scorer")),
         (("--device", "tpu"), ("--device tpu is unknown", "cuda:N")),
