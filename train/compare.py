@@ -162,7 +162,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     from locret.cli import parse_options
 
     (options,), _ = parse_options(
-        "locret.train.compare", "Compare heads that were trained with different options.", [CompareOptions], argv
+        "locret compare", "Compare heads that were trained with different options.", [CompareOptions], argv
     )
     check(options)
     if options.dry_run:
@@ -287,4 +287,4 @@ def _flag_value(value: Any) -> str:
 if __name__ == "__main__":
     from locret.cli import run
 
-    run(command, prog="locret.train.compare")
+    run(command, prog="locret compare")
