@@ -96,6 +96,7 @@ def _load(
         trust_remote_code=model.trust_remote_code,
     )
     final, _ = sizing.final_policy(policy, chosen, recommended, planned)
+    sizing.check_fits(planned, final)
     tokenizer = loading.load_tokenizer(model)
     backbone = loading.load_model(model, config, device, dtype)
     return LongContextModel(backbone, tokenizer, rates, final, template=about.template, store=model.store)

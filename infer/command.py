@@ -75,7 +75,10 @@ def _execute(options: Options) -> None:
     if output.picture:
         _check_picture(output.picture)
     if output.save_context is not None:
+        from locret.cache.cache_file import check_replaceable
+
         _check_target("--save-context", output.save_context)
+        check_replaceable(output.save_context)
     asked = questions_of(prompt)
     if prompt.context is not None:
         _ask_saved(options, prompt.context, asked)

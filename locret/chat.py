@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -17,14 +18,16 @@ from locret.cache.cache import CacheMemory, RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.chunked_prefill import prefill
 from locret.document import is_text
+from locret.field_values import shown
 from locret.generation import generate
-from locret.templates import decode
+from locret.templates import decode, vocabulary_fingerprint
 from locret.text_stream import TokenStream
 from locret.transcript import Transcript
 
 if TYPE_CHECKING:
     from locret.context import LongContextModel
 
+_SPEAKING = "this chat is answering; go on when that answer has ended, or with another chat of the same context"
 LONGEST_ANSWER = 256
 """Tokens of an answer, unless the caller says otherwise."""
 
@@ -114,7 +117,9 @@ class Chat:
     ) -> None:
         self.lm, self.cache, self.name = lm, cache, name
         self._stream, self._transcript, self._unread = stream, transcript, unread
-        self._torn = False
+        self._torn, self._speaking = False, threading.Lock()
+        self._asked: str | None = None
+        """A turn that was read and not answered, because its options failed."""
 
     def say(self, text: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> str:
         """Say something and return the answer. Ctrl-C ends the answer there, and the conversation can go on.
@@ -146,7 +151,7 @@ class Chat:
 
     def _streamed(self, text: str, settings: dict[str, Any]) -> Iterator[str]:
         stop, parts, failed = _Stop(), SimpleQueue[str | None](), list[BaseException]()
-        settings["stopping_criteria"] = StoppingCriteriaList([*settings.get("stopping_criteria", ()), stop])
+        settings["stopping_criteria"] = StoppingCriteriaList([*(settings.get("stopping_criteria") or ()), stop])
 
         def write() -> None:
             try:
@@ -171,9 +176,14 @@ class Chat:
             raise failed[0]
 
     def _turn(self, text: str, settings: dict[str, Any], streamer: BaseStreamer | None) -> str:
-        self.read_turn(text, settings["max_new_tokens"])
-        self.write_answer(settings, streamer)
-        return self._transcript.turns[-1].content
+        if not self._speaking.acquire(blocking=False):
+            raise ValueError(_SPEAKING)
+        try:
+            self.read_turn(text, settings["max_new_tokens"])
+            self.write_answer(settings, streamer)
+            return self._transcript.turns[-1].content
+        finally:
+            self._speaking.release()
 
     def read_turn(self, text: str, new_tokens: int) -> None:
         """Read a user's turn up to where the answer begins, which has to follow; `say` does both.
@@ -181,13 +191,15 @@ class Chat:
         Raises:
             ValueError: For an empty text, or a conversation that broke off.
         """
-        self._check(text)
+        self._check_whole(text)
+        if self._asked is not None:
+            return
         self.lm.say_what_it_knows()
         transcript, stream = self._transcript.copy(), self._stream.copy()
         ids = [*self._unread, *stream.rest(transcript.ask(text))]
         self._torn = True
         prefill(self.lm.model, torch.tensor([ids]), self.cache, new_tokens=new_tokens)
-        self._transcript, self._stream = transcript, stream
+        self._transcript, self._stream, self._asked = transcript, stream, text
 
     def write_answer(self, settings: dict[str, Any], streamer: BaseStreamer | None) -> list[int]:
         """Write the answer to the turn that has been read, and return its tokens.
@@ -197,7 +209,14 @@ class Chat:
             streamer: Receives tokens as they are written.
         """
         tokenizer, read = self.lm.tokenizer, self.cache.seen
-        ids = generate(self.lm.model, cache=self.cache, tokenizer=tokenizer, streamer=streamer, **settings)
+        try:
+            ids = generate(self.lm.model, cache=self.cache, tokenizer=tokenizer, streamer=streamer, **settings)
+        except Exception:
+            # Nothing was written if the prompt's last token is still the newest: the turn can be answered once more.
+            with suppress(ValueError):
+                self.cache.check_whole()
+                self._torn = self.cache.last_tokens is None
+            raise
         new: list[int] = ids[0].tolist()
         unread = new[self.cache.seen - read :]  # the last token is never fed, with beams none is
         if unread and unread[-1] in self.lm.end_ids:  # the template writes its own end of a turn
@@ -205,10 +224,20 @@ class Chat:
         answer = decode(tokenizer, new)
         self._transcript.answered(answer)
         self._stream.context = answer[-self._stream.margin :]
-        self._unread, self._torn = tuple(unread), False
+        self._unread, self._torn, self._asked = tuple(unread), False, None
         return new
 
     def _check(self, *texts: Any) -> None:
+        if self._speaking.locked():
+            raise ValueError(_SPEAKING)
+        self._check_whole(*texts)
+
+    def _check_whole(self, *texts: Any) -> None:
+        if self._asked is not None and not self._torn and texts != (self._asked,):
+            raise ValueError(
+                f"{shown(self._asked)} has been read but not answered, because its options failed; say it once more, "
+                "with others"
+            )
         if self._torn:
             raise ValueError(
                 "the last turn of this chat broke off in the middle; go on with a fork made before it, or begin again "
@@ -255,6 +284,7 @@ def save(
     """Write a cache with what a conversation needs to go on."""
     held = {"name": name, "context": stream.context, "pending": stream.pending}
     script = {"template": transcript.template, "system": transcript.system}
+    held["tokenizer"] = vocabulary_fingerprint(stream.tokenizer)
     save_cache(cache, path, notes={"conversation": {**held, **script, "turns": [], "unread": [], **more}})
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -23,13 +24,14 @@ from locret.chat import LONGEST_ANSWER, Chat, described, save
 from locret.chunked_prefill import prefill
 from locret.document import Document, PositionWarning, ReadingBar, as_prompt, is_text, open_document
 from locret.field_values import check_sampling
+from locret.generation import checked_options
 from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import resolve
 from locret.scorers import Scorer
-from locret.templates import Message, encode, leading_special_ids
+from locret.templates import Message, encode, leading_special_ids, vocabulary_fingerprint
 from locret.text_stream import TokenStream, trimmed
 from locret.transcript import Transcript
 
@@ -44,10 +46,14 @@ _MORE_OPTIONS = ("compile", "logits_processor", "prefix_allowed_tokens_fn", "sto
 _NOT_HERE = {
     "max_length": "say how long an answer may be with max_new_tokens",
     "num_return_sequences": "there is one answer; ask again, or fork",
-    "return_dict_in_generate": "there is only the answer's text; use locret.generate with context.cache",
+    **dict.fromkeys(
+        ("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states"),
+        "there is only the answer's text; use locret.generate with context.cache",
+    ),
     "streamer": "use stream=True, or chat.stream",
     "use_cache": "the context is the cache",
 }
+_GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
@@ -320,7 +326,7 @@ class LongContextModel:
         Raises:
             ValueError: For an option that `model.generate` does not have, or that makes no sense here.
         """
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r} is no length of an answer; give a number of tokens")
         known = GenerationConfig().to_dict()
         for name, value in options.items():
@@ -330,13 +336,20 @@ class LongContextModel:
                 meant = nearest(name, ("max_new_tokens", *known, *_MORE_OPTIONS))
                 hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
                 raise ValueError(f"{name}={value!r}: model.generate has no such option{hint}")
+        options = {name: value for name, value in options.items() if value is not None}
         for name in ("temperature", "repetition_penalty"):
             if isinstance(value := options.get(name), (int, float)) and not (name == "temperature" and value == 0):
                 check_sampling(name, value)
         sampling = any(name in options for name in _SAMPLING) and options.get("temperature") != 0
-        settings = {"max_new_tokens": max_new_tokens, "do_sample": sampling, **options}
+        settings: dict[str, Any] = {"max_new_tokens": int(max_new_tokens), "do_sample": sampling, **options}
         if not settings["do_sample"]:  # what a backbone recommends for sampling shapes no greedy answer
-            settings |= {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
+            for name in _SAMPLING:
+                if "do_sample" in options and options.get(name, 0) not in (0, _GREEDY.get(name)):
+                    raise ValueError(
+                        f"{name}={options[name]!r} has no effect with do_sample=False; leave one of them out"
+                    )
+            settings |= _GREEDY
+        checked_options(unwrap(self.model), {name: value for name, value in settings.items() if name != "compile"})
         pad = self.tokenizer.pad_token_id
         settings.setdefault("pad_token_id", pad if pad is not None else next(iter(self.end_ids), None))
         return settings
@@ -364,7 +377,7 @@ class LongContextModel:
         """
         read, turns, _ = self._load(path)
         if turns:
-            raise ValueError(f"{path} holds a conversation; load it with load_chat")
+            raise ValueError(f"{path} holds a conversation; load it with load_chat, or go on with locret-chat")
         return Context(*read)
 
     def load_chat(self, path: str | Path) -> Chat:
@@ -382,6 +395,9 @@ class LongContextModel:
         if notes is None:
             raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
         _check_notes(notes, path, self._vocabulary)
+        # Files of earlier versions do not say.
+        if notes.get("tokenizer", ours := vocabulary_fingerprint(self.tokenizer)) != ours:
+            raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
         turns = tuple(Message(role, content) for role, content in notes["turns"])
         cache = load_cache(path, self.model, self.scorer)
         transcript = Transcript(self.tokenizer, notes["template"], notes["system"], turns)

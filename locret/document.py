@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from locret import shipped
+from locret.field_values import shown
 from locret.policy.policy import RetentionPolicy
 from locret.text_stream import read_text, token_stream, trimmed
 
@@ -63,6 +64,8 @@ def open_document(source: Any, name: str | None = None) -> Document:
     Raises:
         ValueError: For an empty text, a file that is not there, or something else.
     """
+    if name is not None and not is_text(name):
+        raise ValueError(f"name={name!r} is no text; give a name, or leave it out")
     if isinstance(source, str) and not _is_path(source):
         if not source.strip():
             raise ValueError("the text is empty; give something to read")
@@ -115,10 +118,12 @@ def _ids(item: Any) -> list[int]:
         return [item]
     try:
         ids = torch.as_tensor(item).flatten()
+        if isinstance(item, (list, tuple)) and not len(ids):  # a line of a text may have no tokens
+            return []
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise TypeError
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{item!r} among the token ids is none; give whole numbers, or lists of them") from None
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{shown(item)} among the token ids is none; give whole numbers, or lists of them") from None
     return ids.tolist()
 
 

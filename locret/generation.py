@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -71,7 +72,7 @@ def generate(
     check_usable(model, cache)
     base, options = unwrap(model), dict(options)
     config = checked_options(base, options)
-    new_tokens = config.max_new_tokens or 0
+    new_tokens = _most_new_tokens(config, input_ids)
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     if compile:
         check_can_compile(cache, new_tokens, copies)
@@ -121,6 +122,18 @@ def generate(
     return cast(Tensor, ids)
 
 
+def _most_new_tokens(config: GenerationConfig, input_ids: Any) -> int:
+    """Return how many tokens an answer may have; 0 where an iterator does not tell how long the whole may be."""
+    if config.max_new_tokens is not None:
+        return config.max_new_tokens
+    if config.max_length is None:
+        return 20  # transformers' default
+    if input_ids is None:
+        return max(config.max_length - 1, 0)
+    ids = input_ids.get("input_ids") if isinstance(input_ids, Mapping) else input_ids
+    return max(config.max_length - ids.shape[-1], 0) if isinstance(ids, Tensor) else 0
+
+
 def _read_rest(
     model: nn.Module, prompt: Prompt, cache: RetentionCache, new_tokens: int, progress: bool, hold_last: bool
 ) -> None:
@@ -167,6 +180,7 @@ _INSTEAD = {
     "assistant_early_exit": ASSISTED,
     "prompt_lookup_num_tokens": ASSISTED,
 }
+_NUMBERS = ("max_new_tokens", "max_length", "num_beams", "num_return_sequences")
 _TAKEN = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus", "streamer", "tokenizer")
 
 
@@ -186,6 +200,10 @@ def checked_options(base: Any, options: dict[str, Any]) -> GenerationConfig:
     if options.pop("use_cache", True) is False:
         raise ValueError("use_cache=False has no effect here; leave it out, or call model.generate without a cache")
     config = copy.deepcopy(given)
+    for name in _NUMBERS:
+        value = options.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+            raise ValueError(f"{name}={value!r} is not a whole number of 1 or more; give one")
     unknown = config.update(**{name: value for name, value in options.items() if name != "generation_config"})
     for name, instead in _INSTEAD.items():
         value = options.get(name, getattr(config, name, None))

@@ -8,6 +8,8 @@ Three templates:
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,14 +67,12 @@ def render(
 
 
 def _render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: str | None) -> str:
-    from jinja2 import TemplateError
-
     chat = [message._asdict() for message in messages]
     if answer is not None:
         chat.append({"role": "assistant", "content": answer})
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer is None)
-    except TemplateError as error:
+    except Exception as error:  # whatever a stranger's template does
         roles = ", ".join(message.role for message in messages)
         raise ValueError(
             f"--template chat: the tokenizer's chat template refuses turns of {roles} ({error}); "
@@ -103,6 +103,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text without added special tokens; no warning about the model's maximum length."""
     arguments: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     return list(tokenizer(text, **arguments)["input_ids"])
+
+
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a CRC-32 of which text each token stands for: ids mean the same to tokenizers that share it."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    return f"{zlib.crc32(json.dumps(vocabulary).encode()):08x}"
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -126,7 +126,7 @@ class EvalOptions(PublishedOptions):
 
     def without_heads(self) -> tuple[EvalOptions, list[str]]:
         """Return the options with methods that need no heads, and the names of those that were left out."""
-        named = self._named_methods()
+        named = self.named_methods()
         kept: Methods = [method.name for method in named if not method.needs_heads]
         return replace(self, methods=kept), [method.name for method in named if method.needs_heads]
 
@@ -136,13 +136,18 @@ class EvalOptions(PublishedOptions):
         Raises:
             ValueError: For an unknown method, or one that needs --heads.
         """
-        chosen = self._named_methods()
+        chosen = self.named_methods()
         for method in chosen:
             if method.needs_heads and not self.heads:
                 raise ValueError(f"--methods {method.name} needs trained heads; give --heads, or leave it out")
         return chosen
 
-    def _named_methods(self) -> list[Method]:
+    def named_methods(self) -> list[Method]:
+        """Return the methods, whether or not there are heads for them.
+
+        Raises:
+            ValueError: For an unknown method.
+        """
         from locret.infer.evaluation import methods  # imports torch
 
         named = method_spec.split(self.methods)
@@ -299,14 +304,14 @@ def shares(value: Shares) -> list[float]:
     return list(dict.fromkeys(found))
 
 
-def words(value: Names, flag: str) -> list[str]:
-    """Return the names of `a,b` or [a, b], without repeats.
+def words(value: Names, flag: str, *, repeats: bool = False) -> list[str]:
+    """Return the names of `a,b` or [a, b], by default without repeats.
 
     Raises:
         ValueError: If there are none.
     """
     parts = value.split(",") if isinstance(value, str) else value
-    found = list(dict.fromkeys(part.strip() for part in parts if part.strip()))
+    found = [part.strip() for part in parts if part.strip()]
     if not found:
         raise ValueError(f"{flag} is empty; name at least one (--list shows what there is)")
-    return found
+    return found if repeats else list(dict.fromkeys(found))

@@ -7,6 +7,7 @@ of one value of the x-axis stand next to each other. The numbers are those of `s
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,8 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F
 MARKERS = "osDv^<>"
 _MARKER_STEP, _LINE_STEP = 3.0, 2.4
 """Points between neighbouring markers, and between lines that would hide each other."""
+_LETTER = 0.09
+"""Inches that a letter of a title takes, more than on average."""
 _CLOSE = 0.75
 """Scores that a picture cannot tell apart."""
 AXIS_LABELS = {
@@ -223,7 +226,10 @@ def draw_heat_maps(maps: dict[Reading, HeatMap], title: str, path: str | Path) -
     bounded = [reading.amount for reading in maps if not reading.whole]
     columns = list(dict.fromkeys(bounded or [reading.amount for reading in maps]))
     lengths = max(len(heat.lengths) for heat in maps.values())
-    wide, high = max(1.9, 0.52 * lengths), 2.1
+    wide = max(1.9, 0.52 * lengths)
+    # A title that is wider than its map would be written over the next one, or narrow all of them.
+    titles = {reading: textwrap.wrap(reading.title, int(wide / _LETTER)) for reading in maps}
+    high = 2.1 + 0.15 * (max(map(len, titles.values())) - 1)
     figure = new_figure(wide * len(columns) + 2.0, high * len(methods) + 1.1)
     grid = figure.subplots(len(methods), len(columns), squeeze=False, sharex=True, sharey=True)
     for axes in grid.flatten():
@@ -235,7 +241,7 @@ def draw_heat_maps(maps: dict[Reading, HeatMap], title: str, path: str | Path) -
         axes = grid[row, column]
         axes.set_visible(True)
         image = _draw_heat_map(axes, maps[reading])
-        axes.set_title(reading.title, fontsize=9, loc="left", color=INK)
+        axes.set_title("\n".join(titles[reading]), fontsize=9, loc="left", color=INK)
         below, left = ((row + 1, column) in spots.values(), (row, column - 1) in spots.values())
         axes.tick_params(labelbottom=not below, labelleft=not left)
     figure.colorbar(

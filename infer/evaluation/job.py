@@ -217,7 +217,22 @@ def _notes(job: Job, left: Sequence[str]) -> list[str]:
             "no prompt is longer than the budget and --local-len together, so nothing is evicted and all methods read "
             "alike; lower --budget, or raise --lengths"
         )
+    notes += _more_than_a_share(bounded, job.cases)
     return notes
+
+
+def _more_than_a_share(runs: Sequence[Run], cases: Sequence[Case]) -> list[str]:
+    """Return a sentence where local tokens make up much of what stays besides a share; one is always read last."""
+    shortest = min((case.tokens for case in cases if case.tokens), default=0)
+    for run in runs:
+        policy = run.policy_of(shortest) if run.allotment is not None and shortest else None
+        if policy is not None and policy.local_len > max(1, policy.budget // 20):
+            kept = min(1.0, (policy.budget + policy.local_len) / shortest)
+            return [
+                f"the last {policy.local_len} tokens (--local-len) stay besides a share: of {shortest:,} tokens "
+                f"{kept:.0%} do; give --local-len 1 for the share alone"
+            ]
+    return []
 
 
 def _longest(cases: Sequence[Case]) -> list[Case]:
@@ -281,6 +296,12 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
                     f"--budget-share {budgets.budget_share} is a share of a whole prompt, and {task.name} is a session "
                     "that goes on; give --budget"
                 )
+    methods = [method.name for method in evaluation.named_methods()]
+    for task in evaluation.chosen_tasks():
+        if task.family == "sirllm" and any(name.partition("+")[0] == "oracle" for name in methods):
+            raise ValueError(
+                f"method oracle knows the answer to one prompt, and {task.name} is a session; leave one out"
+            )
     own = [name for name in _OF_ROWS if name in chosen and getattr(evaluation, name) != getattr(EvalOptions, name)]
     if own and all(isinstance(task, GeneratedTask) for task in evaluation.chosen_tasks()):
         flag, named = f"--{own[0].replace('_', '-')}", ", ".join(task.name for task in evaluation.chosen_tasks())

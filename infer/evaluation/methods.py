@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetainingHeads, method_spec, plugins, scorers
+from locret.cache.limits import check_pair
 from locret.data.tasks import Sample
 from locret.labels.labels import answer_labels
 from locret.method_spec import MODIFIERS, MethodSpec
@@ -77,6 +78,8 @@ class Method:
     """Position mode of the method's paper, taken unless the user chose one."""
     recent: Callable[[int], int] = lambda budget: 0
     """Newest units out of a budget that the method keeps whatever their scores."""
+    scorer: Scorer | None = field(default=None, compare=False)
+    """What rates the units, where it needs no prompt to be known."""
 
     def policy(self, policy: RetentionPolicy, chosen: Collection[str] = ()) -> RetentionPolicy:
         """Return the policy with the method's own changes; `chosen` are the names of the numbers that the user set.
@@ -86,7 +89,10 @@ class Method:
         """
         usual = {} if self.positions is None or "positions" in chosen else {"positions": self.positions}
         try:
-            return replace(policy, **{**usual, **self.changes})
+            made = replace(policy, **{**usual, **self.changes})
+            if self.scorer is not None:
+                check_pair(self.scorer, made)
+            return made
         except ValueError as error:
             raise ValueError(f"method {self.name}: {error}") from error
 
@@ -169,6 +175,7 @@ def _of_scorer(spec: MethodSpec) -> Method:
         changes={"positions": "original"} if original else {},
         positions=None if spec.name in _ABOUT else scorer.positions,
         recent=scorer.recent,
+        scorer=scorer,
     )
 
 

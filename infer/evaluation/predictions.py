@@ -44,8 +44,8 @@ def score_files(options: PredictionOptions) -> list[dict[str, Any]]:
         ValueError: If a file has no task, or a line no answer or no references.
         OSError: If a file cannot be read.
     """
-    files = words(options.score_predictions, "--score-predictions")
-    named = [None] * len(files) if options.tasks is None else [*words(options.tasks, "--tasks")]
+    files = words(options.score_predictions, "--score-predictions", repeats=True)
+    named = [None] * len(files) if options.tasks is None else [*words(options.tasks, "--tasks", repeats=True)]
     named = named * len(files) if len(named) == 1 else named
     if len(named) != len(files):
         raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from locret import RetainingHeads, method_spec, plugins, scorers
-from locret.cache.limits import Limits, planned_bytes
+from locret.cache.limits import Limits, check_pair, planned_bytes
 from locret.infer.speed.cost import Pass, Sizes
 from locret.method_spec import MethodSpec
 from locret.nearest import nearest
@@ -113,7 +113,9 @@ class Bounded(BenchMethod):
             ValueError: If they contradict the policy.
         """
         try:
-            return replace(policy, **{"positions": scorers.find(self.scorer).positions, **self.changes})
+            made = replace(policy, **{"positions": scorers.find(self.scorer).positions, **self.changes})
+            check_pair(self._placeholder(), made)
+            return made
         except ValueError as error:
             raise ValueError(f"method {self.name}: {error}") from error
 

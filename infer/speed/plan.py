@@ -43,7 +43,7 @@ class BenchPlan:
     chunk_choice: ChunkChoice | None
     """Why its chunk size, where that was left to the machine."""
     hidden_dim: int
-    """d_R of fresh heads."""
+    """d_R of the heads."""
     heads: str | None
     """Trained heads, a folder or a Hub id."""
     new_tokens: int

@@ -45,7 +45,8 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     compared = tuple(methods.get(name) for name in options.method_names())
     if options.heads is not None and not any(_with_heads(method) for method in compared):
         raise ValueError(f"--heads {options.heads}: no method of --methods uses them; add locret, or drop them")
-    if options.hidden_dim is not None and (options.heads is not None or not any(map(_with_heads, compared))):
+    fresh = options.heads is None and (bool(options.peer_names()) or any(map(_with_heads, compared)))
+    if options.hidden_dim is not None and not fresh:
         why = "--methods has none; add locret" if options.heads is None else "--heads have their own; drop one of them"
         raise ValueError(f"--hidden-dim {options.hidden_dim} is the width of fresh heads, but {why}, or drop it")
     policy_of = partial(_policy, options, preset)
@@ -60,7 +61,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         lengths=options.prompt_lengths() or preset.lengths,
         policy=policy_of(_chunk_size(options)),
         chunk_choice=None,
-        hidden_dim=options.hidden_dim or preset.hidden_dim,
+        hidden_dim=_width(options, preset),
         heads=options.heads,
         new_tokens=options.new_tokens,
         compile=options.compile,
@@ -117,6 +118,13 @@ def _policy(options: BenchOptions, preset: Preset, size: int | None) -> Retentio
         usual = loading.load_scorer(ScorerOptions(heads=options.heads))[1] or usual
     own = {name: getattr(options, name) for name in ("budget", "stabilizers", "local_len", "min_chunk")}
     return resolve({**own, "chunk_size": size}, usual)
+
+
+def _width(options: BenchOptions, preset: Preset) -> int:
+    """Return d_R: that of trained heads, else what the user chose, else the shape's."""
+    if options.heads is not None:
+        return RetainingHeads.from_pretrained(options.heads).config.hidden_dim
+    return options.hidden_dim or preset.hidden_dim
 
 
 def _peers(options: BenchOptions) -> tuple[str, ...]:

@@ -349,7 +349,7 @@ class RetentionCache(Cache):
         if self.reader is None:
             raise ValueError(
                 "a RetentionCache is filled by locret.prefill, locret.generate and the generate method of its own "
-                "model, not by calling the model"
+                "model, not by calling the model; make the cache in a line before model.generate, which has to know it"
             )
         if isinstance(layer, SlidingLayer):
             layer.update(key_states, value_states)

@@ -45,7 +45,8 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
         notes: Whatever else the caller wants to find again with `read_notes`: plain JSON values by name.
 
     Raises:
-        ValueError: If the cache is empty, a read of it was interrupted, or the notes are no JSON values.
+        ValueError: If the cache is empty, a read of it was interrupted, the notes are no JSON values, or the path is a
+            file that is not a saved cache.
         OSError: If the file cannot be written; nothing half-written stays.
 
     Examples:
@@ -56,6 +57,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     cache.check_whole()
     if not cache.seen:
         raise ValueError(f"{path}: the cache has read nothing yet; call locret.prefill before saving it")
+    check_replaceable(path)
     kept = _notes(notes or {})
     tensors, numbers = cache.state()
     state = {
@@ -72,6 +74,21 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     metadata = {"state": text, "notes": kept, "checksum": checksum(text, units)}
     with written_whole(path) as fresh:
         save_file(units, fresh, metadata=metadata)
+
+
+def check_replaceable(path: str | Path) -> None:
+    """Refuse to write a cache over a file that is something else, such as the text that was read.
+
+    Raises:
+        ValueError: If there is such a file.
+    """
+    if Path(path).is_file() and Path(path).stat().st_size:
+        try:
+            _header(path)
+        except ValueError:
+            raise ValueError(
+                f"{path} is there already and is not a saved cache; choose another file, or remove it first"
+            ) from None
 
 
 def _notes(notes: Mapping[str, Any]) -> str:

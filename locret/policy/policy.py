@@ -161,6 +161,10 @@ class RetentionPolicy:
                 "lower min_chunk or raise chunk_size"
             )
 
+    def __deepcopy__(self, memo: Any) -> RetentionPolicy:
+        """Return itself, which cannot change: a copy would forget which numbers nobody gave."""
+        return self
+
     @property
     def needs_length(self) -> bool:
         """Whether the length of a prompt must be known before it is read."""

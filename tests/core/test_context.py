@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import warnings
@@ -58,6 +59,10 @@ def test_everything_that_can_be_read_gives_the_same_answer(lm: LongContextModel,
     blocks = iter([ids[:10], torch.tensor(ids[10:30]), ids[30:]])
     for source in (path, str(path), pieces, ids, torch.tensor([ids]), iter(ids), blocks, numpy.array(ids)):
         assert lm.read(source, progress=False).ask(QUESTION) == ANSWER
+    lines = iter([ids[:10], [], (), ids[10:], []])  # a line of a text may have no tokens
+    assert lm.read(lines).ask(QUESTION) == ANSWER
+    with pytest.raises(ValueError, match="name=5 is no text"):
+        lm.read(TEXT, name=5)  # type: ignore[call-overload]
     both = lm.read([TEXT, path])
     assert [one.name for one in both] == ["text", "a text.txt"]
     assert lm.ask(both, QUESTION) == [ANSWER, ANSWER]
@@ -116,6 +121,13 @@ def test_what_is_no_question_is_refused(context: Context, question: Any) -> None
         ({"num_return_sequences": 2}, "there is one answer"),
         ({"streamer": None}, "use stream=True"),
         ({"max_length": 9}, "max_new_tokens"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted and prompt-lookup"),
+        ({"dola_layers": "high"}, "decoding by dola_generation is not supported"),
+        ({"guidance_scale": 2.0}, "guidance_scale has no effect here"),
+        ({"output_scores": True}, "there is only the answer's text"),
+        ({"num_beams": "2"}, "num_beams='2' is not a whole number"),
+        ({"num_beams": 2.5}, "num_beams=2.5 is not a whole number"),
+        ({"do_sample": False, "temperature": 0.5}, "temperature=0.5 has no effect with do_sample=False"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_anything_is_read(
@@ -156,12 +168,52 @@ def test_a_chat_goes_on_whatever_ended_the_answer_before(context: Context, optio
 
 def test_a_turn_that_broke_off_is_not_gone_on_with(context: Context) -> None:
     chat = context.chat()
-    with pytest.raises(ValueError, match="assisted and prompt-lookup"):
-        chat.say(QUESTION, prompt_lookup_num_tokens=3)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyError("a criterion of the user's")
+
+    with pytest.raises(KeyError):
+        chat.say(QUESTION, stopping_criteria=[broken])
     for go_on in (lambda: chat.say(QUESTION), chat.fork, lambda: chat.save("x")):
         with pytest.raises(ValueError, match="the last turn of this chat broke off"):
             go_on()
     assert context.ask(QUESTION) == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": -1.0, "temperature": 0.7}, "top_p"),
+        ({"num_beams": 2, "bad_words_ids": [[10**9]]}, "1000000000"),
+        ({"stop_strings": []}, "[Ss]top string"),
+    ],
+)
+def test_options_that_fail_late_leave_a_turn_that_can_be_answered(
+    context: Context, options: dict[str, Any], said: str
+) -> None:
+    # transformers looks at these once the turn has been read.
+    chat, plain = context.chat(), context.chat()
+    with pytest.raises(ValueError, match=said):
+        chat.say(QUESTION, **options)
+    for go_on in (lambda: chat.say("Who?"), chat.fork, lambda: chat.save("x")):
+        with pytest.raises(ValueError, match="'What is the pass key.' has been read but not answered"):
+            go_on()
+    assert chat.say(QUESTION, stopping_criteria=None, temperature=None) == ANSWER == plain.say(QUESTION)
+    assert chat.cache.seen == plain.cache.seen
+    assert chat.say("Who?") == plain.say("Who?")
+    assert chat.messages == plain.messages
+
+
+def test_a_chat_that_is_answering_says_so(context: Context) -> None:
+    chat = context.chat()
+    parts = chat.stream(QUESTION)
+    first = next(parts)
+    for go_on in (lambda: chat.say("Who?"), chat.fork, lambda: chat.save("x")):
+        with pytest.raises(ValueError, match="this chat is answering; go on when that answer has ended"):
+            go_on()
+    assert first + "".join(parts) == ANSWER
+    assert chat.fork().say(QUESTION) == ANSWER
 
 
 def test_memory_and_repr_say_what_is_held(context: Context) -> None:
@@ -229,6 +281,29 @@ def test_a_file_is_what_it_was_saved_as(lm: LongContextModel, context: Context, 
         lm.load(tmp_path / "cache")
     assert lm.load_chat(tmp_path / "context").say(QUESTION) == ANSWER
     assert lm.load(tmp_path / "context").name == "text"
+    chat.save(tmp_path / "context")  # one saved file may take the place of another
+    assert lm.load_chat(tmp_path / "context").say(QUESTION) == ANSWER
+
+
+def test_the_text_that_was_read_is_not_overwritten(context: Context, tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text(TEXT, encoding="utf-8")
+    for save in (context.save, context.chat().save):
+        with pytest.raises(ValueError, match=r"book\.txt is there already and is not a saved cache; choose another"):
+            save(book)
+    assert book.read_text(encoding="utf-8") == TEXT
+
+
+def test_a_file_of_another_tokenizer_is_refused(lm: LongContextModel, context: Context, tmp_path: Path) -> None:
+    context.save(tmp_path / "a")
+    other = copy.deepcopy(lm.tokenizer)
+    other.add_tokens(["71432"])
+    with pytest.raises(ValueError, match="was made with another tokenizer"):
+        LongContextModel(lm.model, other, lm.scorer, POLICY).load(tmp_path / "a")
+    notes = locret.read_notes(tmp_path / "a")["conversation"]
+    notes.pop("tokenizer")  # as earlier versions wrote it
+    locret.save_cache(context.cache, tmp_path / "a", notes={"conversation": notes})
+    assert lm.load(tmp_path / "a").ask(QUESTION) == ANSWER
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_the_mode_is_the_umasks_and_a_file_that_is_there_keeps_its_own(tmp_path:
 
 def test_links_are_written_through_and_devices_stay(tmp_path: Path) -> None:
     cache = read("dense", build("llama"))
-    (tmp_path / "real.ctx").write_text("old")
+    save_cache(read("dense", build("llama")), tmp_path / "real.ctx")
     (tmp_path / "link.ctx").symlink_to("real.ctx")
     save_cache(cache, tmp_path / "link.ctx")
     assert (tmp_path / "link.ctx").is_symlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 from dataclasses import asdict, replace
@@ -176,4 +177,6 @@ def test_numbers_that_follow_are_plain_in_plain_data() -> None:
     policy = RetentionPolicy(budget=1024)
     assert {type(value) for value in policy.to_dict().values()} == {int, str, float, bool, type(None)}
     assert yaml.safe_load(yaml.safe_dump(asdict(policy))) == policy.to_dict()
-    assert pickle.loads(pickle.dumps(policy)).following() == policy.following()
+    for copied in (pickle.loads(pickle.dumps(policy)), copy.copy(policy), copy.deepcopy(policy)):
+        assert copied.following() == policy.following()
+        assert replace(copied, budget=6000) == RetentionPolicy()

@@ -206,6 +206,21 @@ def test_what_would_not_work_is_refused_and_says_what_does(model: Any) -> None:
     with pytest.raises(ValueError, match="inputs_embeds has no effect here"):
         model.generate(inputs_embeds=torch.ones(1, 5, 32), past_key_values=cache, **GREEDY)
     assert not cache.seen
+    with pytest.raises(ValueError, match=r"make the cache in a line before model\.generate"):
+        build("llama").generate(IDS, past_key_values=new_cache(build("llama")), **GREEDY)
+    for name, value in {"max_new_tokens": "5", "num_beams": 2.5, "num_return_sequences": 0}.items():
+        with pytest.raises(ValueError, match=f"{name}={value!r} is not a whole number of 1 or more"):
+            model.generate(IDS, past_key_values=cache, **{**GREEDY, name: value})
+    assert not cache.seen
+
+
+@pytest.mark.parametrize("length", [{"max_new_tokens": 100}, {"max_length": 190}, {}])
+def test_however_an_answers_length_is_given_memory_is_as_planned(model: Any, length: dict[str, int]) -> None:
+    caches = [new_cache(model), new_cache(model)]
+    ids = generate(model, IDS, cache=caches[0], do_sample=False, eos_token_id=None, **length)
+    generate(model, IDS, cache=caches[1], **{**GREEDY, "max_new_tokens": ids.shape[1] - IDS.shape[1]})
+    assert caches[0].memory() == caches[1].memory()
+    assert caches[0].memory().actual == caches[0].memory().planned
 
 
 # -- custom_generate --------------------------------------------------------------------------------------------------

@@ -151,6 +151,11 @@ def test_a_template_without_a_system_role_says_so_and_the_message_opens_the_user
     )
 
 
+def test_a_template_with_a_mistake_in_it_is_refused():
+    with pytest.raises(ValueError, match=r"refuses turns of user \(can only concatenate str"):
+        render_prompt(make_tokenizer("{{ messages[0].content + 5 }}"))
+
+
 def test_a_template_that_repeats_the_users_text_cannot_be_streamed():
     twice = "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="writes the user's text 2 times, so a document cannot be streamed"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from locret import RetentionCache, RetentionPolicy, prefill, scorers
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers, shipped
 from locret.infer.speed import machine, methods
 from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
 from locret.infer.speed.command import command
@@ -124,6 +124,14 @@ def test_yaml_gives_lists_and_flags_override_it(capsys: pytest.CaptureFixture[st
     assert len(OPTION_CLASSES) == 2
 
 
+def test_the_record_has_the_width_of_the_heads_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    heads = RetainingHeads.from_pretrained(shipped.find("checkpoints/tiny-heads"))
+    line = ("--model", "checkpoints/tiny", "--lengths", "100", "--budget", "32", "--methods")
+    record = dry_run(capsys, *line, "locret", "--heads", "checkpoints/tiny-heads")
+    assert record["config"]["hidden_dim"] == heads.config.hidden_dim
+    assert dry_run(capsys, *line, "locret", "--hidden-dim", "16")["config"]["hidden_dim"] == 16
+
+
 def test_a_folder_is_measured_in_place_of_a_shape(capsys: pytest.CaptureFixture[str], backbone: Path) -> None:
     record = dry_run(capsys, "--model", str(backbone), "--lengths", "100", "--budget", "32")
     assert record["config"]["shape"] is None
@@ -152,6 +160,7 @@ def test_without_a_gpu_its_rows_are_planned_but_have_no_device(arguments: dict[s
             "--hidden-dim 16 is the width of fresh heads, but --methods h",
         ),
         ({"methods": "locret", "min_chunk": 16}, "--min-chunk 16 changes nothing without --decremental; add that, or"),
+        ({"methods": "full,nacl+adaptive_heads"}, "method nacl\\+adaptive_heads: head_budgets=.* selects equally many"),
         ({"methods": " , "}, "--methods is empty; name at least one"),
         ({"lengths": "8k,many"}, "--lengths 8k,many is not a list of prompt lengths; write it like 8192"),
         ({"lengths": "0"}, "--lengths 0 is not a list of prompt lengths"),

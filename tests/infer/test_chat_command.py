@@ -144,6 +144,8 @@ def test_from_a_pipe_the_first_mistake_ends_the_command(chat: Chat, lines: str, 
         (["--prompt-file", "no.txt"], "no.txt: no such file"),
         (["--template", "lama"], "--template lama is unknown"),
         (["--budget", 0], "budget"),
+        (["--max-new-tokens", 10**12], "--max-new-tokens 1000000000000 needs a cache of"),
+        (["--num-beams", 10**9], "--num-beams 1000000000 needs a cache of"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(chat: Chat, arguments: list[object], said: str) -> None:

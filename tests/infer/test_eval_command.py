@@ -204,6 +204,49 @@ def test_mistakes_are_refused_with_the_way_out_and_write_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--methods", "random,snapkv", "--decode-budget", 80, "--decode-interval", 4),
+            "method snapkv: decode_budget=80 ",
+        ),
+        (("--methods", "random,nacl+adaptive_heads"), "method nacl+adaptive_heads: head_budgets"),
+        (
+            ("--methods", "snapkv:window=600+prompt_end"),
+            "looks back 600 tokens at the prompt's end, but chunk_size=512",
+        ),
+        (("--methods", "random,oracle", "--tasks", "sirllm/rock"), "method oracle knows the answer to one prompt, and"),
+    ],
+)
+def test_methods_that_cannot_work_are_refused_before_the_first_answer(
+    evaluate: Any, tmp_path: Path, flags: Any, message: str
+) -> None:
+    usual = {
+        "--tasks": "passkey",
+        "--samples": 1,
+        "--budget": 64,
+        "--output": tmp_path / "out",
+        **dict(zip(flags[::2], flags[1::2], strict=True)),
+    }
+    lengths = () if "sirllm/rock" in flags else ("--lengths", 300)
+    code, _, err = evaluate(*[part for pair in usual.items() for part in pair], *lengths, own_heads=None)
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_local_tokens_besides_a_share_are_said(evaluate: Any) -> None:
+    line = ("--methods", "full,random", "--tasks", "passkey", "--lengths", "500,900", "--samples", 1, "--dry-run")
+    notes = json.loads(evaluate(*line, "--budget-share", 0.1, own_heads=None)[1])["notes"]
+    said = (
+        "the last 50 tokens (--local-len) stay besides a share: of 500 tokens 20% do; give --local-len 1 for the share"
+    )
+    assert [note for note in notes if note.startswith(said)]
+    assert json.loads(evaluate(*line, "--budget-share", 0.1, "--local-len", 1, own_heads=None)[1])["notes"] == []
+    assert json.loads(evaluate(*line, "--budget", 50, own_heads=None)[1])["notes"] == []
+
+
 def test_options_that_only_some_methods_use_are_taken(evaluate: Any) -> None:
     line = ("--tasks", "passkey", "--lengths", 300, "--samples", 1, "--budget", 64, *SMALL, "--dry-run")
     beta = ("--methods", "full,random,random+pyramid", "--pyramid-beta", 10)

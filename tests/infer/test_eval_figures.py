@@ -126,6 +126,30 @@ def test_heat_maps_of_an_ablation_are_not_mixed() -> None:
 
 
 @pytest.mark.slow
+def test_titles_of_heat_maps_are_not_written_over_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
+    figure: Any = None
+
+    def keep(made: Any, path: Path) -> None:
+        nonlocal figure
+        figure = made
+
+    monkeypatch.setattr(figures, "save", keep)
+    method = "snapkv:kernel=7,pooling=max+prompt_end+adaptive_heads"
+    rows = [record(0.5, 1024, 1.0, method=method, stabilizers=n, budget=b) for n in (0, 8) for b in (64, 128)]
+    maps = {reading: series.heat_map(own["passkey"]) for reading, own in series.readings(rows).items()}
+    figures.draw_heat_maps(maps, "passkey", tmp_path / "map.png")
+    figure.canvas.draw()
+    shown = [axes for axes in figure.axes if axes.get_title(loc="left")]
+    titles = [axes._left_title.get_window_extent() for axes in shown]
+    assert len(titles) == 4
+    for number, title in enumerate(titles):
+        assert not any(title.overlaps(other) for other in titles[:number])
+        assert title.x1 <= figure.bbox.x1
+    assert all(axes.get_window_extent().width / figure.dpi > 1.2 for axes in shown), "maps keep their width"
+
+
+@pytest.mark.slow
 def test_every_picture_is_written_and_named(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
     cells = CURVE + [cell("locret", 64, 1.0, stabilizers=0), cell("locret", 64, 1.0, chunk_size=256)]

@@ -75,6 +75,19 @@ def test_samples_of_locret_eval_are_scored_by_method_and_budget(score: Any, tmp_
     assert "| samples.jsonl | passkey @ 300 | streaming, 64 | 1 | 100.00 |" in out
 
 
+def test_two_files_may_be_of_one_task_and_a_third_of_another(score: Any, tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{name}.jsonl", LONGBENCH) for name in ("one", "two", "three")]
+    line = (",".join(map(str, files)), "--json", "--tasks")
+    code, out, err = score(*line, "longbench/qasper,longbench/hotpotqa,longbench/qasper")
+    assert code == 0, err
+    found = [(cell["file"], cell["task"]) for cell in json.loads(out)["cells"]]
+    qasper, hotpotqa = "longbench/qasper", "longbench/hotpotqa"
+    assert found == [("one.jsonl", qasper), ("two.jsonl", hotpotqa), ("three.jsonl", qasper)]
+    code, _, err = score(*line, "longbench/qasper,longbench/qasper")
+    assert code == 2
+    assert "names 2 tasks for 3 files" in err
+
+
 @pytest.mark.parametrize(
     ("name", "text", "flags", "message"),
     [

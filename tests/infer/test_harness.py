@@ -310,6 +310,12 @@ def test_answers_and_scores_are_those_of_locret_eval(backbone: Path, heads: Path
 
 
 @NEEDED
+def test_a_number_that_changes_nothing_is_refused(backbone: Path) -> None:
+    with pytest.raises(ValueError, match="--min-chunk 16 changes nothing without --decremental"):
+        locret_lm(backbone, scorer="streaming", budget=64, min_chunk=16)
+
+
+@NEEDED
 def test_unknown_setting_and_argument_are_refused(backbone: Path) -> None:
     with pytest.raises(
         ValueError, match="--model_args: bugdet is not a setting of the model locret; choose among adapter"

@@ -117,6 +117,7 @@ def test_what_has_no_effect_on_a_saved_context_is_refused(
         (["--question", "Who?", "--question", " "], "--question is empty"),
         (["--questions", "no.txt"], "--questions no.txt: no such file"),
         (["--save-context", "no/a.ctx"], "--save-context no/a.ctx: there is no folder"),
+        (["--save-context", "bad.jsonl"], "bad.jsonl is there already and is not a saved cache"),
         (["--save-context", "."], "--save-context . is a folder; give a file"),
         (["--questions", "empty.txt"], "--questions empty.txt holds no questions"),
         (["--questions", "bad.jsonl"], "--questions bad.jsonl, line 2: not JSON"),
