@@ -75,7 +75,7 @@ def generate(
     new_tokens = _most_new_tokens(config, input_ids)
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     if compile:
-        check_can_compile(cache, new_tokens, copies)
+        check_can_compile(cache, config.max_new_tokens or 0, copies)
     full = None
     if input_ids is None:
         if attention_mask is not None:
@@ -125,11 +125,11 @@ def generate(
 def _most_new_tokens(config: GenerationConfig, input_ids: Any) -> int:
     """Return how many tokens an answer may have; 0 where an iterator does not tell how long the whole may be."""
     if config.max_new_tokens is not None:
-        return config.max_new_tokens
+        return int(config.max_new_tokens)
     if config.max_length is None:
         return 20  # transformers' default
     if input_ids is None:
-        return max(config.max_length - 1, 0)
+        return max(int(config.max_length) - 1, 0)
     ids = input_ids.get("input_ids") if isinstance(input_ids, Mapping) else input_ids
     return max(config.max_length - ids.shape[-1], 0) if isinstance(ids, Tensor) else 0
 
