@@ -32,6 +32,7 @@ docs: $(VENV)/installed
 check: lint types docs test
 
 $(VENV)/installed: setup.cfg setup.py pyproject.toml constraints.txt
+	@echo "making an environment in $(VENV); this takes some minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from locret import shipped
+from locret.nearest import nearest
 
 _LARGEST_BYTES = 2**20
 _MOST_VALUES = 100_000
@@ -41,7 +42,9 @@ def read(name: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ValueError(f"--config {name}: it is not UTF-8 text") from None
     except OSError as error:
-        raise ValueError(f"--config {name}: {(error.strerror or str(error)).lower()}; name a YAML file") from None
+        near = nearest(name, shipped.recipes()) if isinstance(error, FileNotFoundError) else []
+        advice = f"did you mean {' or '.join(near)}?" if near else "name a YAML file"
+        raise ValueError(f"--config {name}: {(error.strerror or str(error)).lower()}; {advice}") from None
     except ValueError as error:
         raise ValueError(f"--config {name}: {error}") from None
     if not isinstance(found, Mapping):

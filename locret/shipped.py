@@ -33,6 +33,11 @@ def find(name: str) -> str:
     return name
 
 
+def recipes() -> list[str]:
+    """Return the recipes that locret came with, by the names under which `find` finds them."""
+    return sorted(path.relative_to(_ROOT).as_posix() for path in (_ROOT / "recipes").rglob("*.yaml"))
+
+
 def is_embedded_backbone(name: str) -> bool:
     """Return whether a name, or the path it was found at, is that of the embedded backbone."""
     return bool(name) and os.path.realpath(find(name)) == os.path.realpath(_ROOT / _EMBEDDED[0])

@@ -47,6 +47,7 @@ def commands_of(page: Path) -> list[tuple[str, ...]]:
         words = (
             shlex.split(line, comments=True) if re.match(r"(locret-\w+ -|python |accelerate |torchrun )", line) else []
         )
+        words = words[: words.index(">")] if ">" in words else words
         if words and words[0] in MODULES:
             found.append((MODULES[words[0]], *words[1:]))
         elif "-m" in words and words[words.index("-m") + 1].split(".")[0] in ("locret", "checkpoints"):
@@ -54,7 +55,7 @@ def commands_of(page: Path) -> list[tuple[str, ...]]:
     return found
 
 
-COMMANDS = sorted({words for page in PAGES for words in commands_of(page) if words[0] != HARNESS})
+COMMANDS = sorted({words for page in PAGES for words in commands_of(page) if words[0] not in (HARNESS, "locret")})
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -70,10 +71,14 @@ def test_every_command_runs_if_it_is_quick_and_parses(
         if "recipes/infer/pass_key.txt" in arguments and "--dry-run" not in arguments:
             assert "The pass key is 43600." in capsys.readouterr().out
         return
+    if "--resume" in arguments and "--output" not in arguments:  # takes its options from a run, which is not here
+        with pytest.raises(ValueError, match="there is no such folder"):
+            module.command(arguments)
+        return
     with pytest.raises(SystemExit) as end:
-        module.command([*arguments, "--print_config"])
+        module.command(arguments if "--print-completion" in arguments else [*arguments, "--print_config"])
     assert end.value.code in (0, None), capsys.readouterr().err
-    assert ":" in capsys.readouterr().out
+    assert capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     from locret.cli import parse_options
 
     (options,), _ = parse_options(
-        "locret.data.training.question_rows",
+        "locret rows",
         "Write texts that hide facts, with questions.",
         [QuestionRowsOptions],
         argv,
@@ -174,4 +174,4 @@ def command(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     from locret.cli import run
 
-    run(command)
+    run(command, prog="locret rows")

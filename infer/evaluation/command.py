@@ -231,7 +231,7 @@ def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], dr
     if draw:
         if not job.report.quiet:
             sys.stderr.write("locret-eval: all answers are known; drawing pictures, which can take minutes\n")
-        report.write_figures(output, log, results, setup, job.cases, job.runs)
+        report.write_figures(output, log, results, setup, job.cases, job.runs, quiet=job.report.quiet)
         if not job.report.quiet:
             for line in left_out(results["figures"], job.cases, job.runs):
                 sys.stderr.write(f"locret-eval: {line}\n")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tqdm.auto import tqdm
+
 from locret import RetainingHeads
 from locret.infer.evaluation import consistency
 from locret.infer.evaluation.consistency_figure import write_consistency
@@ -19,7 +21,7 @@ MOST_TOKENS = 6144
 """Longest text whose consistency is measured (Locret, Figure 1: 6K tokens); its time grows with the square."""
 
 
-def write(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequence[Run]) -> list[str]:
+def write(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequence[Run], *, quiet: bool = False) -> list[str]:
     """Draw what each method keeps of one sample, and the consistency of its scores.
 
     Args:
@@ -27,6 +29,7 @@ def write(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequence[Run]
         output: Folder that exists.
         cases: The samples of the evaluation.
         runs: Its methods and policies; each method is shown with its smallest budget.
+        quiet: Show no progress bar, which is only seen in a terminal anyway.
 
     Returns:
         Names of the files written; none if only the plain cache, or published tasks alone, were evaluated.
@@ -47,7 +50,8 @@ def write(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequence[Run]
     candidates = [case for case in shown if case.tokens == longest and case.task is shown[0].task]
     prompt, _ = ask(setup, candidates[len(candidates) // 3])
     names: list[str] = []
-    for name, run in smallest.items():
+    off = True if quiet else None
+    for name, run in tqdm(smallest.items(), desc="drawing what is kept", unit="method", disable=off):
         policy = run.policy_of(prompt.ids_1N.shape[1])
         assert policy is not None
         if prompt.ids_1N.shape[1] <= policy.chunk_size + policy.local_len:
@@ -56,17 +60,17 @@ def write(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequence[Run]
         names += write_retention_steps(output, prompt, sources, policy)
     short = [case for case in shown if case.task.name == shown[0].task.name and case.tokens <= MOST_TOKENS]
     if short:
-        names += _consistency(setup, output, short, list(smallest.values()))
+        names += _consistency(setup, output, short, list(smallest.values()), off)
     return names
 
 
-def _consistency(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequence[Run]) -> list[str]:
+def _consistency(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequence[Run], off: bool | None) -> list[str]:
     longest = max(case.tokens for case in cases)
     prompts = [ask(setup, case)[0] for case in cases if case.tokens == longest][:TEXTS]
     # Prompts fill the length asked for to within a sentence; means need prefixes that all of them have.
     prefixes = consistency.default_prefixes(min(prompt.ids_1N.shape[1] for prompt in prompts))
     measured = []
-    for prompt in prompts:
+    for prompt in tqdm(prompts, desc="comparing scores of prefixes", unit="text", disable=off):
         policy = runs[0].policy_of(prompt.ids_1N.shape[1])
         assert policy is not None
         methods = {run.method.name: _source(run, prompt) for run in runs if run.method.name != "oracle"}

@@ -73,7 +73,14 @@ def _passed_over(results: dict[str, Any]) -> list[str]:
 
 
 def write_figures(
-    output: Path, log: SampleLog, results: dict[str, Any], setup: Setup, cases: Sequence[Case], runs: Sequence[Run]
+    output: Path,
+    log: SampleLog,
+    results: dict[str, Any],
+    setup: Setup,
+    cases: Sequence[Case],
+    runs: Sequence[Run],
+    *,
+    quiet: bool = False,
 ) -> None:
     """Draw all pictures and add their names to results.json; numbers are on disk before the first one is drawn.
 
@@ -84,7 +91,7 @@ def write_figures(
     from locret.infer.evaluation import figures, insight
 
     names: list[str] = figures.write_all(output, ordered(log, cases, runs), results)
-    results["figures"] = names + insight.write(setup, output, cases, runs)
+    results["figures"] = names + insight.write(setup, output, cases, runs, quiet=quiet)
     write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
 
 

@@ -159,7 +159,7 @@ class BenchOutput:
     dry_run: bool = False
     """Print what would be measured, with planned bytes, and measure nothing."""
     quiet: bool = False
-    """Print no warnings, and no table in addition to the JSON of --dry-run."""
+    """Print no warnings, no progress, and no table in addition to the JSON of --dry-run."""
 
     def paths(self) -> dict[str, Path]:
         """Return the files of a record by kind, after making sure that they can be written; none without --output.

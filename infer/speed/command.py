@@ -64,7 +64,9 @@ def _measure(options: BenchOptions, output: BenchOutput, plan: BenchPlan, line: 
         warnings.warn("there is no CUDA device here: all that would be measured is unknown", stacklevel=2)
     # Peers first: an environment that does not work shows before everything else is measured.
     others = _compare(plan, options.peer_pythons())
-    found = None if plan.device is None else measure(plan)
+    if plan.device is not None and not output.quiet:
+        _announce(plan)
+    found = None if plan.device is None else measure(plan, quiet=output.quiet)
     record = {"command": line, **make_record(plan, found), "peers": others}
     page = report.page(record, line)
     if output.json:
@@ -75,6 +77,16 @@ def _measure(options: BenchOptions, output: BenchOutput, plan: BenchPlan, line: 
         _write(record, page, paths)
 
 
+def _announce(plan: BenchPlan) -> None:
+    """Say how long a measurement takes that begins now."""
+    from locret.infer.speed.estimate import estimated_seconds, spoken
+    from locret.infer.speed.measure import best_rates
+
+    took = spoken(estimated_seconds(plan, best_rates(plan)))
+    sys.stderr.write(f"locret-bench: measuring, about {took} (estimated from one matrix product and one copy)\n")
+    sys.stderr.flush()
+
+
 def _propose(plan: BenchPlan) -> None:
     """Print what would be measured without any option, and how long it takes.
 
@@ -82,15 +94,11 @@ def _propose(plan: BenchPlan) -> None:
         ValueError: Always: a measurement of minutes is to be asked for.
     """
     from locret.infer.speed.estimate import estimated_seconds, spoken
-    from locret.infer.speed.machine import MachineRates, measure_rates
-    from locret.infer.speed.measure import settings
+    from locret.infer.speed.measure import best_rates
     from locret.infer.speed.plan import plan_lines
     from locret.infer.speed.report import numbers
 
-    assert plan.device is not None
-    with settings(plan):  # the best of three, for others may be at work
-        found = [measure_rates(plan.device, plan.dtype) for _ in range(3)]
-    rates = MachineRates(max(one.flops_per_second for one in found), max(one.bytes_per_second for one in found))
+    rates = best_rates(plan)
     print("\n".join([f"Shape {plan.shape}. {numbers(plan.resolved())}", "", *plan_lines(plan.rows())]))
     took = spoken(estimated_seconds(plan, rates))
     raise ValueError(

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from tqdm.auto import tqdm
 
 from locret.infer.speed.machine import MachineRates, measure_rates, now
 from locret.infer.speed.methods import BenchMethod
@@ -43,8 +44,12 @@ class Measurements:
     peaks: dict[Key, RunPeaks] = field(default_factory=dict)
 
 
-def measure(plan: BenchPlan) -> Measurements:
-    """Measure everything in a plan that has a device.
+def measure(plan: BenchPlan, *, quiet: bool = False) -> Measurements:
+    """Measure everything in a plan that has a device, with a progress bar where standard error is a terminal.
+
+    Args:
+        plan: What is measured.
+        quiet: Show no bar.
 
     Raises:
         ValueError: If weights are missing or broken, or the cap is more than the device has.
@@ -63,17 +68,30 @@ def measure(plan: BenchPlan) -> Measurements:
         cases = [(method, length) for length in plan.lengths for method in plan.methods]
         guard = _Guard()
         peaks: dict[Key, RunPeaks] = {}
-        for method, length in cases:
-            found = guard.run((method.name, length), partial(_warm_peaks, setup, method, length))
-            if found is not None:
-                peaks[method.name, length] = found
         sides: dict[Key, Callable[[], Any]] = {
             (method.name, length): _side(guard, setup, method, length) for method, length in cases
         }
-        rounds = in_turns({_RATES: lambda: measure_rates(device, plan.dtype), **sides}, plan.repeats)
+        sides = {_RATES: lambda: measure_rates(device, plan.dtype), **sides}
+        total = len(cases) + plan.repeats * len(sides)
+        with tqdm(total=total, desc="measuring", unit="run", disable=True if quiet else None) as bar:
+            for method, length in cases:
+                found = guard.run((method.name, length), partial(_warm_peaks, setup, method, length))
+                if found is not None:
+                    peaks[method.name, length] = found
+                bar.update()
+            rounds = in_turns(sides, plan.repeats, bar)
         rates: list[Any] = rounds.pop(_RATES)
     seconds = {key: found for key, found in rounds.items() if key not in guard.failed}
     return Measurements(rates, seconds, {key: peak for key, peak in peaks.items() if key in seconds})
+
+
+def best_rates(plan: BenchPlan) -> MachineRates:
+    """Return what the device of a plan does at best: of three tries, for others may be at work."""
+    assert plan.device is not None
+    with settings(plan):
+        found = [measure_rates(plan.device, plan.dtype) for _ in range(3)]
+    _free()
+    return MachineRates(max(one.flops_per_second for one in found), max(one.bytes_per_second for one in found))
 
 
 class _Guard:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 K = TypeVar("K")
 T = TypeVar("T")
 
 
-def in_turns(sides: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
-    """Run every side once per round, one after the other; return what each came to, round by round."""
+def in_turns(sides: Mapping[K, Callable[[], T]], rounds: int, bar: Any = None) -> dict[K, list[T]]:
+    """Run every side once per round, one after the other; return what each came to, round by round.
+
+    Args:
+        sides: What to run, by name.
+        rounds: How often.
+        bar: A progress bar of tqdm to move by one per run; one of its own if None.
+    """
     found: dict[K, list[T]] = {name: [] for name in sides}
-    for _ in tqdm(range(rounds), desc="measuring", disable=None):
-        for name, side in sides.items():
+    own = tqdm(total=rounds * len(sides), desc="measuring", disable=None) if bar is None else nullcontext(bar)
+    with own as shown:
+        for name, side in list(sides.items()) * rounds:
             found[name].append(side())
+            shown.update()
     return found
 
 

@@ -57,7 +57,7 @@ class Reader:
         self._ids: Tensor | None = None
         self._digest: Tensor | None = None
         self._unsound: list[Tensor] = []
-        self._scored = False
+        self._first = True
         self._positions: Tensor | None = None
         self._view: View | None = None
 
@@ -227,16 +227,16 @@ class Reader:
 
     def _report_unsound(self) -> None:
         """Look at the first chunk's scores at once, and leave those of later ones to the next use of the cache."""
+        first, self._first = self._first, False
         if not self._unsound:
             return
         cache, device = self.cache, self._unsound[0].device
         unsound = torch.stack([flag.to(device) for flag in self._unsound]).any()
         self._unsound = []
-        if not self._scored:
+        if first:  # later ones do not wait for the device
             cache.check_scores(unsound)
         else:
             cache.suspect = unsound if cache.suspect is None else cache.suspect.to(device) | unsound
-        self._scored = True
 
     def finished(self, hidden: Tensor) -> None:
         """Rate tokens, where that takes a whole pass, and count them."""

@@ -136,6 +136,10 @@ def test_flags_become_values_of_the_fields(arguments: tuple[str, ...], expected:
         (("--policy.budget", "0"), "--policy: budget=0 is too small"),
         (("--help=yes",), "--help takes no value"),
         (("--config", "nowhere.yaml"), "--config nowhere.yaml: no such file or directory"),
+        (
+            ("--config", "recipes/infer/tinny.yaml"),
+            "--config recipes/infer/tinny.yaml: no such file or directory; did you mean recipes/infer/tiny.yaml",
+        ),
         (("--config", "."), "--config .: it is a folder"),
     ],
     ids=lambda value: " ".join(value)[:40].encode(errors="replace").decode() if isinstance(value, tuple) else "",
@@ -276,6 +280,7 @@ def test_every_command_has_version_help_and_completion(name: str) -> None:
     assert asked(name, "--version")[1].endswith(f" {__version__}\n")
     code, text, _ = asked(name, "--help")
     assert code == 0
+    assert text.startswith((f"usage: locret {name} ", f"usage: locret-{name} "))
     assert not [line for line in text.splitlines() if line.lstrip().startswith("--") and "_" in line.split()[0]]
     for shell in option_help.SHELLS:
         assert "--config" in asked(name, "--print-completion", shell)[1]

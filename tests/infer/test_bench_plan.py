@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers, shipped
-from locret.infer.speed import machine, methods
+from locret.infer.speed import measure, methods
 from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
 from locret.infer.speed.command import command
 from locret.infer.speed.cost import sizes_of
@@ -246,7 +246,7 @@ def test_a_prompt_of_a_few_tokens_can_be_measured(lengths: str, capsys: pytest.C
 def test_without_options_the_plan_and_its_time_are_shown_and_nothing_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "measure_rates", lambda *_: MachineRates(50e9, 20e9))
+    monkeypatch.setattr(measure, "measure_rates", lambda *_: MachineRates(50e9, 20e9))
     with pytest.raises(ValueError, match="nothing has been measured yet: this would take about 50 minutes here .*"):
         command([])
     out = capsys.readouterr().out

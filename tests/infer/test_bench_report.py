@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,23 @@ def test_the_command_measures_and_writes_a_whole_record(capsys: pytest.CaptureFi
     assert (tmp_path / "record.md").read_text().startswith("# How fast tiny reads and writes\n")
     assert (tmp_path / "record.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "record.md", "record.png"]
+
+
+@pytest.mark.usefixtures("small_machine")
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_measurement_says_how_long_it_takes_and_counts_runs_in_a_terminal(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    flags = ["--shape", "tiny", "--lengths", "60", "--methods", "full,floor", "--repeats", "2", "--json", *FLAGS]
+    assert command(flags) == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["results"]) == 2
+    assert err.startswith("locret-bench: measuring, about 1 seconds (estimated from one matrix product and one copy)\n")
+    # Each method warms up once; in both rounds it is timed, as the machine is.
+    assert ("8/8" in err) == terminal
+    if not terminal:
+        assert err.count("\n") == 1
 
 
 @pytest.mark.usefixtures("small_machine")

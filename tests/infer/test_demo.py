@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from locret import RetainingHeads
-from locret.infer.demo import DemoOptions, shares, verdict
+from locret.infer.demo import DemoOptions, first_answer, shares, typed, verdict
 
 TRAINING = """
 model: ignored
@@ -82,6 +82,28 @@ def test_demo_without_a_backbone_says_what_to_give(demo: Callable[..., Any], tmp
     assert outcome.code == 2
     assert "holds no backbone; give a folder with one, or leave --model out" in outcome.err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_first_answer_comes_without_a_warning(recwarn: pytest.WarningsRecorder, capsys: Any) -> None:
+    first_answer()
+    assert "What is the pass key? " in capsys.readouterr().out
+    assert [str(one.message) for one in recwarn if "embedded backbone" in str(one.message)] == []
+
+
+def test_a_command_that_is_not_on_path_is_named_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / ".venv" / "bin" / "locret-infer"
+    script.parent.mkdir(parents=True)
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert typed("locret-infer") == ".venv/bin/locret-infer"
+    assert typed("locret-other") == "locret-other"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert typed("locret-infer") == "locret-infer"
 
 
 def test_demo_refuses_to_train_nothing() -> None:

@@ -83,7 +83,7 @@ def test_the_table_has_means_the_best_variant_and_the_references() -> None:
         ({"only": "papr"}, "--only papr: no such variant; choose from paper, second, references"),
         ({"variants": {"a": {"init_from": "b"}, "b": {}}}, 'variant "a" goes on from "b", which comes after it'),
         ({"variants": {"a": {"alpha": -1}}}, "variants.a: --alpha -1.0 is negative"),
-        ({"variants": {"a": {"alhpa": 1}}}, "variants.a is refused by locret-train, see above"),
+        ({"variants": {"a": {"alhpa": 1}}}, "variants.a: --alhpa is unknown; did you mean --alpha"),
         ({"rows": {"short": {"rows": 0}}}, "rows.short: --rows 0 leaves nothing to write"),
         ({"rows": {"short": {"row": 5}}}, "rows.short: .*unexpected keyword argument 'row'"),
     ],

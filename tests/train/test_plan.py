@@ -147,7 +147,7 @@ NAMES = [
     (["--dataset=NoSuchSet", "--model=org/nowhere"], "--dataset NoSuchSet: no data set of that name"),
     (["--dataset="], "--dataset is missing; give LongAlpaca or another set"),
     (["--model=no/such/folder"], "--model no/such/folder: there is no such folder"),
-    (["--output="], "--output is empty; give a folder"),
+    (["--output="], "--output is empty; give a value, or leave it out"),
     (["--report-to=tensorbord"], "--report-to tensorbord is unknown; choose tensorboard"),
     (["--report-to=none,tensorboard"], "contradicts itself; drop none or the others"),
 ]
