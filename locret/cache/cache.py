@@ -9,14 +9,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from locret import plugins, shipped
+from locret import plugins
 from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.cache.digest import shortened
@@ -96,16 +95,6 @@ class CacheMemory:
         return asdict(self)
 
 
-def _check_no_folder(scorer: str) -> None:
-    """Refuse the folder of retaining heads in place of a scorer's name."""
-    folder = Path(shipped.find(scorer))
-    if folder.is_dir() and (folder / "config.json").is_file():
-        raise ValueError(
-            f'scorer="{scorer}" is a folder; if it holds retaining heads, give '
-            f'scorer=RetainingHeads.from_pretrained("{scorer}")'
-        )
-
-
 class RetentionCache(Cache):
     """A transformers cache that never holds more than `budget` units per KV head between chunks.
 
@@ -144,7 +133,6 @@ class RetentionCache(Cache):
         backbone = describe(model)
         policy = policy_of(policy)
         if isinstance(scorer, str):
-            _check_no_folder(scorer)
             scorer = get(scorer)
         if not isinstance(scorer, RetainingHeads | Scorer):
             what = f"the class {scorer.__name__}" if isinstance(scorer, type) else f"a {type(scorer).__name__}"

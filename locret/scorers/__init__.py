@@ -7,12 +7,13 @@ group `locret.scorers`. A press of kvpress that rates units comes in as `kvpress
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from locret import method_spec, plugins
+from locret import method_spec, plugins, shipped
 from locret.backbone.chunk import Chunk
 from locret.field_values import checked
 from locret.method_spec import MethodSpec
@@ -163,6 +164,11 @@ def find(name: str) -> type[Scorer]:
         raise ValueError(f'scorer "{name}": options are written OPTION=VALUE, such as {base}:OPTION=VALUE')
     if name.endswith(".py"):
         raise ValueError(f'scorer "{name}" names no class of the file; write {name}:Class')
+    if os.path.isfile(os.path.join(shipped.find(name), "config.json")):
+        raise ValueError(
+            f'scorer "{name}" is a folder; if it holds retaining heads, give RetainingHeads.from_pretrained("{name}") '
+            f"in Python, or --heads {name}"
+        )
     near = nearest(name, names()) or names()
     raise ValueError(f'scorer "{name}" is unknown; did you mean {" or ".join(near)}?')
 
