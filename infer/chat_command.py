@@ -199,7 +199,9 @@ class Conversation:
         try:
             chat = self.lm.load_chat(path)
         except ValueError as error:
-            raise ValueError(str(error).replace(OTHER_SCORER, "start locret-chat with that one")) from error
+            raise ValueError(
+                str(error).replace(f"give that scorer, or {OTHER_SCORER}", "start locret-chat with that scorer")
+            ) from error
         self.chat, self.source, self._points = chat, None, []
         self._tell(repr(self.chat))
 
