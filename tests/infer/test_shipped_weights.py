@@ -63,4 +63,4 @@ def test_the_first_example_answers_from_any_folder(
     assert infer([*pair, *text]) == 0
     shown = capsys.readouterr()
     assert shown.out == "The pass key is 43600.\n"
-    assert shown.err.count("knows only texts that locret generates") == 1
+    assert "knows only texts that locret generates" not in shown.err  # it is such a text
