@@ -203,8 +203,12 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_leaves(backbone: Path, heads: Path, te
         at.type("/memory\n")
         at.wait_for("tokens read")
         at.wait_for("> ")
-        at.type("never said\x03")
+        time.sleep(0.5)  # a signal between the prompt and readline's first wait is seen with the next key only
+        at.type("never said")
+        at.wait_for("never said")
+        at.type("\x03")
         at.wait_for("> ")
+        time.sleep(0.5)
         at.type("\x04")
         assert at.process.wait(60) == 0
     finally:
