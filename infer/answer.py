@@ -19,12 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.cache.compiled_step import check_can_compile
-from locret.chat import AnswerStreamer, Chat
-from locret.document import PositionWarning, ReadingBar, as_prompt
+from locret.conversation.chat import AnswerStreamer, Chat
+from locret.conversation.document import PositionWarning, ReadingBar, as_prompt
+from locret.conversation.templates import decode
+from locret.conversation.text_stream import token_stream, trimmed
+from locret.conversation.transcript import render_prompt
 from locret.infer.infer_options import GenerationOptions, PromptOptions
-from locret.templates import decode
-from locret.text_stream import token_stream, trimmed
-from locret.transcript import render_prompt
 
 
 @dataclass(frozen=True, kw_only=True)

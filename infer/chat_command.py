@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.cli import parse_options, run, warnings_as_lines
+from locret.cli.command import parse_options, run, warnings_as_lines
 from locret.infer.chat_options import ChatOptions
 from locret.infer.infer_options import GenerationOptions, ModelOptions, PolicyOptions
 from locret.load_options import ScorerOptions
@@ -39,7 +39,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     with warnings_as_lines("locret-chat", quiet=about.quiet):
         if about.context is not None:
             from locret import read_notes
-            from locret.context import CONTEXT_WRITERS
+            from locret.conversation.context import CONTEXT_WRITERS
 
             read_notes(about.context, CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
         lm = _load(model, scorer, policy, about, generation, chosen)
@@ -177,7 +177,7 @@ class Conversation:
 
     def _do_read(self, given: str) -> None:
         """/read FILE: read a text and talk about it."""
-        from locret.document import open_document
+        from locret.conversation.document import open_document
 
         document = open_document(_path(given, "/read"))
         cache = self.lm.new_cache()
@@ -229,7 +229,7 @@ class Conversation:
 
     def _do_kept(self, _: str) -> None:
         """/kept: show how much of each tenth of the text stayed, and the passages that most heads hold."""
-        from locret.document import open_document
+        from locret.conversation.document import open_document
         from locret.infer import kept_text
 
         chat = self._current()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from locret.templates import TEMPLATES
+from locret.conversation.templates import TEMPLATES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from locret.cli import parse_options, print_json, run, warnings_as_lines
+from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.infer.infer_options import (
     GenerationOptions,
     ModelOptions,
@@ -193,7 +193,7 @@ def _setup(options: Options, scorer: Any, policy: Any, device: Any, dtype: Any) 
 def _answer(options: Options, plan: _Plan) -> dict[str, Any]:
     """Load the backbone, read, answer, print the answer unless JSON is wanted; return the measurements."""
     from locret import loading, shipped
-    from locret.context import EMBEDDED_KNOWS
+    from locret.conversation.context import EMBEDDED_KNOWS
     from locret.infer import answer
 
     output = options.output
@@ -222,7 +222,7 @@ def _answer(options: Options, plan: _Plan) -> dict[str, Any]:
 def _ask_apart(options: Options, plan: _Plan, asked: Sequence[str]) -> None:
     """Read the text without a question, keep what was read if that is wanted, and answer each question from a copy."""
     from locret import loading
-    from locret.context import LongContextModel
+    from locret.conversation.context import LongContextModel
     from locret.infer.answer import MeasuredCache
 
     output, prompt = options.output, options.prompt
@@ -248,7 +248,7 @@ def _ask_apart(options: Options, plan: _Plan, asked: Sequence[str]) -> None:
 def _ask_saved(options: Options, path: str, asked: Sequence[str]) -> None:
     """Answer each question from a copy of a saved context."""
     from locret import loading, read_notes
-    from locret.context import CONTEXT_WRITERS, LongContextModel
+    from locret.conversation.context import CONTEXT_WRITERS, LongContextModel
 
     _check_not_read(options, path)
     read_notes(path, CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
@@ -314,7 +314,7 @@ def questions_of(prompt: PromptOptions) -> list[str]:
     Raises:
         ValueError: If the file cannot be read, or holds no questions.
     """
-    from locret.text_stream import read_text
+    from locret.conversation.text_stream import read_text
 
     if prompt.questions is None:
         return list(prompt.question)
@@ -356,7 +356,7 @@ def _memory_errors(device: Any) -> Iterator[None]:
 def _prompt(options: Options, document: Any, counted: bool, asked: Sequence[str]) -> tuple[Any, Any, int | None, Any]:
     """Return the tokenizer, the prompt's ids, their number if it is `counted`, and a bar."""
     from locret import loading
-    from locret.document import ReadingBar, whole
+    from locret.conversation.document import ReadingBar, whole
     from locret.infer import answer
 
     if document is None:
@@ -399,8 +399,8 @@ def _print_plan(
 
 def _document(options: PromptOptions) -> Any:
     from locret import shipped
-    from locret.document import Document
-    from locret.text_stream import read_text
+    from locret.conversation.document import Document
+    from locret.conversation.text_stream import read_text
 
     name = options.prompt_file
     if name is None:

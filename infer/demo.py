@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locret import interrupts, shipped
-from locret.cli import parse_options, run
+from locret import shipped
+from locret.cli import interrupts
+from locret.cli.command import parse_options, run
 from locret.data import tasks
 from locret.data.training.question_rows import question_rows, write_rows
 from locret.files import write_text
@@ -68,7 +69,7 @@ class DemoOptions:
 def first_answer() -> None:
     """Ask about the shipped text with the shipped heads, and print the answer with the bytes that it took."""
     from locret import LongContextModel
-    from locret.context import EMBEDDED_KNOWS
+    from locret.conversation.context import EMBEDDED_KNOWS
 
     print(f"reading {TEXT} with the heads that come with the package", flush=True)
     lm = LongContextModel.from_pretrained(MODEL, heads=HEADS)

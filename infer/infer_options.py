@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import ClassVar, Literal
 
+from locret.conversation.templates import TEMPLATES
 from locret.field_values import check_finite, check_sampling
 from locret.load_options import BackboneSource
 from locret.policy.resolve import PolicyFlags
-from locret.templates import TEMPLATES
 
 ATTENTION = ("auto", "sdpa", "flash_attention_2", "math")
 

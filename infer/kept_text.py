@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from locret import RetentionCache
-from locret.templates import decode
+from locret.conversation.templates import decode
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 12

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from locret import scorers
     from locret.cache.cache import RetentionCache
     from locret.cache.cache_file import load_cache, read_notes, save_cache
-    from locret.chat import Chat
     from locret.chunked_prefill import prefill
-    from locret.context import Context, LongContextModel
+    from locret.conversation.chat import Chat
+    from locret.conversation.context import Context, LongContextModel
     from locret.generation import generate
     from locret.heads.heads import RetainingHead, RetainingHeads
     from locret.policy.policy import RetentionPolicy
@@ -42,9 +42,9 @@ shipped.import_from_checkout()
 __getattr__ = on_demand(
     __name__,
     {
-        "Chat": "locret.chat",
-        "Context": "locret.context",
-        "LongContextModel": "locret.context",
+        "Chat": "locret.conversation.chat",
+        "Context": "locret.conversation.context",
+        "LongContextModel": "locret.conversation.context",
         "RetainingHead": "locret.heads.heads",
         "RetainingHeads": "locret.heads.heads",
         "RetentionCache": "locret.cache.cache",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from locret._version import __version__
-from locret.cli import run
+from locret.cli.command import run
 from locret.nearest import nearest
 
 COMMANDS = {
@@ -17,7 +17,7 @@ COMMANDS = {
     "eval": ("locret.infer.evaluation.command", "compare methods on tasks within one budget"),
     "bench": ("locret.infer.speed.command", "measure time and bytes"),
     "push": ("locret.heads.push", "publish heads on the Hugging Face Hub"),
-    "env": ("locret.system_report", "show versions and devices, for a report of a problem"),
+    "env": ("locret.cli.system_report", "show versions and devices, for a report of a problem"),
     "demo": ("locret.infer.demo", "train, evaluate and ask on this machine, from what came with locret"),
     "rows": ("locret.data.training.question_rows", "write training rows for the embedded backbone"),
     "compare": ("locret.train.compare", "train and evaluate heads with different options, in one table"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from locret import interrupts
+from locret.cli import interrupts
 from locret.field_values import shown
 
 LOCK = ".locret.lock"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from locret.cli import print_json, run
+from locret.cli.command import print_json, run
 from locret.data.training.sources import find_local
 from locret.files import locked
 from locret.train import launch, run_folder, training_options

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from locret import interrupts
+from locret.cli import interrupts
 from locret.files import locked, write_text
 from locret.tables import markdown
 
@@ -159,7 +159,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         ValueError: For what the user must change.
         OSError: If something cannot be written, or a process fails.
     """
-    from locret.cli import parse_options
+    from locret.cli.command import parse_options
 
     (options,), _ = parse_options(
         "locret compare", "Compare heads that were trained with different options.", [CompareOptions], argv
@@ -283,6 +283,6 @@ def _flag_value(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    from locret.cli import run
+    from locret.cli.command import run
 
     run(command, prog="locret compare")

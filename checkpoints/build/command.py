@@ -13,7 +13,7 @@ from checkpoints.build.measure import measure
 from checkpoints.build.model import build_model
 from checkpoints.build.options import BackboneTraining
 from checkpoints.build.training import train
-from locret.cli import parse_options, print_json
+from locret.cli.command import parse_options, print_json
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.environment import versions
 from locret.files import locked

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from locret.cli import parse_options, print_json, run
+from locret.cli.command import parse_options, print_json, run
 from locret.data import tasks
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from locret.conversation.templates import Message, check_template, encode, render
 from locret.data.tasks.task import Sample, Task
-from locret.templates import Message, check_template, encode, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ def build_prompt(
         sample: One of its samples.
         tokenizer: Any tokenizer; it needs a chat template for tasks that are chat turns, unless `template` says
             otherwise.
-        template: "chat", "original" or "none", as in `locret.templates`; a task to complete never gets one.
+        template: "chat", "original" or "none", as in `locret.conversation.templates`; a task to complete gets none.
 
     Raises:
         ValueError: If the template is missing or refuses the turns, or the prompt cannot be cut to the limit.

@@ -84,7 +84,7 @@ class Wanted:
     max_new_tokens: int | None = None
     """The user's longest answer."""
     template: str = "chat"
-    """How published tasks that are chat turns become text, see `locret.templates`."""
+    """How published tasks that are chat turns become text, see `locret.conversation.templates`."""
 
 
 class NoSamples(ValueError):

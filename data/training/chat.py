@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from locret.conversation.templates import encode, leading_special_ids, render
 from locret.data.training.rows import Row
-from locret.templates import encode, leading_special_ids, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

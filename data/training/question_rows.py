@@ -143,7 +143,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     """
     from tqdm import tqdm
 
-    from locret.cli import parse_options
+    from locret.cli.command import parse_options
 
     (options,), _ = parse_options(
         "locret rows",
@@ -172,6 +172,6 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from locret.cli import run
+    from locret.cli.command import run
 
     run(command, prog="locret rows")

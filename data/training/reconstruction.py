@@ -7,8 +7,8 @@ Deviates: there the text is repeated piece by piece, each under its own request,
 
 from __future__ import annotations
 
+from locret.conversation.templates import Message
 from locret.data.training.rows import Row
-from locret.templates import Message
 
 REQUEST = "Repeat the text above."
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from locret.conversation.templates import check_template
 from locret.data.training.chat import earlier_answers, tokenise_row
 from locret.data.training.dropped import DropReport
 from locret.data.training.json_rows import BadRow, Entry
@@ -17,7 +18,6 @@ from locret.data.training.reconstruction import reconstruction
 from locret.data.training.row_order import SHUFFLE_BUFFER, Rows, order_of
 from locret.data.training.rows import Row, detect_schema, read_row
 from locret.data.training.sources import load_rows
-from locret.templates import check_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +60,7 @@ class TrainingStream(Iterator[TrainingExample]):
         min_tokens: Shorter rows are left out.
         max_tokens: Longer rows are left out; they are not bad rows.
         skip_bad_rows: Leave out rows that cannot be trained on instead of stopping at the first.
-        template: One of `locret.templates.TEMPLATES`.
+        template: One of `locret.conversation.templates.TEMPLATES`.
         answers: `last`, or `all` to note where a row's earlier answers lie too.
         source: The data set as the user named it, for messages.
         reconstruct: Take the text itself for the answer, see `reconstruction`; rows need none then.

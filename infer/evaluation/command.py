@@ -16,8 +16,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret import interrupts
-from locret.cli import parse_options, print_json, run, warnings_as_lines
+from locret.cli import interrupts
+from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.files import locked
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from locret import method_spec
+from locret.conversation.templates import TEMPLATES
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
@@ -15,7 +16,6 @@ from locret.infer.evaluation.allotment import Allotment
 from locret.infer.infer_options import ModelOptions
 from locret.policy.budget import units_of_share
 from locret.policy.policy import RetentionPolicy
-from locret.templates import TEMPLATES
 
 if TYPE_CHECKING:
     from locret.infer.evaluation.methods import Method

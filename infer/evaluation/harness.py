@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from locret.cli import run
+from locret.cli.command import run
 from locret.data import tasks
 from locret.files import write_text
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from locret.cli import FAILURE, USAGE_ERROR
+from locret.cli.command import FAILURE, USAGE_ERROR
 
 _PATIENCE = timedelta(days=30)
 """How long processes wait for each other: one may have far longer prompts than the others."""

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
+from locret.conversation.templates import Message, render
 from locret.data.tasks import Sample
 from locret.infer.evaluation.figures import new_figure
 from locret.infer.evaluation.methods import Prompt
 from locret.infer.pictures import INK, NEEDLE, column_edges, save
 from locret.method_spec import file_name
 from locret.scorers import Scorer
-from locret.templates import Message, render
 
 ROWS = 200
 """Most rows of a panel: one row stands for several neighbouring positions of a longer text."""

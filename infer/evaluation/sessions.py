@@ -14,9 +14,9 @@ from transformers import Cache, DynamicCache
 
 from locret import RetentionCache, prefill
 from locret.backbone.adapters import unwrap
+from locret.conversation.templates import encode, leading_special_ids
 from locret.infer.evaluation.methods import Method, Prompt
 from locret.policy.policy import RetentionPolicy
-from locret.templates import encode, leading_special_ids
 
 
 class Session:

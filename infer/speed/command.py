@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret import interrupts
-from locret.cli import parse_options, print_json, run, warnings_as_lines
+from locret.cli import interrupts
+from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.files import write_text
 from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret import shipped
-from locret.cli import parse_options, print_json, run
+from locret.cli.command import parse_options, print_json, run
 from locret.field_values import check_license
 
 if TYPE_CHECKING:

@@ -98,7 +98,7 @@ def test_a_signal_while_torch_is_imported_is_answered(folder: Path, number: int)
 def test_an_ignored_signal_stays_ignored(folder: Path) -> None:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from locret import interrupts; interrupts.answer('x'); signal.raise_signal(signal.SIGINT); print('alive')"
+        "from locret.cli import interrupts; interrupts.answer('x'); signal.raise_signal(signal.SIGINT); print('alive')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "alive\n"
@@ -108,7 +108,7 @@ def test_an_ignored_signal_stays_ignored(folder: Path) -> None:
 def test_a_block_can_hold_a_signal_back_or_have_it_raised(wait: str, raises: bool) -> None:
     code = f"""
 import signal, sys
-from locret import interrupts
+from locret.cli import interrupts
 interrupts.answer("x")
 try:
     with interrupts.undone(lambda: print("undone", flush=True)), interrupts.{wait}():
@@ -125,7 +125,7 @@ except KeyboardInterrupt as error:
 def test_a_command_that_calls_another_ends_it_first(tmp_path: Path) -> None:
     code = """
 import sys
-from locret import interrupts
+from locret.cli import interrupts
 interrupts.answer("x")
 child = "import signal, time; signal.signal(15, lambda *_: print('child', flush=True) or exit()); "
 child += "print('up', flush=True); time.sleep(60)"

@@ -19,8 +19,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from locret import cli, recipes
 from locret.__main__ import COMMANDS
+from locret.cli import command as cli
+from locret.cli import recipes
 
 TINY = {"model": "checkpoints/tiny", "heads": "checkpoints/tiny-heads"}
 BASES: dict[str, dict[str, Any]] = {

@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Literal
 import pytest
 import yaml
 
-from locret import cli, ecosystem_names, option_help
 from locret.__main__ import COMMANDS
-from locret.cli import parse_options, run
+from locret.cli import command as cli
+from locret.cli import ecosystem_names, option_help
+from locret.cli.command import parse_options, run
 from locret.policy.policy import RetentionPolicy
 
 ROOT = Path(__file__).parents[2]

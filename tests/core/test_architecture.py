@@ -18,12 +18,6 @@ STOREYS = (
     (
         "shipped",
         "on_demand",
-        "interrupts",
-        "recipes",
-        "option_values",
-        "ecosystem_names",
-        "option_help",
-        "system_report",
         "__main__",
         "_version",
         "nearest",
@@ -35,9 +29,6 @@ STOREYS = (
         "plugins",
         "cli",
         "load_options",
-        "templates",
-        "text_stream",
-        "transcript",
     ),
     ("backbone",),
     ("policy",),
@@ -46,7 +37,7 @@ STOREYS = (
     ("scorers",),
     ("cache",),
     ("token_ids", "chunked_prefill", "generation"),
-    ("loading", "document", "chat", "context"),
+    ("loading", "conversation"),
 )
 """The rooms of locret from the ground up; each may import those below it and its own storey."""
 STOREY = {room: number for number, rooms in enumerate(STOREYS) for room in rooms}

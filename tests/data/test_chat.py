@@ -6,11 +6,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from locret.conversation.templates import ORIGINAL_SYSTEM, Message, encode, leading_special_ids, render
+from locret.conversation.text_stream import token_stream
+from locret.conversation.transcript import render_prompt
 from locret.data.training.chat import earlier_answers, tokenise_row
 from locret.data.training.rows import Row
-from locret.templates import ORIGINAL_SYSTEM, Message, encode, leading_special_ids, render
-from locret.text_stream import token_stream
-from locret.transcript import render_prompt
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from locret.conversation.templates import Message
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.training.reconstruction import REQUEST, reconstruction
 from locret.data.training.rows import Row
 from locret.data.training.stream import TrainingStream
-from locret.templates import Message
 
 TOKENIZER = build_tokenizer()
 

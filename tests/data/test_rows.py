@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from locret.conversation.templates import Message
 from locret.data.training.rows import Row, detect_schema, read_row
-from locret.templates import Message
 
 QUESTION_AND_ANSWER = Row((Message("user", "Who?"),), "Me.")
 CHAT = [("system", "Be kind."), ("user", "Hi."), ("assistant", "Hello."), ("user", "Who?"), ("assistant", "Me.")]

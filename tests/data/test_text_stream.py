@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from locret.text_stream import GROWTH, read_text, token_stream
+from locret.conversation.text_stream import GROWTH, read_text, token_stream
 
 WORDS = [
     "the",
@@ -201,7 +201,7 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
 
 
 def test_standard_input_is_read_as_utf8():
-    code = "import sys; from locret.text_stream import read_text as read\n"
+    code = "import sys; from locret.conversation.text_stream import read_text as read\n"
     code += "sys.stdout.buffer.write(''.join(read('-', 2)).encode())"
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run(

@@ -11,7 +11,7 @@ import torch
 from infer_cases import write_text
 
 from locret import RetainingHeads, loading
-from locret.cli import run
+from locret.cli.command import run
 from locret.data.text.embedded_tokenizer import build_tokenizer
 
 POLICY = {"budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8, "positions": "compact"}

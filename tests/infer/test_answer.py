@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from locret.chat import AnswerStreamer
+from locret.conversation.chat import AnswerStreamer
+from locret.conversation.templates import decode
 from locret.infer.answer import prompt_ids
 from locret.infer.infer_options import PromptOptions
-from locret.templates import decode
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from locret import LongContextModel, RetentionPolicy
-from locret.cli import run
+from locret.cli.command import run
 from locret.infer import kept_text
 from locret.infer.chat_command import command
 
@@ -112,7 +112,7 @@ def test_shares_of_heads_count_every_unit_that_is_held() -> None:
 
 
 def _document() -> Any:
-    from locret.document import open_document
+    from locret.conversation.document import open_document
 
     return open_document(TEXT)
 

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret.cli import parse_options
+from locret.cli.command import parse_options
 from locret.infer import command as infer
 from locret.infer.evaluation.records import SAMPLES, SampleLog
 from locret.train.training_options import OPTION_CLASSES

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from eval_runs import records
 
-from locret.cli import run
+from locret.cli.command import run
 from locret.infer.evaluation.command import command
 
 LINE = ("--methods", "full,random", "--tasks", "multikey", "--lengths", "400", "--samples", "2", "--budget", "64")

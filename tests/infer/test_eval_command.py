@@ -14,7 +14,7 @@ from eval_runs import prompt_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret import RetentionCache, RetentionPolicy, generate, scorers
-from locret.cli import run
+from locret.cli.command import run
 from locret.data import tasks
 from locret.infer.evaluation import methods, runner
 from locret.infer.evaluation.command import command

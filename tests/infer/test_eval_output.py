@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from locret.cli import run
+from locret.cli.command import run
 from locret.infer import pictures
 from locret.infer.evaluation import output_folder, records, runner, summary
 from locret.infer.evaluation.command import command

@@ -15,7 +15,7 @@ from eval_runs import records
 from published_cases import infinitebench, leval, longbench, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from locret.cli import run
+from locret.cli.command import run
 from locret.data import tasks as benchmarks
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.task import MadeSamples, SampleSet

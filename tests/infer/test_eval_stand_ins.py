@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from published_cases import leval, longbench
 
-from locret.cli import run
+from locret.cli.command import run
 from locret.data import tasks
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.task import MadeSamples, Wanted

@@ -16,7 +16,7 @@ import pytest
 from eval_runs import cells, finish, records, start
 from published_cases import infinitebench
 
-from locret.cli import run
+from locret.cli.command import run
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import runner
 from locret.infer.evaluation.command import command

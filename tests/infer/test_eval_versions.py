@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from locret.cli import run
+from locret.cli.command import run
 from locret.infer.evaluation import output_folder, runner
 from locret.infer.evaluation.command import command
 

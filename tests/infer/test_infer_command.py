@@ -14,7 +14,7 @@ import torch
 from infer_cases import write_text
 
 from locret import generation
-from locret.transcript import render_prompt
+from locret.conversation.transcript import render_prompt
 
 QUESTION = "What is the pass key?"
 KEYS = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from locret import scorers
-from locret.cli import parse_options
+from locret.cli.command import parse_options
 from locret.load_options import ScorerOptions
 from locret.loading import load_scorer
 

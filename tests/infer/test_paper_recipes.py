@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from locret import RetentionPolicy, scorers
-from locret.cli import parse_options
+from locret.cli.command import parse_options
 from locret.infer.evaluation.eval_options import OPTION_CLASSES
 from locret.infer.evaluation.methods import Method
 from locret.policy.budget import units_of_share

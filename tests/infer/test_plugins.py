@@ -233,7 +233,7 @@ def test_tasks_come_from_modules_files_and_packages(installed: None, site: Path)
 
 
 def test_a_recipe_writes_options_as_a_mapping(tmp_path: Path, installed: None) -> None:
-    from locret.cli import parse_options
+    from locret.cli.command import parse_options
     from locret.infer.evaluation.eval_options import OPTION_CLASSES
     from locret.infer.speed.bench_options import BenchOptions
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from locret import RetentionCache, prefill, scorers
-from locret.cli import run
+from locret.cli.command import run
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.command import command
 from locret.infer.reading_warnings import warn_of_recency

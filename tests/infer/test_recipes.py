@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from locret.cli import parse_options
+from locret.cli.command import parse_options
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from locret import RetainingHeads, loading, shipped
-from locret.cli import parse_options
+from locret.cli.command import parse_options
 from locret.infer.command import OPTION_CLASSES
 from locret.infer.infer_options import ModelOptions
 

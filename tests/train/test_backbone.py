@@ -20,7 +20,7 @@ from checkpoints.build.measure import answer
 from checkpoints.build.model import build_model
 from checkpoints.build.options import BackboneTraining
 from checkpoints.build.training import masked_loss, train
-from locret.cli import run
+from locret.cli.command import run
 from locret.data import tasks
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.train import checkpointing

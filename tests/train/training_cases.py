@@ -130,7 +130,7 @@ def refused(capsys: Any, arguments: list[str]) -> tuple[int, str]:
     import pytest
     from accelerate.state import AcceleratorState
 
-    from locret.cli import run
+    from locret.cli.command import run
     from locret.train.command import command
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from locret.cli import parse_options, print_json
+from locret.cli.command import parse_options, print_json
 from locret.environment import versions
 from locret.files import write_text
 from locret.infer.speed.bench_options import BenchOptions

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from locret import RetentionPolicy, loading
-from locret.cli import parse_options, print_json, run
-from locret.document import Document, ReadingBar
+from locret.cli.command import parse_options, print_json, run
+from locret.conversation.document import Document, ReadingBar
 from locret.environment import peak_resident_bytes, versions
 from locret.infer.answer import MeasuredCache, answer
 from locret.infer.infer_options import GenerationOptions, ModelOptions

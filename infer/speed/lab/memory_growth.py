@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 
 from locret import RetentionCache, prefill
 from locret.backbone.instrument import NAME, locret_attention
-from locret.cli import run
+from locret.cli.command import run
 from locret.infer.evaluation.eval_options import words
 from locret.infer.speed.allocations import marked, peak_bytes
 from locret.infer.speed.lab.harness import ReadingOptions, compared, interleave, program, ratio_table, reading, where

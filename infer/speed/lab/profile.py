@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from locret.cli import run
+from locret.cli.command import run
 from locret.infer.speed.allocations import silent
 from locret.infer.speed.lab.harness import ReadingOptions, program, where
 from locret.infer.speed.lab.stages import MARK, by_stage, marked_stages

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from locret.cli import run
+from locret.cli.command import run
 from locret.infer.speed import methods
 from locret.infer.speed.lab.harness import ReadingOptions, compared, interleave, program, ratio_table, reading, where
 from locret.infer.speed.runs import make_setup

@@ -15,13 +15,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from locret.conversation.templates import leading_special_ids
+from locret.conversation.text_stream import token_stream
+from locret.conversation.transcript import render_prompt
 from locret.data.tasks.published.infinitebench_generated import TASKS, draw_answer, needle_line, question
 from locret.data.tasks.published.niah import ANSWER, NEEDLE, QUESTION, SYSTEM
 from locret.data.tasks.published.row_maker import counter
 from locret.data.text.essays import NOISE_LINE, essay_sentences
-from locret.templates import leading_special_ids
-from locret.text_stream import token_stream
-from locret.transcript import render_prompt
 
 TEN_MILLION = 10 * 1024 * 1024
 _BLOCK = 64
@@ -100,7 +100,7 @@ def stream_needle(
         depth: Where the needle is, from 0 (start) to 1 (end), in tokens.
         seed: Same seed, same prompt.
         data_dir: Where the essays lie, see `essays.read_essays`; filler if None.
-        template: "chat", "original" or "none", as in `locret.templates`.
+        template: "chat", "original" or "none", as in `locret.conversation.templates`.
         passkey: Hide a pass key instead of the sandwich.
 
     Raises:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from locret import labels
-from locret.cli import run
+from locret.cli.command import run
 from locret.infer.speed.cost import Pass, cost
 from locret.infer.speed.lab.harness import LabOptions, compared, interleave, program, ratio_table, where
 from locret.infer.speed.lab.training_setup import TrainingSetup, layer_activations, peak_above, training_setup

@@ -17,15 +17,15 @@ from transformers.generation.streamers import BaseStreamer
 from locret.cache.cache import CacheMemory, RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.chunked_prefill import prefill
-from locret.document import is_text
+from locret.conversation.document import is_text
+from locret.conversation.templates import decode, vocabulary_fingerprint
+from locret.conversation.text_stream import TokenStream
+from locret.conversation.transcript import Transcript
 from locret.field_values import shown
 from locret.generation import generate
-from locret.templates import decode, vocabulary_fingerprint
-from locret.text_stream import TokenStream
-from locret.transcript import Transcript
 
 if TYPE_CHECKING:
-    from locret.context import LongContextModel
+    from locret.conversation.context import LongContextModel
 
 _SPEAKING = "this chat is answering; go on when that answer has ended, or with another chat of the same context"
 LONGEST_ANSWER = 256

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from locret.templates import Message, check_template, render
+from locret.conversation.templates import Message, check_template, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ class Transcript:
 
     Args:
         tokenizer: Gives the chat template.
-        template: One of `locret.templates.TEMPLATES`.
+        template: One of `locret.conversation.templates.TEMPLATES`.
         system: System message; the template's own default if None. Where a template has no such role, it opens the
             first user turn.
         turns: What was said before: user and assistant in turns.
@@ -156,7 +156,7 @@ def render_prompt(
         tokenizer: Gives the chat template.
         question: What to ask about the document; None if the document is the whole turn.
         system: System message; the template's own default if None.
-        template: One of `locret.templates.TEMPLATES`.
+        template: One of `locret.conversation.templates.TEMPLATES`.
 
     Raises:
         ValueError: For a template that does not exist, is missing, refuses the messages or rewrites the user's text.

@@ -12,8 +12,8 @@ from dataclasses import MISSING
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
-from locret import ecosystem_names
-from locret.option_values import union_members
+from locret.cli import ecosystem_names
+from locret.cli.option_values import union_members
 
 SHELLS = ("bash", "zsh", "tcsh")
 _FILES = ("config", "model", "adapter", "heads", "dataset", "output", "picture", "init_from")

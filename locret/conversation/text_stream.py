@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from locret import shipped
-from locret.templates import encode, leading_special_ids
+from locret.conversation.templates import encode, leading_special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,9 +21,12 @@ from locret.backbone.adapters import unwrap
 from locret.cache.cache import CacheMemory, RetentionCache
 from locret.cache.cache_file import load_cache, read_notes
 from locret.cache.store import Store
-from locret.chat import LONGEST_ANSWER, Chat, described, save
 from locret.chunked_prefill import prefill
-from locret.document import Document, PositionWarning, ReadingBar, as_prompt, is_text, open_document
+from locret.conversation.chat import LONGEST_ANSWER, Chat, described, save
+from locret.conversation.document import Document, PositionWarning, ReadingBar, as_prompt, is_text, open_document
+from locret.conversation.templates import Message, encode, leading_special_ids, vocabulary_fingerprint
+from locret.conversation.text_stream import TokenStream, trimmed
+from locret.conversation.transcript import Transcript
 from locret.field_values import check_sampling
 from locret.generation import checked_options
 from locret.heads.heads import RetainingHeads
@@ -32,9 +35,6 @@ from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy, policy_of
 from locret.policy.resolve import resolve
 from locret.scorers import Scorer
-from locret.templates import Message, encode, leading_special_ids, vocabulary_fingerprint
-from locret.text_stream import TokenStream, trimmed
-from locret.transcript import Transcript
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any, get_origin
 
-from locret import ecosystem_names, interrupts, option_values, recipes
 from locret._version import __version__
+from locret.cli import ecosystem_names, interrupts, option_values, recipes
 from locret.nearest import nearest
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -55,7 +55,7 @@ class Option:
     @property
     def help(self) -> str:
         """The string under the field."""
-        from locret.option_help import field_docs
+        from locret.cli.option_help import field_docs
 
         return field_docs(self.holder).get(self.name.rpartition(".")[2], "")
 
@@ -444,7 +444,7 @@ def _answer_questions(
     asked: Mapping[str, str], options: Mapping[str, Option], prog: str, description: str, classes: Sequence[type]
 ) -> None:
     """Answer what is asked instead of a run, and leave."""
-    from locret import option_help
+    from locret.cli import option_help
 
     if "help" in asked:
         _leave(option_help.text(options, prog, description, classes))

@@ -16,9 +16,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from locret import shipped
+from locret.conversation.text_stream import read_text, token_stream, trimmed
 from locret.field_values import shown
 from locret.policy.policy import RetentionPolicy
-from locret.text_stream import read_text, token_stream, trimmed
 
 if TYPE_CHECKING:
     from locret.backbone.adapters import Backbone

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from locret.cli import parse_options, print_json, run
+from locret.cli.command import parse_options, print_json, run
 
 _PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "huggingface_hub", "peft", "safetensors", "tokenizers"),
@@ -56,7 +56,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print_json(found)
         return 0
-    from locret import recipes
+    from locret.cli import recipes
 
     print(recipes.dump(found), end="")
     return 0

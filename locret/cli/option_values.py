@@ -10,7 +10,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from locret import recipes
+from locret.cli import recipes
 from locret.nearest import nearest
 
 _LARGEST = 2**63 - 1

@@ -1,0 +1,1 @@
+"""The command line: options from dataclasses and recipes, help, refusals, and what a signal does."""
