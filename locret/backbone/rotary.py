@@ -38,6 +38,12 @@ class Rotary:
             last = self._last = (key, (cos[0], sin[0]))
         return last[1]
 
+    def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each (..., R) in the dtype of `like`, for positions (...) in any order."""
+        extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
+        cos, sin = self._module(like, positions.flatten()[None], **extra)
+        return cos[0].unflatten(0, positions.shape), sin[0].unflatten(0, positions.shape)
+
     def forget(self) -> None:
         """Drop the remembered table."""
         self._last = None

@@ -22,7 +22,9 @@ from locret.cache.digest import shortened
 from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
 from locret.cache.limits import Limits, check_pair, column_bytes
+from locret.cache.quantised import QuantisedStore
 from locret.cache.ragged import RaggedStore
+from locret.cache.rounding import Form, forms_of
 from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
 from locret.cache.store import DenseStore, Store, Workspace
@@ -159,6 +161,8 @@ class RetentionCache(Cache):
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
+        self._forms = forms_of(self.policy, len(backbone.layers))
+        self._host_forms = forms_of(self.policy, len(backbone.layers), host=True)
         super().__init__(layers=[self._new_layer(index) for index in range(backbone.num_layers)])
         self.reader: Reader | None = None
         """The read or answer in progress, which observes the backbone's forward passes."""
@@ -201,10 +205,22 @@ class RetentionCache(Cache):
                 f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{self.policy.head_budgets}" selects '
                 f'"{selector.store}" ones; change head_budgets, or take another store'
             )
-        store = kind(self._rotary, self._workspace, self.scorer.columns)
-        return RetentionLayer(store, selector, self.policy.positions == "compact", self._new_host(kind))
+        nth = self.backbone.layers.index(index)
+        store = self._new_store(kind, self._forms[nth], self._workspace)
+        host = self._new_host(kind, self._host_forms[nth])
+        return RetentionLayer(store, selector, self.policy.positions == "compact", host)
 
-    def _new_host(self, kind: type[Store]) -> HostTier | None:
+    def _new_store(self, kind: type[Store], form: Form | None, workspace: Workspace) -> Store:
+        if form is None:
+            return kind(self._rotary, workspace, self.scorer.columns)
+        if self.store is not None:
+            raise ValueError(
+                f"store {kind.name} holds units as they are, but key_bits={self.policy.key_bits} and "
+                f"value_bits={self.policy.value_bits}; use 16 bits, or leave the store out"
+            )
+        return QuantisedStore(self._rotary, workspace, self.scorer.columns, form=form)
+
+    def _new_host(self, kind: type[Store], form: Form | None) -> HostTier | None:
         policy = self.policy
         if policy.host_budget is None:
             return None
@@ -213,8 +229,10 @@ class RetentionCache(Cache):
                 f"store {kind.name} has no second tier, but host_budget={policy.host_budget}; leave host_budget out, "
                 "or derive the store from locret.cache.store.DenseStore"
             )
+        store = self._new_store(kind, form, Workspace())
+        assert isinstance(store, DenseStore)
         return HostTier(
-            kind(self._rotary, Workspace(), self.scorer.columns),
+            store,
             lookups.get(policy.recall_by),
             None if policy.host_budget == EVERYTHING else int(policy.host_budget),
             policy.recall,
@@ -286,14 +304,15 @@ class RetentionCache(Cache):
         if not any(slots) and not self.policy.needs_length:
             slots = list(self._limits.plan(None).peak)
         element_size = next(self.model.parameters()).element_size()
-        return cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
+        return cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer), self._forms)
 
     def _plan_host(self) -> int:
         slots = self._largest_host
         if not self.seen and isinstance(self.policy.host_budget, int) and not self.policy.needs_length:
             slots = [self.policy.host_budget] * len(slots)
         element_size = next(self.model.parameters()).element_size()
-        return host_bytes(self.backbone, slots, element_size, self.rows or 1, column_bytes(self.scorer))
+        columns = column_bytes(self.scorer)
+        return host_bytes(self.backbone, slots, element_size, self.rows or 1, columns, self._host_forms)
 
     def _note_largest(self) -> None:
         self._largest = list(map(max, self._largest, [layer.capacity for layer in self.governed]))
@@ -629,6 +648,7 @@ class RetentionCache(Cache):
         for index, (layer, counters) in enumerate(zip(self.layers, numbers["layers"], strict=True)):
             prefix = f"layers.{index}."
             held = {k.removeprefix(prefix): t.to(devices[index]) for k, t in tensors.items() if k.startswith(prefix)}
-            for name in ("keys", "values"):
-                held[name] = held[name].to(dtype)
+            for name in ("keys", "values", "exact_keys", "exact_values"):
+                if name in held and held[name].is_floating_point():  # codes are as they are
+                    held[name] = held[name].to(dtype)
             layer.load(held, counters)

@@ -136,9 +136,7 @@ class HostTier:
         store, query = self.store, asking.query
         if not store.fill:
             return None
-        assert store.keys is not None
-        assert store.values is not None
-        keys, positions = store.keys[:, :, : store.fill], store.held(POSITIONS)
+        keys, positions = store.all_keys(), store.held(POSITIONS)
         if not self._known:
             self._index, self._known = self.lookup.index(keys, positions), True
         ask = Ask(
@@ -155,8 +153,7 @@ class HostTier:
         )
         ranks = self.lookup.choose(ask)
         if ranks is None:
-            found, values = keys, store.values[:, :, : store.fill]
-            found, values, there = found[:, :, None], values[:, :, None], (positions != NO_UNIT)[:, :, None]
+            found, values, there = keys[:, :, None], store.all_values()[:, :, None], (positions != NO_UNIT)[:, :, None]
         else:
             if ranks.shape[1] == 1:
                 ranks = ranks.expand(-1, keys.shape[1], -1, -1)

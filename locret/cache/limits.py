@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from locret.backbone.adapters import Backbone
+from locret.cache.rounding import forms_of
 from locret.policy.budget import cache_bytes, host_bytes
 from locret.policy.growth import adaptive_sizes
 from locret.policy.policy import EVERYTHING, RetentionPolicy
@@ -47,7 +48,8 @@ def planned_bytes(
     """Return the bytes of a fresh cache that reads a prompt (None: a long one) and answers, before any is made."""
     limits = Limits(policy, scorer, len(backbone.layers))
     slots = limits.capacity(limits.plan(prompt_tokens), new_tokens)
-    return cache_bytes(backbone, slots, element_size, column_bytes=column_bytes(scorer))
+    forms = forms_of(policy, len(backbone.layers))
+    return cache_bytes(backbone, slots, element_size, column_bytes=column_bytes(scorer), forms=forms)
 
 
 def planned_host_bytes(
@@ -69,7 +71,8 @@ def planned_host_bytes(
         raise ValueError(
             f'host_budget="{EVERYTHING}" has no plan where the length of a prompt is unknown; give a number of units'
         )
-    return host_bytes(backbone, slots, element_size, column_bytes=column_bytes(scorer))
+    forms = forms_of(policy, len(backbone.layers), host=True)
+    return host_bytes(backbone, slots, element_size, column_bytes=column_bytes(scorer), forms=forms)
 
 
 def column_bytes(scorer: Scorer) -> int:

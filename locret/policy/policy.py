@@ -16,6 +16,9 @@ HEAD_BUDGETS = ("uniform", "adaptive")
 HOST_ORDERS = ("score", "recency")
 EVERYTHING = "all"
 """A second tier that keeps all that is evicted."""
+BITS = (16, 8, 4, 3, 2)
+"""Bits of a number; with 16 the units stay as they are."""
+_BITS_SHOWN = ", ".join(map(str, BITS))
 _BY_LAYER = ("square_sqrt", "adaptive")
 LEAST_CHUNK = 512
 """Tokens per forward pass that the smallest budget leaves: shorter chunks cost time and save little."""
@@ -111,6 +114,18 @@ class RetentionPolicy:
     recall_by: str = "exact"
     """How they are found: a lookup with its options, such as "exact" (the largest logits)."""
 
+    key_bits: int = 16
+    """Bits of a number of a kept key: 16, as the backbone has it; or 8, 4, 3, 2, rounded once when the unit comes."""
+    value_bits: int = 16
+    """Bits of a number of a kept value, likewise."""
+    rounding: str = "channel"
+    """With fewer bits, how: "channel", keys by the ranges of their channels (KIVI, KVQuant); "rotated", after a
+    Hadamard rotation; or "token", as they are. Scales are per token and group of channels: "token:group=32"."""
+    exact_recent: int = 0
+    """With fewer bits: newest tokens whose units are held as they are besides, until as many newer ones have come."""
+    exact_layers: int = 0
+    """With fewer bits: first and last full-attention layers, so many each, whose units stay as they are."""
+
     def __post_init__(self) -> None:
         following = {name: value for name in FOLLOWING if isinstance(value := getattr(self, name), Follows)}
         check_fields(self)
@@ -133,6 +148,7 @@ class RetentionPolicy:
             raise ValueError(f'positions="{self.positions}" is unknown; choose one of {", ".join(POSITIONS)}')
         self._check_schedule()
         self._check_tiers()
+        self._check_bits()
         if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:
             raise ValueError(
                 f"decode_budget={self.decode_budget} cannot hold local_len={self.local_len} protected units and free "
@@ -205,6 +221,25 @@ class RetentionPolicy:
                 'cannot follow; use head_budgets="uniform", or leave host_budget out'
             )
 
+    def _check_bits(self) -> None:
+        for name in ("key_bits", "value_bits"):
+            if getattr(self, name) not in BITS:
+                raise ValueError(f"{name}={getattr(self, name)} is no size of a code; choose one of {_BITS_SHOWN}")
+        for name in ("exact_recent", "exact_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is negative; use 0 for none")
+        if not self.exact_bits and self.head_budgets != "uniform":
+            raise ValueError(
+                f'head_budgets="{self.head_budgets}" gives heads different numbers of units, which are held as they '
+                f"are, but key_bits={self.key_bits} and value_bits={self.value_bits}; use 16 bits, or "
+                'head_budgets="uniform"'
+            )
+
+    @property
+    def exact_bits(self) -> bool:
+        """Whether units are held as they are."""
+        return self.key_bits == self.value_bits == 16
+
     def __deepcopy__(self, memo: Any) -> RetentionPolicy:
         """Return itself, which cannot change: a copy would forget which numbers nobody gave."""
         return self
@@ -250,6 +285,9 @@ class RetentionPolicy:
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
             "host_by": (isinstance(self.host_budget, int), "host-budget"),
             "recall_by": (self.recall > 0, "recall"),
+            "rounding": (not self.exact_bits, "key-bits"),
+            "exact_recent": (not self.exact_bits, "key-bits"),
+            "exact_layers": (not self.exact_bits, "key-bits"),
         }
         return {name: setting for name, (used, setting) in needed.items() if not used}
 
