@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,13 @@ class MaskMemo:
         return held[1][rows - new :, columns - slots :]
 
 
+class Attention(Protocol):
+    """A way for queries of one layer to attend to a part of what there is, causally, as `attend` does to all of it."""
+
+    def __call__(self, query: Tensor, view: View, scaling: float, softcap: float | None) -> Tensor:
+        """Return (B, N, L, D)."""
+
+
 @dataclass(frozen=True)
 class View:
     """What queries of one layer attend to: units that a store holds, wherever and however it holds them."""
@@ -50,6 +58,8 @@ class View:
     """(B,) first slot of each row that holds something, where rows differ; None if all slots do."""
     segments: list[list[slice]] | None = None
     """Per row and KV head its slots, the new tokens' last, where heads hold different numbers of units."""
+    sparse: Attention | None = None
+    """How these queries attend, where not to all of it."""
 
 
 def attend(
@@ -76,6 +86,8 @@ def attend(
     Returns:
         (B, N, L, D).
     """
+    if view.sparse is not None:
+        return view.sparse(query, view, scaling, softcap)
     if view.segments is None:
         return _attend(query, view.keys, view.values, scaling, memo, softcap, window, view.row_start, flash)
     group = query.shape[1] // len(view.segments[0])

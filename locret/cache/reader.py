@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from locret import prefill_attention
 from locret.backbone.adapters import unwrap
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Chunk, Projections
@@ -24,6 +26,7 @@ from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
+from locret.prefill_attention.blocked import SparseAttention
 from locret.scorers import Rated, TokenPass, TokenScorer
 
 if TYPE_CHECKING:
@@ -60,12 +63,16 @@ class Reader:
         self._first = True
         self._positions: Tensor | None = None
         self._view: View | None = None
+        self._sparse: list[SparseAttention] | None = None
 
     # -- the phases of a read -----------------------------------------------------------------------------------------
 
     def begin(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
         """Get ready for a prompt of `prompt_tokens` (None: unknown), to be followed by `new_tokens` generated ones."""
         cache = self.cache
+        strategy = prefill_attention.get(self.policy.prefill_attention)
+        if strategy is not None:
+            self._sparse = [SparseAttention(heads) for heads in strategy.by_head(cache.backbone)]
         schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.layers])
         capacity = self.limits.capacity(schedule, new_tokens)
         cache.check_reach(max(capacity), None if prompt_tokens is None else prompt_tokens + new_tokens)
@@ -156,7 +163,10 @@ class Reader:
         """Return what queries attend to; `update` has been called for their layer."""
         if layer_idx not in self._nth:
             return self.cache.layers[layer_idx].view()  # type: ignore[no-any-return]
-        self._view = self.layers[self._nth[layer_idx]].view(self.cache.next_position)
+        layer = self.layers[self._nth[layer_idx]]
+        self._view = layer.view(self.cache.next_position)
+        if self._sparse is not None and self._evicting and not self._sparse[layer_idx].covers(layer.store.longest):
+            return replace(self._view, sparse=self._sparse[layer_idx])
         return self._view
 
     def attended(self, layer: Attended) -> None:

@@ -98,6 +98,11 @@ class RetentionPolicy:
     min_chunk: int = _default(64)
     """Smallest chunk in tokens with decremental."""
 
+    prefill_attention: str = "dense"
+    """How the queries of a chunk attend while a prompt is read: "dense"; or sparsely, as "minference:patterns=FILE",
+    "xattention:threshold=0.9", "a_shape", "vertical_slash" or "block_sparse", with options after a colon. The local
+    tokens and the answer attend to everything that is held."""
+
     def __post_init__(self) -> None:
         following = {name: value for name in FOLLOWING if isinstance(value := getattr(self, name), Follows)}
         check_fields(self)
@@ -119,6 +124,10 @@ class RetentionPolicy:
         if self.positions not in POSITIONS:
             raise ValueError(f'positions="{self.positions}" is unknown; choose one of {", ".join(POSITIONS)}')
         self._check_schedule()
+        if self.prefill_attention != "dense":
+            from locret import prefill_attention  # needs torch, which help and completion should not load
+
+            prefill_attention.get(self.prefill_attention)
         if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:
             raise ValueError(
                 f"decode_budget={self.decode_budget} cannot hold local_len={self.local_len} protected units and free "

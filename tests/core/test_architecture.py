@@ -31,6 +31,7 @@ STOREYS = (
         "load_options",
     ),
     ("backbone",),
+    ("prefill_attention",),
     ("policy",),
     ("labels",),
     ("heads",),
