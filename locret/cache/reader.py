@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Chunk, Projections
 from locret.backbone.instrument import instrumented
 from locret.cache.digest import extended
+from locret.cache.host import Asking
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
 from locret.cache.unscored import Unscored
@@ -64,6 +65,7 @@ class Reader:
         self._positions: Tensor | None = None
         self._view: View | None = None
         self._sparse: list[SparseAttention] | None = None
+        self._shared: dict[str, Any] = {}
 
     # -- the phases of a read -----------------------------------------------------------------------------------------
 
@@ -75,16 +77,17 @@ class Reader:
             self._sparse = [SparseAttention(heads) for heads in strategy.by_head(cache.backbone)]
         schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.layers])
         capacity = self.limits.capacity(schedule, new_tokens)
-        cache.check_reach(max(capacity), None if prompt_tokens is None else prompt_tokens + new_tokens)
+        host = self.limits.host_capacity(schedule, [layer.held for layer in self.layers], new_tokens)
+        cache.check_reach(max(capacity) + max(host), None if prompt_tokens is None else prompt_tokens + new_tokens)
         self.limits.begin(schedule)
         self.torn = True
         for nth, layer in enumerate(self.layers):
             layer.unsettle(cache.next_position)
             if self.policy.when == "chunk":
-                layer.evict(self.limits.before_reading(nth))
+                layer.evict(self.limits.before_reading(nth), cache.next_position)
             if self.scorer.fade != 1 and layer.fill:
                 layer.store.columns["scores"].mul_(self.scorer.fade)
-        cache.reserve_slots(capacity)
+        cache.reserve_slots(capacity, host)
         self._new_tokens = new_tokens
 
     @property
@@ -101,8 +104,12 @@ class Reader:
         self._chunk_start = self.cache.seen
         self._align()
 
-    def _align(self) -> None:
-        """Choose the rotary position of the coming token, and make room where a prompt's length is unknown."""
+    def _align(self, *, final: bool = False) -> None:
+        """Choose the rotary position of the coming token, and make room where a prompt's length is unknown.
+
+        Args:
+            final: Whether nothing more is evicted, so that units of a second tier count too.
+        """
         if self.limits.unbounded:
             for layer in self.layers:
                 if layer.fill + self.policy.chunk_size > layer.capacity:
@@ -110,13 +117,13 @@ class Reader:
         if self.policy.positions == "compact" and self.cache.backbone.uniform:
             # Rotary attention sees only distances, so units are aligned to the right, to the chunk, and the fullest
             # head starts at 0. Where some layers slide, positions stay true and the aligned units end at the chunk.
-            self.cache.next_position = max(layer.store.longest for layer in self.layers)
+            self.cache.next_position = max(layer.held if final else layer.store.longest for layer in self.layers)
         else:
             self.cache.next_position = self.cache.seen
 
     def begin_local(self) -> None:
         """Announce the local tokens: kept keys are final now, so they are rotated once."""
-        self._align()
+        self._align(final=True)
         for layer in self.layers:
             layer.settle(self.cache.next_position)
         self._evicting = False
@@ -134,7 +141,7 @@ class Reader:
 
     def positions(self, tokens: Tensor) -> Tensor:
         """Return the (B, L) rotary positions of the coming tokens."""
-        self.torn = True
+        self.torn, self._shared = True, {}
         batch, length = tokens.shape[:2]
         ids = tokens if tokens.ndim == 2 else None
         known = self.cache.digest is not None or not self.cache.seen
@@ -156,18 +163,22 @@ class Reader:
             most = self.limits.most_answering(nth)
             if most is not None and layer.fill + keys.shape[-2] > most:
                 self.rate_waiting()
-                layer.evict(self.limits.answering(nth, keys.shape[-2]))
+                layer.evict(self.limits.answering(nth, keys.shape[-2]), cache.next_position)
         layer.append(keys, values, raw_keys, self._positions)
 
-    def view(self, layer_idx: int, query: Tensor) -> View:
+    def view(self, layer_idx: int, query: Tensor, scaling: float) -> View:
         """Return what queries attend to; `update` has been called for their layer."""
         if layer_idx not in self._nth:
             return self.cache.layers[layer_idx].view()  # type: ignore[no-any-return]
-        layer = self.layers[self._nth[layer_idx]]
+        nth = self._nth[layer_idx]
+        layer = self.layers[nth]
         self._view = layer.view(self.cache.next_position)
-        if self._sparse is not None and self._evicting and not self._sparse[layer_idx].covers(layer.store.longest):
+        if self._evicting and self._sparse is not None and not self._sparse[layer_idx].covers(layer.store.longest):
             return replace(self._view, sparse=self._sparse[layer_idx])
-        return self._view
+        if self._evicting or layer.host is None:
+            return self._view
+        asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared)
+        return replace(self._view, recalled=layer.host.recalled(asking))
 
     def attended(self, layer: Attended) -> None:
         """Score a layer's units and, when it is time, evict down to the budget at once."""
@@ -195,7 +206,7 @@ class Reader:
         for chunk, where in self.layers[nth].chunks(layer, view, moment, self.scorer.causal):
             self.layers[nth].rate(*self._rated(chunk), where)
         if evicts_now is not None and not self.scorer.needs_hidden:
-            self.layers[nth].evict(evicts_now)
+            self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what the scorer says of a chunk: scores, and the columns it declares.
@@ -304,7 +315,7 @@ class Reader:
             layer.rate(scores[:, None].to(device).expand(-1, cache.backbone.num_kv_heads, -1))
             stay = self._stay_now(nth)
             if stay is not None:
-                layer.evict(stay)
+                layer.evict(stay, cache.next_position + hidden.shape[1])
 
 
 @contextmanager

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from locret import method_spec
-from locret.nearest import nearest
+from locret import registry
 from locret.prefill_attention.base import PrefillAttention
 from locret.prefill_attention.minference import AShape, BlockSparse, MInference, VerticalSlash
 from locret.prefill_attention.xattention import XAttention
@@ -35,16 +32,8 @@ def get(spec: str) -> PrefillAttention | None:
         >>> prefill_attention.get("xattention:threshold=0.95").threshold
         0.95
     """
-    parsed = method_spec.parse(spec, "prefill_attention")
-    if parsed.modifiers:
-        raise ValueError(f'prefill_attention "{spec}": +{parsed.modifiers[0]} is for a method; drop it')
-    found = {strategy.name: strategy for strategy in _STRATEGIES}.get(parsed.name)
-    if found is None and parsed.name != DENSE:
-        near = nearest(parsed.name, names()) or names()
-        raise ValueError(f'prefill_attention "{parsed.name}" is unknown; did you mean {" or ".join(near)}?')
-    known = [] if found is None else [field.name for field in fields(found)]  # type: ignore[arg-type]
-    for option in parsed.options:
-        if option not in known:
-            hint = f"did you mean {' or '.join(nearest(option, known) or known)}?" if known else "there are none"
-            raise ValueError(f'prefill_attention {parsed.name}: it has no option "{option}"; {hint}')
-    return None if found is None else found(**parsed.options)
+    if spec.strip() == DENSE:
+        return None
+    if spec.partition(":")[0].strip() == DENSE:
+        raise ValueError(f'prefill_attention "{spec}": {DENSE} has no options; write {DENSE}')
+    return registry.get("prefill_attention", _STRATEGIES, spec)

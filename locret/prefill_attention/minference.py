@@ -230,7 +230,7 @@ def _read_layer(heads: Any, where: str) -> dict[int, PrefillAttention]:
 
 
 def _read_entry(given: Any, where: str) -> PrefillAttention:
-    if not isinstance(given, list) or len(given) not in (3, 4) or given[0] not in PUBLISHED:
+    if not isinstance(given, list) or len(given) not in (3, 4) or given[0] not in [*PUBLISHED]:
         raise ValueError(f"{where} is {shown(given)}; it must be [{' or '.join(PUBLISHED)}, COLUMNS, DIAGONALS, SCORE]")
     sizes = given[1:3]
     if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < _MOST for size in sizes):
