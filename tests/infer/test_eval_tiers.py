@@ -78,9 +78,9 @@ def test_a_picture_is_drawn_for_every_length(tmp_path: Path) -> None:
 
 def test_cells_hold_the_second_tier_where_every_answer_has_one() -> None:
     record = {
-        "task": "passkey", "tokens": 64, "method": "locret", "budget": 8, "score": 1.0, "kept_units": 8,
-        "peak_units": 9, "cache_bytes": 10, "peak_bytes": 12, "prompt_tokens": 64, "generated_tokens": 2, "prefill_seconds": 1.0,
-        "decode_seconds": 1.0, "host_units": 16, "host_bytes": 20, "moved_bytes_per_token": 4,
+        "task": "passkey", "tokens": 64, "method": "locret", "budget": 8, "score": 1.0, "prompt_tokens": 64,
+        "kept_units": 8, "peak_units": 9, "cache_bytes": 10, "peak_bytes": 12, "generated_tokens": 2,
+        "prefill_seconds": 1.0, "decode_seconds": 1.0, "host_units": 16, "host_bytes": 20, "moved_bytes_per_token": 4,
     }  # fmt: skip
     (one,) = summary.cells([record, {**record, "host_bytes": 30}])
     assert (one["host_units"], one["host_bytes"], one["moved_bytes_per_token"]) == (16, 30, 4)
