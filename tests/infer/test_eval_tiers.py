@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from locret.infer.evaluation import summary, tiers, tiers_figure
+from locret.data.tasks.published import suites
+from locret.infer.evaluation import suite_table, summary, tiers, tiers_figure
 
 
 def cell(
@@ -88,3 +89,32 @@ def test_cells_hold_the_second_tier_where_every_answer_has_one() -> None:
     (plain,) = summary.cells([{name: value for name, value in record.items() if "host" not in name}])
     assert "host_bytes" not in plain
     assert "second tier" not in summary.table([plain])
+
+
+def suite_lines(name: str, cells: list[dict[str, Any]], published: bool) -> list[str]:
+    suite = suites.get(name)
+    facts = {"prompt": {"limit_from": "protocol"}, "generation": {"shortened": False}, "data": []}
+    settings = {"model": "tiny", "dtype": "float32", "tasks": dict.fromkeys(suite.tasks, facts)}
+    return suite_table.table(suite_table.results(suite, cells, {}, settings, published)).splitlines()
+
+
+def test_a_suite_shows_the_memory_of_its_tiers_beside_that_of_its_papers() -> None:
+    ours = [cell("locret+recall", 32, 40.0, 2**20, 3 * 2**20, task="longbench/qasper")]
+    lines = suite_lines("longbench-en", ours, published=True)
+    assert lines[2].endswith("| average | fast | second tier |")
+    assert lines[4].endswith("| 1 MiB | 3 MiB |")
+    memory = {line.split(",")[0].removeprefix("| published: "): line.split(" | ")[-2:] for line in lines[5:10]}
+    assert memory["InfLLM"] == ["20.03 GB", "8.95 GB |"]
+    assert memory["full"] == ["", " |"]
+    assert "Memory: ours are the bytes of the cache, counted; published are whole processes, with weights." in lines
+    assert (
+        "second tier" not in suite_lines("longbench-en", [cell("h2o", 32, 1.0, 9, task="longbench/qasper")], False)[2]
+    )
+
+
+def test_a_row_without_a_printed_average_shows_that_of_its_cells() -> None:
+    lines = suite_lines("multistep-omnikv", [cell("full", None, 40.0, 9, task="multistep/2stage")], published=True)
+    (row,) = (line for line in lines if "published: OmniKV, 40 %" in line)
+    assert row.endswith("| none (its cells give 48.33) |")
+    (row,) = (line for line in lines if "published: full, at once" in line)
+    assert row.endswith("| none |")
