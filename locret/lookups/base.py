@@ -5,16 +5,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from locret.field_values import check_fields
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ask:
+class Ask(NamedTuple):
     """What queries of one layer ask of its second tier."""
 
     query: Tensor
@@ -23,6 +21,8 @@ class Ask:
     """(B, K, H, D) of the second tier, post-rotary, ascending in position, on the tier's device."""
     positions: Tensor
     """(B, K, H) original positions; -1 where a row holds fewer units than others."""
+    padded: bool
+    """Whether there are such rows."""
     index: Any
     """What the lookup's `index` returned for these keys."""
     count: int
