@@ -39,6 +39,12 @@ from locret.reference.retaining import (
     rotate,
     select_kept,
 )
+from locret.reference.rounding import (
+    packed,
+    rounded_after_rotation,
+    rounded_by_token,
+    spread,
+)
 from locret.reference.sparse_reading import read_by_choice
 from locret.reference.token_and_key_scorers import (
     expected_attention,
@@ -71,6 +77,7 @@ __all__ = [
     "nacl_kept",
     "omnikv_prefill_visible",
     "omnikv_visible",
+    "packed",
     "page_bounds",
     "pool",
     "pyramid_budgets",
@@ -82,11 +89,14 @@ __all__ = [
     "read_prompt",
     "reduce_group",
     "rotate",
+    "rounded_after_rotation",
+    "rounded_by_token",
     "sage_kept",
     "select_kept",
     "select_over_heads",
     "snapkv",
     "snapkv_of_imdc",
+    "spread",
     "surprisal",
     "surprisal_of_the_release",
     "tova",
