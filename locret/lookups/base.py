@@ -5,14 +5,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from locret.field_values import check_fields
 
 
-class Ask(NamedTuple):
+@dataclass(slots=True, kw_only=True)  # not frozen, which takes longer to make: there is one per layer and token
+class Ask:
     """What queries of one layer ask of its second tier."""
 
     query: Tensor
