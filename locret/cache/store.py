@@ -483,9 +483,10 @@ class DenseStore(Store):
         """Return where units of (B, heads, ...) ranks are, counting slots through all rows and KV heads."""
         assert self.keys is not None
         batch, heads = self.keys.shape[:2]
-        of_head = torch.arange(batch * heads, device=ranks.device).view(batch, heads)
-        of_head = of_head.repeat_interleave(ranks.shape[1] // heads, dim=1)
-        return of_head.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) * self.capacity + ranks
+        first = torch.arange(0, batch * heads * self.capacity, self.capacity, device=ranks.device)
+        if ranks.shape[1] != heads:
+            first = first.repeat_interleave(ranks.shape[1] // heads)
+        return first.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) + ranks
 
     def all_keys(self) -> Tensor:
         """Return (B, K, units, D), as queries attend to them where none is new."""

@@ -113,7 +113,10 @@ class RetentionPolicy:
     every layer and KV head."""
     recall_by: str = "exact"
     """How they are found: a lookup with its options, such as "exact" (the largest logits)."""
-
+    prefill_attention: str = "dense"
+    """How the queries of a chunk attend while a prompt is read: "dense"; or sparsely, as "minference:patterns=FILE",
+    "xattention:threshold=0.9", "a_shape", "vertical_slash" or "block_sparse", with options after a colon. The local
+    tokens and the answer attend to everything that is held."""
     key_bits: int = 16
     """Bits of a number of a kept key: 16, as the backbone has it; or 8, 4, 3, 2, rounded once when the unit comes."""
     value_bits: int = 16
@@ -149,6 +152,10 @@ class RetentionPolicy:
         self._check_schedule()
         self._check_tiers()
         self._check_bits()
+        if self.prefill_attention != "dense":
+            from locret import prefill_attention  # needs torch, which help and completion should not load
+
+            prefill_attention.get(self.prefill_attention)
         if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:
             raise ValueError(
                 f"decode_budget={self.decode_budget} cannot hold local_len={self.local_len} protected units and free "
