@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from locret._version import __version__
 from locret.backbone.adapters import unwrap
 from locret.cache.cache import RetentionCache
+from locret.cache.rounding import forms_of
 from locret.cache.saved_units import (
     Reading,
     check_counters,
@@ -245,6 +246,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         columns=columns,
+        forms=forms_of(cache.policy, len(cache.backbone.layers)),
     )
     try:
         with safe_open(path, framework="pt") as file:

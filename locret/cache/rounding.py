@@ -276,6 +276,25 @@ class Form:
         newest = self.recent * 2 * head_dim * element_size + COUNT.itemsize
         return newest + self.keys.frame_bytes(head_dim) + self.values.frame_bytes(head_dim)
 
+    def shapes(self, units: tuple[int, int, int], head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of what a store of so many units holds in codes, and of what goes with codes.
+
+        Args:
+            units: Rows, KV heads, and units of each.
+            head_dim: Numbers of a key.
+        """
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, coder in (("key", self.keys), ("value", self.values)):
+            if coder.exact:
+                continue
+            shapes[f"{name}s"] = ((*units, packed_bytes(head_dim, coder.bits)), torch.uint8)
+            shapes[f"{name}_scales"] = ((*units, 2 * coder.rounding.groups(head_dim)), _SCALE)
+            if coder.framed:
+                shapes[f"{name}_frame"] = ((*units[:2], 2, head_dim), torch.float32)
+        if self.placed:
+            shapes["places"] = (units, PLACE)
+        return {**shapes, "exact": (units[:2], COUNT)}
+
 
 PLACE, COUNT = torch.int32, torch.int32
 """Of a unit's position, and of how many newest units are held as they are."""

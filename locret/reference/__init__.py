@@ -42,6 +42,7 @@ from locret.reference.retaining import (
 from locret.reference.rounding import (
     packed,
     rounded_after_rotation,
+    rounded_by_channel,
     rounded_by_token,
     spread,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "reduce_group",
     "rotate",
     "rounded_after_rotation",
+    "rounded_by_channel",
     "rounded_by_token",
     "sage_kept",
     "select_kept",
