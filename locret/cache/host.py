@@ -138,6 +138,7 @@ class HostTier:
         assert store.values is not None
         keys, positions = store.keys[:, :, : store.fill], store.held(POSITIONS)
         if not self._known:
+            self.store.sort()
             self._index, self._known = self.lookup.index(keys, positions), True
         ask = Ask(
             query=query,

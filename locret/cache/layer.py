@@ -183,10 +183,11 @@ class RetentionLayer(CacheLayerMixin):
 
     def settle(self, base: int) -> None:
         """Rotate kept keys in place for decoding; `base` is the position of the next token. Compact positions only."""
-        if self.host is not None:
-            self._turn_both(base, back=False)
-        elif self.compact and not self.rotated:
-            self.store.rotate(base)
+        if self.compact and not self.rotated:
+            if self.host is not None:
+                self._turn_both(base, back=False)
+            else:
+                self.store.rotate(base)
         self.rotated = self.compact
 
     def unsettle(self, base: int) -> None:
@@ -199,16 +200,14 @@ class RetentionLayer(CacheLayerMixin):
         self.rotated = False
 
     def _turn_both(self, base: int, *, back: bool) -> None:
-        """Rotate the keys of both tiers to their ranks among all units, or undo that; the second tier gets in order."""
+        """Rotate the keys of both tiers to their ranks among all units, or undo that."""
         assert self.host is not None
         assert isinstance(self.store, DenseStore)
-        if not self.host.fill:
-            ranks: tuple[Ranks | None, Ranks | None] = (None, None)
-        else:
+        ranks: tuple[Ranks | None, Ranks | None] = (None, None)
+        if self.host.fill:
             ranks = self.host.ranks_with(self.store)
-        if self.compact and self.rotated == back:
-            for store, own in zip((self.store, self.host.store), ranks, strict=True):
-                (store.unrotate if back else store.rotate)(base, own)
+        for store, own in zip((self.store, self.host.store), ranks, strict=True):
+            (store.unrotate if back else store.rotate)(base, own)
 
     def take_back(self) -> None:
         """Forget the newest unit."""
