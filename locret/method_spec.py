@@ -4,11 +4,14 @@
     snapkv:kernel=7,pooling=max         with options
     snapkv:window=8+prompt_end          with options, and a modifier of the policy
     locret+pyramid+linear               several modifiers
+    locret+pyramid:pyramid_beta=10      a modifier with options: numbers of the policy that it is about
     package.module:Class:power=2        a class that Python finds; its options follow a second colon
     methods/mine.py:Class               a class of a file
 
-In YAML a method with options may also be a mapping, `{snapkv+prompt_end: {kernel: 7, pooling: max}}`. Several methods
-are separated by commas: a part that has an equals sign before any colon belongs to the method before it.
+In YAML a method with options may also be a mapping, `{snapkv+prompt_end: {kernel: 7, pooling: max}}`, in which a
+mapping under the name of a modifier holds that modifier's options, `{locret+pyramid: {pyramid: {pyramid_beta: 10}}}`.
+Several methods are separated by commas: a part that has an equals sign before any colon belongs to the method before
+it.
 """
 
 from __future__ import annotations
@@ -22,24 +25,61 @@ from typing import Any
 from locret.field_values import shown
 from locret.nearest import nearest
 
-MODIFIERS: Mapping[str, Mapping[str, Any]] = {
-    "prompt_end": {"when": "prompt_end"},
-    "pyramid": {"layer_budgets": "pyramid"},
-    "adaptive_heads": {"head_budgets": "adaptive"},
-    "linear": {"memory": "linear"},
-    "sqrt": {"memory": "sqrt"},
-    "square": {"memory": "square"},
-    "square_sqrt": {"memory": "square_sqrt"},
-    "adaptive": {"memory": "adaptive"},
-    "decremental": {"decremental": True},
-    "compact": {"positions": "compact"},
-    "original": {"positions": "original"},
+
+@dataclass(frozen=True)
+class Change:
+    """What a modifier does to a policy."""
+
+    fields: Mapping[str, Any]
+    """Fields that it sets."""
+    options: tuple[str, ...] = ()
+    """Fields that may be given as its options."""
+    of: str | None = None
+    """The field that names something with options of its own (`NAME:OPTION=VALUE`); they too are written as the
+    modifier's."""
+
+
+MODIFIERS: Mapping[str, Change] = {
+    "prompt_end": Change({"when": "prompt_end"}),
+    "pyramid": Change({"layer_budgets": "pyramid"}, ("pyramid_beta",)),
+    "adaptive_heads": Change({"head_budgets": "adaptive"}, ("head_floor",)),
+    "linear": Change({"memory": "linear"}),
+    "sqrt": Change({"memory": "sqrt"}),
+    "square": Change({"memory": "square"}),
+    "square_sqrt": Change({"memory": "square_sqrt"}),
+    "adaptive": Change({"memory": "adaptive"}),
+    "decremental": Change({"decremental": True}, ("min_chunk",)),
+    "compact": Change({"positions": "compact"}),
+    "original": Change({"positions": "original"}),
 }
 """What may follow a method after a plus sign, and what it changes in the policy."""
 
 _FILE = re.compile(r".*?\.py(?=:|$)")
-_PLUS = re.compile(r"\+(?!\d)")
+# What follows the plus of a number such as 1e+3 is digits alone; what follows that of a modifier never is.
+_PLUS = re.compile(r"\+(?!\d+(?![a-z\d]))")
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+@dataclass(frozen=True)
+class Modifier:
+    """A modifier as somebody wrote it; `str` gives its one spelling, without the plus."""
+
+    name: str
+    """In `MODIFIERS`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What it changes in a policy."""
+        change = MODIFIERS[self.name]
+        changes = {**change.fields, **{name: value for name, value in self.options.items() if name in change.options}}
+        inner = {name: value for name, value in self.options.items() if name not in change.options}
+        if inner and change.of is not None:
+            changes[change.of] = _spelling(str(changes[change.of]), inner)
+        return changes
+
+    def __str__(self) -> str:
+        return _spelling(self.name, self.options)
 
 
 @dataclass(frozen=True)
@@ -50,17 +90,15 @@ class MethodSpec:
     """Of a method or scorer, `module:Class` or `file.py:Class`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Its own options."""
-    modifiers: tuple[str, ...] = ()
-    """Names in `MODIFIERS`."""
+    modifiers: tuple[Modifier, ...] = ()
 
     @property
     def changes(self) -> dict[str, Any]:
         """What the modifiers change in a policy."""
-        return {name: value for modifier in self.modifiers for name, value in MODIFIERS[modifier].items()}
+        return {name: value for modifier in self.modifiers for name, value in modifier.changes.items()}
 
     def __str__(self) -> str:
-        options = ",".join(f"{name}={_text(value)}" for name, value in self.options.items())
-        return "+".join([f"{self.name}:{options}" if options else self.name, *self.modifiers])
+        return "+".join([_spelling(self.name, self.options), *map(str, self.modifiers)])
 
 
 def parse(method: str | Mapping[str, Any] | MethodSpec, where: str = "method") -> MethodSpec:
@@ -117,23 +155,77 @@ def _from_text(text: str, where: str) -> MethodSpec:
     path = _FILE.match(text)
     start = path.end() if path else 0
     head, *modifiers = _PLUS.split(text[start:])
-    pieces = [text[:start], *head.split(":")[1:]] if path else head.split(":")
-    pieces = [piece.strip() for piece in pieces]
-    names = list(takewhile(lambda piece: "=" not in piece, pieces))
-    name, given = ":".join(names), ":".join(pieces[len(names) :])
-    if not all(names) or not names or len(names) > 2:
+    name, given = _named(text[:start] + head, start)
+    if not name:
         raise ValueError(
             f'{where} "{text}" is not NAME, NAME:OPTION=VALUE or MODULE:CLASS; write it like snapkv:kernel=7'
         )
+    found = tuple(_modifier(one, f'{where} "{text}"') for one in modifiers)
+    return MethodSpec(name, _options(given, f'{where} "{text}"'), found)
+
+
+def _named(text: str, start: int = 0) -> tuple[str, str]:
+    """Return the name (empty if there is none) and the options of `NAME:OPTION=VALUE`, both as they are written.
+
+    Args:
+        text: What is written.
+        start: Characters of a file's path in front, whose colons mean nothing.
+    """
+    pieces = [text[:start], *text[start:].split(":")[1:]] if start else text.split(":")
+    pieces = [piece.strip() for piece in pieces]
+    names = list(takewhile(lambda piece: "=" not in piece, pieces))
+    if not all(names) or not names or len(names) > 2:
+        return "", ""
+    return ":".join(names), ":".join(pieces[len(names) :])
+
+
+def _options(given: str, where: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for part in given.split(",") if given else []:
         option, equals, value = (side.strip() for side in part.partition("="))
         if not option or not equals or not value:
-            raise ValueError(f'{where} "{text}": "{part}" is not an option; write OPTION=VALUE, such as kernel=7')
+            raise ValueError(f'{where}: "{part}" is not an option; write OPTION=VALUE, such as kernel=7')
         if option in options:
-            raise ValueError(f'{where} "{text}" has the option {option} twice; drop one of them')
+            raise ValueError(f"{where} has the option {option} twice; drop one of them")
         options[option] = _value(value)
-    return MethodSpec(name, options, tuple(modifiers))
+    return options
+
+
+def _modifier(text: str, where: str) -> Modifier:
+    name, colon, given = text.partition(":")
+    name = name.strip()
+    if name not in MODIFIERS:
+        near = nearest(name, MODIFIERS) or list(MODIFIERS)
+        raise ValueError(f"{where}: +{name} is unknown; did you mean +{' or +'.join(near)}?")
+    if colon and not given.strip():
+        raise ValueError(f"{where}: +{name}: has no option after the colon; write +{name}:OPTION=VALUE, or drop it")
+    return _checked(Modifier(name, _options(given, where)), where)
+
+
+def _checked(modifier: Modifier, where: str) -> Modifier:
+    """Return a modifier in its one spelling: the options of what it names are its own.
+
+    Raises:
+        ValueError: If it has no such option.
+    """
+    change, options = MODIFIERS[modifier.name], dict[str, Any]()
+    named = modifier.options.get(change.of, change.fields.get(change.of)) if change.of is not None else None
+    for option, value in modifier.options.items():
+        inner: dict[str, Any] = {}
+        if option == change.of and isinstance(value, str):
+            value, given = _named(value)
+            inner = _options(given, where)
+        for name, its in {option: value, **inner}.items():
+            if name in options:
+                raise ValueError(f"{where} has the option {name} twice; drop one of them")
+            options[name] = its
+    if named is None and (unknown := [name for name in options if name not in change.options]):
+        others = f"its options are {', '.join(change.options)}" if change.options else "it has none"
+        raise ValueError(
+            f"{where}: +{modifier.name} has no option {unknown[0]} ({others}); options of the method itself come "
+            "before the plus, NAME:OPTION=VALUE+MODIFIER"
+        )
+    return Modifier(modifier.name, options)
 
 
 def _from_mapping(method: Mapping[str, Any], where: str) -> MethodSpec:
@@ -142,34 +234,49 @@ def _from_mapping(method: Mapping[str, Any], where: str) -> MethodSpec:
             f"{where} {shown(dict(method))} is not one method with its options; write {{snapkv: {{kernel: 7}}}}"
         )
     ((text, options),) = method.items()
-    spec = _from_text(text.strip(), where)
+    spec, name = _from_text(text.strip(), where), f'{where} "{text}"'
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise ValueError(f'{where} "{text}" has {shown(options)} for options; write {{snapkv: {{kernel: 7}}}}')
-    for name, value in options.items():
-        if name in spec.options:
-            raise ValueError(f'{where} "{text}" has the option {name} twice; drop one of them')
-        if not isinstance(value, str | int | float | None) or (isinstance(value, str) and not _writable(value)):
+        raise ValueError(f"{name} has {shown(options)} for options; write {{snapkv: {{kernel: 7}}}}")
+    of_modifiers = {one.name for one in spec.modifiers if isinstance(options.get(one.name), Mapping)}
+    modifiers = tuple(
+        _checked(Modifier(one.name, _added(one.options, options[one.name], name)), name)
+        if one.name in of_modifiers
+        else one
+        for one in spec.modifiers
+    )
+    own = {option: value for option, value in options.items() if option not in of_modifiers}
+    return MethodSpec(spec.name, _added(spec.options, own, name), modifiers)
+
+
+def _added(options: Mapping[str, Any], more: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """Return options with those of a mapping.
+
+    Raises:
+        ValueError: If one is there twice, or could not be written in a text.
+    """
+    for name, value in more.items():
+        if name in options:
+            raise ValueError(f"{where} has the option {name} twice; drop one of them")
+        if not isinstance(name, str) or not isinstance(value, str | int | float | None):
+            writable = False
+        else:
+            writable = not isinstance(value, str) or _writable(value)
+        if not writable:
             raise ValueError(
-                f'{where} "{text}": {name}={shown(value)} cannot be written after a colon; give a number, a word, '
-                "true or false"
+                f"{where}: {name}={shown(value)} cannot be written after a colon; give a number, a word, true or false"
             )
-    return MethodSpec(spec.name, {**spec.options, **options}, spec.modifiers)
+    return {**options, **more}
 
 
 def _check_modifiers(spec: MethodSpec, where: str) -> None:
     by: dict[str, str] = {}
     for modifier in spec.modifiers:
-        if modifier not in MODIFIERS:
-            if modifier.partition(":")[0] in MODIFIERS:
-                raise ValueError(f'{where} "{spec}": options come before +; write NAME:OPTION=VALUE+MODIFIER')
-            near = nearest(modifier, MODIFIERS) or list(MODIFIERS)
-            raise ValueError(f'{where} "{spec}": +{modifier} is unknown; did you mean +{" or +".join(near)}?')
-        for changed in MODIFIERS[modifier]:
+        for changed in modifier.changes:
             if changed in by:
                 raise ValueError(
-                    f'{where} "{spec}": +{by[changed]} and +{modifier} both set {changed}; drop one of them'
+                    f'{where} "{spec}": +{by[changed]} and +{modifier.name} both set {changed}; drop one of them'
                 )
-            by[changed] = modifier
+            by[changed] = modifier.name
 
 
 def _value(text: str) -> Any:
@@ -181,6 +288,11 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+def _spelling(name: str, options: Mapping[str, Any]) -> str:
+    written = ",".join(f"{option}={_text(value)}" for option, value in options.items())
+    return f"{name}:{written}" if written else name
 
 
 def _text(value: Any) -> str:

@@ -23,6 +23,7 @@ __all__ = ["Sample", "Task", "families", "get", "names"]
 # Family -> the module whose `TASKS` are its tasks, in the order of tables.
 _FAMILIES = {
     "generated": "locret.data.tasks.generated",
+    "lookalikes": "locret.data.tasks.lookalikes",
     "infinitebench": "locret.data.tasks.published.infinitebench",
     "leval": "locret.data.tasks.published.leval",
     "longbench": "locret.data.tasks.published.longbench",
@@ -30,12 +31,13 @@ _FAMILIES = {
     "ruler": "locret.data.tasks.ruler",
     "niah": "locret.data.tasks.published.niah",
     "twostage": "locret.data.tasks.published.omnikv",
+    "multistep": "locret.data.tasks.published.multi_step",
     "sirllm": "locret.data.tasks.published.sirllm",
 }
 
 
 def families() -> list[str]:
-    """Return the names of the families: "generated", whose tasks need no data, and the published benchmarks."""
+    """Return the names of the families: "generated" and "lookalikes" need no data, others are published benchmarks."""
     return list(_FAMILIES)
 
 

@@ -17,7 +17,8 @@ def as_record() -> dict[str, Any]:
     facts = {name: {one: getattr(t, one) for one in about} | {"options": t.options()} for name, t in known.items()}
     described = {name: _about(name) for name in methods.names()}
     tables = {name: {"title": suites.get(name).title, "tasks": suites.get(name).tasks} for name in suites.names()}
-    return {"tasks": facts, "suites": tables, "methods": described, "modifiers": MODIFIERS}
+    changes = {name: {"changes": change.fields, "options": change.options} for name, change in MODIFIERS.items()}
+    return {"tasks": facts, "suites": tables, "methods": described, "modifiers": changes}
 
 
 def _about(method: str) -> str:
@@ -39,6 +40,7 @@ def as_text() -> str:
     lines.append("methods")
     lines += [f"  {name:<20} {description}" for name, description in known["methods"].items()]
     lines.append("modifiers of a method, as in locret+pyramid (what they change)")
-    for name, changes in known["modifiers"].items():
-        lines.append(f"  +{name:<19} {', '.join(f'{key}={value}' for key, value in changes.items())}")
+    for name, one in known["modifiers"].items():
+        options = f"; options: {', '.join(one['options'])}" if one["options"] else ""
+        lines.append(f"  +{name:<19} {', '.join(f'{key}={value}' for key, value in one['changes'].items())}{options}")
     return "\n".join(lines) + "\n"

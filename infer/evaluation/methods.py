@@ -19,7 +19,7 @@ from locret import RetainingHeads, method_spec, plugins, scorers
 from locret.cache.limits import check_pair
 from locret.data.tasks import Sample
 from locret.labels.labels import answer_labels
-from locret.method_spec import MODIFIERS, MethodSpec
+from locret.method_spec import MethodSpec
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
@@ -140,7 +140,7 @@ def get(method: str | Mapping[str, Any]) -> Method:
         modifier = spec.modifiers[0]
         raise ValueError(f'method "{spec}": the plain cache evicts nothing, so +{modifier} means nothing; drop it')
     for modifier in spec.modifiers:
-        if clash := found.changes.keys() & MODIFIERS[modifier].keys():
+        if clash := found.changes.keys() & modifier.changes.keys():
             raise ValueError(f'method "{spec}": {spec.name} sets {min(clash)} itself; drop +{modifier}')
     return replace(found, name=str(spec), changes={**found.changes, **spec.changes})
 

@@ -102,7 +102,7 @@ def _label(task: str, cells: Sequence[dict[str, Any]]) -> str:
 
 def _printed(suite: Suite, row: PublishedRow, settings: dict[str, Any]) -> dict[str, Any]:
     cells = suite.cells_average(row)
-    agrees = cells is None or abs(cells - row.average) < _CLOSE
+    agrees = cells is None or (row.average is not None and abs(cells - row.average) < _CLOSE)
     return {
         "published": True,
         "source": row.source,
@@ -148,7 +148,7 @@ def table(found: dict[str, Any]) -> str:
     notes = list(dict.fromkeys(_footnote(row) for row in found.get("published", ())))
     for row in found.get("published", ()):
         texts = [_shown(row["scores"][task], "") for task in tasks]
-        average = f"{row['average']:.2f}"
+        average = "none" if row["average"] is None else f"{row['average']:.2f}"
         if row["average_of_cells"] is not None:
             average += f" (its cells give {row['average_of_cells']:.2f})"
         name = f"published: {row['method']}, {row['model']} [{notes.index(_footnote(row)) + 1}]"

@@ -14,6 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 _ROWS_CPU = 64
 _SOFTCAP_ROWS = 256
 _MASK_STEP = 256
+_RECALLED_LOGITS = 1 << 24
 
 
 class MaskMemo:
@@ -39,6 +40,18 @@ class MaskMemo:
 
 
 @dataclass(frozen=True)
+class Recalled:
+    """Units of a second tier that queries attend to besides what is held in front of them."""
+
+    keys: Tensor
+    """(B, heads, queries, R, D), post-rotary; heads are K, or N where every query head has its own units; queries are
+    L, or 1 where all share them."""
+    values: Tensor
+    there: Tensor | None = None
+    """Shaped like the keys, but for D: False for what is no unit, where rows hold different numbers; None: all are."""
+
+
+@dataclass(frozen=True)
 class View:
     """What queries of one layer attend to: units that a store holds, wherever and however it holds them."""
 
@@ -50,6 +63,8 @@ class View:
     """(B,) first slot of each row that holds something, where rows differ; None if all slots do."""
     segments: list[list[slice]] | None = None
     """Per row and KV head its slots, the new tokens' last, where heads hold different numbers of units."""
+    recalled: Recalled | None = None
+    """What queries attend to besides, in one softmax with the rest."""
 
 
 def attend(
@@ -76,6 +91,8 @@ def attend(
     Returns:
         (B, N, L, D).
     """
+    if view.recalled is not None:
+        return _attend_both(query, view, view.recalled, scaling, memo, softcap, flash)
     if view.segments is None:
         return _attend(query, view.keys, view.values, scaling, memo, softcap, window, view.row_start, flash)
     group = query.shape[1] // len(view.segments[0])
@@ -86,6 +103,50 @@ def attend(
             key, value = (states[row : row + 1, :, span] for states in (view.keys, view.values))
             part = _attend(query[row : row + 1, asking], key, value, scaling, memo, softcap, window, None, flash)
             out[row, asking] = part[0]
+    return out
+
+
+def _attend_both(
+    query: Tensor,
+    view: View,
+    recalled: Recalled,
+    scaling: float,
+    memo: MaskMemo,
+    softcap: float | None,
+    flash: bool,
+) -> Tensor:
+    """Attend to what is held and what is recalled, (B, K or N, 1 or L, R, D), in one softmax."""
+    new, slots, extra = query.shape[-2], view.keys.shape[-2], recalled.keys.shape[-2]
+    heads, own = query.shape[1], recalled.keys.shape[1]
+    key, value = view.keys, view.values
+    if own > key.shape[1]:  # every query head for itself
+        key, value = (states.repeat_interleave(own // key.shape[1], dim=1) for states in (key, value))
+    shared = recalled.keys.shape[2] == 1
+    if shared and recalled.there is None and view.row_start is None:
+        # In front of the held units, where every query sees them.
+        joined = (torch.cat([r[:, :, 0], held], dim=2) for r, held in ((recalled.keys, key), (recalled.values, value)))
+        return _attend(query, *joined, scaling, memo, softcap, None, None, flash)
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    rows = max(1, _RECALLED_LOGITS // (query.shape[0] * heads * (slots + extra)))
+    for start in range(0, new, rows):
+        span = slice(start, min(start + rows, new))
+        seen = slots - new + span.stop
+        block = query[:, :, span].unflatten(1, (own, heads // own))
+        of = slice(0, 1) if shared else span
+        held = block @ key[:, :, None, :seen].transpose(-1, -2)
+        far = torch.einsum("bkgld,bklrd->bkglr", block, recalled.keys[:, :, of].expand(-1, -1, block.shape[-2], -1, -1))
+        logits = torch.cat([held, far], dim=-1).float() * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        mask = _with_rows(memo.causal(span.stop - start, seen, None, query), view.row_start, seen)
+        logits[..., :seen] += mask[:, :, None] if mask.ndim == 4 else mask
+        if recalled.there is not None:
+            logits[..., seen:].masked_fill_(~recalled.there[:, :, None, of], -torch.inf)
+        weights = logits.softmax(-1).to(value.dtype)
+        values = recalled.values[:, :, of].expand(-1, -1, block.shape[-2], -1, -1)
+        part = weights[..., :seen] @ value[:, :, None, :seen]
+        part = part + torch.einsum("bkglr,bklrd->bkgld", weights[..., seen:], values)
+        out[:, :, span] = part.flatten(1, 2)
     return out
 
 

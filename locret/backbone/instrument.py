@@ -49,7 +49,7 @@ class Observer(Protocol):
         `tokens` are (B, L) ids, or (B, L, E) embeddings where the backbone was given those.
         """
 
-    def view(self, layer_idx: int, query: Tensor) -> View | None:
+    def view(self, layer_idx: int, query: Tensor, scaling: float) -> View | None:
         """Return what (B, N, L, D) queries of a layer attend to; None: the keys and values of this pass alone."""
 
     def attended(self, layer: Attended) -> None:
@@ -312,7 +312,7 @@ def locret_attention(
             "supported; use another model"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    view = observer.view(index, query) or View(key, value)
+    view = observer.view(index, query, scaling) or View(key, value)
     out = attend(
         query,
         view,

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from locret import plugins
+from locret import lookups, plugins
 from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.cache.digest import shortened
+from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
 from locret.cache.limits import Limits, check_pair, column_bytes
 from locret.cache.ragged import RaggedStore
@@ -27,8 +28,8 @@ from locret.cache.sliding import SlidingLayer
 from locret.cache.store import DenseStore, Store, Workspace
 from locret.heads.heads import RetainingHeads
 from locret.nearest import nearest
-from locret.policy.budget import cache_bytes
-from locret.policy.policy import RetentionPolicy, policy_of
+from locret.policy.budget import cache_bytes, host_bytes
+from locret.policy.policy import EVERYTHING, RetentionPolicy, policy_of
 from locret.policy.selectors import OverHeads, PerHead, Selector
 from locret.scorers import FALLBACK, RetainingHeadScorer, Scorer, get
 
@@ -82,13 +83,20 @@ def find_store(store: type[Store] | str) -> type[Store]:
 
 @dataclass(frozen=True)
 class CacheMemory:
-    """Bytes of a cache. `planned` follows from the policy alone; `actual` and `peak` are counted from the tensors."""
+    """Bytes of a cache. What is planned follows from the policy alone; all else is counted from the tensors."""
 
     planned: int
     actual: int
     peak: int
     units: int
     """Units held per KV head, on average, in the fullest layer."""
+    host_planned: int = 0
+    """Of the second tier, in host memory."""
+    host: int = 0
+    host_units: int = 0
+    """Units of the second tier per KV head, in the fullest layer."""
+    moved: int = 0
+    """Fetched from the second tier so far."""
 
     def to_dict(self) -> dict[str, int]:
         """Return the numbers as plain data."""
@@ -177,6 +185,7 @@ class RetentionCache(Cache):
         """Whether a scorer may have returned NaN or infinity; looked at where the cache is used next."""
         self._peak = 0
         self._largest = [0] * len(backbone.layers)
+        self._largest_host = [0] * len(backbone.layers)
         route(model, self)
 
     def _new_layer(self, index: int) -> RetentionLayer | SlidingLayer:
@@ -193,7 +202,24 @@ class RetentionCache(Cache):
                 f'"{selector.store}" ones; change head_budgets, or take another store'
             )
         store = kind(self._rotary, self._workspace, self.scorer.columns)
-        return RetentionLayer(store, selector, self.policy.positions == "compact")
+        return RetentionLayer(store, selector, self.policy.positions == "compact", self._new_host(kind))
+
+    def _new_host(self, kind: type[Store]) -> HostTier | None:
+        policy = self.policy
+        if policy.host_budget is None:
+            return None
+        if not issubclass(kind, DenseStore):
+            raise ValueError(
+                f"store {kind.name} has no second tier, but host_budget={policy.host_budget}; leave host_budget out, "
+                "or derive the store from locret.cache.store.DenseStore"
+            )
+        return HostTier(
+            kind(self._rotary, Workspace(), self.scorer.columns),
+            lookups.get(policy.recall_by),
+            None if policy.host_budget == EVERYTHING else int(policy.host_budget),
+            policy.recall,
+            by_score=policy.host_by == "score",
+        )
 
     @property
     def rows(self) -> int:
@@ -237,7 +263,17 @@ class RetentionCache(Cache):
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of all buffers, the shared workspace included."""
         units = max((layer.fill for layer in self.governed), default=0)
-        return CacheMemory(self._plan(), self._bytes(), max(self._peak, self._bytes()), units)
+        hosts = [layer.host for layer in self.governed if layer.host is not None]
+        return CacheMemory(
+            self._plan(),
+            self._bytes(),
+            max(self._peak, self._bytes()),
+            units,
+            host_planned=self._plan_host(),
+            host=sum(host.nbytes for host in hosts),
+            host_units=max((host.fill for host in hosts), default=0),
+            moved=sum(host.moved for host in hosts),
+        )
 
     def _bytes(self) -> int:
         held: int = sum(layer.nbytes for layer in self.layers)
@@ -252,8 +288,17 @@ class RetentionCache(Cache):
         element_size = next(self.model.parameters()).element_size()
         return cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
 
+    def _plan_host(self) -> int:
+        slots = self._largest_host
+        if not self.seen and isinstance(self.policy.host_budget, int) and not self.policy.needs_length:
+            slots = [self.policy.host_budget] * len(slots)
+        element_size = next(self.model.parameters()).element_size()
+        return host_bytes(self.backbone, slots, element_size, self.rows or 1, column_bytes(self.scorer))
+
     def _note_largest(self) -> None:
         self._largest = list(map(max, self._largest, [layer.capacity for layer in self.governed]))
+        hosts = [0 if layer.host is None else layer.host.store.capacity for layer in self.governed]
+        self._largest_host = list(map(max, self._largest_host, hosts))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens read so far, padding included: what `generate` need not feed again."""
@@ -399,12 +444,17 @@ class RetentionCache(Cache):
                 [self._limits.answer_capacity(nth, units + new_tokens) for nth, units in enumerate(held)]
             )
         else:
-            self.reserve_slots(self._limits.capacity(self._limits.plan(prompt_tokens, held), new_tokens))
+            schedule = self._limits.plan(prompt_tokens, held)
+            host = self._limits.host_capacity(schedule, [layer.held for layer in self.governed], new_tokens)
+            self.reserve_slots(self._limits.capacity(schedule, new_tokens), host)
 
-    def reserve_slots(self, slots: Sequence[int]) -> None:
-        """Make room for so many units in each full-attention layer."""
+    def reserve_slots(self, slots: Sequence[int], host: Sequence[int] = ()) -> None:
+        """Make room for so many units in each full-attention layer, and in its second tier."""
         for layer, capacity in zip(self.governed, slots, strict=True):
             layer.store.reserve(max(capacity, layer.fill))
+        for layer, capacity in zip(self.governed, host, strict=False):
+            if layer.host is not None:
+                layer.host.reserve(capacity)
         self._note_largest()
 
     def _rate_waiting(self) -> None:
@@ -428,6 +478,7 @@ class RetentionCache(Cache):
         self._rate_waiting()
         twin = copy.copy(self)
         twin.reader, twin._workspace, twin._largest = None, Workspace(), list(self._largest)
+        twin._largest_host = list(self._largest_host)
         twin.layers = [layer.copy(twin._workspace) for layer in self.layers]
         route(self.model, twin)
         return twin

@@ -129,6 +129,8 @@ def obstacle(
         return f"scorer {scorer.name} keeps columns of its own"
     if policy.head_budgets != "uniform" or len(set(held)) > 1:
         return "layers or heads hold different numbers of units"
+    if policy.recall:
+        return f"recall={policy.recall} looks up units of the second tier at every step"
     if policy.decode_budget is not None:
         return f"decode_budget={policy.decode_budget} evicts while an answer is written"
     return None

@@ -14,8 +14,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from locret.backbone.attention import View
 from locret.backbone.chunk import Attended, Chunk
-from locret.cache.store import POSITIONS, SCORES, Part, Store, Workspace
-from locret.policy.selectors import Selector, Stay
+from locret.cache.host import HostTier
+from locret.cache.store import POSITIONS, SCORES, DenseStore, Part, Ranks, Store, Workspace
+from locret.policy.selectors import KeptPerHead, Selector, Stay
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,14 +43,16 @@ class RetentionLayer(CacheLayerMixin):
         store: Where the units are.
         selector: Decides from scores which of them stay.
         compact: Whether a unit's rotary position is its rank, rather than its position in the text.
+        host: Where evicted units go, if not for good. While an answer is written, ranks are those among all that both
+            tiers hold.
     """
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, store: Store, selector: Selector, compact: bool) -> None:
+    def __init__(self, store: Store, selector: Selector, compact: bool, host: HostTier | None = None) -> None:
         # Not the base's __init__: it would set keys and values, which only the store has.
-        self.store, self.selector, self.compact = store, selector, compact
+        self.store, self.selector, self.compact, self.host = store, selector, compact, host
         self.rotated = False
         """Whether keys are rotated to their slots, as answers need them; compact positions only."""
 
@@ -77,6 +80,11 @@ class RetentionLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return self.store.nbytes
+
+    @property
+    def held(self) -> int:
+        """Units of both tiers, of the KV head that holds the most: how far ranks reach while an answer is written."""
+        return self.store.longest + (0 if self.host is None else self.host.fill)
 
     # -- reading and answering ----------------------------------------------------------------------------------------
 
@@ -156,22 +164,51 @@ class RetentionLayer(CacheLayerMixin):
         for name, values in (columns or {}).items():
             self.store.write(name, values, where)
 
-    def evict(self, stay: Stay) -> None:
-        """Keep the best units, as many as `stay` says."""
-        if self.store.fill > stay.budget:
-            self.store.keep(self.selector.select(self.store, stay), turned=self.rotated)
+    def evict(self, stay: Stay, base: int) -> None:
+        """Keep the best units, as many as `stay` says; `base` is the position after the newest one."""
+        if self.store.fill <= stay.budget:
+            return
+        kept = self.selector.select(self.store, stay)
+        if self.host is None:
+            self.store.keep(kept, turned=self.rotated)
+            return
+        assert isinstance(self.store, DenseStore)
+        assert isinstance(kept, KeptPerHead)
+        settled = self.rotated
+        self.unsettle(base)
+        self.host.take_in(self.store, kept.gone())
+        self.store.keep(kept, turned=False)
+        if settled:
+            self.settle(base)
 
     def settle(self, base: int) -> None:
         """Rotate kept keys in place for decoding; `base` is the position of the next token. Compact positions only."""
-        if self.compact and not self.rotated:
+        if self.host is not None:
+            self._turn_both(base, back=False)
+        elif self.compact and not self.rotated:
             self.store.rotate(base)
         self.rotated = self.compact
 
     def unsettle(self, base: int) -> None:
         """Undo `settle`, so that another prompt can be read; `base` is the position of the next token."""
         if self.rotated:
-            self.store.unrotate(base)
+            if self.host is not None:
+                self._turn_both(base, back=True)
+            else:
+                self.store.unrotate(base)
         self.rotated = False
+
+    def _turn_both(self, base: int, *, back: bool) -> None:
+        """Rotate the keys of both tiers to their ranks among all units, or undo that; the second tier gets in order."""
+        assert self.host is not None
+        assert isinstance(self.store, DenseStore)
+        if not self.host.fill:
+            ranks: tuple[Ranks | None, Ranks | None] = (None, None)
+        else:
+            ranks = self.host.ranks_with(self.store)
+        if self.compact and self.rotated == back:
+            for store, own in zip((self.store, self.host.store), ranks, strict=True):
+                (store.unrotate if back else store.rotate)(base, own)
 
     def take_back(self) -> None:
         """Forget the newest unit."""
@@ -182,21 +219,28 @@ class RetentionLayer(CacheLayerMixin):
     def select_rows(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
         self.store.select_rows(rows)
+        if self.host is not None:
+            self.host.select_rows(rows)
 
     def trim(self, seen: int) -> None:
         """Drop the empty slots in front of the only row, which has read `seen` tokens."""
         self.store.trim()
+        if self.host is not None:
+            self.host.trim()
 
     def join(self, layers: Sequence[Self], seen: int, new_tokens: int, most: int | None) -> None:
         """Become a batch of the only rows of other layers, with room for `new_tokens` more but no more than `most`."""
         fill = max(layer.fill for layer in layers)
         capacity = fill + new_tokens if most is None else max(fill, min(fill + new_tokens, most))
         self.store.join([layer.store for layer in layers], capacity)
+        if self.host is not None:
+            self.host.join([layer.host for layer in layers if layer.host is not None])
         self.rotated = layers[0].rotated
 
     def copy(self, workspace: Workspace) -> RetentionLayer:
         """Return an independent copy."""
-        twin = RetentionLayer(self.store.copy(workspace), self.selector, self.compact)
+        host = None if self.host is None else self.host.copy()
+        twin = RetentionLayer(self.store.copy(workspace), self.selector, self.compact, host)
         twin.rotated = self.rotated
         return twin
 
@@ -205,13 +249,21 @@ class RetentionLayer(CacheLayerMixin):
         tensors = self.store.state()
         if self.store.row_start is not None:
             tensors["row_start"] = self.store.row_start
-        return tensors, {"fill": self.fill, "rotated": self.rotated}
+        numbers: dict[str, Any] = {"fill": self.fill, "rotated": self.rotated}
+        if self.host is not None:
+            tensors |= {f"host.{name}": tensor for name, tensor in self.host.state().items()}
+            numbers["host_fill"] = self.host.fill
+        return tensors, numbers
 
     def load(self, tensors: dict[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned."""
         row_start = tensors.pop("row_start", None)
-        self.store.load(tensors, numbers["fill"])
+        ours = {name: tensor for name, tensor in tensors.items() if not name.startswith("host.")}
+        self.store.load(ours, numbers["fill"])
         self.store.row_start, self.rotated = row_start, numbers["rotated"]
+        if self.host is not None and numbers.get("host_fill"):
+            held = {name.removeprefix("host."): t for name, t in tensors.items() if name.startswith("host.")}
+            self.host.load(held, numbers["host_fill"])
 
     # -- the contract of transformers ---------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from locret.backbone.adapters import Backbone
-from locret.policy.budget import cache_bytes
+from locret.policy.budget import cache_bytes, host_bytes
 from locret.policy.growth import adaptive_sizes
-from locret.policy.policy import RetentionPolicy
+from locret.policy.policy import EVERYTHING, RetentionPolicy
 from locret.policy.schedule import Schedule, decode_budgets, plan, protected
 from locret.policy.selectors import Stay
 from locret.scorers import Scorer
@@ -50,6 +50,28 @@ def planned_bytes(
     return cache_bytes(backbone, slots, element_size, column_bytes=column_bytes(scorer))
 
 
+def planned_host_bytes(
+    backbone: Backbone,
+    scorer: Scorer,
+    policy: RetentionPolicy,
+    element_size: int,
+    prompt_tokens: int | None,
+    new_tokens: int = 0,
+) -> int:
+    """Return the bytes of the second tier of a fresh cache, as `planned_bytes` does those of the first.
+
+    Raises:
+        ValueError: If everything evicted from a prompt of unknown length is to be held.
+    """
+    limits = Limits(policy, scorer, len(backbone.layers))
+    slots = limits.host_capacity(limits.plan(prompt_tokens), [0] * len(backbone.layers), new_tokens)
+    if prompt_tokens is None and policy.host_budget == EVERYTHING:
+        raise ValueError(
+            f'host_budget="{EVERYTHING}" has no plan where the length of a prompt is unknown; give a number of units'
+        )
+    return host_bytes(backbone, slots, element_size, column_bytes=column_bytes(scorer))
+
+
 def column_bytes(scorer: Scorer) -> int:
     """Return the bytes per unit of the columns that a scorer declares."""
     return sum(dtype.itemsize for dtype in scorer.columns.values())
@@ -78,6 +100,36 @@ class Limits:
         if self.policy.when == "prompt_end":
             return tuple(units + (new_tokens if schedule.endless else 0) for units in schedule.peak)
         return schedule.capacity(new_tokens, self._answering)
+
+    def host_capacity(self, schedule: Schedule, held: Sequence[int], new_tokens: int) -> tuple[int, ...]:
+        """Return the slots of each layer's second tier for a read and an answer.
+
+        Args:
+            schedule: The plan of the text.
+            held: Units that each layer holds before it, in both tiers.
+            new_tokens: Tokens of the answer.
+        """
+        policy = self.policy
+        if policy.host_budget is None:
+            return (0,) * self.layers
+        if schedule.endless:
+            return (0 if policy.host_budget == EVERYTHING else int(policy.host_budget),) * self.layers
+        return tuple(
+            evicted if policy.host_budget == EVERYTHING else min(evicted, int(policy.host_budget))
+            for evicted in (self._most_evicted(schedule, nth, units, new_tokens) for nth, units in enumerate(held))
+        )
+
+    def _most_evicted(self, schedule: Schedule, nth: int, held: int, new_tokens: int) -> int:
+        """Return the most units outside of the first tier at any moment."""
+        evicted, seen = held - schedule.held[nth], held
+        for step in (*schedule.steps, schedule.last):
+            seen += step.tokens
+            evicted = max(evicted, seen - step.kept[nth])
+        if schedule.shared:  # a layer may keep less than the mean
+            evicted = seen
+        if self._answering is not None:
+            evicted = max(evicted, seen + new_tokens - self.answering(nth, 1).budget)
+        return evicted
 
     def answer_capacity(self, nth: int, units: int) -> int:
         """Return the slots a layer needs to grow to `units` while an answer is written."""

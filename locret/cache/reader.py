@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Chunk, Projections
 from locret.backbone.instrument import instrumented
 from locret.cache.digest import extended
+from locret.cache.host import Asking
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
 from locret.cache.unscored import Unscored
@@ -60,6 +62,7 @@ class Reader:
         self._first = True
         self._positions: Tensor | None = None
         self._view: View | None = None
+        self._shared: dict[str, Any] = {}
 
     # -- the phases of a read -----------------------------------------------------------------------------------------
 
@@ -68,16 +71,17 @@ class Reader:
         cache = self.cache
         schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.layers])
         capacity = self.limits.capacity(schedule, new_tokens)
-        cache.check_reach(max(capacity), None if prompt_tokens is None else prompt_tokens + new_tokens)
+        host = self.limits.host_capacity(schedule, [layer.held for layer in self.layers], new_tokens)
+        cache.check_reach(max(capacity) + max(host), None if prompt_tokens is None else prompt_tokens + new_tokens)
         self.limits.begin(schedule)
         self.torn = True
         for nth, layer in enumerate(self.layers):
             layer.unsettle(cache.next_position)
             if self.policy.when == "chunk":
-                layer.evict(self.limits.before_reading(nth))
+                layer.evict(self.limits.before_reading(nth), cache.next_position)
             if self.scorer.fade != 1 and layer.fill:
                 layer.store.columns["scores"].mul_(self.scorer.fade)
-        cache.reserve_slots(capacity)
+        cache.reserve_slots(capacity, host)
         self._new_tokens = new_tokens
 
     @property
@@ -94,8 +98,12 @@ class Reader:
         self._chunk_start = self.cache.seen
         self._align()
 
-    def _align(self) -> None:
-        """Choose the rotary position of the coming token, and make room where a prompt's length is unknown."""
+    def _align(self, *, final: bool = False) -> None:
+        """Choose the rotary position of the coming token, and make room where a prompt's length is unknown.
+
+        Args:
+            final: Whether nothing more is evicted, so that units of a second tier count too.
+        """
         if self.limits.unbounded:
             for layer in self.layers:
                 if layer.fill + self.policy.chunk_size > layer.capacity:
@@ -103,13 +111,13 @@ class Reader:
         if self.policy.positions == "compact" and self.cache.backbone.uniform:
             # Rotary attention sees only distances, so units are aligned to the right, to the chunk, and the fullest
             # head starts at 0. Where some layers slide, positions stay true and the aligned units end at the chunk.
-            self.cache.next_position = max(layer.store.longest for layer in self.layers)
+            self.cache.next_position = max(layer.held if final else layer.store.longest for layer in self.layers)
         else:
             self.cache.next_position = self.cache.seen
 
     def begin_local(self) -> None:
         """Announce the local tokens: kept keys are final now, so they are rotated once."""
-        self._align()
+        self._align(final=True)
         for layer in self.layers:
             layer.settle(self.cache.next_position)
         self._evicting = False
@@ -127,7 +135,7 @@ class Reader:
 
     def positions(self, tokens: Tensor) -> Tensor:
         """Return the (B, L) rotary positions of the coming tokens."""
-        self.torn = True
+        self.torn, self._shared = True, {}
         batch, length = tokens.shape[:2]
         ids = tokens if tokens.ndim == 2 else None
         known = self.cache.digest is not None or not self.cache.seen
@@ -149,15 +157,20 @@ class Reader:
             most = self.limits.most_answering(nth)
             if most is not None and layer.fill + keys.shape[-2] > most:
                 self.rate_waiting()
-                layer.evict(self.limits.answering(nth, keys.shape[-2]))
+                layer.evict(self.limits.answering(nth, keys.shape[-2]), cache.next_position)
         layer.append(keys, values, raw_keys, self._positions)
 
-    def view(self, layer_idx: int, query: Tensor) -> View:
+    def view(self, layer_idx: int, query: Tensor, scaling: float) -> View:
         """Return what queries attend to; `update` has been called for their layer."""
         if layer_idx not in self._nth:
             return self.cache.layers[layer_idx].view()  # type: ignore[no-any-return]
-        self._view = self.layers[self._nth[layer_idx]].view(self.cache.next_position)
-        return self._view
+        nth = self._nth[layer_idx]
+        layer = self.layers[nth]
+        self._view = layer.view(self.cache.next_position)
+        if self._evicting or layer.host is None:
+            return self._view
+        asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared)
+        return replace(self._view, recalled=layer.host.recalled(asking))
 
     def attended(self, layer: Attended) -> None:
         """Score a layer's units and, when it is time, evict down to the budget at once."""
@@ -185,7 +198,7 @@ class Reader:
         for chunk, where in self.layers[nth].chunks(layer, view, moment, self.scorer.causal):
             self.layers[nth].rate(*self._rated(chunk), where)
         if evicts_now is not None and not self.scorer.needs_hidden:
-            self.layers[nth].evict(evicts_now)
+            self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what the scorer says of a chunk: scores, and the columns it declares.
@@ -294,7 +307,7 @@ class Reader:
             layer.rate(scores[:, None].to(device).expand(-1, cache.backbone.num_kv_heads, -1))
             stay = self._stay_now(nth)
             if stay is not None:
-                layer.evict(stay)
+                layer.evict(stay, cache.next_position + hidden.shape[1])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -34,6 +34,7 @@ EMPTY = {SCORES: -torch.inf, POSITIONS: NO_UNIT}
 """What an empty slot's columns hold; other columns hold 0 there."""
 _RESERVED = {"keys", "values", "counts", "row_start", *COLUMNS}
 _GROWTH = 256
+_TURNED = 4096
 
 
 class Workspace:
@@ -74,6 +75,15 @@ class Part:
     """(B, K, S) each."""
 
 
+class Ranks(NamedTuple):
+    """Where units are among all that is held, where a second tier holds units too."""
+
+    ranks: Tensor
+    """(B, K, S) int64 rank of every unit of a store, from 0."""
+    held: int
+    """Units per KV head of all tiers."""
+
+
 class Store(ABC):
     """Keys, values and columns of one layer's units, in ascending order per KV head, in buffers of fixed size.
 
@@ -102,6 +112,8 @@ class Store(ABC):
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.columns: dict[str, Tensor] = {}
+        self.empty: Callable[..., Tensor] = torch.empty
+        """Gives memory for a shape, a `dtype` and a `device`."""
         self._rotated: Tensor | None = None
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -293,14 +305,14 @@ class DenseStore(Store):
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
         batch, heads, _, dim = keys.shape
         shape = (batch, heads, self.capacity)
-        self.keys = torch.empty(*shape, dim, dtype=keys.dtype, device=keys.device)
-        self.values = torch.empty(*shape, values.shape[-1], dtype=values.dtype, device=keys.device)
-        self.columns = {n: torch.empty(shape, dtype=dtype, device=keys.device) for n, dtype in self.dtypes.items()}
+        self.keys = self.empty((*shape, dim), dtype=keys.dtype, device=keys.device)
+        self.values = self.empty((*shape, values.shape[-1]), dtype=values.dtype, device=keys.device)
+        self.columns = {n: self.empty(shape, dtype=dtype, device=keys.device) for n, dtype in self.dtypes.items()}
 
     def _resize(self, capacity: int) -> None:
         buffers = self._buffers()
         for name, old in buffers.items():
-            new = old.new_empty(*old.shape[:2], capacity, *old.shape[3:])
+            new = self.empty((*old.shape[:2], capacity, *old.shape[3:]), dtype=old.dtype, device=old.device)
             new[:, :, : self.fill] = old[:, :, : self.fill]
             buffers[name] = new
         if buffers:
@@ -398,22 +410,81 @@ class DenseStore(Store):
         turned = rotate(kept, (cos / magnitude)[moved], (sin / magnitude)[moved]).to(self.keys.dtype)
         self.keys.scatter_(2, kept_BKC[..., None].expand_as(turned), turned)
 
-    def rotate(self, base: int) -> None:
-        """See `Store`."""
+    def rotate(self, base: int, ranks: Ranks | None = None) -> None:
+        """See `Store`; with `ranks`, to those instead of the slots."""
         if self.keys is None or not self.fill:
+            return
+        if ranks is not None:
+            self._turn_to(base, ranks, rotate)
             return
         keys = self.keys[:, :, : self.fill]
         cos, sin = self.rotary.table(base - self.fill, self.fill, keys)
         scratch = self.workspace.take(tuple(keys.shape), self.capacity, keys)
         keys.copy_(rotate(keys, cos, sin, out=scratch))
 
-    def unrotate(self, base: int) -> None:
+    def unrotate(self, base: int, ranks: Ranks | None = None) -> None:
         """See `Store`."""
         if self.keys is None or not self.fill:
+            return
+        if ranks is not None:
+            self._turn_to(base, ranks, unrotate)
             return
         keys = self.keys[:, :, : self.fill]
         cos, sin = self.rotary.table(base - self.fill, self.fill, keys)
         keys.copy_(unrotate(keys, cos, sin))
+
+    def _turn_to(self, base: int, ranks: Ranks, turn: Callable[..., Tensor]) -> None:
+        """Turn keys by the positions of their ranks, a few at a time: every unit has a row of cosines of its own."""
+        assert self.keys is not None
+        cos, sin = self.rotary.table(base - ranks.held, ranks.held, self.keys)
+        for start in range(0, self.fill, _TURNED):
+            span = slice(start, min(start + _TURNED, self.fill))
+            keys, where = self.keys[:, :, span], ranks.ranks[:, :, span]
+            keys.copy_(turn(keys, cos[where], sin[where]))
+
+    def open(self, like: DenseStore, new: int) -> None:
+        """Have `new` more slots in use, their contents not set, for units as another store of this kind has them."""
+        assert like.keys is not None
+        assert like.values is not None
+        nothing = slice(0, new)
+        self._make_room(like.keys[:, :, nothing], like.values[:, :, nothing])
+        self.fill += new
+
+    def units(self, heads_U: Tensor, ranks_U: Tensor) -> dict[str, Tensor]:
+        """Return units as they are held, (U, ...) each buffer, by head, rows x KV heads counted through, and rank."""
+        where = heads_U * self.capacity + ranks_U
+        return {name: buffer.flatten(0, 2).index_select(0, where) for name, buffer in self._buffers().items()}
+
+    def put(self, heads_U: Tensor, ranks_U: Tensor, units: Mapping[str, Tensor]) -> None:
+        """Write what `units` of a store of the same kind returned over the units of these ranks."""
+        where = heads_U * self.capacity + ranks_U
+        for name, buffer in self._buffers().items():
+            buffer.flatten(0, 2).index_copy_(0, where, units[name])
+
+    def fetch(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values (B, heads, ..., D) of units by (B, heads, ...) ranks.
+
+        Heads are KV heads, or a multiple of them: several for each KV head, one after another.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        batch, heads = self.keys.shape[:2]
+        of_head = torch.arange(batch * heads, device=ranks.device).view(batch, heads)
+        of_head = of_head.repeat_interleave(ranks.shape[1] // heads, dim=1)
+        where = (of_head.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) * self.capacity + ranks).flatten()
+        keys, values = (
+            buffer.flatten(0, 2).index_select(0, where).view(*ranks.shape, -1) for buffer in (self.keys, self.values)
+        )
+        return keys, values
+
+    def sort(self) -> None:
+        """Put units in the order of their positions, one head at a time."""
+        order = self.held(POSITIONS).argsort(dim=-1, stable=True)
+        if torch.equal(order, torch.arange(self.fill, device=order.device).expand_as(order)):
+            return
+        for buffer in self._buffers().values():
+            for head, order_S in zip(buffer.flatten(0, 1), order.flatten(0, 1), strict=True):
+                head[: self.fill] = head[order_S]
 
     def take_back(self) -> None:
         """See `Store`."""

@@ -44,7 +44,7 @@ class LayerObserver:
         """Number the tokens 0, 1, 2, ..."""
         return None
 
-    def view(self, layer_idx: int, query: Tensor) -> View | None:
+    def view(self, layer_idx: int, query: Tensor, scaling: float) -> View | None:
         """Attend to the pass's own tokens."""
         return None
 

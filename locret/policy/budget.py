@@ -38,6 +38,14 @@ def cache_bytes(
     return heads * (scored + max(capacities, default=0) * key) + sliding
 
 
+def host_bytes(
+    backbone: Backbone, capacities: Sequence[int], element_size: int, rows: int = 1, column_bytes: int = 0
+) -> int:
+    """Return the bytes of a second tier of so many slots per KV head in each layer; see `cache_bytes`."""
+    unit = unit_bytes(backbone.head_dim, element_size, column_bytes)
+    return rows * backbone.num_kv_heads * sum(capacities) * unit
+
+
 def parse_bytes(text: str) -> int:
     """Return the bytes of `2GiB`, `1.5 GB`, `800MiB` or `1048576`; KiB is 1024 bytes, kB 1000.
 

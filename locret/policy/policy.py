@@ -13,6 +13,9 @@ MOMENTS = ("chunk", "prompt_end")
 LAYER_BUDGETS = ("uniform", "pyramid")
 MEMORIES = ("fixed", "linear", "sqrt", "square", "square_sqrt", "adaptive")
 HEAD_BUDGETS = ("uniform", "adaptive")
+HOST_ORDERS = ("score", "recency")
+EVERYTHING = "all"
+"""A second tier that keeps all that is evicted."""
 _BY_LAYER = ("square_sqrt", "adaptive")
 LEAST_CHUNK = 512
 """Tokens per forward pass that the smallest budget leaves: shorter chunks cost time and save little."""
@@ -97,6 +100,16 @@ class RetentionPolicy:
     """Make chunks smaller as memory grows, so that all chunks attend to as many units (IMDC)."""
     min_chunk: int = _default(64)
     """Smallest chunk in tokens with decremental."""
+    host_budget: int | str | None = None
+    """Units per layer and KV head of a second tier in host memory: the best that eviction dropped, the rest is gone
+    for good; or "all", everything. None: no second tier. Needs recall."""
+    host_by: str = "score"
+    """Which evicted units a bounded second tier keeps: the best by "score", or the last of the text, "recency"."""
+    recall: int = 0
+    """Units of the second tier that each query of the answer, and of the prompt's local tokens, attends to besides, in
+    every layer and KV head."""
+    recall_by: str = "exact"
+    """How they are found: a lookup with its options, such as "exact" (the largest logits)."""
 
     def __post_init__(self) -> None:
         following = {name: value for name in FOLLOWING if isinstance(value := getattr(self, name), Follows)}
@@ -119,6 +132,7 @@ class RetentionPolicy:
         if self.positions not in POSITIONS:
             raise ValueError(f'positions="{self.positions}" is unknown; choose one of {", ".join(POSITIONS)}')
         self._check_schedule()
+        self._check_tiers()
         if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:
             raise ValueError(
                 f"decode_budget={self.decode_budget} cannot hold local_len={self.local_len} protected units and free "
@@ -160,6 +174,35 @@ class RetentionPolicy:
             raise ValueError(
                 f"min_chunk={self.min_chunk} is larger than the average chunk, chunk_size={self.chunk_size}; "
                 "lower min_chunk or raise chunk_size"
+            )
+
+    def _check_tiers(self) -> None:
+        if self.host_by not in HOST_ORDERS:
+            raise ValueError(f'host_by="{self.host_by}" is unknown; choose one of {", ".join(HOST_ORDERS)}')
+        if self.recall < 0:
+            raise ValueError(f"recall={self.recall} is negative; use 0 to recall nothing")
+        if self.host_budget is None:
+            if self.recall:
+                raise ValueError(
+                    f"recall={self.recall} needs a second tier to recall from; give host_budget, such as 1024 or "
+                    f'"{EVERYTHING}"'
+                )
+            return
+        if isinstance(self.host_budget, str) and self.host_budget != EVERYTHING:
+            raise ValueError(f'host_budget="{self.host_budget}" is neither a number of units nor "{EVERYTHING}"')
+        if isinstance(self.host_budget, int) and self.host_budget < 1:
+            raise ValueError(f"host_budget={self.host_budget} is too small; leave it out for no second tier")
+        if not self.recall:
+            raise ValueError(f"host_budget={self.host_budget} keeps units that nothing recalls; give recall, such as 8")
+        if isinstance(self.host_budget, int) and self.recall > self.host_budget:
+            raise ValueError(
+                f"recall={self.recall} is more than host_budget={self.host_budget} can hold; lower recall, or raise "
+                "host_budget"
+            )
+        if self.head_budgets != "uniform":
+            raise ValueError(
+                f'head_budgets="{self.head_budgets}" gives heads different numbers of units, which a second tier '
+                'cannot follow; use head_budgets="uniform", or leave host_budget out'
             )
 
     def __deepcopy__(self, memo: Any) -> RetentionPolicy:
@@ -205,6 +248,8 @@ class RetentionPolicy:
             "decode_interval": (self.decode_budget is not None, "decode-budget"),
             "pyramid_beta": (self.layer_budgets == "pyramid", "layer-budgets pyramid"),
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
+            "host_by": (isinstance(self.host_budget, int), "host-budget"),
+            "recall_by": (self.recall > 0, "recall"),
         }
         return {name: setting for name, (used, setting) in needed.items() if not used}
 

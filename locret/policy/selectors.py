@@ -145,7 +145,7 @@ def select_kept(scores_BKS: Tensor, budget: int, protected_S: Tensor | None = No
     slots = scores_BKS.shape[-1]
     if budget >= slots:
         return torch.arange(slots, device=scores_BKS.device).expand(*scores_BKS.shape[:-1], slots)
-    order = _order(scores_BKS)
+    order = score_order(scores_BKS)
     if protected_S is not None:
         order = order.masked_fill(protected_S, _INT32_MAX)
     keys = (order.to(torch.int64) << 32) + torch.arange(slots, device=order.device)
@@ -187,7 +187,7 @@ def select_over_heads(
         return torch.arange(units, device=scores_U.device), bounds.diff(prepend=bounds.new_zeros(1))
     protected = min(protected, budget)
     guaranteed = max(protected, min(floor, budget))
-    order, compared = _order(scores_U), scores_U.float()
+    order, compared = score_order(scores_U), scores_U.float()
     if sinks_U is not None:
         order = order.masked_fill(sinks_U, _INT32_MAX)
     head_U = torch.repeat_interleave(torch.tensor(counts, device=scores_U.device), output_size=units)
@@ -204,7 +204,7 @@ def select_over_heads(
         if left > 0:
             stays[span.start + own[span.start : newest].topk(left, sorted=False).indices] = True
     if relative:
-        order = _order(compared)
+        order = score_order(compared)
         order = order if sinks_U is None else order.masked_fill(sinks_U, _INT32_MAX)
     keys = (order.to(torch.int64) << 32) + tie_U
     keys = keys.masked_fill(stays, torch.iinfo(torch.int64).max)
@@ -221,7 +221,7 @@ def _spans(counts: Sequence[int]) -> list[slice]:
     return spans
 
 
-def _order(scores: Tensor) -> Tensor:
+def score_order(scores: Tensor) -> Tensor:
     """Return int32 numbers in the order of the scores; NaN counts as the worst score."""
     # A float's bits, read as an integer, order like the float once negative numbers are mirrored; adding zero turns
     # -0.0 into 0.0. Score and slot index together form one integer key, so that no two keys tie.

@@ -19,6 +19,15 @@ from locret.reference.attention_scorers import (
 )
 from locret.reference.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
 from locret.reference.head_split import select_over_heads
+from locret.reference.omnikv import (
+    context_scores,
+    dense_layers,
+    memory_share,
+    omnikv_prefill_visible,
+    omnikv_visible,
+    window_weights,
+)
+from locret.reference.quest import page_bounds, quest_kept, quest_pages, quest_visible, upper_bound
 from locret.reference.retaining import (
     attend,
     head_scores,
@@ -30,6 +39,13 @@ from locret.reference.retaining import (
     rotate,
     select_kept,
 )
+from locret.reference.rounding import (
+    packed,
+    rounded_after_rotation,
+    rounded_by_token,
+    spread,
+)
+from locret.reference.sparse_reading import read_by_choice
 from locret.reference.token_and_key_scorers import (
     expected_attention,
     key_difference,
@@ -43,7 +59,9 @@ __all__ = [
     "adaptive_sizes",
     "attend",
     "attention",
+    "context_scores",
     "decremental_chunks",
+    "dense_layers",
     "expected_attention",
     "h2o",
     "head_scores",
@@ -54,20 +72,34 @@ __all__ = [
     "loss",
     "low_events",
     "mean_rotation",
+    "memory_share",
     "memory_sizes",
     "nacl_kept",
+    "omnikv_prefill_visible",
+    "omnikv_visible",
+    "packed",
+    "page_bounds",
     "pool",
     "pyramid_budgets",
+    "quest_kept",
+    "quest_pages",
+    "quest_visible",
     "ranking_loss",
+    "read_by_choice",
     "read_prompt",
     "reduce_group",
     "rotate",
+    "rounded_after_rotation",
+    "rounded_by_token",
     "sage_kept",
     "select_kept",
     "select_over_heads",
     "snapkv",
     "snapkv_of_imdc",
+    "spread",
     "surprisal",
     "surprisal_of_the_release",
     "tova",
+    "upper_bound",
+    "window_weights",
 ]

@@ -180,7 +180,7 @@ def read_prompt(
     starts = [sum(size for size, _, _ in steps[:number]) for number in range(len(steps))]
     # One list per layer and KV head, of (position, un-rotated key, value, score).
     pools: list[list[list[tuple[int, Tensor, Tensor, float]]]] = [
-        [[] for _ in range(_split(layer.self_attn, torch.zeros(1, model.config.hidden_size))[1].shape[1])]
+        [[] for _ in range(split_projections(layer.self_attn, torch.zeros(1, model.config.hidden_size))[1].shape[1])]
         for layer in layers
     ]
     history = []
@@ -212,7 +212,7 @@ def _evict(pools: list[list[Any]], budget: int, guard: int, head_split: tuple[fl
     return [[pool[slot] for slot in slots] for pool, slots in zip(pools, kept, strict=True)]
 
 
-def _split(attention: Any, hidden_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_projections(attention: Any, hidden_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (T, N, D), k and v (T, K, D) before rotation, after q/k norms where the layer has them."""
     dim = attention.head_dim
     if hasattr(attention, "qkv_proj"):
@@ -236,7 +236,7 @@ def _attention(
 ) -> Tensor:
     """Add a chunk's units to the pools and return the attention output, (T, E)."""
     attention, (inv_freq, magnitude, original_positions) = layer.self_attn, rope
-    query, key, value = _split(attention, layer.input_layernorm(hidden_TE))
+    query, key, value = split_projections(attention, layer.input_layernorm(hidden_TE))
     scores_TK = retaining_head(torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=-1))
     new, group = len(hidden_TE), query.shape[1] // key.shape[1]
     out = torch.zeros(new, query.shape[1], attention.head_dim)

@@ -10,12 +10,11 @@ import inspect
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
-from locret import method_spec, plugins, shipped
+from locret import method_spec, plugins, registry, shipped
 from locret.backbone.chunk import Chunk
-from locret.field_values import checked
 from locret.method_spec import MethodSpec
 from locret.nearest import nearest
 from locret.scorers.base import Rated, Scorer, TokenPass, TokenScorer
@@ -124,23 +123,7 @@ def make(spec: MethodSpec, options: Mapping[str, Any] | None = None) -> Scorer:
     kind, given = find(spec.name), {**spec.options, **(options or {})}
     if options and (twice := sorted(spec.options.keys() & options.keys())):
         raise ValueError(f'scorer "{spec}" has the option {twice[0]} already; give it once')
-    known = {field.name: field for field in fields(kind) if field.init}  # type: ignore[arg-type]
-    for option in given:
-        if option not in known:
-            hint = f"did you mean {' or '.join(nearest(option, known) or known)}?" if known else "there are none"
-            raise ValueError(f'scorer {spec.name}: it has no option "{option}"; {hint}')
-    for option, field in known.items():
-        if option not in given and field.default is MISSING and field.default_factory is MISSING:
-            wants = kind.needs or f"its option {option}; write {spec.name}:{option}=VALUE"
-            raise ValueError(f"scorer {spec.name} needs {wants}")
-    try:
-        # Checked here as well as by the scorer itself: a class of somebody else's may check nothing.
-        return kind(**{option: checked(kind, option, value) for option, value in given.items()})
-    except ValueError as error:
-        about = str(error)
-        raise ValueError(about if about.startswith("scorer ") else f"scorer {spec.name}: {about}") from None
-    except (TypeError, AssertionError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"scorer {spec.name} cannot be made of these options ({error}); check them") from error
+    return registry.build("scorer", spec.name, kind, given, kind.needs)
 
 
 def find(name: str) -> type[Scorer]:

@@ -58,7 +58,7 @@ class Recorder:
     def positions(self, tokens) -> None:
         return None
 
-    def view(self, layer_idx: int, query: torch.Tensor) -> None:
+    def view(self, layer_idx: int, query: torch.Tensor, scaling: float) -> None:
         return None
 
     def attended(self, chunk: Attended) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from locret import RetentionPolicy
-from locret.method_spec import MODIFIERS, MethodSpec, parse, split
+from locret.method_spec import MODIFIERS, Change, MethodSpec, Modifier, parse, split
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,13 @@ from locret.method_spec import MODIFIERS, MethodSpec, parse, split
         ("sage_kv:k=none", "sage_kv", {"k": None}, ()),
         ("some.package:Scorer", "some.package:Scorer", {}, ()),
         ("some.package:Scorer:power=2+pyramid", "some.package:Scorer", {"power": 2}, ("pyramid",)),
+        ("locret+pyramid:pyramid_beta=10+linear", "locret", {}, ("pyramid:pyramid_beta=10", "linear")),
+        (
+            "h2o:normalise=true+adaptive_heads:head_floor=1e-1",
+            "h2o",
+            {"normalise": True},
+            ("adaptive_heads:head_floor=0.1",),
+        ),
         ("a+b/c.py:Scorer:power=2", "a+b/c.py:Scorer", {"power": 2}, ()),
         (r"C:\some\where.py:Scorer", r"C:\some\where.py:Scorer", {}, ()),
         ("retaining_heads:heads=org/heads", "retaining_heads", {"heads": "org/heads"}, ()),
@@ -37,7 +44,7 @@ def test_a_text_says_name_options_and_modifiers(
     text: str, name: str, options: dict[str, Any], modifiers: tuple[str, ...]
 ) -> None:
     spec = parse(text)
-    assert (spec.name, spec.options, spec.modifiers) == (name, options, modifiers)
+    assert (spec.name, spec.options, tuple(map(str, spec.modifiers))) == (name, options, modifiers)
 
 
 def test_a_mapping_says_the_same_and_has_the_same_spelling() -> None:
@@ -45,6 +52,9 @@ def test_a_mapping_says_the_same_and_has_the_same_spelling() -> None:
     assert mapping == parse("snapkv:kernel=7,pooling=max+prompt_end")
     assert str(mapping) == "snapkv:kernel=7,pooling=max+prompt_end"
     assert parse({"h2o": {}}) == parse("h2o")
+    both = parse({"snapkv+pyramid+prompt_end": {"kernel": 7, "pyramid": {"pyramid_beta": 10}}})
+    assert str(both) == "snapkv:kernel=7+pyramid:pyramid_beta=10+prompt_end"
+    assert both.changes == {"layer_budgets": "pyramid", "pyramid_beta": 10, "when": "prompt_end"}
 
 
 @pytest.mark.slow
@@ -58,9 +68,11 @@ def test_a_mapping_says_the_same_and_has_the_same_spelling() -> None:
         | st.from_regex(r"[a-z]+", fullmatch=True),
         max_size=3,
     ),
-    modifier=st.sampled_from([(), *((one,) for one in MODIFIERS)]),
+    modifier=st.sampled_from(
+        [(), *((Modifier(one),) for one in MODIFIERS), (Modifier("pyramid", {"pyramid_beta": 3}),)]
+    ),
 )
-def test_what_is_recorded_is_read_back(options: dict[str, Any], modifier: tuple[str, ...]) -> None:
+def test_what_is_recorded_is_read_back(options: dict[str, Any], modifier: tuple[Modifier, ...]) -> None:
     options = {name: value for name, value in options.items() if value not in ("none", "null", "true", "false", "nan")}
     spec = MethodSpec("snapkv", options, modifier)
     again = parse(str(spec))
@@ -73,6 +85,7 @@ def test_what_is_recorded_is_read_back(options: dict[str, Any], modifier: tuple[
     ("methods", "expected"),
     [
         ("full,snapkv:kernel=7,pooling=max", ["full", "snapkv:kernel=7,pooling=max"]),
+        ("h2o+pyramid:pyramid_beta=2,head_floor=1,full", ["h2o+pyramid:pyramid_beta=2,head_floor=1", "full"]),
         ("h2o:reduce=max,normalise=true,full , full", ["h2o:reduce=max,normalise=true", "full"]),
         ("a.b:C:x=1,y=2,c.py:D", ["a.b:C:x=1,y=2", "c.py:D"]),
         ("retaining_heads:heads=a:b,locret", ["retaining_heads:heads=a:b", "locret"]),
@@ -100,7 +113,20 @@ def test_commas_part_methods_but_not_the_options_of_one(methods: Any, expected: 
         ("locret+pyramid+pyramid", "+pyramid and +pyramid both set layer_budgets; drop one of them"),
         ("locret+", "+ is unknown; did you mean +"),
         ("locret+pyrmid", "+pyrmid is unknown; did you mean +pyramid?"),
-        ("snapkv+prompt_end:window=8", "options come before +; write NAME:OPTION=VALUE+MODIFIER"),
+        (
+            "snapkv+prompt_end:window=8",
+            '"snapkv+prompt_end:window=8": +prompt_end has no option window (it has none); options of the method '
+            "itself come before the plus, NAME:OPTION=VALUE+MODIFIER",
+        ),
+        ("snapkv+pyramid:beta=8", "+pyramid has no option beta (its options are pyramid_beta);"),
+        ("snapkv+pyramid:", "+pyramid: has no option after the colon; write +pyramid:OPTION=VALUE, or drop it"),
+        ("snapkv+pyramid:pyramid_beta", '"pyramid_beta" is not an option; write OPTION=VALUE'),
+        ("snapkv+pyramid:pyramid_beta=1,pyramid_beta=2", "has the option pyramid_beta twice; drop one of them"),
+        ({"snapkv+pyramid:pyramid_beta=1": {"pyramid": {"pyramid_beta": 2}}}, "has the option pyramid_beta twice"),
+        ("snapkv+pyramid:layer_budgets=uniform", "+pyramid has no option layer_budgets"),
+        ({"snapkv+pyramid": {"pyramid": {"beta": 2}}}, "+pyramid has no option beta"),
+        ({"snapkv+pyramid": {"pyramid": {7: 2}}}, "7=2 cannot be written after a colon"),
+        ({"snapkv+pyramid": {"pyramid": {"pyramid_beta": "1,2"}}}, "pyramid_beta='1,2' cannot be written after a"),
         ({"a": {}, "b": {}}, "is not one method with its options; write {snapkv: {kernel: 7}}"),
         ({"snapkv": 7}, 'method "snapkv" has 7 for options; write {snapkv: {kernel: 7}}'),
         ({"snapkv:kernel=7": {"kernel": 9}}, "has the option kernel twice"),
@@ -117,14 +143,36 @@ def test_what_is_written_otherwise_is_refused(method: Any, sentence: str) -> Non
 
 def test_modifiers_change_numbers_that_policies_have() -> None:
     known = {field.name for field in fields(RetentionPolicy)}
-    assert {name for changes in MODIFIERS.values() for name in changes} <= known
+    for change in MODIFIERS.values():
+        assert {*change.fields, *change.options} <= known
+        assert change.of is None or change.of in change.options
+
+
+def test_a_modifier_passes_options_on_to_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = Change({"memory": "linear"}, ("memory", "positions"), of="positions")
+    monkeypatch.setattr("locret.method_spec.MODIFIERS", {"4named": named, "2kept": Change({"when": "prompt_end"})})
+    spec = parse("a:x=1e+3+4named:positions=pages,page=16,memory=sqrt+2kept")
+    assert spec.options == {"x": 1000.0}
+    assert spec.changes == {"memory": "sqrt", "positions": "pages:page=16", "when": "prompt_end"}
+    # What it names may be written with its own colon, and has one spelling.
+    for text in ("a+4named:positions=pages,page=16", "a+4named:positions=pages:page=16"):
+        assert str(parse(text)) == "a+4named:positions=pages,page=16"
+        assert split(f"{text},top=3,full") == [f"{text},top=3", "full"]
+    assert parse("a+4named:positions=m:C:page=16,top=3").changes["positions"] == "m:C:page=16,top=3"
+    assert parse({"a+4named": {"4named": {"positions": "pages:page=16"}}}).changes["positions"] == "pages:page=16"
+    with pytest.raises(
+        ValueError, match=re.escape('"a+4named:page=16": +4named has no option page (its options are m')
+    ):
+        parse("a+4named:page=16")
+    with pytest.raises(ValueError, match="has the option page twice"):
+        parse("a+4named:positions=pages:page=16,page=8")
 
 
 def _hashable(value: Any) -> bool:
     return not isinstance(value, list | dict)
 
 
-@given(text=st.text(alphabet="snapkv:=,+.py1 -_\n{é", max_size=25) | st.text(max_size=10))
+@given(text=st.text(alphabet="snapkv:=,+.pymid1 -_\n{é", max_size=25) | st.text(max_size=10))
 def test_any_text_is_a_method_or_refused_in_one_sentence(text: str) -> None:
     for one in split(text):
         try:

@@ -10,7 +10,12 @@ from locret.data.tasks.published.suites import PublishedRow
 
 ROWS = [(suites.get(name), row) for name in suites.names() for row in suites.get(name).published]
 # Section 4 of the paper: the printed averages contradict their own cells.
-WRONG = {"MInference": 34.32, "Locret": 38.57}
+WRONG = {
+    ("infinitebench-locret", "Phi-3-mini-128K", "MInference"): 34.32,
+    ("infinitebench-locret", "Phi-3-mini-128K", "Locret"): 38.57,
+    ("longbench-omnikv", "Llama-3-8B-262K", "OmniKV exp, 30 %"): 36.39,
+    ("longbench-omnikv", "Yi-9B-200K", "InfLLM, about 30 %"): 40.46,
+}
 
 
 def test_every_suite_names_tasks_that_there_are_once() -> None:
@@ -31,11 +36,14 @@ def test_suites_have_as_many_tasks_as_their_tables() -> None:
 @pytest.mark.parametrize(("suite", "row"), ROWS, ids=lambda one: getattr(one, "name", getattr(one, "method", None)))
 def test_printed_cells_give_the_printed_average(suite: suites.Suite, row: PublishedRow) -> None:
     average = suite.cells_average(row)
+    wrong = WRONG.get((suite.name, row.model, row.method))
     if not row.scores:
         assert suite.name.startswith("ruler-")
-    elif suite.name == "infinitebench-locret" and row.model.startswith("Phi-3") and row.method in WRONG:
-        assert average == pytest.approx(WRONG[row.method], abs=0.01)
-        assert abs(row.average - WRONG[row.method]) > 1
+    elif row.average is None:
+        assert suite.name == "multistep-omnikv"
+    elif wrong is not None:
+        assert average == pytest.approx(wrong, abs=0.01)
+        assert abs(row.average - wrong) > 1
     else:
         assert average == pytest.approx(row.average, abs=0.1)
 

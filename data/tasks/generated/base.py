@@ -117,6 +117,11 @@ class GeneratedTask(Task):
         """Return the statements of one text and the questions about them; the first one is asked in evaluation."""
 
     @property
+    def family(self) -> str:
+        """Return "generated": it needs no data, whatever its name begins with."""
+        return "generated"
+
+    @property
     def single_needle(self) -> bool:
         """Whether the first statement holds the whole answer to the question that is asked."""
         planted = self.plant(Draw(random.Random(0), "eval"))
@@ -157,7 +162,7 @@ class GeneratedTask(Task):
             tokenizer,
             planted.statements,
             depths,
-            filler=Filler(rng, filler),
+            filler=self.filler(rng, filler),
             tokens=tokens,
             around=lambda text: asked_about(self.introduction, text, asked.text)[0],
         )
@@ -170,6 +175,10 @@ class GeneratedTask(Task):
             depths=tuple(depths),
             span=(0, end),
         )
+
+    def filler(self, rng: random.Random, options: FillerOptions | None) -> Filler:
+        """Return where the sentences around the statements come from."""
+        return Filler(rng, options)
 
     def depth(self, index: int, samples: int) -> float:
         """Return where the first statement of sample `index` is, from 0 to 1: even over the samples."""

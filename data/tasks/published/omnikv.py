@@ -45,6 +45,10 @@ class TwoStageTask(RowMaker):
     lead: str = ""
     """What is put into the model's mouth."""
 
+    def system_turn(self) -> str:
+        """Return the system turn that a prompt begins with; empty if it has none."""
+        return ""
+
     def maker(
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
     ) -> Callable[[int], dict[str, Any]]:
@@ -55,7 +59,7 @@ class TwoStageTask(RowMaker):
         def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
             return _row(rng, size)
 
-        return self.filled(tokenizer, tokens, seed, row, guess=SIZES[0], exact=True)
+        return self.filled(tokenizer, tokens, seed, row, guess=SIZES[0], exact=True, system=self.system_turn())
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return the sample of a row.

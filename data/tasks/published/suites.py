@@ -28,8 +28,8 @@ class PublishedRow:
     """Of weights or cache, where the paper gives it."""
     scores: tuple[float | None, ...]
     """0 to 100; None where the paper has no cell. Empty where it prints the average alone."""
-    average: float
-    """As printed."""
+    average: float | None
+    """As printed; None where the paper prints none."""
     note: str = ""
 
 
@@ -115,7 +115,7 @@ def _rows(table: str, model: str, rows: str) -> Iterator[PublishedRow]:
             method=method.strip(),
             precision=precision or "not stated",
             scores=tuple(None if cell == "-" else float(cell) for cell in cells.split()),
-            average=float(average),
+            average=None if average == "-" else float(average),
             note=note,
         )
 

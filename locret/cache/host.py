@@ -1,0 +1,237 @@
+"""The second tier of a layer: what eviction dropped, in host memory, as far as a query may still want it.
+
+A bounded tier holds the best units by score, or the last of the text, of all that was ever evicted. What is in it does
+not depend on how the text was cut into chunks, as far as scores do not. A query recalls its own few, see
+`locret.lookups`. Keys wait un-rotated like those of the fast tier, and are rotated with them.
+"""
+
+# B batch, N query heads, K KV heads, L queries, H slots, G units that come, U units that move, R recalled, D head dim
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from locret.backbone.attention import Recalled
+from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore, Ranks
+from locret.lookups import Ask, Lookup
+from locret.policy.selectors import score_order
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_MOVED = 4096
+"""Units that are on their way at once."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What a reader knows about the queries of one layer."""
+
+    query: Tensor
+    """(B, N, L, D), post-rotary."""
+    scaling: float
+    nth: int
+    layers: int
+    generating: bool
+    shared: dict[str, Any]
+
+
+class HostTier:
+    """Units that were evicted from the fast tier of one layer.
+
+    Args:
+        store: Holds them, in the form of the fast tier's store, with a workspace of its own.
+        lookup: Finds what a query recalls.
+        most: Units per KV head; None: all that come.
+        recall: Units that each query recalls.
+        by_score: Whether a full tier keeps the best units, rather than the last of the text.
+        empty: Gives memory: host memory if None, pinned where the fast tier is on a CUDA device.
+    """
+
+    def __init__(
+        self,
+        store: DenseStore,
+        lookup: Lookup,
+        most: int | None,
+        recall: int,
+        *,
+        by_score: bool,
+        empty: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self.store, self.lookup, self.most, self.recall, self.by_score = store, lookup, most, recall, by_score
+        self.store.empty = empty or _host_memory
+        self.moved = 0
+        """Bytes fetched from here so far."""
+        self._index: Any = None
+        self._known = False
+
+    @property
+    def fill(self) -> int:
+        """Units per KV head, empty slots of short rows included."""
+        return self.store.fill
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the units."""
+        return self.store.nbytes
+
+    def reserve(self, units: int) -> None:
+        """Make room for this many units, or for all that may be held."""
+        self.store.reserve(units if self.most is None else min(units, self.most))
+
+    # -- what comes in ------------------------------------------------------------------------------------------------
+
+    def take_in(self, fast: DenseStore, gone: Tensor) -> None:
+        """Take the (B, K, G) units of these ranks, which the fast tier is about to drop, as far as they find room."""
+        assert fast.keys is not None
+        batch, kv_heads, coming = gone.shape
+        gone = gone.to("cpu")
+        heads = torch.arange(batch * kv_heads).view(batch, kv_heads, 1)
+        first = self.store.fill
+        if self.most is None and first + coming > self.store.capacity:
+            self.store.reserve(max(first + coming, 2 * self.store.capacity))
+        room = coming if self.most is None else min(coming, self.most - first)
+        if coming > room:
+            self._open(fast, room)
+            columns = (fast.held(name).to("cpu").gather(2, gone) for name in (SCORES, POSITIONS))
+            new, old = self._order(*columns), self._order(self.store.held(SCORES), self.store.held(POSITIONS))
+            compared = min(coming, self.store.fill)
+            best, worst = new.topk(compared, dim=-1), old.topk(compared, dim=-1, largest=False)
+            # Best against worst, second best against second worst: once one is not better, no other is.
+            better = best.values > worst.values
+            heads = heads.expand_as(better)[better]
+            ranks, slots = gone.gather(2, best.indices)[better], worst.indices[better]
+        else:
+            self._open(fast, coming)
+            heads, ranks = heads.expand_as(gone).flatten(), gone.flatten()
+            slots = torch.arange(first, first + coming).expand_as(gone).flatten()
+        for start in range(0, len(ranks), _MOVED):
+            span = slice(start, start + _MOVED)
+            units = fast.units(heads[span].to(fast.keys.device), ranks[span].to(fast.keys.device))
+            self.store.put(heads[span], slots[span], {name: tensor.to("cpu") for name, tensor in units.items()})
+        self.forget()
+
+    def _open(self, fast: DenseStore, new: int) -> None:
+        """Have `new` more slots, which hold no unit yet."""
+        self.store.open(fast, new)
+        span = slice(self.store.fill - new, self.store.fill)
+        self.store.columns[SCORES][:, :, span] = -torch.inf
+        self.store.columns[POSITIONS][:, :, span] = NO_UNIT
+
+    def _order(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """Return int64 numbers in the order in which units are worth keeping, different for all of a head's units."""
+        order = score_order(scores) if self.by_score else torch.zeros_like(positions)
+        empty = positions == NO_UNIT
+        return ((order.to(torch.int64) << 32) + positions).masked_fill(empty, torch.iinfo(torch.int64).min)
+
+    # -- what is recalled ---------------------------------------------------------------------------------------------
+
+    def recalled(self, asking: Asking) -> Recalled | None:
+        """Return what the queries attend to besides the fast tier; None where nothing was evicted yet."""
+        store, query = self.store, asking.query
+        if not store.fill:
+            return None
+        assert store.keys is not None
+        assert store.values is not None
+        keys, positions = store.keys[:, :, : store.fill], store.held(POSITIONS)
+        if not self._known:
+            self._index, self._known = self.lookup.index(keys, positions), True
+        ask = Ask(
+            query=query,
+            keys=keys,
+            positions=positions,
+            index=self._index,
+            count=min(self.recall, store.fill),
+            scaling=asking.scaling,
+            nth=asking.nth,
+            layers=asking.layers,
+            generating=asking.generating,
+            shared=asking.shared,
+        )
+        ranks = self.lookup.choose(ask)
+        if ranks is None:
+            found, values = keys, store.values[:, :, : store.fill]
+            found, values, there = found[:, :, None], values[:, :, None], (positions != NO_UNIT)[:, :, None]
+        else:
+            if ranks.shape[1] == 1:
+                ranks = ranks.expand(-1, keys.shape[1], -1, -1)
+            found, values = store.fetch(ranks)
+            there = self._there(positions, ranks)
+        self.moved += found.nbytes + values.nbytes
+        to = query.device
+        return Recalled(
+            found.to(to, non_blocking=True),
+            values.to(to, non_blocking=True),
+            there.to(to) if store.row_start is not None else None,
+        )
+
+    def _there(self, positions: Tensor, ranks: Tensor) -> Tensor:
+        of_head = positions.repeat_interleave(ranks.shape[1] // positions.shape[1], dim=1)
+        return of_head.gather(2, ranks.flatten(2)).view(ranks.shape) != NO_UNIT
+
+    def forget(self) -> None:
+        """Drop the index: units have changed."""
+        self._index, self._known = None, False
+
+    # -- positions ----------------------------------------------------------------------------------------------------
+
+    def ranks_with(self, fast: DenseStore) -> tuple[Ranks, Ranks]:
+        """Return the ranks, among the units of both tiers, of the fast ones and of these; puts these in order."""
+        self.forget()
+        self.store.sort()
+        mine = self.store.held(POSITIONS).contiguous()
+        others = fast.held(POSITIONS).contiguous()
+        held = mine.shape[-1] + others.shape[-1]
+        here, there = mine.device, others.device
+        own = torch.arange(mine.shape[-1]) + torch.searchsorted(others.to(here), mine)
+        fast_ranks = torch.arange(others.shape[-1]) + torch.searchsorted(mine, others.to(here))
+        return Ranks(fast_ranks.to(there), held), Ranks(own, held)
+
+    # -- rows and whole tiers -----------------------------------------------------------------------------------------
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch."""
+        self.store.select_rows(rows)
+        self.forget()
+
+    def trim(self) -> None:
+        """Drop the empty slots in front of the only row."""
+        self.store.trim()
+        self.forget()
+
+    def join(self, tiers: Sequence[Self]) -> None:
+        """Become a batch of the only rows of other tiers."""
+        stores = [tier.store for tier in tiers]
+        self.store.join(stores, max(store.fill for store in stores))
+        self.forget()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything held, for `load`."""
+        tensors = self.store.state() if self.store.fill else {}
+        if self.store.row_start is not None:
+            tensors["row_start"] = self.store.row_start
+        return tensors
+
+    def load(self, tensors: dict[str, Tensor], fill: int) -> None:
+        """Take over what `state` returned."""
+        row_start = tensors.pop("row_start", None)
+        self.store.load({name: tensor.to("cpu") for name, tensor in tensors.items()}, fill)
+        self.store.row_start = row_start
+        self.forget()
+
+    def copy(self) -> HostTier:
+        """Return an independent copy."""
+        twin = HostTier(
+            self.store.copy(type(self.store.workspace)()), self.lookup, self.most, self.recall, by_score=self.by_score
+        )
+        twin.moved = self.moved
+        return twin
+
+
+def _host_memory(shape: Sequence[int], *, dtype: torch.dtype, device: object) -> Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())

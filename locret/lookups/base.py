@@ -1,0 +1,79 @@
+"""What a lookup is: options, an index of the second tier's keys, and which of its units each query attends to."""
+
+# B batch, N query heads, K KV heads, L queries, H units of the second tier, R recalled units, D head dim
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from locret.field_values import check_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What queries of one layer ask of its second tier."""
+
+    query: Tensor
+    """(B, N, L, D), post-rotary."""
+    keys: Tensor
+    """(B, K, H, D) of the second tier, post-rotary, ascending in position, on the tier's device."""
+    positions: Tensor
+    """(B, K, H) original positions; -1 where a row holds fewer units than others."""
+    index: Any
+    """What the lookup's `index` returned for these keys."""
+    count: int
+    """Units to recall for each query and KV head, no more than H."""
+    scaling: float
+    """Factor of the logits."""
+    nth: int
+    """Which of the full-attention layers asks, from 0."""
+    layers: int
+    """How many there are."""
+    generating: bool
+    """Whether a token is being generated, rather than the prompt's last tokens read."""
+    shared: dict[str, Any]
+    """Lives for one forward pass: what one layer leaves for those after it."""
+
+
+class Lookup(ABC):
+    """Finds the units of the second tier that a query attends to. Subclasses are frozen dataclasses of options."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Check the options by their types; a lookup with ranges of its own checks those afterwards.
+
+        Raises:
+            ValueError: For the first value that is not of its option's type.
+        """
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise ValueError(f"lookup {self.name}: {error}") from None
+
+    def index(self, keys: Tensor, positions: Tensor) -> Any:
+        """Return what speeds up the search, built once for units that do not change.
+
+        Args:
+            keys: (B, K, H, D), post-rotary, ascending in position, on the tier's device.
+            positions: (B, K, H) original positions; -1 for empty slots in front of short rows.
+        """
+        return None
+
+    def index_bytes(self, units: int, head_dim: int, element_size: int) -> int:
+        """Return the bytes of the index per row and KV head, over so many units."""
+        return 0
+
+    @abstractmethod
+    def choose(self, ask: Ask) -> Tensor | None:
+        """Return what is recalled.
+
+        Returns:
+            (B, heads, queries, R) int64 ranks of units, on the tier's device, none of them twice for one query: heads
+            are N, where every query head has its own units, K, where those of a group share them, or 1; queries are L,
+            or 1 where all share them. None: all units.
+        """

@@ -1,0 +1,124 @@
+"""OmniKV (ICLR 2025), slowly: which layers are dense, what a filter layer selects, and what that costs in memory."""
+
+# N query heads, K KV heads, T tokens, W queries of the window, S candidates, D head dim
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from locret.reference.sparse_reading import Visible
+
+
+def dense_layers(filter_layers: tuple[int, ...], layers: int) -> list[int]:
+    """Return the layers that attend to everything (Eq. 2).
+
+    Those before the first filter layer, filter layers, and the layer after each, whose attention hides the transfer.
+    """
+    return [
+        layer
+        for layer in range(layers)
+        if layer < filter_layers[0] or layer in filter_layers or layer - 1 in filter_layers
+    ]
+
+
+def memory_share(filter_layers: tuple[int, ...], layers: int, token_ratio: float) -> float:
+    """Return Mem %, as a share of the full cache: d + |T| / |p| (1 - d) with d = (2 |L| + L_0) / layers."""
+    dense = (2 * len(filter_layers) + filter_layers[0]) / layers
+    return dense + token_ratio * (1 - dense)
+
+
+def window_weights(selector: str, window: int) -> list[float]:
+    """Return alpha of the window's queries, oldest first (Section 4.2)."""
+    if selector == "uniform":
+        return [1.0] * window
+    if selector == "exp":
+        return [2.0 ** (t - window) for t in range(window)]
+    return [0.0] * (window - 1) + [1.0]
+
+
+def context_scores(query_NWD: Tensor, key_KSD: Tensor, scaling: float, selector: str) -> list[float]:
+    """Return S_j = sum_t alpha_t max_h A[h, t, j] of every candidate (Eq. 3 and 4).
+
+    Args:
+        query_NWD: Queries of the observation window.
+        key_KSD: Keys of the candidates, all of them older than the window.
+        scaling: Factor of the logits.
+        selector: "uniform", "exp", "last", or "raw": as the released code has it, the last query's logits without
+            softmax.
+    """
+    heads, window, _ = query_NWD.shape
+    kv_heads, slots, _ = key_KSD.shape
+    total = [0.0] * slots
+    for t, alpha in enumerate(window_weights(selector, window)):
+        best = [-float("inf")] * slots
+        for n in range(heads):
+            logits_S = key_KSD[n // (heads // kv_heads)].double() @ query_NWD[n, t].double() * scaling
+            shares_S = logits_S if selector == "raw" else torch.softmax(logits_S, dim=0)
+            best = [max(one, float(share)) for one, share in zip(best, shares_S, strict=True)]
+        if alpha:
+            total = [one + alpha * share for one, share in zip(total, best, strict=True)]
+    return total
+
+
+def best_tokens(scores_S: list[float], count: int) -> list[int]:
+    """Return the best `count` candidates, ascending; the newer of two equals."""
+    return sorted(
+        sorted(range(len(scores_S)), key=lambda s: (scores_S[s], s))[len(scores_S) - min(count, len(scores_S)) :]
+    )
+
+
+def omnikv_visible(
+    filter_layers: tuple[int, ...],
+    layers: int,
+    prompt: int,
+    count: int,
+    scaling: float,
+    selector: str = "last",
+    window: int = 16,
+    newest: int = 0,
+) -> Visible:
+    """Return the rule of `read_by_choice` that OmniKV's answers follow (Algorithm 1).
+
+    Args:
+        filter_layers: Layers that select, ascending.
+        layers: Layers of the backbone.
+        prompt: Tokens that are read densely; those after them are always visible.
+        count: Tokens that a filter layer selects.
+        scaling: Factor of the logits.
+        selector: See `context_scores`.
+        window: Queries of the observation window, w; "last" and "raw" look from the newest alone.
+        newest: Last tokens of the prompt that are no candidates but always visible.
+    """
+    dense, chosen = dense_layers(filter_layers, layers), list[int]()
+
+    def visible(layer: int, query_NTD: Tensor, key_KTD: Tensor, start: int) -> list[list[int]] | None:
+        if start < prompt:
+            return None
+        if layer in filter_layers:
+            query_NWD = query_NTD[:, -window:]
+            scores = context_scores(query_NWD, key_KTD[:, : prompt - newest], scaling, selector)
+            chosen[:] = [*best_tokens(scores, count), *range(prompt - newest, start)]
+        return None if layer in dense else [list(chosen)] * len(query_NTD)
+
+    return visible
+
+
+def omnikv_prefill_visible(
+    filter_layers: tuple[int, ...], layers: int, prompt: int, chunk_size: int, ratio: float, scaling: float
+) -> Visible:
+    """Return the rule that OmniKV-prefill reads by (Appendix D.10): r x chunk_size earlier tokens for each chunk.
+
+    A chunk's queries weigh alike (the uniform selector), and the tokens before the chunk are the candidates.
+    """
+    dense, chosen = dense_layers(filter_layers, layers), list[int]()
+
+    def visible(layer: int, query_NTD: Tensor, key_KTD: Tensor, start: int) -> list[list[int]] | None:
+        if start >= prompt or start == 0:
+            return None
+        if layer in filter_layers:
+            scores = context_scores(query_NTD[:, start:], key_KTD[:, :start], scaling, "uniform")
+            chosen[:] = best_tokens(scores, int(ratio * chunk_size))
+        return None if layer in dense else [list(chosen)] * len(query_NTD)
+
+    return visible

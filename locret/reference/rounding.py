@@ -1,0 +1,75 @@
+"""Rounded keys and values, slowly: per-token groups, a rotation before them, and per-channel scales."""
+
+# S units, D head dim
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def half_below(number: float) -> float:
+    """Return the largest float16 that is not above a number."""
+    half = torch.tensor(number, dtype=torch.float16)
+    if float(half) > number:
+        half = torch.nextafter(half, torch.tensor(-math.inf, dtype=torch.float16))
+    return float(half)
+
+
+def scale_of(numbers: list[float], bits: int) -> tuple[float, float]:
+    """Return scale and lowest number of a group, both float16: its codes 0 .. 2^bits - 1 span all of it."""
+    low = half_below(min(numbers))
+    distance = max((max(numbers) - low) / (2**bits - 1), 2.0**-24)
+    return -half_below(-distance), low
+
+
+def nearest_code(number: float, scale: float, low: float, bits: int) -> int:
+    """Return the code whose number is nearest; the even one where two are (IEEE 754)."""
+    return min(max(round((number - low) / scale), 0), 2**bits - 1)
+
+
+def rounded_by_token(states_SD: Tensor, bits: int, group: int) -> Tensor:
+    """Return the states after rounding with one scale per token and group of channels (KIVI's values; quanto, axis 0).
+
+    A head dim of more than `group` channels is split into as few groups as possible, as even as possible.
+    """
+    units, dim = states_SD.shape
+    width = math.ceil(dim / math.ceil(dim / group))
+    out = torch.zeros(units, dim)
+    for s in range(units):
+        for first in range(0, dim, width):
+            numbers = states_SD[s, first : first + width].tolist()
+            scale, low = scale_of(numbers, bits)
+            for d, number in enumerate(numbers, first):
+                out[s, d] = low + scale * nearest_code(number, scale, low, bits)
+    return out
+
+
+def spread(head_dim: int, signs_D: list[float]) -> Tensor:
+    """Return the orthogonal (D, D) matrix of a rotation: Walsh functions times cosines of the odd rest, rows signed."""
+    walsh = head_dim & -head_dim
+    rest = head_dim // walsh
+    matrix = torch.zeros(head_dim, head_dim, dtype=torch.float64)
+    for i in range(head_dim):
+        for j in range(head_dim):
+            parity = bin((i // rest) & (j // rest)).count("1") % 2
+            angle = math.pi / rest * (j % rest + 0.5) * (i % rest)
+            cosine = math.cos(angle) * math.sqrt((1 if i % rest == 0 else 2) / rest)
+            matrix[i, j] = signs_D[i] * (-1) ** parity / math.sqrt(walsh) * cosine
+    return matrix
+
+
+def rounded_after_rotation(states_SD: Tensor, bits: int, group: int, matrix_DD: Tensor) -> Tensor:
+    """Return the states after a rotation, rounding by token, and the rotation back (QuaRot; TurboQuant)."""
+    turned = (states_SD.double() @ matrix_DD.double()).float()
+    return (rounded_by_token(turned, bits, group).double() @ matrix_DD.double().T).float()
+
+
+def packed(codes_D: list[int], bits: int) -> list[int]:
+    """Return the bytes of codes that follow each other bit by bit, the lowest first."""
+    stream = [(code >> bit) & 1 for code in codes_D for bit in range(bits)]
+    count = {8: 1, 4: 2, 3: 8, 2: 4}[bits]
+    stream += [0] * (-len(codes_D) % count * bits)
+    return [sum(bit << place for place, bit in enumerate(stream[i : i + 8])) for i in range(0, len(stream), 8)]

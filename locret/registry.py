@@ -1,0 +1,65 @@
+"""Things that are chosen by a spec, `NAME:OPTION=VALUE,...`: classes found by name, made with checked options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from locret import method_spec
+from locret.field_values import checked
+from locret.nearest import nearest
+
+T = TypeVar("T")
+
+
+def get(kind: str, classes: Sequence[type[T]], spec: str) -> T:
+    """Return what a spec means.
+
+    Args:
+        kind: What messages call it, such as "lookup".
+        classes: Frozen dataclasses with a class variable `name`.
+        spec: Such as "pages" or "pages:page=16".
+
+    Raises:
+        ValueError: If there is none of that name (the message lists the nearest), or an option is unfit.
+    """
+    parsed = method_spec.parse(spec, kind)
+    if parsed.modifiers:
+        raise ValueError(f'{kind} "{spec}": +{parsed.modifiers[0]} is for the whole method; write it there')
+    known = {one.name: one for one in classes}  # type: ignore[attr-defined]
+    if parsed.name not in known:
+        near = nearest(parsed.name, known) or list(known)
+        raise ValueError(f'{kind} "{parsed.name}" is unknown; did you mean {" or ".join(near)}?')
+    return build(kind, parsed.name, known[parsed.name], parsed.options)
+
+
+def build(kind: str, name: str, made: type[T], given: Mapping[str, Any], needs: str = "") -> T:
+    """Return an instance of a dataclass with these options.
+
+    Args:
+        kind: What messages call it.
+        name: How the user wrote it.
+        made: The class.
+        given: Options by name.
+        needs: What to say where an option without a default is missing, if naming the option is not enough.
+
+    Raises:
+        ValueError: If an option is unknown, missing or unfit.
+    """
+    known = {field.name: field for field in fields(made) if field.init}  # type: ignore[arg-type]
+    for option in given:
+        if option not in known:
+            hint = f"did you mean {' or '.join(nearest(option, known) or known)}?" if known else "there are none"
+            raise ValueError(f'{kind} {name}: it has no option "{option}"; {hint}')
+    for option, field in known.items():
+        if option not in given and field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{kind} {name} needs {needs or f'its option {option}; write {name}:{option}=VALUE'}")
+    try:
+        # Checked here as well as by the class itself: one of somebody else's may check nothing.
+        return made(**{option: checked(made, option, value) for option, value in given.items()})
+    except ValueError as error:
+        about = str(error)
+        raise ValueError(about if about.startswith(f"{kind} ") else f"{kind} {name}: {about}") from None
+    except (TypeError, AssertionError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{kind} {name} cannot be made of these options ({error}); check them") from error

@@ -1,0 +1,144 @@
+"""Rounded keys and values against the slow version, at awkward lengths; and how far from the truth they may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from locret import reference
+from locret.cache.rounding import BITS, Codes, Rotated, Rounding, Token, basis, pack, packed_bytes, unpack
+
+FEW = [bits for bits in BITS if bits < 16]
+DIMS = [1, 3, 8, 20, 32, 48, 80, 96, 128]
+few_bits = pytest.mark.parametrize("bits", FEW)
+
+
+def states(dim: int, units: int = 5, seed: int = 0, spread: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(2, 3, units, dim, generator=generator)
+    return drawn * torch.rand(dim, generator=generator).mul(spread).exp() + torch.randn(dim, generator=generator)
+
+
+def rounded(rounding: Rounding, numbers: Tensor, bits: int) -> Tensor:
+    return rounding.decode(rounding.encode(numbers, bits), bits, numbers.shape[-1])
+
+
+@few_bits
+@pytest.mark.parametrize("dim", DIMS)
+def test_codes_come_back_from_their_bytes_and_lie_where_the_slow_version_puts_them(bits: int, dim: int) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    codes = torch.randint(0, 2**bits, (2, 3, dim), generator=generator).to(torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (2, 3, packed_bytes(dim, bits))
+    assert torch.equal(unpack(packed, bits, dim).to(torch.uint8), codes)
+    for row, slow in ((packed[b, k].tolist(), codes[b, k].tolist()) for b in range(2) for k in range(3)):
+        assert row == reference.packed(slow, bits)
+
+
+def test_three_bits_are_three_bits() -> None:
+    assert [packed_bytes(128, bits) for bits in FEW] == [128, 64, 48, 32]
+    assert packed_bytes(9, 3) == 6
+
+
+@few_bits
+@pytest.mark.parametrize("group", [64, 16, 7, 1])
+@pytest.mark.parametrize("dim", DIMS)
+def test_rounding_by_token_is_the_slow_one(bits: int, group: int, dim: int) -> None:
+    numbers = states(dim, units=2)
+    fast = rounded(Token(group=group), numbers, bits)
+    for row in range(2):
+        slow = reference.rounded_by_token(numbers[row, 1], bits, group)
+        torch.testing.assert_close(fast[row, 1], slow, atol=1e-5, rtol=1e-6)
+
+
+@few_bits
+@pytest.mark.parametrize("dim", [8, 20, 80, 96])
+def test_rounding_after_a_rotation_is_the_slow_one(bits: int, dim: int) -> None:
+    numbers = states(dim, units=3)
+    signs = basis(dim, numbers.device)[:, 0].sign().tolist()
+    matrix = reference.spread(dim, signs)
+    torch.testing.assert_close(basis(dim, numbers.device), matrix.float(), atol=1e-6, rtol=0)
+    fast = rounded(Rotated(group=32), numbers, bits)
+    slow = reference.rounded_after_rotation(numbers[0, 0], bits, 32, matrix)
+    # A number halfway between two codes may fall to either side, by the last digit of the rotation.
+    close = (fast[0, 0] - slow).abs() < 1e-4
+    assert close.all(-1).float().mean() >= 2 / 3
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 20, 64, 80, 96, 128, 256])
+def test_a_rotation_is_orthogonal_and_spreads_one_channel_over_all(dim: int) -> None:
+    matrix = basis(dim, torch.device("cpu"))
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(dim), atol=1e-5, rtol=0)
+    assert matrix.abs().max() <= (2 / (dim // (dim & -dim)) / (dim & -dim)) ** 0.5 + 1e-6 or dim == 1
+    assert torch.equal(matrix, basis(dim, torch.device("cpu")))
+
+
+@few_bits
+@pytest.mark.parametrize("rounding", [Token(), Token(group=16), Rotated(), Rotated(group=5)])
+@pytest.mark.parametrize("dim", [8, 20, 80, 128])
+def test_no_number_is_further_away_than_half_a_scale(bits: int, rounding: Rounding, dim: int) -> None:
+    numbers = states(dim, units=40, spread=5.0)
+    coded = rounding.encode(numbers, bits)
+    found = rounding.decode(coded, bits, dim)
+    off = (rounding.into(found, None) - rounding.into(numbers, None)).abs()
+    width = -(-dim // rounding.groups(dim))
+    scales = coded.scales[..., 0].float().repeat_interleave(width, -1)[..., :dim]
+    assert (off <= scales / 2 + 1e-5 * numbers.abs().max()).all()
+    assert coded.codes.shape[-1] == packed_bytes(dim, bits)
+    assert coded.scales.shape[-2] == rounding.groups(dim)
+
+
+@few_bits
+def test_more_bits_are_closer(bits: int) -> None:
+    numbers = states(64, units=64)
+    errors = {b: float((rounded(Rotated(), numbers, b) - numbers).pow(2).mean()) for b in FEW}
+    assert all(errors[b] > errors[bits] for b in FEW if b < bits)
+
+
+@few_bits
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        torch.zeros(1, 1, 2, 8),
+        torch.full((1, 1, 2, 8), -3.3),
+        torch.full((1, 1, 2, 8), 1e-9),
+        torch.cat([torch.full((1, 1, 2, 7), 1e-7), torch.full((1, 1, 2, 1), -2e-7)], -1),
+        torch.tensor([[[[65504.0, -65504.0, 0.0, 1.0]]]]),
+    ],
+)
+def test_numbers_that_a_scale_can_hardly_tell_apart_stay_finite_and_close(bits: int, numbers: Tensor) -> None:
+    coded = Token().encode(numbers, bits)
+    found = Token().decode(coded, bits, numbers.shape[-1])
+    assert found.isfinite().all()
+    assert ((found - numbers).abs() <= coded.scales[..., :1, 0].float() / 2 * (1 + 1e-3)).all()
+
+
+@few_bits
+@pytest.mark.parametrize("rounding", [Token(), Rotated()])
+def test_a_unit_is_rounded_by_itself(bits: int, rounding: Rounding) -> None:
+    numbers = states(24, units=9)
+    together = rounding.encode(numbers, bits)
+    alone = [rounding.encode(numbers[:, :, unit : unit + 1], bits) for unit in range(9)]
+    apart = Codes(*(torch.cat(parts, 2) for parts in zip(*alone, strict=True)))
+    found, expected = (rounding.decode(coded, bits, 24) for coded in (apart, together))
+    # A product's last digit may put a number halfway between two codes to the other side.
+    assert ((found - expected).abs() < 1e-4).float().mean() > (0.9 if rounding.name == "rotated" else 0.999)
+    order = torch.tensor([8, 0, 3])
+    picked = rounding.decode(Codes(*(part[:, :, order] for part in together)), bits, 24)
+    torch.testing.assert_close(picked, rounding.decode(together, bits, 24)[:, :, order], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("group", [0, -3])
+def test_a_group_without_channels_is_refused(group: int) -> None:
+    with pytest.raises(ValueError, match=f"group={group} is too small"):
+        Token(group=group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_states_of_every_dtype_are_rounded_alike(dtype: Any) -> None:
+    numbers = states(32).to(dtype)
+    assert torch.equal(rounded(Token(), numbers, 4), rounded(Token(), numbers.float(), 4))

@@ -1,0 +1,73 @@
+"""Tasks on which eviction alone fails: what their texts hold besides the facts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from locret.data import tasks
+from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.data.text.haystack import prompt_length
+
+TOKENIZER = build_tokenizer()
+ALL = tasks.names("lookalikes")
+
+
+def sample(name: str, tokens: int = 2048, **options: Any) -> Any:
+    return tasks.get(name, **options).sample(TOKENIZER, tokens, depth=0.5, seed=3)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_sample_depends_on_its_seed_alone_fills_its_length_and_its_reply_is_right(name: str) -> None:
+    task, one = tasks.get(name), sample(name)
+    assert one == sample(name)
+    assert one.document != task.sample(TOKENIZER, 2048, depth=0.5, seed=4).document
+    assert prompt_length(TOKENIZER, one.content) == 2048
+    assert task.score(one.reply, one) == 1.0
+    assert task.score("The pass key is 11111.", one) == 0.0
+    assert all(target in one.document for target in one.targets)
+    assert len(TOKENIZER(one.reply)["input_ids"]) < task.max_new_tokens
+    task.check(TOKENIZER)
+
+
+def test_they_are_asked_by_name_and_are_no_rows_of_training() -> None:
+    assert not set(ALL) & set(tasks.names())
+    assert {tasks.get(name).family for name in ALL} == {"generated"}  # 100 samples, made here, at any length
+
+
+def test_one_of_32_keys_is_asked() -> None:
+    keys = re.findall(r"special magic numbers for (\w+) is: \d{7}\.", sample("lookalikes/keys").document)
+    assert len(keys) == len(set(keys)) == 32
+
+
+def test_needles_of_the_filler_are_about_other_things_than_those_of_the_task() -> None:
+    one = sample("lookalikes/needles")
+    facts = re.findall(r"special magic numbers for (\w+) is: (\d{7})\.", one.document)
+    others = re.findall(r"special magic numbers for the \w+ is: (\d{7})\.", one.document)
+    assert len(facts) == 8
+    assert len(others) > 4 * len(facts)
+    assert one.targets[0] not in others
+
+
+def test_the_pass_key_stands_once_among_assignments_of_as_many_digits() -> None:
+    one = sample("lookalikes/assignments")
+    others = re.findall(r"(?:VAR \w+ =|The \w+ key is:|The \w+ =|The number of \w+:) (\d{5})\.", one.document)
+    assert len(others) > 10
+    assert one.targets[0] not in others
+    assert one.document.count("The pass key is") == 1
+
+
+def test_numbers_of_as_many_digits_are_everywhere_but_one_sequence_is_asked() -> None:
+    one = sample("lookalikes/numbers")
+    assert len(re.findall(r"\d{10}", one.document)) > 60
+    assert one.document.count("The sequence of digits is") == 1
+
+
+@pytest.mark.parametrize("name", ALL[1:])
+def test_more_look_alikes_can_be_asked_for_but_no_more_than_all_sentences(name: str) -> None:
+    few, all_of_them = (len(re.findall(r"\d{5,}", sample(name, percent=p).document)) for p in (1, 100))
+    assert all_of_them > 2 * few
+    with pytest.raises(ValueError, match=f"task {name}: percent=101 is more than all sentences; give 1 to 100"):
+        tasks.get(name, percent=101)
