@@ -1,4 +1,4 @@
-"""Two tiers, slowly: what eviction drops goes to a second tier, and every later query attends to its own best few of it.
+"""Two tiers, slowly: what eviction drops goes to a second tier, and later queries attend to their own best few of it.
 
 No buffers, no ranks, no masks: units are lists, and each token goes through the layers alone.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.reference.retaining import _attention, _evict, _split, rotate, select_kept
+from locret.reference.retaining import _attention, _evict, rotate, select_kept, split_projections
 
 Unit = tuple[int, Tensor, Tensor, float]
 """Position, un-rotated key, value, score."""
@@ -55,7 +55,7 @@ def answer_with_recall(
     *,
     original_positions: bool = False,
     by_recency: bool = False,
-    head_split: tuple[float, bool] | None = None,
+    headsplit_projections: tuple[float, bool] | None = None,
 ) -> tuple[list[list[list[int]]], Tensor]:
     """Read a prompt as `read_prompt` does, but let its local tokens and an answer recall what was evicted.
 
@@ -74,7 +74,7 @@ def answer_with_recall(
         tier: Host budget (None: all), and units recalled.
         original_positions: Rotate by place in the text instead of rank.
         by_recency: Whether the second tier holds the newest evicted units instead of the best.
-        head_split: As for `read_prompt`.
+        headsplit_projections: As for `read_prompt`.
 
     Returns:
         Per layer and KV head the positions that the second tier holds; and (1 + A, vocabulary) logits of the prompt's
@@ -83,7 +83,9 @@ def answer_with_recall(
     budget, chunk_size, stabilizers, local_len = numbers
     host_budget, recall = tier
     layers, length = model.model.layers, max(len(prompt_T) - local_len, 0)
-    kv_heads = [_split(layer.self_attn, torch.zeros(1, model.config.hidden_size))[1].shape[1] for layer in layers]
+    kv_heads = [
+        split_projections(layer.self_attn, torch.zeros(1, model.config.hidden_size))[1].shape[1] for layer in layers
+    ]
     fast: list[list[list[Unit]]] = [[[] for _ in range(count)] for count in kv_heads]
     host: list[list[list[Unit]]] = [[[] for _ in range(count)] for count in kv_heads]
     rope = (inv_freq, magnitude, original_positions)
@@ -94,7 +96,7 @@ def answer_with_recall(
             hidden_TE = hidden_TE + _attention(layer, hidden_TE, fast[index], start, rope, heads[index])
             hidden_TE = hidden_TE + layer.mlp(layer.post_attention_layernorm(hidden_TE))
             held = fast[index]
-            fast[index] = _evict(held, budget, 0 if end == length else stabilizers, head_split)
+            fast[index] = _evict(held, budget, 0 if end == length else stabilizers, headsplit_projections)
             for head, (before, after) in enumerate(zip(held, fast[index], strict=True)):
                 stayed = {unit[0] for unit in after}
                 gone = [unit for unit in before if unit[0] not in stayed]
@@ -121,7 +123,7 @@ def _recalling(
 ) -> Tensor:
     """Add one token's unit to the first tier and return the attention output, (E,)."""
     attention, (inv_freq, magnitude, original_positions) = layer.self_attn, rope
-    query, key, value = (part[0] for part in _split(attention, layer.input_layernorm(hidden_E[None])))
+    query, key, value = (part[0] for part in split_projections(attention, layer.input_layernorm(hidden_E[None])))
     group = len(query) // len(key)
     out = torch.zeros(len(query), attention.head_dim)
     for k in range(len(key)):
