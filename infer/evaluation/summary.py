@@ -11,6 +11,8 @@ from locret.infer.evaluation.allotment import amount
 from locret.tables import markdown
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers", "budget_share")
+_TIERS = ("host_units", "host_bytes", "disk_bytes", "moved_bytes_per_token")
+"""Of the second tier, where a method has one."""
 ERRORS = "±: standard error, the samples' standard deviation / √n (by jackknife where a task's score is not a mean)"
 
 
@@ -77,6 +79,7 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "score": round(statistics.fmean(scores), 4),
         "standard_error": None if error is None else round(error, 4),
         **{name: max(r[name] for r in records) for name in ("kept_units", "peak_units", "cache_bytes", "peak_bytes")},
+        **{name: max(r[name] for r in records) for name in _TIERS if all(name in r for r in records)},
         "prefill_tokens_per_second": _rate(records, "prompt_tokens", "prefill_seconds"),
         "decode_tokens_per_second": _rate(records, "generated_tokens", "decode_seconds"),
     }
@@ -100,7 +103,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     titles = ["method", "budget", *(name.replace("_", " ") for name in varied)]
     names = {column: _title(column, found) for column in columns}
     titles += list(names.values())
-    titles += ["units / KV head", "peak cache", "read tokens/s", "write tokens/s"]
+    slow = ["second tier"] if any("host_bytes" in cell for cell in found) else []
+    titles += ["units / KV head", "peak cache", *slow, "read tokens/s", "write tokens/s"]
     lines = []
     for row in rows:
         policy = dict(zip(CELL[2:], row, strict=True))
@@ -113,6 +117,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             for cell, column in zip(own, columns, strict=True)
         ]
         texts += [f"{max(cell['kept_units'] for cell in known):,}", size(max(cell["peak_bytes"] for cell in known))]
+        texts += [size(max(cell.get("host_bytes", 0) for cell in known))] if slow else []
         texts += [_mean_rate(known, f"{phase}_tokens_per_second") for phase in ("prefill", "decode")]
         lines.append(texts)
     noted = ["", ERRORS] if any(cell.get("standard_error") is not None for cell in found) else []

@@ -10,8 +10,7 @@ not depend on how the text was cut into chunks, as far as scores do not. A query
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +27,7 @@ _MOVED = 4096
 """Units that are on their way at once."""
 
 
-@dataclass(frozen=True)
-class Asking:
+class Asking(NamedTuple):
     """What a reader knows about the queries of one layer."""
 
     query: Tensor
@@ -145,6 +143,7 @@ class HostTier:
             query=query,
             keys=keys,
             positions=positions,
+            padded=store.row_start is not None,
             index=self._index,
             count=min(self.recall, store.fill),
             scaling=asking.scaling,
@@ -154,25 +153,22 @@ class HostTier:
             shared=asking.shared,
         )
         ranks = self.lookup.choose(ask)
+        there = None
         if ranks is None:
-            found, values = keys, store.values[:, :, : store.fill]
-            found, values, there = found[:, :, None], values[:, :, None], (positions != NO_UNIT)[:, :, None]
+            found, values = keys[:, :, None], store.values[:, :, None, : store.fill]
+            there = (positions != NO_UNIT)[:, :, None] if ask.padded else None
         else:
             if ranks.shape[1] == 1:
                 ranks = ranks.expand(-1, keys.shape[1], -1, -1)
             found, values = store.fetch(ranks)
-            there = self._there(positions, ranks)
+            if ask.padded:
+                of_head = positions.repeat_interleave(ranks.shape[1] // positions.shape[1], dim=1)
+                there = of_head.gather(2, ranks.flatten(2)).view(ranks.shape) != NO_UNIT
         self.moved += found.nbytes + values.nbytes
-        to = query.device
-        return Recalled(
-            found.to(to, non_blocking=True),
-            values.to(to, non_blocking=True),
-            there.to(to) if store.row_start is not None else None,
-        )
-
-    def _there(self, positions: Tensor, ranks: Tensor) -> Tensor:
-        of_head = positions.repeat_interleave(ranks.shape[1] // positions.shape[1], dim=1)
-        return of_head.gather(2, ranks.flatten(2)).view(ranks.shape) != NO_UNIT
+        if query.is_cuda:
+            found, values = found.to(query.device, non_blocking=True), values.to(query.device, non_blocking=True)
+            there = None if there is None else there.to(query.device)
+        return Recalled(found, values, there)
 
     def forget(self) -> None:
         """Drop the index: units have changed."""

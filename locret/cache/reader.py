@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from locret import prefill_attention
 from locret.backbone.adapters import unwrap
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Chunk, Projections
@@ -26,6 +27,7 @@ from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
+from locret.prefill_attention.blocked import SparseAttention
 from locret.scorers import Rated, TokenPass, TokenScorer
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class Reader:
         self._first = True
         self._positions: Tensor | None = None
         self._view: View | None = None
+        self._sparse: list[SparseAttention] | None = None
         self._shared: dict[str, Any] = {}
 
     # -- the phases of a read -----------------------------------------------------------------------------------------
@@ -69,6 +72,9 @@ class Reader:
     def begin(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
         """Get ready for a prompt of `prompt_tokens` (None: unknown), to be followed by `new_tokens` generated ones."""
         cache = self.cache
+        strategy = prefill_attention.get(self.policy.prefill_attention)
+        if strategy is not None:
+            self._sparse = [SparseAttention(heads) for heads in strategy.by_head(cache.backbone)]
         schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.layers])
         capacity = self.limits.capacity(schedule, new_tokens)
         host = self.limits.host_capacity(schedule, [layer.held for layer in self.layers], new_tokens)
@@ -167,6 +173,8 @@ class Reader:
         nth = self._nth[layer_idx]
         layer = self.layers[nth]
         self._view = layer.view(self.cache.next_position)
+        if self._evicting and self._sparse is not None and not self._sparse[layer_idx].covers(layer.store.longest):
+            return replace(self._view, sparse=self._sparse[layer_idx])
         if self._evicting or layer.host is None:
             return self._view
         asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared)

@@ -13,7 +13,7 @@ from torch import Tensor
 from locret.field_values import check_fields
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen, which takes longer to make: there is one per layer and token
 class Ask:
     """What queries of one layer ask of its second tier."""
 
@@ -23,6 +23,8 @@ class Ask:
     """(B, K, H, D) of the second tier, post-rotary, ascending in position, on the tier's device."""
     positions: Tensor
     """(B, K, H) original positions; -1 where a row holds fewer units than others."""
+    padded: bool
+    """Whether there are such rows."""
     index: Any
     """What the lookup's `index` returned for these keys."""
     count: int

@@ -110,6 +110,10 @@ class RetentionPolicy:
     every layer and KV head."""
     recall_by: str = "exact"
     """How they are found: a lookup with its options, such as "exact" (the largest logits)."""
+    prefill_attention: str = "dense"
+    """How the queries of a chunk attend while a prompt is read: "dense"; or sparsely, as "minference:patterns=FILE",
+    "xattention:threshold=0.9", "a_shape", "vertical_slash" or "block_sparse", with options after a colon. The local
+    tokens and the answer attend to everything that is held."""
 
     def __post_init__(self) -> None:
         following = {name: value for name in FOLLOWING if isinstance(value := getattr(self, name), Follows)}
@@ -133,6 +137,10 @@ class RetentionPolicy:
             raise ValueError(f'positions="{self.positions}" is unknown; choose one of {", ".join(POSITIONS)}')
         self._check_schedule()
         self._check_tiers()
+        if self.prefill_attention != "dense":
+            from locret import prefill_attention  # needs torch, which help and completion should not load
+
+            prefill_attention.get(self.prefill_attention)
         if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:
             raise ValueError(
                 f"decode_budget={self.decode_budget} cannot hold local_len={self.local_len} protected units and free "

@@ -32,6 +32,7 @@ STOREYS = (
         "load_options",
     ),
     ("backbone",),
+    ("prefill_attention",),
     ("policy",),
     ("labels",),
     ("heads",),
