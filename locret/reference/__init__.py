@@ -28,6 +28,7 @@ from locret.reference.omnikv import (
     window_weights,
 )
 from locret.reference.quest import page_bounds, quest_kept, quest_pages, quest_visible, upper_bound
+from locret.reference.recall import answer_with_recall, best_units, into_host
 from locret.reference.retaining import (
     attend,
     head_scores,
@@ -57,14 +58,17 @@ from locret.reference.token_and_key_scorers import (
 
 __all__ = [
     "adaptive_sizes",
+    "answer_with_recall",
     "attend",
     "attention",
+    "best_units",
     "context_scores",
     "decremental_chunks",
     "dense_layers",
     "expected_attention",
     "h2o",
     "head_scores",
+    "into_host",
     "kept_after_chunks",
     "key_difference",
     "key_norm",
