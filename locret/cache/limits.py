@@ -35,6 +35,11 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
             f"{policy.chunk_size}; raise chunk_size to at least {scorer.lookback}"
         )
+    if policy.refit and scorer.needs_hidden:
+        raise ValueError(
+            f"refit=True fits values to a layer's queries when it evicts, but scorer {scorer.name} rates tokens when "
+            "all layers are done and their queries are gone; leave refit out or choose another scorer"
+        )
 
 
 def planned_bytes(
@@ -186,6 +191,11 @@ class Limits:
         self._budgets = self._plan.step(self._step).budgets
         if ratios is not None:
             self._budgets = adaptive_sizes(self._budgets, ratios, self._plan.budgets)
+
+    @property
+    def final(self) -> bool:
+        """Whether this chunk is the last one after which something is evicted."""
+        return self._final
 
     # -- what stays -------------------------------------------------------------------------------------------------
 
