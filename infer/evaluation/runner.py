@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
-from locret.cache.cache import CacheMemory
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import SampleSet, Selection
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.methods import Method, Prompt, Setup
-from locret.infer.evaluation.records import key
+from locret.infer.evaluation.records import key, second_tier
 from locret.infer.evaluation.sessions import answer_turns
 from locret.policy.policy import RetentionPolicy
 
@@ -281,24 +280,14 @@ def _retained(
     new = generate(model, cache=cache, **settings)[0].tolist()
     end, after = _now(ids_1N.device), cache.memory()
     everything = ids_1N.shape[1] if cache.policy.when == "prompt_end" else 0
-    tiers = {} if cache.policy.host_budget is None else _tiers(after, len(new))
     return new, {
         "kept_units": kept,
         "peak_units": max(meter.peak, after.units, everything),
         "cache_bytes": memory.actual,
         "peak_bytes": after.peak,
-        **tiers,
+        **second_tier(after),
         "prefill_seconds": read - start,
         "decode_seconds": end - read,
-    }
-
-
-def _tiers(memory: CacheMemory, generated: int) -> dict[str, Any]:
-    """Return what a record says of the second tier; the last token that is generated is not read again."""
-    return {
-        "host_units": memory.host_units,
-        "host_bytes": memory.host,
-        "moved_bytes_per_token": round(memory.moved / max(1, generated)),
     }
 
 

@@ -34,7 +34,7 @@ class Held:
     slow: int
     """Bytes in the second tier, in memory and on disk."""
     moved: float
-    """Bytes that came from the second tier for each token that was written."""
+    """Bytes that came from the second tier for an answer, the largest of the samples."""
     score: float
     """0 to 100."""
     error: float | None
@@ -76,7 +76,7 @@ def _held(cells: Sequence[dict[str, Any]]) -> Held:
         amount=amount(cells[0]),
         fast=max(cell["cache_bytes"] for cell in cells),
         slow=max(cell.get("host_bytes", 0) + cell.get("disk_bytes", 0) for cell in cells),
-        moved=fmean(cell.get("moved_bytes_per_token", 0) for cell in cells),
+        moved=fmean(cell.get("moved_bytes", 0) for cell in cells),
         score=fmean(cell["score"] for cell in cells),
         error=math.hypot(*known) / len(cells) if len(known) == len(cells) else None,
     )
@@ -135,7 +135,7 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
             ]
             for one in wide
         ]
-        titles = ["method", "budget", "fast", "second tier", "total", "moved / token"]
+        titles = ["method", "budget", "fast", "second tier", "total", "moved / answer"]
         parts += [f"Bytes held and scores at {tokens:,} tokens:", "", *markdown([*titles, *columns], rows), ""]
     note = (
         "f: no method answers as well with fewer fast bytes, or better with as many; t: the same for the bytes in all"

@@ -39,10 +39,10 @@ class Rotary:
         return last[1]
 
     def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each (..., R) in the dtype of `like`, for positions (...) in any order."""
+        """Return cos and sin, each (..., S, R) in the dtype and on the device of `like`, for any positions (..., S)."""
         extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
-        cos, sin = self._module(like, positions.flatten()[None], **extra)
-        return cos[0].unflatten(0, positions.shape), sin[0].unflatten(0, positions.shape)
+        cos, sin = self._module(like, positions.to(like.device).reshape(1, -1), **extra)
+        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
 
     def forget(self) -> None:
         """Drop the remembered table."""

@@ -19,6 +19,8 @@ EVERYTHING = "all"
 BITS = (16, 8, 4, 3, 2)
 """Bits of a number; with 16 the units stay as they are."""
 _BITS_SHOWN = ", ".join(map(str, BITS))
+NO_MERGER = "none"
+"""The value of `merge` where evicted units are lost."""
 _BY_LAYER = ("square_sqrt", "adaptive")
 LEAST_CHUNK = 512
 """Tokens per forward pass that the smallest budget leaves: shorter chunks cost time and save little."""
@@ -128,6 +130,11 @@ class RetentionPolicy:
     """With fewer bits: newest tokens whose units are held as they are besides, until as many newer ones have come."""
     exact_layers: int = 0
     """With fewer bits: first and last full-attention layers, so many each, whose units stay as they are."""
+    merge: str = NO_MERGER
+    """Fold evicted units into kept ones: "none", or a merger NAME:OPTION=VALUE,..., such as d2o (docs/merging.md)."""
+    refit: bool = False
+    """At the last eviction of a read, fit the values of kept units so that the queries of the last chunk read what they
+    read before (Attention Matching)."""
 
     def __post_init__(self) -> None:
         following = {name: value for name in FOLLOWING if isinstance(value := getattr(self, name), Follows)}
@@ -156,6 +163,7 @@ class RetentionPolicy:
             from locret import prefill_attention  # needs torch, which help and completion should not load
 
             prefill_attention.get(self.prefill_attention)
+        self._check_merging()
         if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:
             raise ValueError(
                 f"decode_budget={self.decode_budget} cannot hold local_len={self.local_len} protected units and free "
@@ -235,6 +243,16 @@ class RetentionPolicy:
         for name in ("exact_recent", "exact_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is negative; use 0 for none")
+        if not self.exact_bits and self.merge != NO_MERGER:
+            raise ValueError(
+                f'merge="{self.merge}" changes kept units, but key_bits={self.key_bits} and value_bits='
+                f"{self.value_bits} round every unit once; use 16 bits, or leave merge out"
+            )
+        if self.value_bits < 16 and self.refit:
+            raise ValueError(
+                f"refit=True changes kept values, but value_bits={self.value_bits} rounds them once; use "
+                "value_bits=16 (keys may have fewer bits), or leave refit out"
+            )
         if not self.exact_bits and self.head_budgets != "uniform":
             raise ValueError(
                 f'head_budgets="{self.head_budgets}" gives heads different numbers of units, which are held as they '
@@ -246,6 +264,19 @@ class RetentionPolicy:
     def exact_bits(self) -> bool:
         """Whether units are held as they are."""
         return self.key_bits == self.value_bits == 16
+
+    def _check_merging(self) -> None:
+        for name, used in (("merge", self.merge != NO_MERGER), ("refit", self.refit)):
+            if used and self.host_budget is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} makes up for units that are lost, but host_budget="
+                    f"{self.host_budget} keeps them, and what is recalled would count twice; leave one of them out"
+                )
+        if self.refit and self.merge != NO_MERGER:
+            raise ValueError(
+                f'refit=True fits values to keys that are kept as they were, but merge="{self.merge}" changes them; '
+                "leave one of them out"
+            )
 
     def __deepcopy__(self, memo: Any) -> RetentionPolicy:
         """Return itself, which cannot change: a copy would forget which numbers nobody gave."""

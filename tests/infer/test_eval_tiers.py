@@ -14,7 +14,7 @@ from locret.infer.evaluation import suite_table, summary, tiers, tiers_figure
 def cell(
     method: str, budget: int | None, score: float, fast: int, host: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    slow = {} if host is None else {"host_bytes": host, "host_units": 1, "moved_bytes_per_token": 64}
+    slow = {} if host is None else {"host_bytes": host, "moved_bytes": 64}
     return {
         "task": "passkey", "tokens": 2048, "method": method, "budget": budget, "chunk_size": 64, "stabilizers": 8,
         "score": score, "standard_error": 3.0, "cache_bytes": fast, "peak_bytes": fast, **slow, **more,
@@ -55,7 +55,7 @@ def test_the_mean_of_all_tasks_is_of_those_that_all_were_asked_and_its_error_tha
 
 def test_the_table_has_the_bytes_of_each_tier_and_marks_the_frontiers() -> None:
     lines = tiers.table(CELLS).splitlines()
-    assert lines[2] == "| method | budget | fast | second tier | total | moved / token | passkey |"
+    assert lines[2] == "| method | budget | fast | second tier | total | moved / answer | passkey |"
     assert lines[4] == "| full | all | 4 KiB | 0 B | 4 KiB | 0 B | 100.0 ± 3.0 ft |"
     assert lines[5] == "| locret | 32 | 256 B | 0 B | 256 B | 0 B | 10.0 ± 3.0 t |"
     assert lines[7] == "| locret+recall | 32 | 256 B | 2 KiB | 2.25 KiB | 64 B | 95.0 ± 3.0 ft |"
@@ -81,14 +81,16 @@ def test_cells_hold_the_second_tier_where_every_answer_has_one() -> None:
     record = {
         "task": "passkey", "tokens": 64, "method": "locret", "budget": 8, "score": 1.0, "prompt_tokens": 64,
         "kept_units": 8, "peak_units": 9, "cache_bytes": 10, "peak_bytes": 12, "generated_tokens": 2,
-        "prefill_seconds": 1.0, "decode_seconds": 1.0, "host_units": 16, "host_bytes": 20, "moved_bytes_per_token": 4,
+        "prefill_seconds": 1.0, "decode_seconds": 1.0, "host_bytes": 20, "moved_bytes": 4,
     }  # fmt: skip
     (one,) = summary.cells([record, {**record, "host_bytes": 30}])
-    assert (one["host_units"], one["host_bytes"], one["moved_bytes_per_token"]) == (16, 30, 4)
-    assert "| second tier |" in summary.table([one])
-    (plain,) = summary.cells([{name: value for name, value in record.items() if "host" not in name}])
+    assert (one["host_bytes"], one["moved_bytes"]) == (30, 4)
+    assert "| host |" in summary.table([one])
+    (plain,) = summary.cells(
+        [{name: value for name, value in record.items() if name not in ("host_bytes", "moved_bytes")}]
+    )
     assert "host_bytes" not in plain
-    assert "second tier" not in summary.table([plain])
+    assert "| host |" not in summary.table([plain])
 
 
 def suite_lines(name: str, cells: list[dict[str, Any]], published: bool) -> list[str]:
