@@ -67,6 +67,7 @@ class QuantisedStore(DenseStore):
         """What KV heads have once: frames, the window of exact units, and how many there are, (B, K)."""
         self.following: list[int] | None = None
         """Per row the position after the newest key, where keys are read as if rotated; None: as they are held."""
+        self._lags: list[int] | None = None
         self._newest: _Newest | None = None
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -283,14 +284,20 @@ class QuantisedStore(DenseStore):
 
     def rotate(self, base: int, ranks: Ranks | None = None) -> None:
         """See `Store`: remember where keys are, and where those begin that come next."""
-        self.following = [base] * max(self.batch, 1)
+        rows = max(self.batch, 1)
+        lags, self._lags = self._lags or [0] * rows, None
+        self.following = [base - lag for lag in lags]
         if self.form.placed and self.keys is not None and self.fill:
             places = self.beside["places"][:, :, : self.fill]
-            slots = torch.arange(self.fill, device=places.device)
-            places.copy_(base - self.fill + slots if ranks is None else base - ranks.held + ranks.ranks)
+            slots = torch.arange(self.fill, device=places.device) - self.fill
+            after = torch.tensor(self.following, device=places.device)[:, None, None]
+            places.copy_(after + (slots if ranks is None else ranks.ranks - ranks.held))
 
     def unrotate(self, base: int, ranks: Ranks | None = None) -> None:
         """See `Store`."""
+        if self.following is not None:
+            # Rows of a batch lag behind the longest, and shall do so when they are rotated again.
+            self._lags = [base - following for following in self.following]
         self.following = None
 
     def take_back(self) -> None:

@@ -231,7 +231,7 @@ def _check_codes(layer: Mapping[str, Tensor], fill: int, next_position: int, pre
         return
     _within(layer, "exact", 0, min(fill, layer["exact_keys"].shape[2]), prefix)
     _within(layer, "following", 0, next_position, prefix)
-    _within(layer, "places", 0, next_position - 1, prefix)
+    _within(layer, "places", -next_position, next_position - 1, prefix)
     for name in ("key_frame", "value_frame"):
         if name in layer and not bool((layer[name][:, :, 1] > 0).all()):
             raise ValueError(f"{prefix}{name} holds widths that are not above 0")
