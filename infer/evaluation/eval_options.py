@@ -18,7 +18,7 @@ from locret.policy.budget import units_of_share
 from locret.policy.policy import RetentionPolicy
 
 if TYPE_CHECKING:
-    from locret.infer.evaluation.methods import Method
+    from locret.infer.methods import Method
 
 Numbers = int | str | list[int]
 Shares = float | str | list[float]

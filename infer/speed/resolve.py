@@ -237,7 +237,7 @@ def _check_compiled(plan: BenchPlan) -> None:
             "--compile changes how locret writes, which --methods leaves out; add locret, or drop --compile"
         )
     for method in bounded:
-        kind, policy = scorers.find(method.scorer), method.policy(plan.policy)
+        kind, policy = method.scorer, method.policy(plan.policy)
         for length in plan.lengths:
             held = method.units_after(plan.sizes, plan.policy, length)
             reason = obstacle(plan.sizes.backbone, kind, policy, held)
