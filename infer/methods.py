@@ -23,8 +23,8 @@ from locret.scorers import Scorer
 FULL, LOCRET, ORIGINAL = "full", "locret", "streaming-original"
 _WITHOUT_EVICTION: tuple[str, ...] = ()
 """Fields of a policy that mean something where every unit stays."""
-_EVERYTHING = 2**40
-"""Units that no prompt has."""
+ANY_BUDGET = 2**40
+"""Units that no prompt has, where all of them stay."""
 _ABOUT = {
     "random": "units drawn at random",
     "streaming": "first and most recent tokens (StreamingLLM)",
@@ -128,7 +128,7 @@ def modified(method: Method, spec: MethodSpec, where: str) -> Method:
 def _everything(policy: RetentionPolicy) -> RetentionPolicy:
     own = {name: getattr(policy, name) for name in _WITHOUT_EVICTION}
     # Where nothing leaves, a unit's rank is its position, and original positions need no second rotation.
-    return RetentionPolicy(budget=_EVERYTHING, chunk_size=int(policy.chunk_size), positions="original", **own)
+    return RetentionPolicy(budget=ANY_BUDGET, chunk_size=int(policy.chunk_size), positions="original", **own)
 
 
 def _of_scorer(spec: MethodSpec) -> Method:

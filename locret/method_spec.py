@@ -51,6 +51,9 @@ MODIFIERS: Mapping[str, Change] = {
     "decremental": Change({"decremental": True}, ("min_chunk",)),
     "compact": Change({"positions": "compact"}),
     "original": Change({"positions": "original"}),
+    "recall": Change(
+        {"recall": 8, "host_budget": 1024}, ("recall", "recall_by", "host_budget", "host_by"), of="recall_by"
+    ),
 }
 """What may follow a method after a plus sign, and what it changes in the policy."""
 

@@ -1,4 +1,4 @@
-"""The methods that `locret-eval` compares: those of `locret.infer.methods`, and two that need a backbone or an answer."""
+"""The methods that `locret-eval` compares: those of `locret.infer.methods`, fresh heads, and the true answer."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from locret import RetainingHeads, method_spec, scorers
-from locret.cache.limits import Limits, planned_bytes
-from locret.infer.methods import FULL, LOCRET, Method, find
+from locret.cache.limits import Limits, planned_bytes, planned_host_bytes
+from locret.infer.methods import FULL, Method, find
 from locret.infer.methods import names as shared_names
 from locret.infer.speed.cost import Pass, Sizes
 from locret.policy.policy import RetentionPolicy
@@ -41,6 +41,14 @@ class BenchMethod(ABC):
     @abstractmethod
     def planned_cache_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
         """Return the bytes of the cache at its largest."""
+
+    def planned_host_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
+        """Return the bytes of the second tier at its largest."""
+        return 0
+
+    def recalled(self, policy: RetentionPolicy) -> int:
+        """Return the most units of the second tier that a generating pass attends to, per KV head."""
+        return 0
 
     def extra_weight_bytes(self, config: Any, hidden_dim: int, heads: str | None) -> int:
         """Return the bytes of weights that are not the backbone's."""
@@ -133,6 +141,13 @@ class Bounded(BenchMethod):
     def planned_cache_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
         own = self.policy(policy)
         return planned_bytes(sizes.backbone, self._placeholder(), own, sizes.element_size, length, new_tokens)
+
+    def planned_host_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
+        own = self.policy(policy)
+        return planned_host_bytes(sizes.backbone, self._placeholder(), own, sizes.element_size, length, new_tokens)
+
+    def recalled(self, policy: RetentionPolicy) -> int:
+        return self.policy(policy).recall
 
     def extra_weight_bytes(self, config: Any, hidden_dim: int, heads: str | None) -> int:
         if not self.has_heads:

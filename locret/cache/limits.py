@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from locret import lookups
 from locret.backbone.adapters import Backbone
 from locret.policy.budget import cache_bytes, host_bytes
 from locret.policy.growth import adaptive_sizes
@@ -29,6 +30,11 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             f'head_budgets="adaptive" lets the heads of a layer compete, but scorer {scorer.name} selects equally many '
             'units for every head itself; use head_budgets="uniform" or another scorer'
         )
+    if policy.recall:
+        try:
+            lookups.get(policy.recall_by)
+        except ValueError as error:
+            raise ValueError(f'recall_by="{policy.recall_by}": {error}') from None
     if policy.when == "prompt_end" and scorer.lookback > policy.chunk_size:
         raise ValueError(
             f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="

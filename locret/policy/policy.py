@@ -248,7 +248,10 @@ class RetentionPolicy:
             "decode_interval": (self.decode_budget is not None, "decode-budget"),
             "pyramid_beta": (self.layer_budgets == "pyramid", "layer-budgets pyramid"),
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
-            "host_by": (isinstance(self.host_budget, int), "host-budget"),
+            "host_by": (
+                isinstance(self.host_budget, int),
+                "host-budget as a number of units" if self.host_budget else "host-budget",
+            ),
             "recall_by": (self.recall > 0, "recall"),
         }
         return {name: setting for name, (used, setting) in needed.items() if not used}
