@@ -3,6 +3,7 @@
     full         every unit stays: the plain cache of transformers, or ours where a modifier needs it (full+minference)
     locret       trained retaining heads
     a scorer     of any name, with its options (locret.scorers)
+    quest, ...   a lookup that is a whole method: all is kept, and each query attends to as many units as the budget
 
 Options and modifiers are written as in `locret.method_spec`: `snapkv:kernel=7+prompt_end`, `locret+pyramid`.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from locret import plugins, scorers
+from locret import lookups, plugins, scorers
 from locret.cache.limits import check_pair
 from locret.method_spec import MethodSpec
 from locret.nearest import nearest
@@ -21,7 +22,7 @@ from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
 FULL, LOCRET, ORIGINAL = "full", "locret", "streaming-original"
-_WITHOUT_EVICTION: tuple[str, ...] = ()
+_WITHOUT_EVICTION = ("prefill_attention",)
 """Fields of a policy that mean something where every unit stays."""
 ANY_BUDGET = 2**40
 """Units that no prompt has, where all of them stay."""
@@ -46,6 +47,8 @@ class Method:
     """What the method changes in every policy."""
     adapt: Callable[[RetentionPolicy], RetentionPolicy] | None = field(default=None, compare=False)
     """What it makes of the numbers that a user gave, where it reads a budget in a way of its own."""
+    sets: frozenset[str] = frozenset()
+    """Fields that `adapt` decides."""
     positions: str | None = None
     """Position mode of the method's paper, taken unless the user chose one."""
     plain: bool = False
@@ -77,7 +80,8 @@ class Method:
 def names() -> list[str]:
     """Return the names that `find` knows: the best known first, then in alphabetical order."""
     first = (FULL, LOCRET, "random", "streaming", ORIGINAL)
-    return [*first, *(name for name in scorers.names() if name not in (*first, "retaining_heads", "oracle"))]
+    own = [name for name in lookups.names() if lookups.get(name).as_method() is not None]
+    return [*first, *own, *(name for name in scorers.names() if name not in (*first, "retaining_heads", "oracle"))]
 
 
 def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
@@ -100,7 +104,7 @@ def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
     if not (spec.name in names() or plugins.is_reference(spec.name) or spec.name.endswith(".py")):
         near = nearest(spec.name, known) or known
         raise ValueError(f'{where} "{spec.name}" is unknown; did you mean {" or ".join(near)}?')
-    return modified(_of_scorer(spec), spec, where)
+    return modified(_of_lookup(spec) if spec.name in lookups.names() else _of_scorer(spec), spec, where)
 
 
 def modified(method: Method, spec: MethodSpec, where: str) -> Method:
@@ -112,7 +116,7 @@ def modified(method: Method, spec: MethodSpec, where: str) -> Method:
     if method.scorer is None and spec.options:
         raise ValueError(f'{where} "{spec}": {spec.name} has no options; drop {next(iter(spec.options))}')
     for modifier in spec.modifiers:
-        if clash := method.changes.keys() & modifier.changes.keys():
+        if clash := modifier.changes.keys() & {*method.changes, *method.sets}:
             raise ValueError(f'{where} "{spec}": {spec.name} sets {min(clash)} itself; drop +{modifier.name}')
         if method.plain and not modifier.changes.keys() <= set(_WITHOUT_EVICTION):
             raise ValueError(
@@ -126,9 +130,38 @@ def modified(method: Method, spec: MethodSpec, where: str) -> Method:
 
 
 def _everything(policy: RetentionPolicy) -> RetentionPolicy:
-    own = {name: getattr(policy, name) for name in _WITHOUT_EVICTION}
     # Where nothing leaves, a unit's rank is its position, and original positions need no second rotation.
-    return RetentionPolicy(budget=ANY_BUDGET, chunk_size=int(policy.chunk_size), positions="original", **own)
+    return _instead(policy, {"budget": ANY_BUDGET, "positions": "original"})
+
+
+def _instead(policy: RetentionPolicy, changes: Mapping[str, Any]) -> RetentionPolicy:
+    """Return another policy, which reads in the same chunks in the same way."""
+    same = {name: getattr(policy, name) for name in _WITHOUT_EVICTION}
+    return RetentionPolicy(**{**same, "chunk_size": int(policy.chunk_size), **changes})
+
+
+def _of_lookup(spec: MethodSpec) -> Method:
+    by = str(MethodSpec(spec.name, spec.options))
+    lookup = lookups.get(by)
+    usual = lookup.as_method()
+    if usual is None:
+        raise ValueError(
+            f'method "{spec}": {spec.name} only says how units are recalled; write it as '
+            f"{LOCRET}+recall:recall_by={spec.name}"
+        )
+    # What the lookup's own options leave open follows from the budget.
+    open_ = getattr(lookup, "tokens", 0) is None and getattr(lookup, "memory", None) is None
+
+    def adapt(policy: RetentionPolicy) -> RetentionPolicy:
+        filled = replace(lookup, tokens=policy.budget) if open_ else lookup  # type: ignore[type-var, call-arg]
+        own = filled.as_method()
+        assert own is not None
+        return _instead(policy, {**own, "recall_by": by})
+
+    about = (type(lookup).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
+    scorer = scorers.get("streaming", sinks=0)
+    sets = frozenset((*usual, "recall_by", "budget"))
+    return Method(spec.name, about[:1].lower() + about[1:], scorer, adapt=adapt, sets=sets)
 
 
 def _of_scorer(spec: MethodSpec) -> Method:

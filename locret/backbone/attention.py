@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,13 @@ class MaskMemo:
         return held[1][rows - new :, columns - slots :]
 
 
+class Attention(Protocol):
+    """A way for queries of one layer to attend to a part of what there is, causally, as `attend` does to all of it."""
+
+    def __call__(self, query: Tensor, view: View, scaling: float, softcap: float | None) -> Tensor:
+        """Return (B, N, L, D)."""
+
+
 @dataclass(frozen=True)
 class Recalled:
     """Units of a second tier that queries attend to besides what is held in front of them."""
@@ -65,6 +73,8 @@ class View:
     """Per row and KV head its slots, the new tokens' last, where heads hold different numbers of units."""
     recalled: Recalled | None = None
     """What queries attend to besides, in one softmax with the rest."""
+    sparse: Attention | None = None
+    """How these queries attend, where not to all of it."""
 
 
 def attend(
@@ -93,6 +103,8 @@ def attend(
     """
     if view.recalled is not None:
         return _attend_both(query, view, view.recalled, scaling, memo, softcap, flash)
+    if view.sparse is not None:
+        return view.sparse(query, view, scaling, softcap)
     if view.segments is None:
         return _attend(query, view.keys, view.values, scaling, memo, softcap, window, view.row_start, flash)
     group = query.shape[1] // len(view.segments[0])
@@ -124,8 +136,9 @@ def _attend_both(
     shared = recalled.keys.shape[2] == 1
     if shared and recalled.there is None and view.row_start is None:
         # In front of the held units, where every query sees them.
-        joined = (torch.cat([r[:, :, 0], held], dim=2) for r, held in ((recalled.keys, key), (recalled.values, value)))
-        return _attend(query, *joined, scaling, memo, softcap, None, None, flash)
+        key = torch.cat([recalled.keys[:, :, 0], key], dim=2)
+        value = torch.cat([recalled.values[:, :, 0], value], dim=2)
+        return _attend(query, key, value, scaling, memo, softcap, None, None, flash)
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     rows = max(1, _RECALLED_LOGITS // (query.shape[0] * heads * (slots + extra)))
     for start in range(0, new, rows):

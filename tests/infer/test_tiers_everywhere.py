@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
-from locret import shipped
+from locret import mergers, prefill_attention, shipped
 from locret.infer.command import command as infer
+from locret.infer.evaluation import methods
+from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.command import command as evaluate
+from locret.infer.evaluation.runner import plan_runs
 from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.command import command as bench
 from locret.infer.speed.peaks import measure_peaks
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.resolve import make_plan
 from locret.infer.speed.runs import make_setup
+from locret.method_spec import MODIFIERS
+from locret.policy.policy import RetentionPolicy
 
 MODEL = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
 NUMBERS = {"budget": 32, "chunk_size": 64, "stabilizers": 8, "local_len": 8}
@@ -141,3 +146,65 @@ def test_what_has_no_effect_or_cannot_be_is_refused_before_weights_are_loaded(
         infer([*MODEL, "--prompt-file", shipped.find("recipes/infer/pass_key.txt"), "--budget", "32", *flags])
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["quest:page=4", "omnikv", "full+xattention:block=16", "locret+d2o", "h2o+refit"])
+def test_methods_of_other_papers_are_planned_and_counted_alike(name: str) -> None:
+    plan = plan_of(name)
+    setup, method = make_setup(plan), plan.methods[0]
+    planned, peaks = plan.planned_bytes(method, 300), measure_peaks(setup, method, 300)
+    assert planned.cache == peaks.decode.cache or planned.cache == peaks.prefill.cache
+    assert planned.host == peaks.decode.host
+    assert (planned.host > 0) == (peaks.moved[1] > 0) == (name[0] in "qo")
+
+
+def test_a_lookup_that_is_a_method_attends_to_as_many_units_as_the_budget() -> None:
+    policy = RetentionPolicy(**{**NUMBERS, "layer_budgets": "pyramid"})  # type: ignore[arg-type]
+    for name, recall in (
+        ("quest", 32),
+        ("omnikv", 32),
+        ("omnikv:selector=uniform,window=8", 24),
+        ("quest:tokens=7", 7),
+    ):
+        made = methods.get(name).policy(policy)
+        assert (made.recall, made.recall_by, made.host_budget, made.budget) == (recall, name, "all", 1)
+        assert (made.chunk_size, made.positions, made.layer_budgets) == (64, "original", "uniform")
+    # A record still says what was asked.
+    (run,) = plan_runs([methods.get("quest")], [Allotment(NUMBERS)])
+    assert (run.axes["budget"], run.axes["recall"]) == (32, 32)
+    assert methods.get("quest+xattention").policy(policy).prefill_attention == "xattention"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("quest+prompt_end", 'method "quest+prompt_end": quest sets when itself; drop +prompt_end'),
+        ("quest+recall", "quest sets host_budget itself; drop +recall"),
+        ("exact", "exact only says how units are recalled; write it as locret+recall:recall_by=exact"),
+        ("quest:pages=4", 'lookup quest: it has no option "pages"; did you mean page?'),
+        ("full+recall", "full evicts nothing, so +recall means nothing; drop it"),
+        ("full+d2o", "full evicts nothing, so +d2o means nothing; drop it"),
+    ],
+)
+def test_a_method_of_another_paper_that_contradicts_itself_is_refused(name: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match="quest|exact|full") as caught:
+        methods.get(name)
+    assert sentence in str(caught.value)
+
+
+def test_modifiers_are_those_that_there_are() -> None:
+    of: dict[str, set[str]] = {}
+    for name, change in MODIFIERS.items():
+        of.setdefault(change.of or "", set()).add(name)
+    assert of["prefill_attention"] == set(prefill_attention.names()) - {"dense"}
+    assert of["merge"] == set(mergers.names()) - {"none"}
+
+
+def test_what_keeps_everything_is_run_once_in_our_engine() -> None:
+    method = methods.get("full+minference")
+    allotments = [Allotment({**NUMBERS, "budget": budget}) for budget in (32, 48)]
+    plain, sparse, *rest = plan_runs([methods.get("full"), method, methods.get("quest")], allotments)
+    assert len(rest) == 2
+    assert plain.policy is None
+    assert (sparse.axes["budget"], sparse.axes["chunk_size"], sparse.axes["stabilizers"]) == (None, 64, None)
+    assert sparse.axes["prefill_attention"] == "minference"

@@ -1,0 +1,210 @@
+"""Attention to chosen slots only: gathered block by block on a CPU, by FlexAttention's block masks on CUDA."""
+
+# B batch, N query heads, K KV heads, G query heads of a KV head, L new tokens, S slots, D head dim, Q blocks of queries
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from locret.backbone.attention import View
+from locret.prefill_attention.base import PrefillAttention, capped
+
+_FLEX_BLOCK = 128
+"""Queries and keys of a block of FlexAttention's masks."""
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """How the queries of one layer attend: each head by its own pattern."""
+
+    patterns: Sequence[PrefillAttention]
+    """Of each query head."""
+
+    def covers(self, slots: int) -> bool:
+        """Return whether all of so many slots are seen, so that this is dense attention."""
+        return all(pattern.covers(slots) for pattern in set(self.patterns))
+
+    def __call__(self, query: Tensor, view: View, scaling: float, softcap: float | None) -> Tensor:
+        """Attend causally, as `locret.backbone.attention.attend` does, to what the patterns choose.
+
+        Args:
+            query: (B, N, L, D), post-rotary.
+            view: What there is to attend to, dense, padded or ragged.
+            scaling: Factor of the logits.
+            softcap: Bound of the logits, as in Gemma-2.
+
+        Returns:
+            (B, N, L, D).
+        """
+        batch, heads, new, _ = query.shape
+        kv_heads = view.keys.shape[1] if view.segments is None else len(view.segments[0])
+        starts = [0] * batch if view.row_start is None else view.row_start.tolist()
+        group = heads // kv_heads
+        attended = by_flex if query.is_cuda else by_gathering
+        out = query.new_empty(*query.shape[:-1], view.values.shape[-1])
+        for row, head in ((row, head) for row in range(batch) for head in range(kv_heads)):
+            if view.segments is None:
+                # Queries of padding see padding, as something has to be seen.
+                units, where = slice(min(starts[row], view.keys.shape[2] - new), None), head
+            else:
+                units, where = view.segments[row][head], 0
+            asking = slice(head * group, (head + 1) * group)
+            key, value = view.keys[row, where, units], view.values[row, where, units]
+            chosen, rows = chosen_slots(self.patterns[asking], query[row, asking], key, scaling, softcap)
+            out[row, asking] = attended(query[row, asking], key, value, chosen, rows, scaling, softcap)
+        return out
+
+
+def chosen_slots(
+    patterns: Sequence[PrefillAttention], query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None
+) -> tuple[Tensor, int]:
+    """Return (G, Q, S) what the heads' patterns choose, and how many queries a block has."""
+    (rows,) = {pattern.rows for pattern in patterns}
+    blocks = -(-query_GLD.shape[1] // rows)
+    chosen = torch.ones(len(patterns), blocks, len(key_SD), dtype=torch.bool, device=key_SD.device)
+    for pattern in dict.fromkeys(patterns):
+        if not pattern.covers(len(key_SD)):
+            heads = [nth for nth, other in enumerate(patterns) if other == pattern]
+            chosen[heads] = pattern.choose(query_GLD[heads], key_SD, scaling, softcap)
+    return chosen, rows
+
+
+def computed_share(chosen: Tensor, rows: int, new: int) -> float:
+    """Return which share of what dense attention computes, block by block, is computed for (G, Q, S) chosen slots."""
+    heads, blocks, slots = chosen.shape
+    ends = [min(slots - new + (nth + 1) * rows, slots) for nth in range(blocks)]
+    seen = sum(int(chosen[:, nth, :end].sum()) for nth, end in enumerate(ends))
+    return seen / (heads * sum(ends))
+
+
+def by_gathering(
+    query_GLD: Tensor,
+    key_SD: Tensor,
+    value_SD: Tensor,
+    chosen: Tensor,
+    rows: int,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Return (G, L, D): each block of queries attends to a copy of its chosen slots alone."""
+    heads, new, _ = query_GLD.shape
+    slots = len(key_SD)
+    out = query_GLD.new_empty(heads, new, value_SD.shape[-1])
+    mask = query_GLD.new_zeros(rows, slots)
+    for nth, start in enumerate(range(0, new, rows)):
+        end = min(start + rows, new)
+        before, seen = slots - new + start, slots - new + end
+        own = torch.arange(before, seen, device=key_SD.device)
+        for head in range(heads):
+            units = chosen[head, nth, :seen].nonzero()[:, 0]
+            count = len(units)
+            if count == seen:  # everything: no copy
+                keys, values = key_SD[:seen], value_SD[:seen]
+            else:
+                keys, values = key_SD.index_select(0, units), value_SD.index_select(0, units)
+            # Chosen slots ascend, so only the last few can be behind a query.
+            late = units[count - int(chosen[head, nth, before:seen].sum()) :]
+            corner = mask[: end - start, count - len(late) : count]
+            corner.masked_fill_(late > own[:, None], -torch.inf)
+            query = query_GLD[head, start:end]
+            out[head, start:end] = _attended(query, keys, values, mask[: end - start, :count], scaling, softcap)
+            corner.zero_()
+    return out
+
+
+def _attended(
+    query_LD: Tensor, key_SD: Tensor, value_SD: Tensor, mask_LS: Tensor, scaling: float, softcap: float | None
+) -> Tensor:
+    if softcap is None:
+        states = (states[None, None] for states in (query_LD, key_SD, value_SD))
+        return F.scaled_dot_product_attention(*states, attn_mask=mask_LS[None, None], scale=scaling)[0, 0]
+    logits = capped(query_LD @ key_SD.T * scaling, softcap) + mask_LS
+    return logits.softmax(-1, dtype=torch.float32).to(query_LD.dtype) @ value_SD
+
+
+def by_flex(
+    query_GLD: Tensor,
+    key_SD: Tensor,
+    value_SD: Tensor,
+    chosen: Tensor,
+    rows: int,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Return (G, L, D) by FlexAttention, whose kernel skips blocks of keys in which nothing is chosen.
+
+    Compiled on CUDA; elsewhere it runs as plain PyTorch, which computes every logit and serves to test the masks.
+    """
+    new, slots = query_GLD.shape[1], len(key_SD)
+    held = slots - new
+
+    def seen(_batch: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        return chosen[head, query // rows, slot] & (slot <= query + held)
+
+    def cap(logit: Tensor, *_: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(logit / softcap)
+
+    out = _flex(compiled=query_GLD.is_cuda)(
+        query_GLD[None],
+        key_SD[None, None],
+        value_SD[None, None],
+        score_mod=None if softcap is None else cap,
+        block_mask=block_mask(chosen, rows, new, seen),
+        scale=scaling,
+        enable_gqa=True,
+    )
+    attended: Tensor = out[0]
+    return attended
+
+
+@cache
+def _flex(*, compiled: bool) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Chunks and caches have many lengths: one kernel for all of them.
+    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+
+
+def block_mask(chosen: Tensor, rows: int, new: int, seen: Callable[..., Tensor]) -> Any:
+    """Return FlexAttention's mask of (G, Q, S) chosen slots, without ever making one of queries by slots.
+
+    Args:
+        chosen: What each block of queries sees.
+        rows: Queries of such a block.
+        new: Queries.
+        seen: Whether a query sees a slot, for the blocks of the mask that are neither empty nor whole.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    heads, _, slots = chosen.shape
+    lines = -(-new // _FLEX_BLOCK)
+    first = torch.arange(lines, device=chosen.device)[:, None] * _FLEX_BLOCK
+    last = (first + _FLEX_BLOCK).clamp_max(new) - 1
+    slot = torch.arange(slots, device=chosen.device)
+    any_GTS, all_GTS = [], []
+    for line in range(lines):
+        own = chosen[:, line * _FLEX_BLOCK // rows : -(-min((line + 1) * _FLEX_BLOCK, new) // rows)]
+        any_GTS.append(own.any(1))
+        all_GTS.append(own.all(1))
+    held = slots - new
+    some = torch.stack(any_GTS, 1) & (slot <= last + held)
+    whole = torch.stack(all_GTS, 1) & (slot <= first + held)
+    gap = -slots % _FLEX_BLOCK
+    some_GTU = F.pad(some, (0, gap)).unflatten(-1, (-1, _FLEX_BLOCK)).any(-1)
+    whole_GTU = F.pad(whole, (0, gap)).unflatten(-1, (-1, _FLEX_BLOCK)).all(-1)
+    partial, full = (_listed(blocks[None]) for blocks in (some_GTU & ~whole_GTU, whole_GTU))
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=_FLEX_BLOCK, mask_mod=seen, seq_lengths=(new, slots))
+
+
+def _listed(blocks_BGTU: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys are set per block of queries, and their numbers, in front of the others."""
+    order = blocks_BGTU.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks_BGTU.sum(-1, dtype=torch.int32), order.to(torch.int32)

@@ -1,0 +1,289 @@
+"""MInference's three patterns, and the choice of one per head.
+
+Paper:     MInference 1.0, arXiv 2407.02490, sections 3 and 4; numbers as in the published code and configs.
+Formula:   A-shape: the first slots and the nearest diagonals. Vertical-slash: A = softmax of the last 64 queries; the
+           columns and diagonals of A with the largest sums, the first 30 columns and the nearest 100 diagonals always.
+           Block-sparse: the blocks of 64 keys whose mean has the largest product with the mean of 64 queries.
+Deviates:  The paper reads a prompt in one pass. In chunks the last 64 queries of each chunk estimate, and diagonals
+           and blocks are counted from the chunk, so that they need not be aligned to what an eviction has left. A
+           diagonal costs the 64 keys that it crosses in a block, as in the published kernel, and all of the block's
+           queries see them; that kernel then widens some groups of diagonals, this one does not. Means are taken over
+           the keys that a block has, where the published code counts missing ones as zeros.
+Cost:      Estimate O(64 S) per chunk for vertical-slash, O(L S / 64^2) for block-sparse, nothing for A-shape.
+"""
+
+# G query heads, L new tokens, S slots, R last queries, D head dim, Q blocks of queries, C blocks of keys
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from locret.backbone.adapters import Backbone
+from locret.field_values import shown
+from locret.files import read_json
+from locret.prefill_attention.base import ROWS, PrefillAttention, capped, front_gap, largest, on_slots
+
+LAST_QUERIES = 64
+FIRST_COLUMNS, NEAREST_DIAGONALS = 30, 100
+"""Always among the chosen ones."""
+LEAST_VERTICAL, LEAST_SLASH = 30, 50
+_MOST = 2**31
+"""No pattern of a file is larger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AShape(PrefillAttention):
+    """The first slots and the nearest ones."""
+
+    name: ClassVar[str] = "a_shape"
+    sinks: int = 128
+    """First slots (MInference's baseline: 128; its search: 100)."""
+    window: int = 3968
+    """Nearest slots, the own one included (MInference's baseline: 3968; its search: 800)."""
+
+    def __post_init__(self) -> None:
+        """See `PrefillAttention`."""
+        super().__post_init__()
+        self.at_least(0, "sinks")
+        self.at_least(1, "window")
+
+    def covers(self, slots: int) -> bool:
+        """See `PrefillAttention`."""
+        return self.sinks + self.window >= slots
+
+    def choose(self, query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:
+        """See `PrefillAttention`."""
+        slots = torch.arange(len(key_SD), device=key_SD.device)[None]
+        return _crossed(slots < self.sinks, slots < self.window, query_GLD.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerticalSlash(PrefillAttention):
+    """The columns and diagonals that the last queries look at most."""
+
+    name: ClassVar[str] = "vertical_slash"
+    vertical: int = 1000
+    """Columns (MInference, where a head has no entry: 1000; at least 30)."""
+    slash: int = 6096
+    """Diagonals (MInference, where a head has no entry: 6096; at least 50)."""
+
+    def __post_init__(self) -> None:
+        """See `PrefillAttention`."""
+        super().__post_init__()
+        self.at_least(0, "vertical", "slash")
+
+    def covers(self, slots: int) -> bool:
+        """See `PrefillAttention`."""
+        return max(self.vertical, LEAST_VERTICAL, self.slash, LEAST_SLASH) >= slots
+
+    def choose(self, query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:
+        """See `PrefillAttention`."""
+        weights_GRS = _last_attention(query_GLD, key_SD, scaling, softcap)
+        columns_GS, diagonals_GS = weights_GRS.sum(1), _diagonal_sums(weights_GRS)
+        columns_GS[:, :FIRST_COLUMNS] = torch.inf
+        diagonals_GS[:, :NEAREST_DIAGONALS] = torch.inf
+        columns = largest(columns_GS, max(self.vertical, LEAST_VERTICAL))
+        return _crossed(columns, largest(diagonals_GS, max(self.slash, LEAST_SLASH)), query_GLD.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSparse(PrefillAttention):
+    """The blocks of keys whose means are nearest to the mean of a block of queries."""
+
+    name: ClassVar[str] = "block_sparse"
+    blocks: int = 100
+    """Blocks of 64 keys per block of 64 queries (MInference: 100)."""
+
+    def __post_init__(self) -> None:
+        """See `PrefillAttention`."""
+        super().__post_init__()
+        self.at_least(1, "blocks")
+
+    def covers(self, slots: int) -> bool:
+        """See `PrefillAttention`."""
+        return (self.blocks - 1) * ROWS >= slots  # the first block may have one key only
+
+    def choose(self, query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:
+        """See `PrefillAttention`."""
+        new, slots = query_GLD.shape[1], len(key_SD)
+        queries_GQD = _means(query_GLD.float(), 0)
+        keys_CD = _means(key_SD.float()[None], slots - new)[0]
+        products_GQC = queries_GQD @ keys_CD.T
+        held = len(keys_CD) - queries_GQD.shape[1]
+        behind = torch.ones(products_GQC.shape[1:], dtype=torch.bool, device=key_SD.device).triu_(held + 1)
+        chosen = largest(products_GQC.masked_fill_(behind, -torch.inf), self.blocks) & ~behind
+        return on_slots(chosen, ROWS, slots - new, slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MInference(PrefillAttention):
+    """For every query head the pattern that a search has found for it, else vertical-slash."""
+
+    name: ClassVar[str] = "minference"
+    patterns: str | None = None
+    """JSON file with a pattern per layer and query head, as `python -m locret.infer.pattern_search` writes it and
+    MInference publishes it; without one every head has `vertical` and `slash`."""
+    vertical: int = 1000
+    """Columns of heads without an entry (MInference: 1000)."""
+    slash: int = 6096
+    """Diagonals of heads without an entry (MInference: 6096)."""
+
+    def __post_init__(self) -> None:
+        """See `PrefillAttention`."""
+        super().__post_init__()
+        self.at_least(0, "vertical", "slash")
+
+    @property
+    def usual(self) -> VerticalSlash:
+        """Pattern of heads without an entry."""
+        return VerticalSlash(vertical=self.vertical, slash=self.slash)
+
+    def check_file(self) -> None:
+        """See `PrefillAttention`."""
+        if self.patterns is not None:
+            read_patterns(self.patterns)
+
+    def by_head(self, backbone: Backbone) -> Sequence[Sequence[PrefillAttention]]:
+        """See `PrefillAttention`."""
+        if self.patterns is None:
+            return self.usual.by_head(backbone)
+        layers = read_patterns(self.patterns)
+        if len(layers) != backbone.num_layers:
+            raise ValueError(
+                f"prefill_attention minference: {self.patterns} has {len(layers)} layers, but the backbone has "
+                f"{backbone.num_layers}; give the patterns that were searched for it"
+            )
+        for layer, heads in enumerate(layers):
+            if beyond := [head for head in heads if head >= backbone.num_heads]:
+                raise ValueError(
+                    f"prefill_attention minference: {self.patterns} has a head {beyond[0]} in layer {layer}, but the "
+                    f"backbone has {backbone.num_heads} heads; give the patterns that were searched for it"
+                )
+        return [[heads.get(head, self.usual) for head in range(backbone.num_heads)] for heads in layers]
+
+    def covers(self, slots: int) -> bool:
+        """See `PrefillAttention`."""
+        return self.usual.covers(slots)
+
+    def choose(self, query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:
+        """Choose for heads without an entry."""
+        return self.usual.choose(query_GLD, key_SD, scaling, softcap)
+
+
+# -- files of patterns ------------------------------------------------------------------------------------------------
+
+
+PUBLISHED: Mapping[str, Callable[[int, int], PrefillAttention]] = {
+    "stream_llm": lambda columns, diagonals: AShape(sinks=columns, window=diagonals),
+    "vertical_and_slash": lambda columns, diagonals: VerticalSlash(vertical=columns, slash=diagonals),
+    "block_sparse": lambda blocks, _: BlockSparse(blocks=blocks),
+}
+"""Patterns by the names that MInference's files use."""
+
+
+def entry(pattern: PrefillAttention, score: float) -> list[Any]:
+    """Return how a file of patterns writes one: name, columns or blocks, diagonals, and what the search made of it.
+
+    Raises:
+        ValueError: For another strategy.
+    """
+    if isinstance(pattern, AShape):
+        return ["stream_llm", pattern.sinks, pattern.window, score]
+    if isinstance(pattern, VerticalSlash):
+        return ["vertical_and_slash", pattern.vertical, pattern.slash, score]
+    if isinstance(pattern, BlockSparse):
+        return ["block_sparse", pattern.blocks, 1, score]
+    raise ValueError(f"{pattern.name} is no pattern of MInference; choose a_shape, vertical_slash or block_sparse")
+
+
+def read_patterns(file: str) -> list[dict[int, PrefillAttention]]:
+    """Return what a file of patterns says: per layer the pattern of each query head that it names.
+
+    The file is a list over layers of `{"HEAD": [NAME, COLUMNS, DIAGONALS, SCORE]}`, as MInference publishes it.
+
+    Raises:
+        ValueError: If it is anything else; the message names the layer and head.
+        OSError: If it cannot be read.
+    """
+    layers = read_json(Path(file), "a file of patterns, as python -m locret.infer.pattern_search writes it")
+    if not isinstance(layers, list) or not layers:
+        raise ValueError(f"{file} is not a list of layers; give a file of patterns")
+    return [_read_layer(heads, f"layer {nth} of {file}") for nth, heads in enumerate(layers)]
+
+
+def _read_layer(heads: Any, where: str) -> dict[int, PrefillAttention]:
+    if not isinstance(heads, Mapping):
+        raise ValueError(f"{where} is {shown(heads)}, not a mapping of heads; give a file of patterns")
+    found = {}
+    for name, given in heads.items():
+        if not (name.isascii() and name.isdigit() and len(name) < 6):
+            raise ValueError(f"{where} has a head {shown(name)}, which is no number; give a file of patterns")
+        found[int(name)] = _read_entry(given, f"head {name} in {where}")
+    return found
+
+
+def _read_entry(given: Any, where: str) -> PrefillAttention:
+    if not isinstance(given, list) or len(given) not in (3, 4) or given[0] not in [*PUBLISHED]:
+        raise ValueError(f"{where} is {shown(given)}; it must be [{' or '.join(PUBLISHED)}, COLUMNS, DIAGONALS, SCORE]")
+    sizes = given[1:3]
+    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < _MOST for size in sizes):
+        raise ValueError(f"{where} has sizes {shown(sizes)}, which are not whole numbers of 0 or more")
+    try:
+        return PUBLISHED[given[0]](*sizes)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+# -- what the patterns are made of ------------------------------------------------------------------------------------
+
+
+def _last_attention(query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """Return (G, R, S) causal attention of the chunk's last queries."""
+    last = query_GLD[:, -LAST_QUERIES:].float()
+    logits_GRS = capped(last @ key_SD.float().T * scaling, softcap)
+    behind = torch.ones(logits_GRS.shape[1:], dtype=torch.bool, device=key_SD.device)
+    behind.triu_(len(key_SD) - last.shape[1] + 1)
+    return logits_GRS.masked_fill_(behind, -torch.inf).softmax(-1)
+
+
+def _diagonal_sums(weights_GRS: Tensor) -> Tensor:
+    """Return (G, S) sums over the diagonals of causal attention: number o joins each query to the slot o before it."""
+    heads, rows, slots = weights_GRS.shape
+    # Rows from the last to the first, each moved one to the right: diagonals become columns, the nearest one last.
+    padded = F.pad(weights_GRS.flip(1), (0, rows)).flatten(1)
+    moved = padded[:, : rows * (slots + rows - 1)].view(heads, rows, slots + rows - 1)
+    return moved[..., :slots].sum(1).flip(-1)
+
+
+def _crossed(columns_GS: Tensor, diagonals_GS: Tensor, new: int) -> Tensor:
+    """Return (G, Q, S): chosen columns, and in each block of queries the keys that chosen diagonals cross there."""
+    heads, slots = diagonals_GS.shape
+    # A block that begins in slot b sees slot j if one of the diagonals b - j to b - j + 63 is chosen.
+    counts = F.pad(diagonals_GS.to(torch.int32), (ROWS, ROWS)).cumsum(-1)
+    near_GX = counts[:, ROWS:] > counts[:, :-ROWS]  # number x is for the diagonals x - 63 to x
+    falling = near_GX.flip(-1)
+    starts = range(slots - new, slots, ROWS)
+    chosen = columns_GS[:, None].repeat(heads // len(columns_GS), len(starts), 1)
+    for nth, start in enumerate(starts):
+        end = min(start + ROWS, slots)
+        first = slots - start
+        chosen[:, nth, :end] |= falling[:, first : first + end]
+        chosen[:, nth, end:] = False
+    return chosen
+
+
+def _means(states_GLD: Tensor, gap_of: int) -> Tensor:
+    """Return the means of blocks of 64 tokens, a grid of which has a line after the first `gap_of` ones."""
+    gap, length = front_gap(gap_of, ROWS), states_GLD.shape[1]
+    back = -(gap + length) % ROWS
+    blocks = F.pad(states_GLD, (0, 0, gap, back)).unflatten(1, (-1, ROWS))
+    held = torch.ones(length, device=states_GLD.device)
+    counts = F.pad(held, (gap, back)).view(-1, ROWS).sum(-1)
+    return blocks.sum(2) / counts[:, None]
