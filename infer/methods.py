@@ -101,10 +101,12 @@ def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
         return modified(method, spec, where)
     if spec.name == "retaining_heads":
         raise ValueError(f'{where} "{spec}" is called {LOCRET} here; write {LOCRET}, and give --heads')
+    if spec.name in lookups.names():
+        return modified(_of_lookup(spec, where), spec, where)
     if not (spec.name in names() or plugins.is_reference(spec.name) or spec.name.endswith(".py")):
         near = nearest(spec.name, known) or known
         raise ValueError(f'{where} "{spec.name}" is unknown; did you mean {" or ".join(near)}?')
-    return modified(_of_lookup(spec) if spec.name in lookups.names() else _of_scorer(spec), spec, where)
+    return modified(_of_scorer(spec), spec, where)
 
 
 def modified(method: Method, spec: MethodSpec, where: str) -> Method:
@@ -140,13 +142,13 @@ def _instead(policy: RetentionPolicy, changes: Mapping[str, Any]) -> RetentionPo
     return RetentionPolicy(**{**same, "chunk_size": int(policy.chunk_size), **changes})
 
 
-def _of_lookup(spec: MethodSpec) -> Method:
+def _of_lookup(spec: MethodSpec, where: str) -> Method:
     by = str(MethodSpec(spec.name, spec.options))
     lookup = lookups.get(by)
     usual = lookup.as_method()
     if usual is None:
         raise ValueError(
-            f'method "{spec}": {spec.name} only says how units are recalled; write it as '
+            f'{where} "{spec}": {spec.name} only says how units are recalled; write it as '
             f"{LOCRET}+recall:recall_by={spec.name}"
         )
     # What the lookup's own options leave open follows from the budget.

@@ -153,19 +153,17 @@ def test_methods_of_other_papers_are_planned_and_counted_alike(name: str) -> Non
     plan = plan_of(name)
     setup, method = make_setup(plan), plan.methods[0]
     planned, peaks = plan.planned_bytes(method, 300), measure_peaks(setup, method, 300)
-    assert planned.cache == peaks.decode.cache or planned.cache == peaks.prefill.cache
+    # The workspace of an eviction is planned, and where every unit stays there is none.
+    unused = 304 * KEY // 5 if name.startswith("full") else 0
+    assert planned.cache - unused == max(peaks.decode.cache, peaks.prefill.cache)
     assert planned.host == peaks.decode.host
     assert (planned.host > 0) == (peaks.moved[1] > 0) == (name[0] in "qo")
 
 
 def test_a_lookup_that_is_a_method_attends_to_as_many_units_as_the_budget() -> None:
     policy = RetentionPolicy(**{**NUMBERS, "layer_budgets": "pyramid"})  # type: ignore[arg-type]
-    for name, recall in (
-        ("quest", 32),
-        ("omnikv", 32),
-        ("omnikv:selector=uniform,window=8", 24),
-        ("quest:tokens=7", 7),
-    ):
+    recalled = {"quest": 32, "omnikv": 32, "omnikv:selector=uniform,window=8": 24, "quest:tokens=7": 7}
+    for name, recall in recalled.items():
         made = methods.get(name).policy(policy)
         assert (made.recall, made.recall_by, made.host_budget, made.budget) == (recall, name, "all", 1)
         assert (made.chunk_size, made.positions, made.layer_budgets) == (64, "original", "uniform")
