@@ -209,11 +209,12 @@ class RetentionCache(Cache):
                 f'"{selector.store}" ones; change head_budgets, or take another store'
             )
         store = kind(self._rotary, self._workspace, self.scorer.columns)
+        host = self._new_host(kind, index)
         folding = None if self.merger is None else Folding(self.merger, self.merging, index)
-        return RetentionLayer(store, selector, self.policy.positions == "compact", self._new_host(kind), folding)
+        return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
 
-    def _new_host(self, kind: type[Store]) -> HostTier | None:
-        policy = self.policy
+    def _new_host(self, kind: type[Store], index: int) -> HostTier | None:
+        policy, nth = self.policy, self.backbone.layers.index(index)
         if policy.host_budget is None:
             return None
         if not issubclass(kind, DenseStore):
@@ -227,6 +228,8 @@ class RetentionCache(Cache):
             None if policy.host_budget == EVERYTHING else int(policy.host_budget),
             policy.recall,
             by_score=policy.host_by == "score",
+            resident=self._limits.resident[nth],
+            window=self._limits.windows[nth],
         )
 
     @property
@@ -277,9 +280,9 @@ class RetentionCache(Cache):
             self._bytes(),
             max(self._peak, self._bytes()),
             units,
-            host_planned=self._plan_host(),
+            host_planned=self._plan_second(resident=False),
             host=sum(host.nbytes for host in hosts),
-            host_units=max((host.fill for host in hosts), default=0),
+            host_units=max((host.fill for host in hosts if not host.resident), default=0),
             moved=sum(host.moved for host in hosts),
         )
 
@@ -294,12 +297,18 @@ class RetentionCache(Cache):
         if not any(slots) and not self.policy.needs_length:
             slots = list(self._limits.plan(None).peak)
         element_size = next(self.model.parameters()).element_size()
-        return cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
+        queries = (
+            rows * self._limits.remembered_queries * self.backbone.num_heads * self.backbone.head_dim * element_size
+        )
+        held = cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
+        return held + queries + self._plan_second(resident=True)
 
-    def _plan_host(self) -> int:
+    def _plan_second(self, *, resident: bool) -> int:
+        """Return the planned bytes of second tiers that lie in the fast tier's memory, or of the others."""
         slots = self._largest_host
         if not self.seen and isinstance(self.policy.host_budget, int) and not self.policy.needs_length:
             slots = [self.policy.host_budget] * len(slots)
+        slots = [units if near == resident else 0 for units, near in zip(slots, self._limits.resident, strict=True)]
         element_size = next(self.model.parameters()).element_size()
         return host_bytes(self.backbone, slots, element_size, self.rows or 1, column_bytes(self.scorer))
 

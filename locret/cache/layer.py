@@ -88,8 +88,8 @@ class RetentionLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return self.store.nbytes
+        """Bytes of all buffers in the fast tier's memory."""
+        return self.store.nbytes + (0 if self.host is None else self.host.fast_nbytes)
 
     @property
     def held(self) -> int:
@@ -233,6 +233,8 @@ class RetentionLayer(CacheLayerMixin):
     def take_back(self) -> None:
         """Forget the newest unit."""
         self.store.take_back()
+        if self.host is not None:
+            self.host.take_back()
 
     # -- rows and whole layers ----------------------------------------------------------------------------------------
 

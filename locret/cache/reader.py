@@ -175,12 +175,17 @@ class Reader:
         nth = self._nth[layer_idx]
         layer = self.layers[nth]
         self._view = layer.view(self.cache.next_position)
+        recalled = None
+        if layer.host is not None and not (self._evicting and (layer.compact or not layer.host.lookup.reading)):
+            asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared)
+            recalled = layer.host.recalled(asking)
+        sparse = None
         if self._evicting and self._sparse is not None and not self._sparse[layer_idx].covers(layer.store.longest):
-            return replace(self._view, sparse=self._sparse[layer_idx])
-        if self._evicting or layer.host is None:
+            sparse = self._sparse[layer_idx]
+        if recalled is None and sparse is None:
             return self._view
-        asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared)
-        return replace(self._view, recalled=layer.host.recalled(asking))
+        # A pattern of slots says nothing of recalled units, so with those all queries attend to all that is held.
+        return replace(self._view, recalled=recalled, sparse=sparse if recalled is None else None)
 
     def attended(self, layer: Attended) -> None:
         """Score a layer's units and, when it is time, evict down to the budget at once."""

@@ -24,7 +24,6 @@ from locret.reference.omnikv import (
     context_scores,
     dense_layers,
     memory_share,
-    omnikv_prefill_visible,
     omnikv_visible,
     window_weights,
 )
@@ -84,7 +83,6 @@ __all__ = [
     "memory_share",
     "memory_sizes",
     "nacl_kept",
-    "omnikv_prefill_visible",
     "omnikv_visible",
     "packed",
     "page_bounds",
