@@ -25,6 +25,7 @@ from locret.cache.digest import extended
 from locret.cache.host import Asking
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
+from locret.cache.store import DenseStore
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
 from locret.prefill_attention.blocked import SparseAttention
@@ -178,7 +179,11 @@ class Reader:
         if self._evicting or layer.host is None:
             return self._view
         asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared)
-        return replace(self._view, recalled=layer.host.recalled(asking))
+        recalled = layer.host.recalled(asking)
+        if recalled is None:
+            return self._view
+        lent = layer.store.lend_room(recalled) if query.shape[2] == 1 and isinstance(layer.store, DenseStore) else None
+        return lent or replace(self._view, recalled=recalled)
 
     def attended(self, layer: Attended) -> None:
         """Score a layer's units and, when it is time, evict down to the budget at once."""
