@@ -21,7 +21,7 @@ from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.cache.digest import shortened
 from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
-from locret.cache.limits import Limits, check_pair, column_bytes
+from locret.cache.limits import Limits, check_pair, check_slots, column_bytes
 from locret.cache.merging import Folding
 from locret.cache.ragged import RaggedStore
 from locret.cache.routing import route
@@ -161,6 +161,8 @@ class RetentionCache(Cache):
         """Folds the units that go into those that stay."""
         self.merging = None if self.merger is None else self.merger.prepare(model)
         """What the merger needs of this backbone."""
+        if self.merger is not None:
+            check_slots(self.policy, self.merger.slots(self.merging))
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
