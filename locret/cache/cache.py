@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from locret import lookups, plugins
+from locret import lookups, mergers, plugins
 from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.cache.digest import shortened
 from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
-from locret.cache.limits import Limits, check_pair, column_bytes
+from locret.cache.limits import Limits, check_pair, check_slots, column_bytes
+from locret.cache.merging import Folding
 from locret.cache.ragged import RaggedStore
 from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
@@ -29,7 +30,7 @@ from locret.cache.store import DenseStore, Store, Workspace
 from locret.heads.heads import RetainingHeads
 from locret.nearest import nearest
 from locret.policy.budget import cache_bytes, host_bytes
-from locret.policy.policy import EVERYTHING, RetentionPolicy, policy_of
+from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy, policy_of
 from locret.policy.selectors import OverHeads, PerHead, Selector
 from locret.scorers import FALLBACK, RetainingHeadScorer, Scorer, get
 
@@ -156,6 +157,12 @@ class RetentionCache(Cache):
         self.prepared = scorer.prepare(model)
         """What the scorer needs of this backbone."""
         check_pair(scorer, self.policy)
+        self.merger = None if self.policy.merge == NO_MERGER else mergers.get(self.policy.merge)
+        """Folds the units that go into those that stay."""
+        self.merging = None if self.merger is None else self.merger.prepare(model)
+        """What the merger needs of this backbone."""
+        if self.merger is not None:
+            check_slots(self.policy, self.merger.slots(self.merging))
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
@@ -202,7 +209,9 @@ class RetentionCache(Cache):
                 f'"{selector.store}" ones; change head_budgets, or take another store'
             )
         store = kind(self._rotary, self._workspace, self.scorer.columns)
-        return RetentionLayer(store, selector, self.policy.positions == "compact", self._new_host(kind, index))
+        host = self._new_host(kind, index)
+        folding = None if self.merger is None else Folding(self.merger, self.merging, index)
+        return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
 
     def _new_host(self, kind: type[Store], index: int) -> HostTier | None:
         policy, nth = self.policy, self.backbone.layers.index(index)

@@ -30,10 +30,34 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             f'head_budgets="adaptive" lets the heads of a layer compete, but scorer {scorer.name} selects equally many '
             'units for every head itself; use head_budgets="uniform" or another scorer'
         )
+    if policy.recall:
+        try:
+            lookups.get(policy.recall_by)
+        except ValueError as error:
+            raise ValueError(f'recall_by="{policy.recall_by}": {error}') from None
     if policy.when == "prompt_end" and scorer.lookback > policy.chunk_size:
         raise ValueError(
             f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
             f"{policy.chunk_size}; raise chunk_size to at least {scorer.lookback}"
+        )
+    if policy.refit and scorer.needs_hidden:
+        raise ValueError(
+            f"refit=True fits values to a layer's queries when it evicts, but scorer {scorer.name} rates tokens when "
+            "all layers are done and their queries are gone; leave refit out or choose another scorer"
+        )
+
+
+def check_slots(policy: RetentionPolicy, slots: int) -> None:
+    """Refuse a policy that leaves no room for the units that a merger makes anew.
+
+    Raises:
+        ValueError: Saying how much room there is.
+    """
+    room = policy.budget - policy.stabilizers
+    if slots > room:
+        raise ValueError(
+            f'merge="{policy.merge}" makes {slots} units per KV head, but budget={policy.budget} and stabilizers='
+            f"{policy.stabilizers} leave room for {room}; raise budget, lower stabilizers, or take kernels with fewer"
         )
 
 
@@ -186,6 +210,11 @@ class Limits:
         self._budgets = self._plan.step(self._step).budgets
         if ratios is not None:
             self._budgets = adaptive_sizes(self._budgets, ratios, self._plan.budgets)
+
+    @property
+    def final(self) -> bool:
+        """Whether this chunk is the last one after which something is evicted."""
+        return self._final
 
     # -- what stays -------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,8 @@ from locret.cache.digest import extended
 from locret.cache.host import Asking
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
+from locret.cache.refit import Refit
+from locret.cache.store import DenseStore
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
 from locret.prefill_attention.blocked import SparseAttention
@@ -156,9 +158,10 @@ class Reader:
         assert self._positions is not None
         nth, cache, raw_keys = self._nth[layer_idx], self.cache, None
         layer = self.layers[nth]
-        if self._evicting and layer.compact:
+        if self._evicting and (layer.compact or layer.folding is not None):
             raw_keys = self.projections[layer_idx].key()
             cache.check_rotation(layer_idx, raw_keys, keys)
+            raw_keys = raw_keys if layer.compact else None
         elif self.answering:
             most = self.limits.most_answering(nth)
             if most is not None and layer.fill + keys.shape[-2] > most:
@@ -182,6 +185,10 @@ class Reader:
             sparse = self._sparse[layer_idx]
         if recalled is None and sparse is None:
             return self._view
+        if recalled is not None and query.shape[2] == 1 and isinstance(layer.store, DenseStore):
+            lent = layer.store.lend_room(recalled)
+            if lent is not None:
+                return lent
         # A pattern of slots says nothing of recalled units, so with those all queries attend to all that is held.
         return replace(self._view, recalled=recalled, sparse=sparse if recalled is None else None)
 
@@ -211,7 +218,10 @@ class Reader:
         for chunk, where in self.layers[nth].chunks(layer, view, moment, self.scorer.causal):
             self.layers[nth].rate(*self._rated(chunk), where)
         if evicts_now is not None and not self.scorer.needs_hidden:
-            self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens)
+            refit = None
+            if self.policy.refit and (self._last or self.limits.final):
+                refit = Refit(layer.query, view, layer.scaling, layer.softcap, self.cache.backbone.num_kv_heads)
+            self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens, refit)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what the scorer says of a chunk: scores, and the columns it declares.
