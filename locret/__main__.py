@@ -16,6 +16,7 @@ COMMANDS = {
     "train": ("locret.train.command", "train retaining heads on a frozen backbone"),
     "eval": ("locret.infer.evaluation.command", "compare methods on tasks within one budget"),
     "bench": ("locret.infer.speed.command", "measure time and bytes"),
+    "patterns": ("locret.infer.pattern_search", "find which sparse pattern serves each head when a text is read"),
     "push": ("locret.heads.push", "publish heads on the Hugging Face Hub"),
     "env": ("locret.cli.system_report", "show versions and devices, for a report of a problem"),
     "demo": ("locret.infer.demo", "train, evaluate and ask on this machine, from what came with locret"),
