@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from locret.cache.cache import CacheMemory
 from locret.files import write_text
 
 SAMPLES, RESULTS, TABLE = "samples.jsonl", "results.json", "results.md"
@@ -32,7 +33,7 @@ _FIELDS = {
 _OPTIONAL = {
     "depth": "a number from 0 to 1",
     "budget_share": "a number from 0 to 1",
-    **dict.fromkeys(("tokens_before", "tokens_after"), _COUNT),
+    **dict.fromkeys(("tokens_before", "tokens_after", "host_bytes", "moved_bytes"), _COUNT),
 }
 
 
@@ -68,6 +69,11 @@ def _short(value: Any) -> str:
 def key(record: dict[str, Any]) -> tuple[Any, ...]:
     """Return what tells a record from others."""
     return (*(record[name] for name in KEY), record.get("budget_share"))
+
+
+def second_tier(memory: CacheMemory) -> dict[str, int]:
+    """Return what a record says of a second tier, if there is one."""
+    return {"host_bytes": memory.host, "moved_bytes": memory.moved} if memory.host_planned else {}
 
 
 class SampleLog:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.files import write_text
-from locret.infer.evaluation import budget_table, output_folder, suite_table, summary
+from locret.infer.evaluation import budget_table, output_folder, suite_table, summary, tiers
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key
@@ -45,6 +45,8 @@ def write_results(
         "cells": summary.cells(records, {(case.task.name, case.tokens): case.samples for case in cases}),
         "figures": [],
     }
+    if job.report.tiers:
+        results["frontier"] = tiers.results(results["cells"])
     if suite := job.evaluation.chosen_suite():
         shown = job.evaluation.published
         results["suite"] = suite_table.results(suite, results["cells"], job.missing, settings, shown)
@@ -57,7 +59,8 @@ def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown: a suite's table first, budgets side by side last."""
     suite = suite_table.table(results["suite"]) + "\n" if "suite" in results else ""
     beside = budget_table.table(results["cells"])
-    parts = [suite + summary.table(results["cells"]), *([beside] if beside else []), *_passed_over(results)]
+    held = tiers.table(results["cells"]) if "frontier" in results else ""
+    parts = [suite + summary.table(results["cells"]), *filter(None, (beside, held)), *_passed_over(results)]
     return "\n".join(parts)
 
 
@@ -88,9 +91,10 @@ def write_figures(
         ValueError: If matplotlib is not installed.
         OSError: If one cannot be written.
     """
-    from locret.infer.evaluation import figures, insight
+    from locret.infer.evaluation import figures, insight, tiers_figure
 
     names: list[str] = figures.write_all(output, ordered(log, cases, runs), results)
+    names += tiers_figure.write(output, results["cells"]) if "frontier" in results else []
     results["figures"] = names + insight.write(setup, output, cases, runs, quiet=quiet)
     write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
 

@@ -20,7 +20,7 @@ from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import SampleSet, Selection
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.methods import Method, Prompt, Setup
-from locret.infer.evaluation.records import key
+from locret.infer.evaluation.records import key, second_tier
 from locret.infer.evaluation.sessions import answer_turns
 from locret.policy.policy import RetentionPolicy
 
@@ -285,6 +285,7 @@ def _retained(
         "peak_units": max(meter.peak, after.units, everything),
         "cache_bytes": memory.actual,
         "peak_bytes": after.peak,
+        **second_tier(after),
         "prefill_seconds": read - start,
         "decode_seconds": end - read,
     }

@@ -16,6 +16,7 @@ from locret import RetentionCache, prefill
 from locret.backbone.adapters import unwrap
 from locret.conversation.templates import encode, leading_special_ids
 from locret.infer.evaluation.methods import Method, Prompt
+from locret.infer.evaluation.records import second_tier
 from locret.policy.policy import RetentionPolicy
 
 
@@ -99,9 +100,10 @@ def answer_turns(prompt: Prompt, method: Method, policy: RetentionPolicy | None,
     if isinstance(cache, RetentionCache):
         memory = cache.memory()
         held, peak, read = memory.actual, memory.peak, cache.seen
+        tiers = second_tier(memory)
     else:
         held = peak = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        read = cache.get_seq_length()
+        read, tiers = cache.get_seq_length(), {}
     return {
         "prediction": "".join(answers),
         "prompt_tokens": read,
@@ -110,6 +112,7 @@ def answer_turns(prompt: Prompt, method: Method, policy: RetentionPolicy | None,
         "peak_units": session.most_units,
         "cache_bytes": held,
         "peak_bytes": peak,
+        **tiers,
         "prefill_seconds": seconds,
         "decode_seconds": 0.0,
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from locret.data.tasks.published.suites import PublishedRow, Suite
 from locret.infer.evaluation.allotment import amount
-from locret.infer.evaluation.summary import with_error
+from locret.infer.evaluation.summary import size, with_error
 from locret.tables import markdown
 
 _CLOSE = 0.1
@@ -78,10 +78,15 @@ def _row(suite: Suite, reading: tuple[Any, ...], cells: list[dict[str, Any]]) ->
         "groups": suite.group_means(scores),
         "average": None if average is None else round(average, 4),
         "average_standard_error": _average_error(suite, scores, errors),
+        "memory": {"fast_bytes": max(c["peak_bytes"] for c in cells), "host_bytes": _host_bytes(cells)},
         "tasks_measured": len(scores),
         "partial": not whole or any("of" in cell and cell["set"] != cell["task"] for cell in cells),
         "size_unknown": any("of" in cell and cell["of"] is None for cell in cells),
     }
+
+
+def _host_bytes(cells: Sequence[dict[str, Any]]) -> int:
+    return max(cell.get("host_bytes", 0) for cell in cells)
 
 
 def _average_error(suite: Suite, scores: Mapping[str, float], errors: Mapping[str, float | None]) -> float | None:
@@ -113,6 +118,7 @@ def _printed(suite: Suite, row: PublishedRow, settings: dict[str, Any]) -> dict[
         "average": row.average,
         "average_of_cells": None if agrees or cells is None else round(cells, 2),
         "note": row.note,
+        "memory": row.memory and {"gpu_gigabytes": row.memory[0], "cpu_gigabytes": row.memory[1]},
         "differs": differs(row, settings),
     }
 
@@ -131,7 +137,14 @@ def table(found: dict[str, Any]) -> str:
     """Return the suite as Markdown: a row per method and policy, then the published ones, marked as such."""
     tasks, count = found["tasks"], len(found["tasks"])
     short = {task: found["labels"][task].partition("/")[2] for task in tasks}
-    titles = ["method", "budget", *(short[task] for task in tasks), "average"]
+    tiers = _shows_tiers(found)
+    titles = [
+        "method",
+        "budget",
+        *(short[task] for task in tasks),
+        "average",
+        *(["fast", "second tier"] if tiers else []),
+    ]
     lines = [f"**{found['name']}**: {found['title']}; average = {found['average_rule']}", ""]
     rows = []
     for row in found["rows"]:
@@ -144,7 +157,8 @@ def table(found: dict[str, Any]) -> str:
             average += f" (partial: {row['tasks_measured']} of {count} tasks)"
         elif row["partial"]:
             average += " (perhaps partial: size unknown)" if row["size_unknown"] else " (partial: not all rows)"
-        rows.append([_reading(row, found["rows"]), amount(row), *texts, average])
+        held = [size(row["memory"][name]) for name in ("fast_bytes", "host_bytes")] if tiers else []
+        rows.append([_reading(row, found["rows"]), amount(row), *texts, average, *held])
     notes = list(dict.fromkeys(_footnote(row) for row in found.get("published", ())))
     for row in found.get("published", ()):
         texts = [_shown(row["scores"][task], "") for task in tasks]
@@ -152,8 +166,10 @@ def table(found: dict[str, Any]) -> str:
         if row["average_of_cells"] is not None:
             average += f" (its cells give {row['average_of_cells']:.2f})"
         name = f"published: {row['method']}, {row['model']} [{notes.index(_footnote(row)) + 1}]"
-        rows.append([name, "", *texts, average])
+        rows.append([name, "", *texts, average, *(_printed_memory(row["memory"]) if tiers else [])])
     lines += markdown(titles, rows)
+    if any(row["memory"] for row in found.get("published", ())):
+        lines += ["", "Memory: ours are the bytes of the cache, counted; published are whole processes, with weights."]
     if found["missing"]:
         reasons = dict.fromkeys(found["missing"].values())
         for reason in reasons:
@@ -164,6 +180,16 @@ def table(found: dict[str, Any]) -> str:
     lines += [part for remark in found["remarks"] for part in ("", remark)]
     lines += [part for index, note in enumerate(notes, start=1) for part in ("", f"[{index}] {note}")]
     return "\n".join(lines) + "\n"
+
+
+def _shows_tiers(found: dict[str, Any]) -> bool:
+    """Return whether some row tells the tiers of its memory apart."""
+    ours = any(row["memory"]["host_bytes"] for row in found["rows"])
+    return ours or any(row["memory"] for row in found.get("published", ()))
+
+
+def _printed_memory(memory: dict[str, float] | None) -> list[str]:
+    return ["", ""] if memory is None else [f"{value:.2f} GB" for value in memory.values()]
 
 
 def _footnote(row: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from locret.infer.evaluation.allotment import amount
 from locret.tables import markdown
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers", "budget_share")
+_SECOND_TIER = ("host_bytes", "moved_bytes")
 ERRORS = "±: standard error, the samples' standard deviation / √n (by jackknife where a task's score is not a mean)"
 
 
@@ -20,7 +21,8 @@ def cells(
     """Return one cell per task, length, method and policy, in the order of the records.
 
     A cell holds `n`, `score` (mean x 100), its `standard_error`, per KV head `kept_units` (mean of the layers) and
-    `peak_units` (of the fullest layer), both the largest of the samples, `cache_bytes` after reading, `peak_bytes`, and
+    `peak_units` (of the fullest layer), both the largest of the samples, `cache_bytes` after reading, `peak_bytes`,
+    with a second tier `host_bytes` and `moved_bytes` (fetched from it per sample, the largest), and
     `prefill_tokens_per_second` and `decode_tokens_per_second` (all tokens / all seconds). The `task` of a published set
     says how much of it was asked; its plain name is `set`, its size `of` (None: unknown), and its score follows its
     protocol where that is not a mean.
@@ -77,6 +79,7 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "score": round(statistics.fmean(scores), 4),
         "standard_error": None if error is None else round(error, 4),
         **{name: max(r[name] for r in records) for name in ("kept_units", "peak_units", "cache_bytes", "peak_bytes")},
+        **{n: max(r.get(n, 0) for r in records) for n in _SECOND_TIER if any(n in r for r in records)},
         "prefill_tokens_per_second": _rate(records, "prompt_tokens", "prefill_seconds"),
         "decode_tokens_per_second": _rate(records, "generated_tokens", "decode_seconds"),
     }
@@ -100,7 +103,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     titles = ["method", "budget", *(name.replace("_", " ") for name in varied)]
     names = {column: _title(column, found) for column in columns}
     titles += list(names.values())
-    titles += ["units / KV head", "peak cache", "read tokens/s", "write tokens/s"]
+    tiers = ["host"] if any("host_bytes" in cell for cell in found) else []
+    titles += ["units / KV head", "peak cache", *tiers, "read tokens/s", "write tokens/s"]
     lines = []
     for row in rows:
         policy = dict(zip(CELL[2:], row, strict=True))
@@ -113,10 +117,16 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             for cell, column in zip(own, columns, strict=True)
         ]
         texts += [f"{max(cell['kept_units'] for cell in known):,}", size(max(cell["peak_bytes"] for cell in known))]
+        texts += [_host(known) for _ in tiers]
         texts += [_mean_rate(known, f"{phase}_tokens_per_second") for phase in ("prefill", "decode")]
         lines.append(texts)
     noted = ["", ERRORS] if any(cell.get("standard_error") is not None for cell in found) else []
     return "\n".join([*markdown(titles, lines), *noted]) + "\n"
+
+
+def _host(cells: Sequence[dict[str, Any]]) -> str:
+    held = [cell["host_bytes"] for cell in cells if "host_bytes" in cell]
+    return size(max(held)) if held else ""
 
 
 def _set(cell: dict[str, Any]) -> str:

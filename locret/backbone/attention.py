@@ -136,8 +136,9 @@ def _attend_both(
     shared = recalled.keys.shape[2] == 1
     if shared and recalled.there is None and view.row_start is None:
         # In front of the held units, where every query sees them.
-        joined = (torch.cat([r[:, :, 0], held], dim=2) for r, held in ((recalled.keys, key), (recalled.values, value)))
-        return _attend(query, *joined, scaling, memo, softcap, None, None, flash)
+        key = torch.cat([recalled.keys[:, :, 0], key], dim=2)
+        value = torch.cat([recalled.values[:, :, 0], value], dim=2)
+        return _attend(query, key, value, scaling, memo, softcap, None, None, flash)
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     rows = max(1, _RECALLED_LOGITS // (query.shape[0] * heads * (slots + extra)))
     for start in range(0, new, rows):

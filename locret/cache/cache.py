@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from locret import lookups, plugins
+from locret import lookups, mergers, plugins
 from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.cache.digest import shortened
 from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
 from locret.cache.limits import Limits, check_pair, column_bytes
+from locret.cache.merging import Folding
 from locret.cache.ragged import RaggedStore
 from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
@@ -29,7 +30,7 @@ from locret.cache.store import DenseStore, Store, Workspace
 from locret.heads.heads import RetainingHeads
 from locret.nearest import nearest
 from locret.policy.budget import cache_bytes, host_bytes
-from locret.policy.policy import EVERYTHING, RetentionPolicy, policy_of
+from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy, policy_of
 from locret.policy.selectors import OverHeads, PerHead, Selector
 from locret.scorers import FALLBACK, RetainingHeadScorer, Scorer, get
 
@@ -156,6 +157,10 @@ class RetentionCache(Cache):
         self.prepared = scorer.prepare(model)
         """What the scorer needs of this backbone."""
         check_pair(scorer, self.policy)
+        self.merger = None if self.policy.merge == NO_MERGER else mergers.get(self.policy.merge)
+        """Folds the units that go into those that stay."""
+        self.merging = None if self.merger is None else self.merger.prepare(model)
+        """What the merger needs of this backbone."""
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
@@ -202,10 +207,12 @@ class RetentionCache(Cache):
                 f'"{selector.store}" ones; change head_budgets, or take another store'
             )
         store = kind(self._rotary, self._workspace, self.scorer.columns)
-        return RetentionLayer(store, selector, self.policy.positions == "compact", self._new_host(kind))
+        host = self._new_host(kind, index)
+        folding = None if self.merger is None else Folding(self.merger, self.merging, index)
+        return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
 
-    def _new_host(self, kind: type[Store]) -> HostTier | None:
-        policy = self.policy
+    def _new_host(self, kind: type[Store], index: int) -> HostTier | None:
+        policy, nth = self.policy, self.backbone.layers.index(index)
         if policy.host_budget is None:
             return None
         if not issubclass(kind, DenseStore):
@@ -219,6 +226,8 @@ class RetentionCache(Cache):
             None if policy.host_budget == EVERYTHING else int(policy.host_budget),
             policy.recall,
             by_score=policy.host_by == "score",
+            resident=self._limits.resident[nth],
+            window=self._limits.windows[nth],
         )
 
     @property
@@ -269,9 +278,9 @@ class RetentionCache(Cache):
             self._bytes(),
             max(self._peak, self._bytes()),
             units,
-            host_planned=self._plan_host(),
+            host_planned=self._plan_second(resident=False),
             host=sum(host.nbytes for host in hosts),
-            host_units=max((host.fill for host in hosts), default=0),
+            host_units=max((host.fill for host in hosts if not host.resident), default=0),
             moved=sum(host.moved for host in hosts),
         )
 
@@ -286,12 +295,18 @@ class RetentionCache(Cache):
         if not any(slots) and not self.policy.needs_length:
             slots = list(self._limits.plan(None).peak)
         element_size = next(self.model.parameters()).element_size()
-        return cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
+        queries = (
+            rows * self._limits.remembered_queries * self.backbone.num_heads * self.backbone.head_dim * element_size
+        )
+        held = cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
+        return held + queries + self._plan_second(resident=True)
 
-    def _plan_host(self) -> int:
+    def _plan_second(self, *, resident: bool) -> int:
+        """Return the planned bytes of second tiers that lie in the fast tier's memory, or of the others."""
         slots = self._largest_host
         if not self.seen and isinstance(self.policy.host_budget, int) and not self.policy.needs_length:
             slots = [self.policy.host_budget] * len(slots)
+        slots = [units if near == resident else 0 for units, near in zip(slots, self._limits.resident, strict=True)]
         element_size = next(self.model.parameters()).element_size()
         return host_bytes(self.backbone, slots, element_size, self.rows or 1, column_bytes(self.scorer))
 

@@ -469,9 +469,10 @@ class DenseStore(Store):
         assert self.keys is not None
         assert self.values is not None
         batch, heads = self.keys.shape[:2]
-        of_head = torch.arange(batch * heads, device=ranks.device).view(batch, heads)
-        of_head = of_head.repeat_interleave(ranks.shape[1] // heads, dim=1)
-        where = (of_head.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) * self.capacity + ranks).flatten()
+        first = torch.arange(0, batch * heads * self.capacity, self.capacity, device=ranks.device)
+        if ranks.shape[1] != heads:
+            first = first.repeat_interleave(ranks.shape[1] // heads)
+        where = (first.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) + ranks).flatten()
         keys, values = (
             buffer.flatten(0, 2).index_select(0, where).view(*ranks.shape, -1) for buffer in (self.keys, self.values)
         )

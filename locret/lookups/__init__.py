@@ -8,10 +8,12 @@ from __future__ import annotations
 from locret import registry
 from locret.lookups.base import Ask, Lookup
 from locret.lookups.exact import ExactLookup
+from locret.lookups.omnikv import OmniKVLookup
+from locret.lookups.quest import QuestLookup
 
-__all__ = ["Ask", "ExactLookup", "Lookup", "get", "names"]
+__all__ = ["Ask", "ExactLookup", "Lookup", "OmniKVLookup", "QuestLookup", "get", "names"]
 
-_LOOKUPS: tuple[type[Lookup], ...] = (ExactLookup,)
+_LOOKUPS: tuple[type[Lookup], ...] = (ExactLookup, OmniKVLookup, QuestLookup)
 
 
 def names() -> list[str]:

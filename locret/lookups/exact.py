@@ -28,29 +28,30 @@ class ExactLookup(Lookup):
 
     def choose(self, ask: Ask) -> Tensor:
         """See `Lookup`; ranks are (B, K, L, R)."""
-        return best_of(ask.query.to(ask.keys.device), ask.keys, ask.positions, ask.count)
+        return best_of(ask.query.to(ask.keys.device), ask.keys, ask.count, ask.positions if ask.padded else None)
 
 
-def best_of(query: Tensor, keys: Tensor, positions: Tensor, count: int) -> Tensor:
+def best_of(query: Tensor, keys: Tensor, count: int, positions: Tensor | None = None) -> Tensor:
     """Return the units with the largest logits.
 
     Args:
         query: (B, N, L, D).
         keys: (B, K, H, D).
-        positions: (B, K, H); those with a negative one are no units.
         count: Units for each query and KV head, at most H.
+        positions: (B, K, H); those with a negative one are no units. None: all are.
 
     Returns:
         (B, K, L, count) int64 ranks.
     """
     batch, heads, length, dim = query.shape
     kv_heads, units = keys.shape[1:3]
-    grouped = query.view(batch, kv_heads, heads // kv_heads, length, dim)
-    empty = (positions < 0)[:, :, None]
+    keys, group = keys.transpose(-1, -2), heads // kv_heads
     rows = max(1, _LOGITS // (batch * heads * units))
     found = []
     for start in range(0, length, rows):
-        block = grouped[:, :, :, start : start + rows].flatten(2, 3)
-        logits = (block @ keys.transpose(-1, -2)).view(batch, kv_heads, heads // kv_heads, -1, units).amax(2)
-        found.append(logits.masked_fill(empty, -torch.inf).topk(count, dim=-1).indices)
-    return torch.cat(found, dim=2)
+        block = query[:, :, start : start + rows].reshape(batch, kv_heads, -1, dim)
+        logits = (block @ keys).view(batch, kv_heads, group, -1, units).amax(2)
+        if positions is not None:
+            logits = logits.masked_fill(positions[:, :, None] < 0, -torch.inf)
+        found.append(logits.topk(count, dim=-1).indices)
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)

@@ -1,0 +1,210 @@
+"""The scratch file of a second tier: reserved whole, nameless, refused before anything is written, and never left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from locret.cache.disk import Disk
+
+PAGE = 4096
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """Make writes beyond so many bytes of a file fail, as on a disk that is full."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool, torch.int32, torch.float8_e4m3fn])
+def test_a_tensor_of_any_type_comes_back_as_it_was_written(tmp_path: Path, dtype: torch.dtype) -> None:
+    disk = Disk(tmp_path / "scratch")
+    bits = torch.randint(0, 2 if dtype == torch.bool else 100, (2, 3, 7, 5), generator=torch.Generator().manual_seed(0))
+    wanted = bits.to(dtype)
+    first, second = disk.like(wanted), disk.empty((1,), dtype)
+    assert first.dtype == dtype
+    assert torch.equal(first.float(), wanted.float())
+    assert abs(first.data_ptr() - second.data_ptr()) % PAGE == 0
+
+
+def test_tensors_do_not_overlap_and_an_area_is_used_again_once_nobody_looks_at_it(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "scratch")
+    disk.reserve(8 * PAGE)
+    tensors = [disk.empty((PAGE // 4,), torch.int32).fill_(number) for number in range(8)]
+    assert [int(tensor.unique()) for tensor in tensors] == list(range(8))
+    assert disk.used == disk.nbytes == 8 * PAGE
+    part = tensors[3][10:20]
+    tensors = []
+    gc.collect()
+    assert disk.used == PAGE  # a view keeps its area
+    assert int(part.unique()) == 3
+    del part
+    assert disk.used == 0
+    assert len([disk.empty((4 * PAGE,), torch.uint8) for _ in range(2)]) == 2
+    assert disk.nbytes == 8 * PAGE
+
+
+def test_no_tensor_costs_a_file_descriptor(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "scratch")
+    disk.reserve(300 * PAGE)
+    before = len(os.listdir("/proc/self/fd"))
+    held = [disk.empty((3,), torch.float32) for _ in range(300)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(held) == 300
+
+
+def test_the_space_is_taken_from_the_disk_at_once(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "scratch")
+    disk.reserve(1_000_001)
+    assert os.fstat(disk._file).st_blocks * 512 >= 1_000_001
+    assert disk.nbytes == 245 * PAGE
+
+
+def test_nothing_is_ever_seen_in_the_folder_and_two_runs_may_share_a_path(tmp_path: Path) -> None:
+    one, other = Disk(tmp_path / "scratch"), Disk(tmp_path / "scratch")
+    first, second = one.empty((100,), torch.float32).fill_(1), other.empty((100,), torch.float32).fill_(2)
+    assert list(tmp_path.iterdir()) == []
+    assert (float(first.mean()), float(second.mean())) == (1, 2)
+
+
+def test_a_folder_is_as_good_as_a_file(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    assert float(disk.empty((100,), torch.float32).fill_(1).mean()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link", "pipe"])
+def test_what_is_there_is_never_overwritten(tmp_path: Path, kind: str) -> None:
+    path, book = tmp_path / "scratch", tmp_path / "book.txt"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "file":
+        path.write_text("a text")
+    else:
+        path.symlink_to(book)
+        if kind == "link":
+            book.write_text("a text")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"^disk=.*scratch is there already and is not overwritten; give a file that"):
+        Disk(path)
+    assert sorted(tmp_path.iterdir()) == before
+    assert not book.exists() or book.read_text() == "a text"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("missing/scratch", "in a folder that does not exist; make it"),
+        ("book.txt/scratch", "in a folder that does not exist; make it"),
+        ("a\0b", "is not a name of a file"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_path_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "book.txt").write_text("a text")
+    with pytest.raises((ValueError, OSError)) as caught:
+        Disk(f"{tmp_path}/{name}")
+    assert str(caught.value).startswith("disk=")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError, match=r"cannot hold a scratch file \(Permission denied\)"):
+        Disk(tmp_path / "scratch")
+
+
+def test_only_its_owner_could_read_the_file(tmp_path: Path) -> None:
+    assert os.fstat(Disk(tmp_path / "scratch")._file).st_mode & 0o777 == 0o600
+
+
+def test_more_than_the_disk_has_is_refused_at_once(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "scratch")
+    disk.reserve(PAGE)
+    for nbytes in (2**50, 2**63, 2**70):
+        with pytest.raises(OSError, match=r"cannot hold [\d,]+ bytes for the host tier \(No space left on device\);"):
+            disk.reserve(nbytes)
+    assert disk.nbytes == os.fstat(disk._file).st_size == PAGE
+
+
+@pytest.mark.parametrize("reserving", [True, False])
+def test_a_disk_that_fills_refuses_and_keeps_what_was_there(
+    tmp_path: Path, reserving: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not reserving:  # as on macOS
+        monkeypatch.delattr(os, "posix_fallocate")
+    disk = Disk(tmp_path / "scratch")
+    held = disk.empty((PAGE,), torch.uint8).fill_(7)
+    with files_of_at_most(10 * PAGE):
+        disk.reserve(9 * PAGE)
+        with pytest.raises(OSError, match=r"cannot hold [\d,]+ bytes for the host tier \(File too large\); make room"):
+            disk.empty((20 * PAGE,), torch.uint8)
+    assert disk.nbytes == os.fstat(disk._file).st_size == 10 * PAGE
+    assert int(held.unique()) == 7
+    assert int(disk.empty((9 * PAGE,), torch.uint8).fill_(1).unique()) == 1
+
+
+def test_the_file_goes_with_the_last_tensor(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    disk = Disk(tmp_path / "scratch")
+    tensor = disk.empty((10,), torch.float32).fill_(3)
+    del disk
+    gc.collect()
+    assert float(tensor.mean()) == 3
+    del tensor
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_stays_whatever_ends_the_process(tmp_path: Path, number: signal.Signals) -> None:
+    code = (
+        "import sys, time, torch\nfrom locret.cache.disk import Disk\n"
+        "held = Disk(sys.argv[1]).empty((1000,), torch.float32).fill_(1)\nprint('ready', flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path / "scratch"], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        child.send_signal(number)
+        child.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_share_a_disk(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "scratch")
+    disk.reserve(64 * PAGE)
+    wrong = []
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            tensor = disk.empty((2 * PAGE,), torch.uint8).fill_(number)
+            if int(tensor.unique()) != number:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert not wrong
+    assert disk.used == 0
+    assert disk.nbytes == 64 * PAGE
