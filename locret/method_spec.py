@@ -41,6 +41,11 @@ class Change:
 
 MODIFIERS: Mapping[str, Change] = {
     "prompt_end": Change({"when": "prompt_end"}),
+    "minference": Change({"prefill_attention": "minference"}, of="prefill_attention"),
+    "xattention": Change({"prefill_attention": "xattention"}, of="prefill_attention"),
+    "a_shape": Change({"prefill_attention": "a_shape"}, of="prefill_attention"),
+    "vertical_slash": Change({"prefill_attention": "vertical_slash"}, of="prefill_attention"),
+    "block_sparse": Change({"prefill_attention": "block_sparse"}, of="prefill_attention"),
     "pyramid": Change({"layer_budgets": "pyramid"}, ("pyramid_beta",)),
     "adaptive_heads": Change({"head_budgets": "adaptive"}, ("head_floor",)),
     "linear": Change({"memory": "linear"}),

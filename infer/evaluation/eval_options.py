@@ -190,6 +190,8 @@ class BudgetOptions:
     """Smallest chunk in tokens with decremental."""
     when: str = RetentionPolicy.when
     """Evict after every chunk, or once at prompt_end, for every method; NAME+prompt_end for one."""
+    prefill_attention: str = RetentionPolicy.prefill_attention
+    """How a chunk's queries attend, for every method: dense, minference, xattention, ...; NAME+xattention for one."""
     decode_budget: int | None = RetentionPolicy.decode_budget
     """Units per KV head that a cache may hold while it generates; none: it grows by one for each token."""
     decode_interval: int | None = None

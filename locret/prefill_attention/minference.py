@@ -285,7 +285,7 @@ def _means(states_GLD: Tensor, gap_of: int) -> Tensor:
     """Return the means of blocks of 64 tokens, a grid of which has a line after the first `gap_of` ones."""
     gap, length = front_gap(gap_of, ROWS), states_GLD.shape[1]
     back = -(gap + length) % ROWS
-    blocks = F.pad(states_GLD, (0, 0, gap, back)).unflatten(1, (-1, ROWS))
+    blocks: Tensor = F.pad(states_GLD, (0, 0, gap, back)).unflatten(1, (-1, ROWS))
     held = torch.ones(length, device=states_GLD.device)
     counts = F.pad(held, (gap, back)).view(-1, ROWS).sum(-1)
     return blocks.sum(2) / counts[:, None]

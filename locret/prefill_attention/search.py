@@ -105,6 +105,8 @@ def search_layer(
             return _Choice(pattern, chosen_1QL, computed_share(chosen_1QL, ROWS, length))
 
         made = [choose(one) if share is None else _matched(one, share, length, choose) for one in patterns]
+        if share is not None:  # a text may be too short for the least that a pattern takes
+            made = [one for one in made if one.share <= share] or [min(made, key=lambda one: one.share)]
         chosen = torch.cat([one.chosen_1QL for one in made])
         scores = _rated(query_LD, key_LD, value_LD, chosen, layer.scaling, layer.softcap, late, by)
         best = max(range(len(made)), key=lambda nth: (scores[nth], -made[nth].share))
