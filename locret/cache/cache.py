@@ -18,10 +18,11 @@ from transformers import Cache
 from locret import lookups, mergers, plugins
 from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
+from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.digest import shortened
 from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
-from locret.cache.limits import Limits, check_pair, column_bytes
+from locret.cache.limits import Limits, block_bytes, check_pair, check_slots, column_bytes, near_bytes
 from locret.cache.merging import Folding
 from locret.cache.quantised import QuantisedStore
 from locret.cache.ragged import RaggedStore
@@ -163,6 +164,8 @@ class RetentionCache(Cache):
         """Folds the units that go into those that stay."""
         self.merging = None if self.merger is None else self.merger.prepare(model)
         """What the merger needs of this backbone."""
+        if self.merger is not None:
+            check_slots(self.policy, self.merger.slots(self.merging))
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
@@ -210,6 +213,8 @@ class RetentionCache(Cache):
                 f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{self.policy.head_budgets}" selects '
                 f'"{selector.store}" ones; change head_budgets, or take another store'
             )
+        if self.policy.recalls_blocks:
+            return self._new_block_layer(kind)
         nth = self.backbone.layers.index(index)
         store = self._new_store(kind, self._forms[nth], self._workspace)
         host = self._new_host(kind, nth)
@@ -225,6 +230,16 @@ class RetentionCache(Cache):
                 f"value_bits={self.policy.value_bits}; use 16 bits, or leave the store out"
             )
         return QuantisedStore(self._rotary, workspace, self.scorer.columns, form=form)
+
+    def _new_block_layer(self, kind: type[Store]) -> BlockLayer:
+        if not issubclass(kind, DenseStore):
+            raise ValueError(
+                f"store {kind.name} cannot give blocks away, as recall_by={self.policy.recall_by} does; take another "
+                "recall_by, or derive the store from locret.cache.store.DenseStore"
+            )
+        columns = {**self.scorer.columns, **block_columns(self.backbone)}
+        store = kind(self._rotary, self._workspace, columns)
+        return BlockLayer(store, self.policy.blocks(), self.backbone.num_heads)
 
     def _new_host(self, kind: type[Store], nth: int) -> HostTier | None:
         policy = self.policy
@@ -289,7 +304,7 @@ class RetentionCache(Cache):
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of all buffers, the shared workspace included."""
         units = max((layer.fill for layer in self.governed), default=0)
-        hosts = [layer.host for layer in self.governed if layer.host is not None]
+        hosts = [layer.tier for layer in self.governed if layer.tier is not None]
         return CacheMemory(
             self._plan(),
             self._bytes(),
@@ -312,6 +327,8 @@ class RetentionCache(Cache):
         if not any(slots) and not self.policy.needs_length:
             slots = list(self._limits.plan(None).peak)
         element_size = next(self.model.parameters()).element_size()
+        if self.policy.recalls_blocks:
+            return near_bytes(self.backbone, self.scorer, self.policy, slots, element_size, rows)
         queries = (
             rows * self._limits.remembered_queries * self.backbone.num_heads * self.backbone.head_dim * element_size
         )
@@ -325,12 +342,14 @@ class RetentionCache(Cache):
             slots = [self.policy.host_budget] * len(slots)
         slots = [units if near == resident else 0 for units, near in zip(slots, self._limits.resident, strict=True)]
         element_size = next(self.model.parameters()).element_size()
+        if self.policy.recalls_blocks:
+            return block_bytes(self.backbone, self.policy, slots, element_size, self.rows or 1)
         columns = column_bytes(self.scorer)
         return host_bytes(self.backbone, slots, element_size, self.rows or 1, columns, self._host_forms)
 
     def _note_largest(self) -> None:
         self._largest = list(map(max, self._largest, [layer.capacity for layer in self.governed]))
-        hosts = [0 if layer.host is None else layer.host.store.capacity for layer in self.governed]
+        hosts = [0 if layer.tier is None else layer.tier.capacity for layer in self.governed]
         self._largest_host = list(map(max, self._largest_host, hosts))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -473,9 +492,8 @@ class RetentionCache(Cache):
         """Make buffers large enough for what is to come, in one allocation. Sets the planned bytes."""
         held = [layer.fill for layer in self.governed]
         if prompt_tokens == 0:
-            self.reserve_slots(
-                [self._limits.answer_capacity(nth, units + new_tokens) for nth, units in enumerate(held)]
-            )
+            slots = [self._limits.answer_capacity(nth, units + new_tokens) for nth, units in enumerate(held)]
+            self.reserve_slots(slots, self._limits.host_answering([layer.held for layer in self.governed], new_tokens))
         else:
             schedule = self._limits.plan(prompt_tokens, held)
             host = self._limits.host_capacity(schedule, [layer.held for layer in self.governed], new_tokens)
@@ -486,8 +504,8 @@ class RetentionCache(Cache):
         for layer, capacity in zip(self.governed, slots, strict=True):
             layer.store.reserve(max(capacity, layer.fill))
         for layer, capacity in zip(self.governed, host, strict=False):
-            if layer.host is not None:
-                layer.host.reserve(capacity)
+            if layer.tier is not None:
+                layer.tier.reserve(capacity)
         self._note_largest()
 
     def _rate_waiting(self) -> None:

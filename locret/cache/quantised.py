@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from locret.backbone.attention import View
+from locret.backbone.attention import Recalled, View
 from locret.backbone.rotary import Rotary, rotate, unrotate
 from locret.cache.rounding import COUNT, PLACE, Coder, Form
 from locret.cache.store import DenseStore, Ranks, Workspace
@@ -248,6 +248,9 @@ class QuantisedStore(DenseStore):
             assert self.form.placed
             keys = rotate(keys, *self.rotary.at(parts["places"].view(keys.shape[:-1]), keys))
         return keys.view(*ranks.shape, dim), values.view(*ranks.shape, dim)
+
+    def lend_room(self, recalled: Recalled) -> None:
+        """See `DenseStore`: slots hold codes, so there is no room for states."""
 
     def open(self, like: DenseStore, new: int) -> None:
         """See `DenseStore`."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locret.field_values import check_fields, checked_values
+
+if TYPE_CHECKING:
+    from locret.lookups.infllm import InfLLM
 
 POSITIONS = ("compact", "original")
 MOMENTS = ("chunk", "prompt_end")
@@ -19,6 +22,8 @@ EVERYTHING = "all"
 BITS = (16, 8, 4, 3, 2)
 """Bits of a number; with 16 the units stay as they are."""
 _BITS_SHOWN = ", ".join(map(str, BITS))
+BLOCKS = "infllm"
+"""The lookup that recalls blocks from a tier of its own."""
 NO_MERGER = "none"
 """The value of `merge` where evicted units are lost."""
 _BY_LAYER = ("square_sqrt", "adaptive")
@@ -159,6 +164,8 @@ class RetentionPolicy:
         self._check_schedule()
         self._check_tiers()
         self._check_bits()
+        if self.recalls_blocks:
+            self._check_blocks()
         if self.prefill_attention != "dense":
             from locret import prefill_attention  # needs torch, which help and completion should not load
 
@@ -212,6 +219,8 @@ class RetentionPolicy:
             raise ValueError(f'host_by="{self.host_by}" is unknown; choose one of {", ".join(HOST_ORDERS)}')
         if self.recall < 0:
             raise ValueError(f"recall={self.recall} is negative; use 0 to recall nothing")
+        if self.recalls_blocks:
+            return
         if self.host_budget is None:
             if self.recall:
                 raise ValueError(
@@ -243,6 +252,11 @@ class RetentionPolicy:
         for name in ("exact_recent", "exact_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is negative; use 0 for none")
+        if not self.exact_bits and self.recalls_blocks:
+            raise ValueError(
+                f'recall_by="{self.recall_by}" gives blocks away as they are, but key_bits={self.key_bits} and '
+                f"value_bits={self.value_bits}; use 16 bits, or another recall_by"
+            )
         if not self.exact_bits and self.merge != NO_MERGER:
             raise ValueError(
                 f'merge="{self.merge}" changes kept units, but key_bits={self.key_bits} and value_bits='
@@ -264,6 +278,45 @@ class RetentionPolicy:
     def exact_bits(self) -> bool:
         """Whether units are held as they are."""
         return self.key_bits == self.value_bits == 16
+
+    @property
+    def recalls_blocks(self) -> bool:
+        """Whether old tokens go to blocks, which are recalled while a text is read too (InfLLM)."""
+        return self.recall_by.partition(":")[0].strip() == BLOCKS
+
+    def blocks(self) -> InfLLM:
+        """Return the numbers of the method that recalls blocks.
+
+        Raises:
+            ValueError: If an option of it is unfit, or the budget is too small.
+        """
+        from locret import lookups  # needs torch, which help and completion should not load
+
+        return lookups.in_blocks(self.recall_by, self.budget)
+
+    def _check_blocks(self) -> None:
+        """Refuse what the method that recalls blocks has a rule of its own for."""
+        self.blocks()
+        fixed = {
+            "host_budget": (None, EVERYTHING),
+            "recall": (0,),
+            "positions": ("compact",),
+            "when": ("chunk",),
+            "layer_budgets": ("uniform",),
+            "head_budgets": ("uniform",),
+            "memory": ("fixed",),
+            "decode_budget": (None,),
+            "prefill_attention": ("dense",),
+            "merge": (NO_MERGER,),
+            "refit": (False,),
+        }
+        for name, allowed in fixed.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"recall_by={self.recall_by} has a rule of its own for {name}, so {name}={value} contradicts it; "
+                    f"leave {name} out"
+                )
 
     def _check_merging(self) -> None:
         for name, used in (("merge", self.merge != NO_MERGER), ("refit", self.refit)):
@@ -321,11 +374,15 @@ class RetentionPolicy:
             "decode_interval": (self.decode_budget is not None, "decode-budget"),
             "pyramid_beta": (self.layer_budgets == "pyramid", "layer-budgets pyramid"),
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
-            "host_by": (isinstance(self.host_budget, int), "host-budget"),
-            "recall_by": (self.recall > 0, "recall"),
             "rounding": (not self.exact_bits, "key-bits"),
             "exact_recent": (not self.exact_bits, "key-bits"),
             "exact_layers": (not self.exact_bits, "key-bits"),
+            "host_by": (
+                isinstance(self.host_budget, int),
+                "host-budget as a number of units" if self.host_budget else "host-budget",
+            ),
+            "recall_by": (self.recall > 0 or self.recalls_blocks, "recall"),
+            "stabilizers": (not self.recalls_blocks, "recall-by exact"),
         }
         return {name: setting for name, (used, setting) in needed.items() if not used}
 
@@ -359,6 +416,9 @@ def _limits(policy: RetentionPolicy, name: str, *, small: bool) -> list[int]:
     budget, decode_budget = policy.budget, policy.decode_budget
     below = {"stabilizers": budget // 4, "local_len": budget, "chunk_size": max(LEAST_CHUNK, budget)}
     found = [below[name]] if small and name in below else []
+    if policy.recalls_blocks:
+        own = {"chunk_size": policy.blocks().execution_block, "local_len": 1, "stabilizers": 0}
+        found += [own[name]] if name in own else []
     if policy.decremental and name == "min_chunk":
         found.append(policy.chunk_size)
     if decode_budget is not None and name == "local_len":

@@ -19,7 +19,8 @@ from locret.reference.attention_scorers import (
 )
 from locret.reference.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
 from locret.reference.head_split import select_over_heads
-from locret.reference.merging import d2o, kvmerger
+from locret.reference.infllm import infllm
+from locret.reference.merging import d2o, kvmerger, loco
 from locret.reference.omnikv import (
     context_scores,
     dense_layers,
@@ -71,12 +72,14 @@ __all__ = [
     "expected_attention",
     "h2o",
     "head_scores",
+    "infllm",
     "into_host",
     "kept_after_chunks",
     "key_difference",
     "key_norm",
     "kvmerger",
     "labels",
+    "loco",
     "loss",
     "low_events",
     "mean_rotation",
