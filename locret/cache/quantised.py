@@ -68,6 +68,7 @@ class QuantisedStore(DenseStore):
         self.following: list[int] | None = None
         """Per row the position after the newest key, where keys are read as if rotated; None: as they are held."""
         self._lags: list[int] | None = None
+        """Per row of a batch by how much its positions lag behind those of the longest; None: by nothing."""
         self._newest: _Newest | None = None
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -287,8 +288,7 @@ class QuantisedStore(DenseStore):
 
     def rotate(self, base: int, ranks: Ranks | None = None) -> None:
         """See `Store`: remember where keys are, and where those begin that come next."""
-        rows = max(self.batch, 1)
-        lags, self._lags = self._lags or [0] * rows, None
+        lags = self._lags or [0] * max(self.batch, 1)
         self.following = [base - lag for lag in lags]
         if self.form.placed and self.keys is not None and self.fill:
             places = self.beside["places"][:, :, : self.fill]
@@ -298,9 +298,6 @@ class QuantisedStore(DenseStore):
 
     def unrotate(self, base: int, ranks: Ranks | None = None) -> None:
         """See `Store`."""
-        if self.following is not None:
-            # Rows of a batch lag behind the longest, and shall do so when they are rotated again.
-            self._lags = [base - following for following in self.following]
         self.following = None
 
     def take_back(self) -> None:
@@ -320,6 +317,13 @@ class QuantisedStore(DenseStore):
         self.fixed = {n: t.index_select(0, rows.to(t.device)) for n, t in self.fixed.items()}
         if self.following is not None:
             self.following = [self.following[row] for row in rows.tolist()]
+        if self._lags is not None:
+            self._lags = [self._lags[row] for row in rows.tolist()]
+
+    def trim(self) -> None:
+        """See `Store`; the only row lags behind nothing."""
+        super().trim()
+        self._lags = None
 
     def join(self, stores: Sequence[DenseStore], capacity: int) -> None:
         """See `Store`."""
@@ -328,18 +332,21 @@ class QuantisedStore(DenseStore):
         self.fixed = {name: torch.cat([store.fixed[name] for store in others]) for name in others[0].fixed}
         following = [store.following[0] for store in others if store.following is not None]
         self.following = following or None
+        self._lags = [max(following) - one for one in following] or None
 
     def state(self) -> dict[str, Tensor]:
         """See `Store`."""
-        following = {} if self.following is None else {"following": torch.tensor(self.following)}
-        return {**super().state(), **self.fixed, **following}
+        held = {**super().state(), **self.fixed}
+        if self.following is not None:
+            held["following"] = torch.tensor([self.following, self._lags or [0] * len(self.following)])
+        return held
 
     def load(self, tensors: Mapping[str, Tensor], fill: int) -> None:
         """See `Store`."""
         super().load(tensors, fill)
         names = ("exact_keys", "exact_values", "exact", *_FRAMES.values())
         self.fixed = {name: tensors[name] for name in names if name in tensors}
-        self.following = tensors["following"].tolist() if "following" in tensors else None
+        self.following, self._lags = tensors["following"].tolist() if "following" in tensors else (None, None)
 
     def copy(self, workspace: Workspace) -> QuantisedStore:
         """See `Store`."""

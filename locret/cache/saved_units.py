@@ -171,7 +171,7 @@ def _coded(form: Form, units: tuple[int, ...], dim: int, *, turned: bool) -> dic
     }
     window: _Rule = ((rows, heads, form.recent, dim), _FLOATS)
     rules |= {"exact_keys": window, "exact_values": window}
-    return {**rules, "following": ((rows,), ("I64",))} if turned else rules
+    return {**rules, "following": ((2, rows), ("I64",))} if turned else rules
 
 
 def _row_tensors(rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
