@@ -48,7 +48,7 @@ class HostTier:
         most: Units per KV head; None: all that come.
         recall: Units that each query recalls.
         by_score: Whether a full tier keeps the best units, rather than the last of the text.
-        empty: Gives memory: host memory if None, pinned where the fast tier is on a CUDA device.
+        empty: Gives memory, such as that of a `Disk`: host memory if None, pinned where there is a CUDA device.
     """
 
     def __init__(
@@ -216,15 +216,14 @@ class HostTier:
     def load(self, tensors: dict[str, Tensor], fill: int) -> None:
         """Take over what `state` returned."""
         row_start = tensors.pop("row_start", None)
-        self.store.load({name: tensor.to("cpu") for name, tensor in tensors.items()}, fill)
+        self.store.load({name: self.store.held_anew(tensor.to("cpu")) for name, tensor in tensors.items()}, fill)
         self.store.row_start = row_start
         self.forget()
 
     def copy(self) -> HostTier:
         """Return an independent copy."""
-        twin = HostTier(
-            self.store.copy(type(self.store.workspace)()), self.lookup, self.most, self.recall, by_score=self.by_score
-        )
+        store = self.store.copy(type(self.store.workspace)())
+        twin = HostTier(store, self.lookup, self.most, self.recall, by_score=self.by_score, empty=self.store.empty)
         twin.moved = self.moved
         return twin
 
