@@ -38,6 +38,12 @@ class Rotary:
             last = self._last = (key, (cos[0], sin[0]))
         return last[1]
 
+    def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each (..., S, R) in the dtype and on the device of `like`, for any positions (..., S)."""
+        extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
+        cos, sin = self._module(like, positions.to(like.device).reshape(1, -1), **extra)
+        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+
     def forget(self) -> None:
         """Drop the remembered table."""
         self._last = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
-from locret import lookups, plugins
+from locret import lookups, mergers, plugins
 from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.cache.digest import shortened
@@ -25,6 +25,7 @@ from locret.cache.export import to_dynamic_cache
 from locret.cache.host import HostTier
 from locret.cache.layer import HOST, RetentionLayer
 from locret.cache.limits import Limits, check_pair, column_bytes
+from locret.cache.merging import Folding
 from locret.cache.ragged import RaggedStore
 from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
@@ -32,7 +33,7 @@ from locret.cache.store import DenseStore, Store, Workspace
 from locret.heads.heads import RetainingHeads
 from locret.nearest import nearest
 from locret.policy.budget import cache_bytes, host_bytes
-from locret.policy.policy import EVERYTHING, RetentionPolicy, policy_of
+from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy, policy_of
 from locret.policy.selectors import OverHeads, PerHead, Selector
 from locret.scorers import FALLBACK, RetainingHeadScorer, Scorer, get
 
@@ -182,6 +183,10 @@ class RetentionCache(Cache):
         check_pair(scorer, self.policy)
         self.disk = checked_disk(disk, self.policy)
         """Where the second tier is, if not in host memory."""
+        self.merger = None if self.policy.merge == NO_MERGER else mergers.get(self.policy.merge)
+        """Folds the units that go into those that stay."""
+        self.merging = None if self.merger is None else self.merger.prepare(model)
+        """What the merger needs of this backbone."""
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
@@ -228,10 +233,12 @@ class RetentionCache(Cache):
                 f'"{selector.store}" ones; change head_budgets, or take another store'
             )
         store = kind(self._rotary, self._workspace, self.scorer.columns)
-        return RetentionLayer(store, selector, self.policy.positions == "compact", self._new_host(kind))
+        host = self._new_host(kind, index)
+        folding = None if self.merger is None else Folding(self.merger, self.merging, index)
+        return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
 
-    def _new_host(self, kind: type[Store]) -> HostTier | None:
-        policy = self.policy
+    def _new_host(self, kind: type[Store], index: int) -> HostTier | None:
+        policy, nth = self.policy, self.backbone.layers.index(index)
         if policy.host_budget is None:
             return None
         if not issubclass(kind, DenseStore):
@@ -245,7 +252,9 @@ class RetentionCache(Cache):
             None if policy.host_budget == EVERYTHING else int(policy.host_budget),
             policy.recall,
             by_score=policy.host_by == "score",
-            empty=None if self.disk is None else self.disk.empty,
+            resident=self._limits.resident[nth],
+            window=self._limits.windows[nth],
+            empty=None if self.disk is None or self._limits.resident[nth] else self.disk.empty,
         )
 
     @property
@@ -257,6 +266,11 @@ class RetentionCache(Cache):
     def governed(self) -> list[RetentionLayer]:
         """The layers of full attention, whose units compete for the budget."""
         return [layer for layer in self.layers if isinstance(layer, RetentionLayer)]
+
+    @property
+    def remembered(self) -> dict[int, int]:
+        """How many of the newest queries each layer remembers, where its lookup looks from more than one."""
+        return {index: count for index, count in zip(self.backbone.layers, self._limits.windows, strict=True) if count}
 
     # -- looking inside -----------------------------------------------------------------------------------------------
 
@@ -296,9 +310,11 @@ class RetentionCache(Cache):
             self._bytes(),
             max(self._peak, self._bytes()),
             units,
-            **dict.fromkeys(("host_planned",) if self.disk is None else ("disk_planned",), self._plan_host()),
+            **dict.fromkeys(
+                ("host_planned",) if self.disk is None else ("disk_planned",), self._plan_second(resident=False)
+            ),
             **dict.fromkeys(("host",) if self.disk is None else ("disk",), sum(host.nbytes for host in hosts)),
-            host_units=max((host.fill for host in hosts), default=0),
+            host_units=max((host.fill for host in hosts if not host.resident), default=0),
             moved=sum(host.moved for host in hosts),
         )
 
@@ -313,12 +329,18 @@ class RetentionCache(Cache):
         if not any(slots) and not self.policy.needs_length:
             slots = list(self._limits.plan(None).peak)
         element_size = next(self.model.parameters()).element_size()
-        return cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
+        queries = (
+            rows * self._limits.remembered_queries * self.backbone.num_heads * self.backbone.head_dim * element_size
+        )
+        held = cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
+        return held + queries + self._plan_second(resident=True)
 
-    def _plan_host(self) -> int:
+    def _plan_second(self, *, resident: bool) -> int:
+        """Return the planned bytes of second tiers that lie in the fast tier's memory, or of the others."""
         slots = self._largest_host
         if not self.seen and isinstance(self.policy.host_budget, int) and not self.policy.needs_length:
             slots = [self.policy.host_budget] * len(slots)
+        slots = [units if near == resident else 0 for units, near in zip(slots, self._limits.resident, strict=True)]
         return self._host_bytes(slots, self.rows or 1)
 
     def _host_bytes(self, slots: Sequence[int], rows: int) -> int:
@@ -511,7 +533,7 @@ class RetentionCache(Cache):
         slots = self._limits.host_capacity(schedule, [layer.held for layer in self.governed], new_tokens)
         # A tier that has no room for more moves, and gives back where it was.
         wanted = [
-            0 if host.store.batch and host.store.capacity >= most else most
+            0 if host.resident or (host.store.batch and host.store.capacity >= most) else most
             for host, most in zip(hosts, slots, strict=True)
         ]
         tensors = sum(map(bool, wanted)) * (2 + len(hosts[0].store.dtypes))
@@ -714,6 +736,6 @@ class RetentionCache(Cache):
             prefix = f"layers.{index}."
             held = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
             held = {k: t if k.startswith(HOST) else t.to(devices[index]) for k, t in held.items()}
-            for name in {"keys", "values", f"{HOST}keys", f"{HOST}values"} & held.keys():
+            for name in {"keys", "values", f"{HOST}keys", f"{HOST}values", f"{HOST}queries"} & held.keys():
                 held[name] = held[name].to(dtype)
             layer.load(held, counters)

@@ -253,6 +253,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         hidden_size=config.hidden_size,
         columns=columns,
         host_budget=cache.policy.host_budget,
+        windows=cache.remembered,
     )
     try:
         with safe_open(path, framework="pt") as file:

@@ -48,6 +48,8 @@ class HostTier:
         most: Units per KV head; None: all that come.
         recall: Units that each query recalls.
         by_score: Whether a full tier keeps the best units, rather than the last of the text.
+        resident: Whether it lies in the fast tier's memory, for a layer that needs all of it in every step.
+        window: Newest queries that the lookup looks from.
         empty: Gives memory, such as that of a `Disk`: host memory if None, pinned where there is a CUDA device.
     """
 
@@ -59,10 +61,15 @@ class HostTier:
         recall: int,
         *,
         by_score: bool,
+        resident: bool = False,
+        window: int = 0,
         empty: Callable[..., Tensor] | None = None,
     ) -> None:
         self.store, self.lookup, self.most, self.recall, self.by_score = store, lookup, most, recall, by_score
-        self.store.empty = empty or _host_memory
+        self.resident, self.window = resident, window
+        self.store.empty = empty or (torch.empty if resident else _host_memory)
+        self.queries: Tensor | None = None
+        """(B, N, window, D) newest queries; zeros before the first."""
         self.moved = 0
         """Bytes fetched from here so far."""
         self._index: Any = None
@@ -75,8 +82,14 @@ class HostTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the units."""
-        return self.store.nbytes
+        """Bytes of the units that lie in host memory."""
+        return 0 if self.resident else self.store.nbytes
+
+    @property
+    def fast_nbytes(self) -> int:
+        """Bytes of what lies in the fast tier's memory."""
+        queries = 0 if self.queries is None else self.queries.nbytes
+        return queries + (self.store.nbytes if self.resident else 0)
 
     def reserve(self, units: int) -> None:
         """Make room for this many units, or for all that may be held."""
@@ -88,15 +101,16 @@ class HostTier:
         """Take the (B, K, G) units of these ranks, which the fast tier is about to drop, as far as they find room."""
         assert fast.keys is not None
         batch, kv_heads, coming = gone.shape
-        gone = gone.to("cpu")
-        heads = torch.arange(batch * kv_heads).view(batch, kv_heads, 1)
+        here = fast.keys.device if self.resident else torch.device("cpu")
+        gone = gone.to(here)
+        heads = torch.arange(batch * kv_heads, device=here).view(batch, kv_heads, 1)
         first = self.store.fill
         if self.most is None and first + coming > self.store.capacity:
             self.store.reserve(max(first + coming, 2 * self.store.capacity))
         room = coming if self.most is None else min(coming, self.most - first)
         if coming > room:
             self._open(fast, room)
-            columns = (fast.held(name).to("cpu").gather(2, gone) for name in (SCORES, POSITIONS))
+            columns = (fast.held(name).to(here).gather(2, gone) for name in (SCORES, POSITIONS))
             new, old = self._order(*columns), self._order(self.store.held(SCORES), self.store.held(POSITIONS))
             compared = min(coming, self.store.fill)
             best, worst = new.topk(compared, dim=-1), old.topk(compared, dim=-1, largest=False)
@@ -107,11 +121,11 @@ class HostTier:
         else:
             self._open(fast, coming)
             heads, ranks = heads.expand_as(gone).flatten(), gone.flatten()
-            slots = torch.arange(first, first + coming).expand_as(gone).flatten()
+            slots = torch.arange(first, first + coming, device=here).expand_as(gone).flatten()
         for start in range(0, len(ranks), _MOVED):
             span = slice(start, start + _MOVED)
             units = fast.units(heads[span].to(fast.keys.device), ranks[span].to(fast.keys.device))
-            self.store.put(heads[span], slots[span], {name: tensor.to("cpu") for name, tensor in units.items()})
+            self.store.put(heads[span], slots[span], {name: tensor.to(here) for name, tensor in units.items()})
         self.forget()
 
     def _open(self, fast: DenseStore, new: int) -> None:
@@ -132,15 +146,18 @@ class HostTier:
     def recalled(self, asking: Asking) -> Recalled | None:
         """Return what the queries attend to besides the fast tier; None where nothing was evicted yet."""
         store, query = self.store, asking.query
+        window = self._remembered(query)
         if not store.fill:
             return None
         assert store.keys is not None
         assert store.values is not None
         keys, positions = store.keys[:, :, : store.fill], store.held(POSITIONS)
         if not self._known:
+            self.store.sort()
             self._index, self._known = self.lookup.index(keys, positions), True
         ask = Ask(
             query=query,
+            window=window,
             keys=keys,
             positions=positions,
             padded=store.row_start is not None,
@@ -160,15 +177,31 @@ class HostTier:
         else:
             if ranks.shape[1] == 1:
                 ranks = ranks.expand(-1, keys.shape[1], -1, -1)
-            found, values = store.fetch(ranks)
-            if ask.padded:
+            found, values = store.fetch(ranks.clamp_min(0))
+            if ask.padded or bool((ranks < 0).any()):
                 of_head = positions.repeat_interleave(ranks.shape[1] // positions.shape[1], dim=1)
-                there = of_head.gather(2, ranks.flatten(2)).view(ranks.shape) != NO_UNIT
-        self.moved += found.nbytes + values.nbytes
+                there = of_head.gather(2, ranks.clamp_min(0).flatten(2)).view(ranks.shape) != NO_UNIT
+                there &= ranks >= 0
+        if not self.resident:
+            self.moved += found.nbytes + values.nbytes
         if query.is_cuda:
             found, values = found.to(query.device, non_blocking=True), values.to(query.device, non_blocking=True)
             there = None if there is None else there.to(query.device)
         return Recalled(found, values, there)
+
+    def _remembered(self, query: Tensor) -> Tensor:
+        """Return the newest queries, with (B, N, L, D) those that come now."""
+        if not self.window:
+            return query
+        if self.queries is None:
+            self.queries = query.new_zeros(*query.shape[:2], self.window, query.shape[-1])
+        self.queries = torch.cat([self.queries, query], dim=2)[:, :, -self.window :].clone()
+        return self.queries
+
+    def take_back(self) -> None:
+        """Forget the newest query; the units here are older."""
+        if self.queries is not None:
+            self.queries = torch.cat([torch.zeros_like(self.queries[:, :, :1]), self.queries[:, :, :-1]], dim=2)
 
     def forget(self) -> None:
         """Drop the index: units have changed."""
@@ -184,8 +217,8 @@ class HostTier:
         others = fast.held(POSITIONS).contiguous()
         held = mine.shape[-1] + others.shape[-1]
         here, there = mine.device, others.device
-        own = torch.arange(mine.shape[-1]) + torch.searchsorted(others.to(here), mine)
-        fast_ranks = torch.arange(others.shape[-1]) + torch.searchsorted(mine, others.to(here))
+        own = torch.arange(mine.shape[-1], device=here) + torch.searchsorted(others.to(here), mine)
+        fast_ranks = torch.arange(others.shape[-1], device=here) + torch.searchsorted(mine, others.to(here))
         return Ranks(fast_ranks.to(there), held), Ranks(own, held)
 
     # -- rows and whole tiers -----------------------------------------------------------------------------------------
@@ -193,6 +226,8 @@ class HostTier:
     def select_rows(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
         self.store.select_rows(rows)
+        if self.queries is not None:
+            self.queries = self.queries.index_select(0, rows.to(self.queries.device))
         self.forget()
 
     def trim(self) -> None:
@@ -204,6 +239,8 @@ class HostTier:
         """Become a batch of the only rows of other tiers."""
         stores = [tier.store for tier in tiers]
         self.store.join(stores, max(store.fill for store in stores))
+        queries = [tier.queries for tier in tiers if tier.queries is not None]
+        self.queries = torch.cat(queries) if queries else None
         self.forget()
 
     def state(self) -> dict[str, Tensor]:
@@ -211,20 +248,32 @@ class HostTier:
         tensors = self.store.state() if self.store.fill else {}
         if self.store.row_start is not None:
             tensors["row_start"] = self.store.row_start
+        if self.queries is not None:
+            tensors["queries"] = self.queries
         return tensors
 
     def load(self, tensors: dict[str, Tensor], fill: int) -> None:
-        """Take over what `state` returned."""
-        row_start = tensors.pop("row_start", None)
-        self.store.load({name: self.store.held_anew(tensor.to("cpu")) for name, tensor in tensors.items()}, fill)
-        self.store.row_start = row_start
+        """Take over what `state` returned, on the fast tier's device if this one is resident."""
+        row_start, self.queries = tensors.pop("row_start", None), tensors.pop("queries", None)
+        if fill:
+            self.store.load({name: self.store.held_anew(tensor) for name, tensor in tensors.items()}, fill)
+            self.store.row_start = row_start
         self.forget()
 
     def copy(self) -> HostTier:
         """Return an independent copy."""
-        store = self.store.copy(type(self.store.workspace)())
-        twin = HostTier(store, self.lookup, self.most, self.recall, by_score=self.by_score, empty=self.store.empty)
+        twin = HostTier(
+            self.store.copy(type(self.store.workspace)()),
+            self.lookup,
+            self.most,
+            self.recall,
+            by_score=self.by_score,
+            resident=self.resident,
+            window=self.window,
+            empty=self.store.empty,
+        )
         twin.moved = self.moved
+        twin.queries = None if self.queries is None else self.queries.clone()
         return twin
 
 

@@ -15,6 +15,8 @@ from transformers.cache_utils import CacheLayerMixin
 from locret.backbone.attention import View
 from locret.backbone.chunk import Attended, Chunk
 from locret.cache.host import HostTier
+from locret.cache.merging import Folding
+from locret.cache.refit import Refit
 from locret.cache.store import POSITIONS, SCORES, DenseStore, Part, Ranks, Store, Workspace
 from locret.policy.selectors import KeptPerHead, Selector, Stay
 
@@ -49,14 +51,22 @@ class RetentionLayer(CacheLayerMixin):
         compact: Whether a unit's rotary position is its rank, rather than its position in the text.
         host: Where evicted units go, if not for good. While an answer is written, ranks are those among all that both
             tiers hold.
+        folding: Folds the units that go for good into those that stay; None: what goes is lost.
     """
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, store: Store, selector: Selector, compact: bool, host: HostTier | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        selector: Selector,
+        compact: bool,
+        host: HostTier | None = None,
+        folding: Folding | None = None,
+    ) -> None:
         # Not the base's __init__: it would set keys and values, which only the store has.
-        self.store, self.selector, self.compact, self.host = store, selector, compact, host
+        self.store, self.selector, self.compact, self.host, self.folding = store, selector, compact, host, folding
         self.rotated = False
         """Whether keys are rotated to their slots, as answers need them; compact positions only."""
 
@@ -82,8 +92,8 @@ class RetentionLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return self.store.nbytes
+        """Bytes of all buffers in the fast tier's memory."""
+        return self.store.nbytes + (0 if self.host is None else self.host.fast_nbytes)
 
     @property
     def held(self) -> int:
@@ -168,29 +178,41 @@ class RetentionLayer(CacheLayerMixin):
         for name, values in (columns or {}).items():
             self.store.write(name, values, where)
 
-    def evict(self, stay: Stay, base: int) -> None:
-        """Keep the best units, as many as `stay` says; `base` is the position after the newest one."""
+    def evict(self, stay: Stay, base: int, refit: Refit | None = None) -> None:
+        """Keep the best units, as many as `stay` says.
+
+        Args:
+            stay: How many, and which whatever their score.
+            base: Position after the newest one.
+            refit: What the values of those that stay are fitted to; None: they stay as they are.
+        """
         if self.store.fill <= stay.budget:
             return
         kept = self.selector.select(self.store, stay)
-        if self.host is None:
+        if refit is not None:
+            refit.apply(self.store, kept)
+        if self.host is None and self.folding is None:
             self.store.keep(kept, turned=self.rotated)
             return
-        assert isinstance(self.store, DenseStore)
-        assert isinstance(kept, KeptPerHead)
         settled = self.rotated
         self.unsettle(base)
-        self.host.take_in(self.store, kept.gone())
+        if self.host is not None:
+            assert isinstance(self.store, DenseStore)
+            assert isinstance(kept, KeptPerHead)
+            self.host.take_in(self.store, kept.gone())
+        if self.folding is not None:
+            self.folding.fold(self.store, kept, stay, by_text=not self.compact)
         self.store.keep(kept, turned=False)
         if settled:
             self.settle(base)
 
     def settle(self, base: int) -> None:
         """Rotate kept keys in place for decoding; `base` is the position of the next token. Compact positions only."""
-        if self.host is not None:
-            self._turn_both(base, back=False)
-        elif self.compact and not self.rotated:
-            self.store.rotate(base)
+        if self.compact and not self.rotated:
+            if self.host is not None:
+                self._turn_both(base, back=False)
+            else:
+                self.store.rotate(base)
         self.rotated = self.compact
 
     def unsettle(self, base: int) -> None:
@@ -203,20 +225,20 @@ class RetentionLayer(CacheLayerMixin):
         self.rotated = False
 
     def _turn_both(self, base: int, *, back: bool) -> None:
-        """Rotate the keys of both tiers to their ranks among all units, or undo that; the second tier gets in order."""
+        """Rotate the keys of both tiers to their ranks among all units, or undo that."""
         assert self.host is not None
         assert isinstance(self.store, DenseStore)
-        if not self.host.fill:
-            ranks: tuple[Ranks | None, Ranks | None] = (None, None)
-        else:
+        ranks: tuple[Ranks | None, Ranks | None] = (None, None)
+        if self.host.fill:
             ranks = self.host.ranks_with(self.store)
-        if self.compact and self.rotated == back:
-            for store, own in zip((self.store, self.host.store), ranks, strict=True):
-                (store.unrotate if back else store.rotate)(base, own)
+        for store, own in zip((self.store, self.host.store), ranks, strict=True):
+            (store.unrotate if back else store.rotate)(base, own)
 
     def take_back(self) -> None:
         """Forget the newest unit."""
         self.store.take_back()
+        if self.host is not None:
+            self.host.take_back()
 
     # -- rows and whole layers ----------------------------------------------------------------------------------------
 
@@ -244,7 +266,7 @@ class RetentionLayer(CacheLayerMixin):
     def copy(self, workspace: Workspace) -> RetentionLayer:
         """Return an independent copy."""
         host = None if self.host is None else self.host.copy()
-        twin = RetentionLayer(self.store.copy(workspace), self.selector, self.compact, host)
+        twin = RetentionLayer(self.store.copy(workspace), self.selector, self.compact, host, self.folding)
         twin.rotated = self.rotated
         return twin
 
@@ -265,9 +287,13 @@ class RetentionLayer(CacheLayerMixin):
         ours = {name: tensor for name, tensor in tensors.items() if not name.startswith(HOST)}
         self.store.load(ours, numbers["fill"])
         self.store.row_start, self.rotated = row_start, numbers["rotated"]
-        if self.host is not None and numbers.get("host_fill"):
-            held = {name.removeprefix(HOST): t for name, t in tensors.items() if name.startswith(HOST)}
-            self.host.load(held, numbers["host_fill"])
+        if self.host is None:
+            return
+        held = {name.removeprefix(HOST): t for name, t in tensors.items() if name.startswith(HOST)}
+        assert self.store.keys is not None
+        near = held.keys() if self.host.resident else {"queries"}
+        held = {name: t.to(self.store.keys.device if name in near else "cpu") for name, t in held.items()}
+        self.host.load(held, numbers.get("host_fill", 0))
 
     # -- the contract of transformers ---------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from locret import lookups
 from locret.backbone.adapters import Backbone
 from locret.policy.budget import cache_bytes, host_bytes
 from locret.policy.growth import adaptive_sizes
@@ -34,6 +35,11 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
             f"{policy.chunk_size}; raise chunk_size to at least {scorer.lookback}"
         )
+    if policy.refit and scorer.needs_hidden:
+        raise ValueError(
+            f"refit=True fits values to a layer's queries when it evicts, but scorer {scorer.name} rates tokens when "
+            "all layers are done and their queries are gone; leave refit out or choose another scorer"
+        )
 
 
 def planned_bytes(
@@ -46,8 +52,11 @@ def planned_bytes(
 ) -> int:
     """Return the bytes of a fresh cache that reads a prompt (None: a long one) and answers, before any is made."""
     limits = Limits(policy, scorer, len(backbone.layers))
-    slots = limits.capacity(limits.plan(prompt_tokens), new_tokens)
-    return cache_bytes(backbone, slots, element_size, column_bytes=column_bytes(scorer))
+    schedule, columns = limits.plan(prompt_tokens), column_bytes(scorer)
+    held = cache_bytes(backbone, limits.capacity(schedule, new_tokens), element_size, column_bytes=columns)
+    beside = limits.beside(limits.host_capacity(schedule, [0] * len(backbone.layers), new_tokens))
+    queries = limits.remembered_queries * backbone.num_heads * backbone.head_dim * element_size
+    return held + host_bytes(backbone, beside, element_size, column_bytes=columns) + queries
 
 
 def planned_host_bytes(
@@ -69,7 +78,8 @@ def planned_host_bytes(
         raise ValueError(
             f'host_budget="{EVERYTHING}" has no plan where the length of a prompt is unknown; give a number of units'
         )
-    return host_bytes(backbone, slots, element_size, column_bytes=column_bytes(scorer))
+    away = [units - near for units, near in zip(slots, limits.beside(slots), strict=True)]
+    return host_bytes(backbone, away, element_size, column_bytes=column_bytes(scorer))
 
 
 def column_bytes(scorer: Scorer) -> int:
@@ -83,6 +93,14 @@ class Limits:
     def __init__(self, policy: RetentionPolicy, scorer: Scorer, layers: int) -> None:
         self.policy, self.scorer, self.layers = policy, scorer, layers
         self.schedule: Schedule | None = None
+        found = None if policy.host_budget is None else lookups.get(policy.recall_by)
+        if found is not None:
+            found.check(policy.recall)
+        every = range(layers)
+        self.resident = tuple(found is not None and found.resident(nth, layers) for nth in every)
+        """Whether the second tier of each layer lies in the fast tier's memory."""
+        self.windows = tuple(0 if found is None else found.remembers(nth, layers) for nth in every)
+        """Newest queries that each layer remembers for its lookup."""
         self._answering = decode_budgets(policy, layers, self._recent(policy.decode_budget or 1))
         self._step = -1
         self._final = False
@@ -131,6 +149,15 @@ class Limits:
             evicted = max(evicted, seen + new_tokens - self.answering(nth, 1).budget)
         return evicted
 
+    def beside(self, host: Sequence[int]) -> list[int]:
+        """Return those slots of second tiers that lie in the fast tier's memory."""
+        return [units if near else 0 for units, near in zip(host, self.resident, strict=True)]
+
+    @property
+    def remembered_queries(self) -> int:
+        """Queries per query head that lookups look from, over all layers."""
+        return sum(self.windows)
+
     def answer_capacity(self, nth: int, units: int) -> int:
         """Return the slots a layer needs to grow to `units` while an answer is written."""
         return units if self._answering is None else min(units, self._answering[nth])
@@ -164,6 +191,11 @@ class Limits:
         self._budgets = self._plan.step(self._step).budgets
         if ratios is not None:
             self._budgets = adaptive_sizes(self._budgets, ratios, self._plan.budgets)
+
+    @property
+    def final(self) -> bool:
+        """Whether this chunk is the last one after which something is evicted."""
+        return self._final
 
     # -- what stays -------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from locret.cache.digest import extended
 from locret.cache.host import Asking
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
+from locret.cache.refit import Refit
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
 from locret.prefill_attention.blocked import SparseAttention
@@ -156,9 +157,10 @@ class Reader:
         assert self._positions is not None
         nth, cache, raw_keys = self._nth[layer_idx], self.cache, None
         layer = self.layers[nth]
-        if self._evicting and layer.compact:
+        if self._evicting and (layer.compact or layer.folding is not None):
             raw_keys = self.projections[layer_idx].key()
             cache.check_rotation(layer_idx, raw_keys, keys)
+            raw_keys = raw_keys if layer.compact else None
         elif self.answering:
             most = self.limits.most_answering(nth)
             if most is not None and layer.fill + keys.shape[-2] > most:
@@ -173,12 +175,17 @@ class Reader:
         nth = self._nth[layer_idx]
         layer = self.layers[nth]
         self._view = layer.view(self.cache.next_position)
+        recalled = None
+        if layer.host is not None and not (self._evicting and (layer.compact or not layer.host.lookup.reading)):
+            asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared)
+            recalled = layer.host.recalled(asking)
+        sparse = None
         if self._evicting and self._sparse is not None and not self._sparse[layer_idx].covers(layer.store.longest):
-            return replace(self._view, sparse=self._sparse[layer_idx])
-        if self._evicting or layer.host is None:
+            sparse = self._sparse[layer_idx]
+        if recalled is None and sparse is None:
             return self._view
-        asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared)
-        return replace(self._view, recalled=layer.host.recalled(asking))
+        # A pattern of slots says nothing of recalled units, so with those all queries attend to all that is held.
+        return replace(self._view, recalled=recalled, sparse=sparse if recalled is None else None)
 
     def attended(self, layer: Attended) -> None:
         """Score a layer's units and, when it is time, evict down to the budget at once."""
@@ -206,7 +213,10 @@ class Reader:
         for chunk, where in self.layers[nth].chunks(layer, view, moment, self.scorer.causal):
             self.layers[nth].rate(*self._rated(chunk), where)
         if evicts_now is not None and not self.scorer.needs_hidden:
-            self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens)
+            refit = None
+            if self.policy.refit and (self._last or self.limits.final):
+                refit = Refit(layer.query, view, layer.scaling, layer.softcap, self.cache.backbone.num_kv_heads)
+            self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens, refit)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what the scorer says of a chunk: scores, and the columns it declares.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ class Reading:
     """Columns besides `scores` and `positions`, with dtypes as safetensors spells them."""
     host_budget: int | str | None = None
     """Of the policy."""
+    windows: Mapping[int, int] = field(default_factory=dict)
+    """Newest queries that a layer's second tier remembers, where it does."""
 
     def most_evicted(self, seen: int) -> int:
         """Return the most units that a second tier may hold per KV head."""
@@ -124,8 +126,7 @@ def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -
     rows = shapes[first][0][0]
     for index, counters in enumerate(numbers["layers"]):
         layer = _layer(index, counters["fill"], rows, shapes, reading)
-        if counters.get("host_fill", 0):
-            layer |= _host(index, counters["host_fill"], rows, shapes, reading)
+        layer |= _host(index, counters.get("host_fill", 0), rows, shapes, reading)
         wanted |= {f"layers.{index}.{name}": rule for name, rule in layer.items()}
     wanted |= _row_tensors(rows, shapes, reading)
     missing, foreign = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
@@ -135,7 +136,7 @@ def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -
         found, dtype = shapes[name]
         if found != shape or dtype not in dtypes:
             raise ValueError(f"{name} is {list(found)} of {dtype} instead of {list(shape)} of {' or '.join(dtypes)}")
-    kinds = {shapes[name][1] for name in wanted if name.endswith((".keys", ".values", "._context"))}
+    kinds = {shapes[name][1] for name in wanted if name.endswith((".keys", ".values", ".queries", "._context"))}
     if len(kinds) > 1:
         raise ValueError(f"its keys, values and hidden states are of several types ({', '.join(sorted(kinds))})")
 
@@ -172,8 +173,12 @@ def _host(index: int, fill: int, rows: int, shapes: Shapes, reading: Reading) ->
     states: _Rule = ((*units, reading.backbone.head_dim), _FLOATS)
     columns = {name: dtype_name(dtype) for name, dtype in COLUMNS.items()} | dict(reading.columns)
     held = {"keys": states, "values": states, **{name: (units, (dtype,)) for name, dtype in columns.items()}}
-    if f"layers.{index}.{HOST}row_start" in shapes:
+    held = held if fill else {}
+    if fill and f"layers.{index}.{HOST}row_start" in shapes:
         held["row_start"] = ((rows,), ("I64",))
+    if reading.windows.get(index) and f"layers.{index}.{HOST}queries" in shapes:
+        window = reading.windows[index]
+        held["queries"] = ((rows, reading.backbone.num_heads, window, reading.backbone.head_dim), _FLOATS)
     return {f"{HOST}{name}": rule for name, rule in held.items()}
 
 

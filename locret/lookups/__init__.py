@@ -7,11 +7,34 @@ from __future__ import annotations
 
 from locret import registry
 from locret.lookups.base import Ask, Lookup
+from locret.lookups.codes import CodesLookup
 from locret.lookups.exact import ExactLookup
+from locret.lookups.means import MeansLookup
+from locret.lookups.omnikv import OmniKVLookup
+from locret.lookups.pages import PagesLookup
+from locret.lookups.quest import QuestLookup
 
-__all__ = ["Ask", "ExactLookup", "Lookup", "get", "names"]
+__all__ = [
+    "Ask",
+    "CodesLookup",
+    "ExactLookup",
+    "Lookup",
+    "MeansLookup",
+    "OmniKVLookup",
+    "PagesLookup",
+    "QuestLookup",
+    "get",
+    "names",
+]
 
-_LOOKUPS: tuple[type[Lookup], ...] = (ExactLookup,)
+_LOOKUPS: tuple[type[Lookup], ...] = (
+    CodesLookup,
+    ExactLookup,
+    MeansLookup,
+    OmniKVLookup,
+    PagesLookup,
+    QuestLookup,
+)
 
 
 def names() -> list[str]:

@@ -19,6 +19,8 @@ class Ask:
 
     query: Tensor
     """(B, N, L, D), post-rotary."""
+    window: Tensor
+    """(B, N, W, D) the newest queries, those of `query` last, as many as the lookup wants; zeros before the first."""
     keys: Tensor
     """(B, K, H, D) of the second tier, post-rotary, ascending in position, on the tier's device."""
     positions: Tensor
@@ -45,6 +47,8 @@ class Lookup(ABC):
     """Finds the units of the second tier that a query attends to. Subclasses are frozen dataclasses of options."""
 
     name: ClassVar[str]
+    reading: ClassVar[bool] = False
+    """Whether the chunks of a text recall too, from what was evicted before; with original positions only."""
 
     def __post_init__(self) -> None:
         """Check the options by their types; a lookup with ranges of its own checks those afterwards.
@@ -70,6 +74,26 @@ class Lookup(ABC):
         """Return the bytes of the index per row and KV head, over so many units."""
         return 0
 
+    def resident(self, nth: int, layers: int) -> bool:
+        """Return whether the `nth` of the full-attention layers has its second tier in the device's memory."""
+        return False
+
+    def remembers(self, nth: int, layers: int) -> int:
+        """Return how many of the newest queries the `nth` of the full-attention layers must remember."""
+        return 0
+
+    def check(self, recall: int) -> None:
+        """Refuse a number of units to recall that contradicts an option.
+
+        Raises:
+            ValueError: Saying which, and what to change.
+        """
+        return None
+
+    def as_method(self) -> dict[str, Any] | None:
+        """Return the policy that makes this lookup a method of its own, as its paper has it; None if it is none."""
+        return None
+
     @abstractmethod
     def choose(self, ask: Ask) -> Tensor | None:
         """Return what is recalled.
@@ -77,5 +101,15 @@ class Lookup(ABC):
         Returns:
             (B, heads, queries, R) int64 ranks of units, on the tier's device, none of them twice for one query: heads
             are N, where every query head has its own units, K, where those of a group share them, or 1; queries are L,
-            or 1 where all share them. None: all units.
+            or 1 where all share them. -1 is no unit, where some choose fewer. None: all units.
         """
+
+
+def check_tokens(name: str, tokens: int | None, recall: int) -> None:
+    """Refuse a token budget of a lookup that is not the number of units to recall.
+
+    Raises:
+        ValueError: If both are given and differ.
+    """
+    if tokens is not None and tokens != recall:
+        raise ValueError(f"lookup {name}: tokens={tokens}, but recall={recall}; leave tokens out, or recall as many")

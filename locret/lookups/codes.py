@@ -10,7 +10,7 @@ Cost:      an index of bits / 16 of the keys (in bfloat16) lies on the queries' 
            count * oversample keys and count values move.
 """
 
-# B batch, N query heads, K KV heads, G query heads per KV head, L queries, H units of the tier, C candidates, D head dim
+# B batch, N query heads, K KV heads, G query heads per KV head, L queries, H units, C candidates, D head dim
 
 from __future__ import annotations
 

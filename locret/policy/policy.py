@@ -16,6 +16,8 @@ HEAD_BUDGETS = ("uniform", "adaptive")
 HOST_ORDERS = ("score", "recency")
 EVERYTHING = "all"
 """A second tier that keeps all that is evicted."""
+NO_MERGER = "none"
+"""The value of `merge` where evicted units are lost."""
 _BY_LAYER = ("square_sqrt", "adaptive")
 LEAST_CHUNK = 512
 """Tokens per forward pass that the smallest budget leaves: shorter chunks cost time and save little."""
@@ -114,6 +116,11 @@ class RetentionPolicy:
     """How the queries of a chunk attend while a prompt is read: "dense"; or sparsely, as "minference:patterns=FILE",
     "xattention:threshold=0.9", "a_shape", "vertical_slash" or "block_sparse", with options after a colon. The local
     tokens and the answer attend to everything that is held."""
+    merge: str = NO_MERGER
+    """Fold evicted units into kept ones: "none", or a merger NAME:OPTION=VALUE,..., such as d2o (docs/merging.md)."""
+    refit: bool = False
+    """At the last eviction of a read, fit the values of kept units so that the queries of the last chunk read what they
+    read before (Attention Matching)."""
 
     def __post_init__(self) -> None:
         following = {name: value for name in FOLLOWING if isinstance(value := getattr(self, name), Follows)}
@@ -141,6 +148,7 @@ class RetentionPolicy:
             from locret import prefill_attention  # needs torch, which help and completion should not load
 
             prefill_attention.get(self.prefill_attention)
+        self._check_merging()
         if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:
             raise ValueError(
                 f"decode_budget={self.decode_budget} cannot hold local_len={self.local_len} protected units and free "
@@ -211,6 +219,19 @@ class RetentionPolicy:
             raise ValueError(
                 f'head_budgets="{self.head_budgets}" gives heads different numbers of units, which a second tier '
                 'cannot follow; use head_budgets="uniform", or leave host_budget out'
+            )
+
+    def _check_merging(self) -> None:
+        for name, used in (("merge", self.merge != NO_MERGER), ("refit", self.refit)):
+            if used and self.host_budget is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} makes up for units that are lost, but host_budget="
+                    f"{self.host_budget} keeps them, and what is recalled would count twice; leave one of them out"
+                )
+        if self.refit and self.merge != NO_MERGER:
+            raise ValueError(
+                f'refit=True fits values to keys that are kept as they were, but merge="{self.merge}" changes them; '
+                "leave one of them out"
             )
 
     def __deepcopy__(self, memo: Any) -> RetentionPolicy:

@@ -19,16 +19,17 @@ from locret.reference.attention_scorers import (
 )
 from locret.reference.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
 from locret.reference.head_split import select_over_heads
+from locret.reference.merging import d2o, kvmerger
 from locret.reference.omnikv import (
     context_scores,
     dense_layers,
     memory_share,
-    omnikv_prefill_visible,
     omnikv_visible,
     window_weights,
 )
 from locret.reference.quest import page_bounds, quest_kept, quest_pages, quest_visible, upper_bound
-from locret.reference.recall import answer_with_recall, best_units, into_host
+from locret.reference.recall import answer_with_recall, best_units, into_host, units_of_pages
+from locret.reference.refit import refitted_values
 from locret.reference.retaining import (
     attend,
     head_scores,
@@ -63,6 +64,7 @@ __all__ = [
     "attention",
     "best_units",
     "context_scores",
+    "d2o",
     "decremental_chunks",
     "dense_layers",
     "expected_attention",
@@ -72,6 +74,7 @@ __all__ = [
     "kept_after_chunks",
     "key_difference",
     "key_norm",
+    "kvmerger",
     "labels",
     "loss",
     "low_events",
@@ -79,7 +82,6 @@ __all__ = [
     "memory_share",
     "memory_sizes",
     "nacl_kept",
-    "omnikv_prefill_visible",
     "omnikv_visible",
     "packed",
     "page_bounds",
@@ -92,6 +94,7 @@ __all__ = [
     "read_by_choice",
     "read_prompt",
     "reduce_group",
+    "refitted_values",
     "rotate",
     "rounded_after_rotation",
     "rounded_by_token",

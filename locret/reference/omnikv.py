@@ -77,48 +77,35 @@ def omnikv_visible(
     selector: str = "last",
     window: int = 16,
     newest: int = 0,
+    prefill: int = 0,
 ) -> Visible:
-    """Return the rule of `read_by_choice` that OmniKV's answers follow (Algorithm 1).
+    """Return the rule of `read_by_choice` that OmniKV follows (Algorithm 1; Appendix D.10 for `prefill`).
 
     Args:
         filter_layers: Layers that select, ascending.
         layers: Layers of the backbone.
-        prompt: Tokens that are read densely; those after them are always visible.
+        prompt: Tokens of the prompt; those after them are always visible.
         count: Tokens that a filter layer selects.
         scaling: Factor of the logits.
         selector: See `context_scores`.
         window: Queries of the observation window, w; "last" and "raw" look from the newest alone.
-        newest: Last tokens of the prompt that are no candidates but always visible.
+        newest: Last tokens before an answer, or before a chunk, that are no candidates but always visible.
+        prefill: r: a chunk's queries, all weighing alike, select this many times as many tokens as the chunk has, or
+            `count` if that is more; 0: the prompt is read densely.
     """
     dense, chosen = dense_layers(filter_layers, layers), list[int]()
 
     def visible(layer: int, query_NTD: Tensor, key_KTD: Tensor, start: int) -> list[list[int]] | None:
-        if start < prompt:
+        answering, size = start >= prompt, query_NTD.shape[1] - start
+        if start == 0 or not (answering or prefill):
             return None
         if layer in filter_layers:
-            query_NWD = query_NTD[:, -window:]
-            scores = context_scores(query_NWD, key_KTD[:, : prompt - newest], scaling, selector)
-            chosen[:] = [*best_tokens(scores, count), *range(prompt - newest, start)]
-        return None if layer in dense else [list(chosen)] * len(query_NTD)
-
-    return visible
-
-
-def omnikv_prefill_visible(
-    filter_layers: tuple[int, ...], layers: int, prompt: int, chunk_size: int, ratio: float, scaling: float
-) -> Visible:
-    """Return the rule that OmniKV-prefill reads by (Appendix D.10): r x chunk_size earlier tokens for each chunk.
-
-    A chunk's queries weigh alike (the uniform selector), and the tokens before the chunk are the candidates.
-    """
-    dense, chosen = dense_layers(filter_layers, layers), list[int]()
-
-    def visible(layer: int, query_NTD: Tensor, key_KTD: Tensor, start: int) -> list[list[int]] | None:
-        if start >= prompt or start == 0:
-            return None
-        if layer in filter_layers:
-            scores = context_scores(query_NTD[:, start:], key_KTD[:, :start], scaling, "uniform")
-            chosen[:] = best_tokens(scores, int(ratio * chunk_size))
+            candidates = min(prompt, start) - newest
+            queries_NWD = query_NTD[:, -window:] if answering else query_NTD[:, start:]
+            how = selector if answering else "uniform"
+            scores = context_scores(queries_NWD, key_KTD[:, :candidates], scaling, how)
+            best = best_tokens(scores, count if answering else max(count, prefill * size))
+            chosen[:] = [*best, *range(candidates, start)]
         return None if layer in dense else [list(chosen)] * len(query_NTD)
 
     return visible

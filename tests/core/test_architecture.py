@@ -36,7 +36,7 @@ STOREYS = (
     ("policy",),
     ("labels",),
     ("heads",),
-    ("scorers", "lookups"),
+    ("scorers", "lookups", "mergers"),
     ("cache",),
     ("token_ids", "chunked_prefill", "generation"),
     ("loading", "conversation"),

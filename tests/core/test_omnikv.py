@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from families import build, prompt
+from lookup_runs import INV_FREQ, LAYERS, answered, differs_from_oracle, fresh, method
+from transformers import AutoModelForCausalLM
 
-from locret import reference
+from locret import RetentionCache, RetentionPolicy, generate, lookups, prefill, reference
+from locret.lookups.omnikv import default_filters, dense_layers, memory_share
+from locret.shipped import find
 
 PUBLISHED = {
     "Llama-3-8B": ((2, 8, 18), 32, (0, 1, 2, 3, 8, 9, 18, 19)),
@@ -16,17 +21,42 @@ PUBLISHED = {
     "Yi-9B, multi-step": ((3, 11, 30), 48, (0, 1, 2, 3, 4, 11, 12, 30, 31)),
     "Llama-3.1-70B": ((4, 19, 41), 80, (0, 1, 2, 3, 4, 5, 19, 20, 41, 42)),
 }
-FIVE = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
-INV_FREQ = 10000.0 ** -(torch.arange(0, 8, 2).float() / 8)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_dense_layers_and_memory_are_the_published_ones(name: str) -> None:
     filters, layers, dense = PUBLISHED[name]
     assert tuple(reference.dense_layers(filters, layers)) == dense
+    assert tuple(dense_layers(filters, layers)) == dense
     assert reference.memory_share(filters, layers, 0.0) == len(dense) / layers
-    ratio = (0.3 - len(dense) / layers) / (1 - len(dense) / layers)
-    assert math.isclose(reference.memory_share(filters, layers, ratio), 0.3)
+    for ratio in (0.0, 0.0667, 0.5, 1.0):
+        share = reference.memory_share(filters, layers, ratio)
+        assert math.isclose(share, memory_share(filters, layers, ratio))
+
+
+@pytest.mark.parametrize(
+    ("filters", "layers", "ratios"),
+    [
+        ("2-8-18", 32, {0.3: 0.0667, 0.4: 0.2, 0.5: 0.333}),
+        ("6-11-30", 48, {0.3: 0.0667, 0.4: 0.2, 0.5: 0.333}),
+        ("3-11-30", 48, {0.2: 0.015, 0.3: 0.138, 0.4: 0.262, 0.5: 0.385}),
+        ("4-19-41", 80, {0.2: 0.086, 0.3: 0.2, 0.4: 0.314, 0.5: 0.429}),
+    ],
+)
+def test_the_token_ratio_follows_from_the_memory_as_published(filters: str, layers: int, ratios: dict) -> None:
+    for share, ratio in ratios.items():
+        lookup = lookups.get(f"omnikv:filter_layers={filters},memory={share}")
+        assert lookup.ratio(layers) == pytest.approx(ratio, abs=6e-4)
+    with pytest.raises(ValueError, match="memory=0.1 is no more than the dense layers take"):
+        lookups.get(f"omnikv:filter_layers={filters},memory=0.1").resident(0, layers)
+
+
+def test_filter_layers_follow_from_the_depth() -> None:
+    assert [default_filters(depth) for depth in (32, 48, 80)] == [(2, 8, 18), (6, 11, 30), (4, 19, 41)]
+    assert default_filters(28) == (2, 7, 16)
+    assert default_filters(5) == (1,)
+    for depth in range(4, 130):
+        assert len(dense_layers(default_filters(depth), depth)) < depth
 
 
 def test_selectors_weigh_the_window_as_the_paper_says() -> None:
@@ -55,10 +85,146 @@ def test_context_scores_of_two_tokens_by_hand(selector: str, expected: list[floa
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 @torch.no_grad()
 def test_oracle_that_selects_everything_is_full_attention(family: str) -> None:
-    model, ids = build(family, **FIVE), prompt(43)
+    model, ids = build(family, **LAYERS), prompt(43)
     scaling = model.model.layers[0].self_attn.scaling
-    answers = reference.omnikv_visible((1, 3), 5, 38, 38, scaling)
-    reading = reference.omnikv_prefill_visible((1, 3), 5, 38, 9, 38 / 9, scaling)
+    answers = reference.omnikv_visible((1, 3), 6, 38, 38, scaling)
+    reading = reference.omnikv_visible((1, 3), 6, 38, 38, scaling, prefill=5)
     for passes, visible in (([38, 1, 1, 1, 1, 1], answers), ([9, 9, 9, 9, 2, 1, 1, 1, 1, 1], reading)):
         logits = reference.read_by_choice(model, ids[0], passes, INV_FREQ, 1.0, visible)
         torch.testing.assert_close(logits[-5:], model(ids).logits[0, -5:], atol=1e-4, rtol=0)
+
+
+# -- the lookup -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize(
+    ("options", "newest"),
+    [
+        ("", 1),
+        (",selector=raw", 1),
+        (",selector=exp,window=5", 5),
+        (",selector=uniform,window=5", 5),
+        (",prefill=1", 1),
+    ],
+)
+@pytest.mark.parametrize("tokens", [61, 20, 3])
+def test_answers_are_the_oracles(family: str, options: str, newest: int, tokens: int) -> None:
+    model, spec = build(family, **LAYERS), f"omnikv:filter_layers=0-3{options}"
+    lookup: Any = lookups.get(spec)
+    scaling, sparse = model.model.layers[0].self_attn.scaling, 17 if lookup.prefill else tokens
+    rest = tokens - 1
+    passes = [min(sparse, rest - start) for start in range(0, rest, sparse)]
+    numbers = (lookup.selector, lookup.window, min(newest, rest), lookup.prefill)
+    visible = reference.omnikv_visible((0, 3), 6, rest, 12, scaling, *numbers)
+    ours, full = differs_from_oracle(model, prompt(tokens), method(spec, 12), passes, visible)
+    assert ours < 3e-5
+    assert (full > 0.1) == (tokens > 14 + newest)
+
+
+@pytest.mark.parametrize("spec", ["omnikv:filter_layers=1", "omnikv:filter_layers=0-3,selector=exp,prefill=8"])
+def test_selecting_everything_is_the_full_cache(spec: str) -> None:
+    model, ids = build("llama", **LAYERS), prompt(90, batch=2)
+    for options in ({}, {"num_beams": 3}):
+        cache = fresh(model, method(spec, 90))
+        settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **options}
+        assert torch.equal(generate(model, ids, cache=cache, **settings), model.generate(ids, **settings))
+
+
+@pytest.mark.parametrize("options", ["", ",selector=exp,window=5", ",tokens=0.25"])
+def test_rows_and_turns_do_not_matter(options: str) -> None:
+    model, ids = build("llama", **LAYERS), prompt(61, batch=2)
+    policy = method(f"omnikv:filter_layers=0-3{options}", 9)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    both = answered(model, fresh(model, policy), ids, attention_mask=mask).logits
+    first, second = (answered(model, fresh(model, policy), row).logits for row in (ids[:1], ids[1:, 20:]))
+    turns = fresh(model, policy)
+    prefill(model, ids[:1, :40], turns)  # a second text is read densely too, the first one's units included
+    prefill(model, ids[:1, 40:], turns)
+    later = answered(model, turns.copy(), None).logits
+    for pair, one, other, third in zip(both, first, second, later, strict=True):
+        torch.testing.assert_close(pair, torch.cat([one, other]), atol=1e-4, rtol=0)
+        torch.testing.assert_close(third, one, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return AutoModelForCausalLM.from_pretrained(find("checkpoints/tiny")).eval()
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_bytes_of_every_tier_are_planned_and_counted(tiny: Any, tokens: int) -> None:
+    """Three of five layers are dense: 60 % and the share of the rest that sparse layers hold for a moment."""
+    cache = fresh(tiny, method("omnikv:selector=exp,memory=0.7,window=8", chunk_size=512))
+    prefill(tiny, prompt(tokens, vocabulary=890), cache, new_tokens=4)
+    memory, backbone = cache.memory(), cache.backbone
+    unit = backbone.num_kv_heads * (2 * backbone.head_dim * 4 + 8)
+    window = backbone.num_heads * backbone.head_dim * 8 * 4  # of the one filter layer
+    assert memory.host == memory.host_planned == 2 * (tokens - 9) * unit
+    assert memory.actual == (3 * (tokens - 9) + 5 * (9 + 4)) * unit + window
+    assert memory.peak == memory.planned
+    before = cache.memory().moved
+    generate(tiny, cache=cache, max_new_tokens=3, do_sample=False, eos_token_id=-1)
+    share = int(0.25 * (tokens - 9))  # (0.7 - 0.6) / (1 - 0.6)
+    assert cache.memory().moved - before == 3 * 2 * share * backbone.num_kv_heads * 2 * backbone.head_dim * 4
+
+
+def test_layers_share_one_set_of_tokens_and_heads_that_differ_take_the_best_they_hold() -> None:
+    model, ids = build("llama", **LAYERS), prompt(61)
+    policy = method("omnikv:filter_layers=1", 9)
+    taken: list[Any] = []
+
+    class Spy(lookups.OmniKVLookup):
+        def choose(self, ask: Any) -> Any:
+            ranks = super().choose(ask)
+            taken.append((ask.nth, ask.positions, ranks))
+            return ranks
+
+    for scorer, shared in (("streaming:sinks=0", True), ("random", False)):
+        taken.clear()
+        cache = RetentionCache(model, scorer, policy)
+        for layer in cache.governed:
+            layer.host.lookup = Spy(filter_layers=1)  # type: ignore[union-attr]
+        answered(model, cache, ids, tokens=1)
+        chosen = [(positions, ranks) for _, positions, ranks in taken[-3:]]
+        assert [nth for nth, _, ranks in taken if ranks is None][-3:] == [0, 1, 2]
+        tokens = [p.gather(2, r[:, :, 0].expand(-1, 2, -1)) for p, r in chosen]
+        assert all(one.shape == (1, 2, 9) for one in tokens)
+        alike = all(bool((one == tokens[0][:, :1]).all()) for one in tokens)
+        assert alike == shared
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("filter_layers=8-2", "filter_layers=8-2 are not layers in ascending order; write 2-8-18"),
+        ("filter_layers=2-x", "filter_layers=2-x are not layers"),
+        ("selector=first", 'selector="first" is unknown; choose one of uniform, exp, last, raw'),
+        ("tokens=0", "tokens=0 is neither a number of units nor a share"),
+        ("tokens=1.5", "tokens=1.5 is neither"),
+        ("memory=1.5", "memory=1.5 is no share"),
+        ("tokens=9,memory=0.5", "tokens=9 and memory=0.5 both say"),
+        ("window=0", "window=0 is too small"),
+        ("prefill=-1", "prefill=-1 is negative"),
+        ("filters=2", 'has no option "filters"; did you mean filter_layers'),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        lookups.get(f"omnikv:{options}")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("filter_layers=2-9", "filter_layers=2-9 names layers that a backbone of 6 does not have"),
+        ("filter_layers=4", "filter_layers=4 leave no sparse layer of 6"),
+        ("memory=0.5", "memory=0.5 is no more than the dense layers take, 0.5"),
+        ("tokens=100", "tokens=100, but recall=8; leave tokens out, or recall as many"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_is_read(options: str, says: str) -> None:
+    policy = RetentionPolicy(budget=8, host_budget=64, recall=8, recall_by=f"omnikv:{options}")
+    with pytest.raises(ValueError, match=says):
+        RetentionCache(build("llama", **LAYERS), "random", policy)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from families import build, prompt
+from lookup_runs import INV_FREQ, LAYERS, answered, differs_from_oracle, fresh, method
+from transformers import AutoModelForCausalLM
 
-from locret import reference
-
-INV_FREQ = 10000.0 ** -(torch.arange(0, 8, 2).float() / 8)
+from locret import RetentionCache, RetentionPolicy, generate, lookups, prefill, reference
+from locret.shipped import find
 
 
 def test_bounds_of_a_page_by_hand() -> None:
@@ -51,3 +52,74 @@ def test_oracle_with_a_budget_of_the_prompts_length_is_full_attention(family: st
     visible = reference.quest_visible(prompt=38, tokens=48, page=16, dense=1)
     logits = reference.read_by_choice(model, ids[0], [38, 1, 1, 1, 1, 1], INV_FREQ, 1.0, visible)
     torch.testing.assert_close(logits[-5:], model(ids).logits[0, -5:], atol=1e-4, rtol=0)
+
+
+# -- the lookup -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("options", ["page=3,dense=1", "page=4,dense=2,last_page=true", "page=1,dense=0"])
+@pytest.mark.parametrize("tokens", [61, 20, 3])
+def test_answers_are_the_oracles(family: str, options: str, tokens: int) -> None:
+    model, spec = build(family, **LAYERS), f"quest:{options}"
+    lookup = lookups.get(spec)
+    assert isinstance(lookup, lookups.QuestLookup)
+    numbers = (12, lookup.page, lookup.dense, 1, lookup.last_page)
+    visible = reference.quest_visible(tokens - 1, *numbers)
+    ours, full = differs_from_oracle(model, prompt(tokens), method(spec, 12), [tokens - 1], visible)
+    assert ours < 3e-5
+    assert (full > 0.1) == (tokens > 15)
+
+
+def test_a_budget_of_the_prompts_length_is_the_full_cache() -> None:
+    model, ids = build("llama", **LAYERS), prompt(91, batch=2)
+    for options in ({}, {"num_beams": 3}):
+        settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **options}
+        cache = fresh(model, method("quest:page=4", 91))
+        assert torch.equal(generate(model, ids, cache=cache, **settings), model.generate(ids, **settings))
+
+
+def test_rows_and_turns_do_not_matter() -> None:
+    model, ids = build("llama", **LAYERS), prompt(61, batch=2)
+    policy, mask = method("quest:page=4", 13), torch.ones_like(ids)
+    mask[1, :22] = 0  # its pages begin where its text does
+    both = answered(model, fresh(model, policy), ids, attention_mask=mask).logits
+    first, second = (answered(model, fresh(model, policy), row).logits for row in (ids[:1], ids[1:, 22:]))
+    turns = fresh(model, policy)
+    prefill(model, ids[:1, :40], turns)
+    prefill(model, ids[:1, 40:], turns)
+    later = answered(model, turns.copy(), None).logits
+    for pair, one, other, third in zip(both, first, second, later, strict=True):
+        torch.testing.assert_close(pair, torch.cat([one, other]), atol=1e-4, rtol=0)
+        torch.testing.assert_close(third, one, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_bytes_of_every_tier_are_planned_and_counted(tokens: int) -> None:
+    tiny = AutoModelForCausalLM.from_pretrained(find("checkpoints/tiny")).eval()
+    cache = fresh(tiny, method("quest:tokens=100", chunk_size=512))
+    prefill(tiny, prompt(tokens, vocabulary=890), cache, new_tokens=4)
+    memory, backbone = cache.memory(), cache.backbone
+    unit = backbone.num_kv_heads * (2 * backbone.head_dim * 4 + 8)
+    assert memory.host == memory.host_planned == 3 * (tokens - 2) * unit
+    assert memory.actual == (2 * (tokens - 2) + 5 * (2 + 4)) * unit
+    assert memory.peak == memory.planned
+    generate(tiny, cache=cache, max_new_tokens=3, do_sample=False, eos_token_id=-1)
+    # Six pages of 16 for every query head, in three layers and three steps.
+    assert cache.memory().moved == 3 * 3 * 96 * backbone.num_heads * 2 * backbone.head_dim * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [("page=0", "page=0 is too small"), ("dense=-1", "dense=-1 is too small"), ("pages=4", "did you mean page")],
+)
+def test_options_that_mean_nothing_are_refused(options: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        lookups.get(f"quest:{options}")
+
+
+def test_options_that_do_not_fit_are_refused_before_anything_is_read() -> None:
+    for spec, says in (("quest:dense=6", "dense=6 leaves no layer of 6"), ("quest:tokens=9", "tokens=9, but recall=8")):
+        policy = RetentionPolicy(budget=8, host_budget=64, recall=8, recall_by=spec)
+        with pytest.raises(ValueError, match=says):
+            RetentionCache(build("llama", **LAYERS), "random", policy)

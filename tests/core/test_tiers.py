@@ -111,6 +111,20 @@ def test_an_answer_may_evict_into_the_second_tier(model: Any, heads: RetainingHe
     assert all(int(positions.sort(dim=-1).values.diff(dim=-1).min()) > 0 for positions in held)
 
 
+@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_units_are_in_the_order_of_the_text_when_they_are_looked_up(
+    model: Any, heads: RetainingHeads, positions: str, when: str
+) -> None:
+    policy = small(positions=positions, when=when, decode_budget=24, decode_interval=8)
+    cache = RetentionCache(model, heads, policy)
+    for text in (IDS[:1, :200], IDS[1:, :300]):
+        prefill(model, text, cache)
+        generate(model, cache=cache, max_new_tokens=30, do_sample=False, eos_token_id=-1)
+        for layer in cache.governed:
+            assert int(layer.host.store.held("positions").diff(dim=-1).min()) > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

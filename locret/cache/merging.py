@@ -1,0 +1,86 @@
+"""Evicted units folded into kept ones, in the store's own memory, before the store drops them."""
+
+# B batch, K KV heads, S units held, C kept ones, D head dim
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from locret.backbone.chunk import pinned_units
+from locret.backbone.rotary import rotate, unrotate
+from locret.cache.store import POSITIONS, SCORES, Part, Store
+from locret.mergers.base import Merged, Merger, Units, take
+from locret.policy.selectors import Kept, KeptOverHeads, KeptPerHead, Stay
+
+
+@dataclass(frozen=True)
+class Folding:
+    """What one layer does with the units that go."""
+
+    merger: Merger
+    prepared: Any
+    """What the merger needs of this backbone."""
+    layer_idx: int
+
+    def fold(self, store: Store, kept: Kept, stay: Stay, *, by_text: bool) -> None:
+        """Write merged keys, values and columns over the units that stay; `Store.keep` comes next.
+
+        Args:
+            store: What holds the units, as plain numbers.
+            kept: Which of them stay.
+            stay: What was asked of the selector.
+            by_text: Whether keys are rotated to their positions in the text, rather than not at all.
+        """
+        for part, chosen in kept_parts(store.parts(store.view(0), 0, newest_only=False), kept):
+            positions, keys = part.columns[POSITIONS], part.keys.float()
+            if by_text:
+                keys = unrotate(keys, *store.rotary.at(positions, keys))
+            units = Units(
+                layer_idx=self.layer_idx,
+                keys=keys,
+                values=part.values.float(),
+                scores=part.columns[SCORES],
+                positions=positions,
+                pinned=pinned_units(positions, stay.recent, stay.sinks).expand(positions.shape),
+                kept=chosen.units,
+                gone=chosen.gone(),
+                free=max(0, chosen.units.shape[-1] - stay.recent - stay.sinks),
+            )
+            merged = self.merger.fold(units, self.prepared)
+            keys = merged.keys
+            if by_text:
+                keys = rotate(keys, *store.rotary.at(merged.positions, keys))
+            _write(part, chosen.units, merged, keys)
+
+
+def _write(part: Part, kept: Tensor, merged: Merged, keys: Tensor) -> None:
+    for name, column in part.columns.items():
+        own = {SCORES: merged.scores, POSITIONS: merged.positions}.get(name)
+        column.scatter_(2, kept, (take(column, merged.source) if own is None else own).to(column.dtype))
+    for states, new in ((part.keys, keys), (part.values, merged.values)):
+        states.scatter_(2, kept[..., None].expand_as(new), new.to(states.dtype))
+
+
+def kept_parts(parts: Iterable[Part], kept: Kept) -> Iterator[tuple[Part, KeptPerHead]]:
+    """Yield the parts of a store that lose units but not all, with those that stay of each.
+
+    Args:
+        parts: What `Store.parts` yields of all units; to write into it is to write into the store.
+        kept: Which of all units stay.
+    """
+    before = 0
+    for part in parts:
+        held, chosen = part.keys.shape[2], kept
+        if part.where is not None:
+            assert isinstance(kept, KeptOverHeads)
+            row, head = part.where
+            before = 0 if head == 0 else before
+            own = kept.units[row].split(kept.counts[row].tolist())[head] - before
+            chosen, before = KeptPerHead(own[None, None], held), before + held
+        assert isinstance(chosen, KeptPerHead)
+        if 0 < chosen.units.shape[-1] < held:
+            yield part, chosen

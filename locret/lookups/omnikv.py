@@ -1,0 +1,249 @@
+"""OmniKV: a few filter layers choose the tokens that the layers after them attend to.
+
+Paper:     OmniKV (ICLR 2025), sections 4.1, 4.2 and D.10, Algorithm 1; "raw" as in its released code.
+Formula:   S_j = sum_t alpha_t max_h softmax(q_t k_j) over the window's queries t and all heads h; one set of tokens for
+           all heads, and for all layers up to the next filter layer. alpha is 1 (uniform), 2^(t - w) (exp), or 0 but
+           for the last query (last).
+Dense:     layers before the first filter layer, filter layers, and the layer after each; their units stay in fast
+           memory.
+Deviates:  candidates are what lies in the second tier, so the newest tokens of the prompt that the fast tier keeps are
+           visible anyway; window queries have their own positions, where the released code gives all the newest one's.
+Cost:      one product with all keys of a filter layer per token; sparse layers move the chosen units alone.
+"""
+
+# B batch, N query heads, K KV heads, W queries of the window, H units of the tier, T positions of the text, R recalled
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from locret.lookups.base import Ask, Lookup, check_tokens
+
+PUBLISHED: Mapping[int, tuple[int, ...]] = MappingProxyType({32: (2, 8, 18), 48: (6, 11, 30), 80: (4, 19, 41)})
+"""Filter layers by number of layers: Llama-3-8B-262K, Yi-9B-200K, Llama-3.1-70B."""
+SELECTORS = ("uniform", "exp", "last", "raw")
+_SHALLOW = 16
+_SCORES, _CHOSEN = "omnikv scores", "omnikv chosen"
+_ANY = 1 << 30
+"""Units to recall where a share of the text says how many."""
+_TERMS = 1 << 24
+"""Logits that exist at once, over all heads."""
+
+
+def default_filters(layers: int) -> tuple[int, ...]:
+    """Return the published filter layers; scaled from Llama-3-8B's for other depths.
+
+    Of fewer than 16 layers three filter layers would leave next to none that is sparse: the middle one is taken alone.
+    """
+    if layers in PUBLISHED:
+        return PUBLISHED[layers]
+    if layers < _SHALLOW:
+        return (layers * 8 // 32,)
+    return tuple(round(layer * layers / 32) for layer in PUBLISHED[32])
+
+
+def dense_layers(filters: Sequence[int], layers: int) -> list[int]:
+    """Return the layers that attend to everything."""
+    return sorted({*range(filters[0]), *filters, *(layer + 1 for layer in filters if layer + 1 < layers)})
+
+
+def memory_share(filters: Sequence[int], layers: int, ratio: float) -> float:
+    """Return Mem %: the share of a full cache in fast memory, where sparse layers hold `ratio` of the tokens."""
+    dense = len(dense_layers(filters, layers)) / layers
+    return dense + ratio * (1 - dense)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OmniKVLookup(Lookup):
+    """Recall the tokens that a filter layer chose for the layers after it (OmniKV)."""
+
+    name: ClassVar[str] = "omnikv"
+    reading: ClassVar[bool] = True
+
+    filter_layers: str | int | None = None
+    """Full-attention layers that choose, such as 2-8-18; none: those of the paper for 32, 48 and 80 layers, scaled for
+    other depths."""
+    selector: str = "last"
+    """How queries of the window weigh: "last", "exp" or "uniform"; "raw" is last by logits without softmax, as in the
+    released code."""
+    window: int = 16
+    """Queries of the observation window, from which uniform and exp look (w, 16)."""
+    tokens: int | float | None = None
+    """Units that sparse layers attend to: a number, or a share of the text (0.067); none: as many as recall says."""
+    memory: float | None = None
+    """Share of a full cache that fast memory holds while an answer is written (0.3); the tokens follow from it."""
+    prefill: int = 0
+    """Read sparsely too: each chunk attends to this many times as many older tokens as it has (OmniKV-prefill's r, 1 to
+    8), chosen by all its queries alike; 0 reads densely."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.selector not in SELECTORS:
+            self._refuse(f'selector="{self.selector}" is unknown; choose one of {", ".join(SELECTORS)}')
+        if self.window < 1:
+            self._refuse(f"window={self.window} is too small; give 1 or more")
+        if self.prefill < 0:
+            self._refuse(f"prefill={self.prefill} is negative; use 0 to read densely")
+        if self.tokens is not None and self.memory is not None:
+            self._refuse(f"tokens={self.tokens} and memory={self.memory} both say how many units; give one of them")
+        if self.tokens is not None and (self.tokens <= 0 or (isinstance(self.tokens, float) and self.tokens > 1)):
+            self._refuse(f"tokens={self.tokens} is neither a number of units nor a share of the text, up to 1.0")
+        if self.memory is not None and not 0 < self.memory <= 1:
+            self._refuse(f"memory={self.memory} is no share of a full cache; give more than 0 and at most 1")
+        if self.filter_layers is not None:
+            parts = str(self.filter_layers).split("-")
+            numbers = [int(part) for part in parts if part.isascii() and part.isdigit()]
+            if len(numbers) != len(parts) or sorted(set(numbers)) != numbers:
+                self._refuse(f"filter_layers={self.filter_layers} are not layers in ascending order; write 2-8-18")
+
+    def _refuse(self, why: str) -> None:
+        raise ValueError(f"lookup {self.name}: {why}")
+
+    # -- layers and numbers -------------------------------------------------------------------------------------------
+
+    def filters(self, layers: int) -> tuple[int, ...]:
+        """Return the filter layers of a backbone."""
+        if self.filter_layers is None:
+            return default_filters(layers)
+        return tuple(map(int, str(self.filter_layers).split("-")))
+
+    def ratio(self, layers: int) -> float:
+        """Return the share of the text that sparse layers attend to, for `memory` in all."""
+        assert self.memory is not None
+        dense = memory_share(self.filters(layers), layers, 0)
+        return (self.memory - dense) / (1 - dense)
+
+    def check(self, recall: int) -> None:
+        """See `Lookup`."""
+        if isinstance(self.tokens, int):
+            check_tokens(self.name, self._recalled(self.tokens), recall)
+
+    def resident(self, nth: int, layers: int) -> bool:
+        """Return whether the layer is dense.
+
+        Raises:
+            ValueError: If the backbone has no such filter layers, no layer would be sparse, or the dense ones take more
+                than the memory they may.
+        """
+        filters = self.filters(layers)
+        named, dense = "-".join(map(str, filters)), dense_layers(filters, layers)
+        if filters[-1] >= layers:
+            self._refuse(f"filter_layers={named} names layers that a backbone of {layers} does not have; lower them")
+        if len(dense) == layers:
+            self._refuse(f"filter_layers={named} leave no sparse layer of {layers}; choose lower or fewer ones")
+        least = memory_share(filters, layers, 0)
+        if self.memory is not None and self.memory <= least:
+            self._refuse(f"memory={self.memory} is no more than the dense layers take, {least:.3g}; raise it")
+        return nth in dense
+
+    def remembers(self, nth: int, layers: int) -> int:
+        """Return the window of a filter layer; "last" and "raw" look from the newest query alone."""
+        return self.window if self._looks_back and nth in self.filters(layers) else 0
+
+    def as_method(self) -> dict[str, Any]:
+        """See `Lookup`: all of the prompt is kept, in its original positions; sparse layers hold next to none of it."""
+        recall = self._recalled(self.tokens or 2048) if isinstance(self.tokens, int | None) else _ANY
+        return {
+            "when": "chunk" if self.prefill else "prompt_end",
+            "positions": "original",
+            "budget": 1,
+            "stabilizers": 0,
+            "local_len": self.window if self._looks_back else 1,
+            "host_budget": "all",
+            "recall": recall if self.memory is None else _ANY,
+        }
+
+    @property
+    def _looks_back(self) -> bool:
+        return self.selector in ("uniform", "exp")
+
+    def _recalled(self, tokens: int) -> int:
+        """Return how many units are recalled, of those that are visible: the window's own tokens count among them."""
+        return max(1, tokens - self.window) if self._looks_back else tokens
+
+    def _count(self, ask: Ask) -> int:
+        units = ask.keys.shape[2]
+        share = self.tokens if isinstance(self.tokens, float) else None
+        if self.memory is not None:
+            share = self.ratio(ask.layers)
+        count = ask.count if share is None else min(ask.count, max(1, int(share * units)))
+        return count if ask.generating else min(units, max(count, self.prefill * ask.query.shape[2]))
+
+    # -- what is chosen -----------------------------------------------------------------------------------------------
+
+    def index(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Return (B, K or 1, H) positions: one row of them where all heads hold the same tokens."""
+        same = bool((positions == positions[:, :1]).all())
+        return positions[:, :1] if same else positions
+
+    def choose(self, ask: Ask) -> Tensor | None:
+        """See `Lookup`; ranks are (B, 1, 1, R), or (B, K, 1, R) where heads hold different tokens."""
+        if not ask.generating and not self.prefill:
+            return None
+        filters = self.filters(ask.layers)
+        if ask.nth in filters:
+            ask.shared[_SCORES] = self._scores(ask)
+            ask.shared.pop(_CHOSEN, None)
+        if ask.nth in dense_layers(filters, ask.layers) or _SCORES not in ask.shared:
+            return None
+        positions: Tensor = ask.index
+        of, ranks = ask.shared.get(_CHOSEN, (None, None))
+        if of is None or of.shape != positions.shape or not torch.equal(of, positions.to(of.device)):
+            ranks = self._best(ask.shared[_SCORES].to(positions.device), positions, self._count(ask))
+            ask.shared[_CHOSEN] = positions, ranks
+        return ranks.to(positions.device)  # type: ignore[no-any-return]
+
+    def _scores(self, ask: Ask) -> Tensor:
+        """Return (B, T) scores of the text's tokens; -inf for those that are no candidates."""
+        query, positions = ask.query, ask.index
+        if ask.generating:
+            query = ask.window if self._looks_back else ask.query[:, :, -1:]
+        length, units = query.shape[2], ask.keys.shape[2]
+        weights = torch.ones(length, device=ask.keys.device)
+        if ask.generating and self.selector == "exp":
+            weights = 2.0 ** torch.arange(-length, 0, device=ask.keys.device)
+        grouped = query.to(ask.keys.device).unflatten(1, (ask.keys.shape[1], -1))
+        rows = max(1, _TERMS // (query.shape[0] * query.shape[1] * units))
+        total: Tensor | float = 0.0
+        for start in range(0, length, rows):
+            block = grouped[:, :, :, start : start + rows].flatten(2, 3)
+            logits = (block @ ask.keys.transpose(-1, -2)).float() * ask.scaling
+            logits = logits.masked_fill((ask.positions < 0)[:, :, None], -torch.inf)
+            shares = logits if self.selector == "raw" and ask.generating else logits.softmax(-1)
+            shares = shares.unflatten(2, (grouped.shape[2], -1)).amax(2)  # (B, K, W, H)
+            total = total + _by_token(shares, positions, weights[start : start + rows])
+        assert isinstance(total, Tensor)
+        return total
+
+    def _best(self, scores: Tensor, positions: Tensor, count: int) -> Tensor:
+        """Return the (B, heads, 1, count) ranks of the best tokens among those that each head holds, ascending."""
+        last = scores.shape[1] - 1
+        found = scores[:, None].expand(-1, positions.shape[1], -1).gather(2, positions.clamp(0, last).long())
+        found = found.masked_fill((positions < 0) | (positions > last), -torch.inf)
+        return found.topk(count, dim=-1).indices.sort(dim=-1).values[:, :, None]
+
+
+def _by_token(shares: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+    """Return (B, T): the largest share of any head, weighed and summed over queries.
+
+    Args:
+        shares: (B, K, W, H).
+        positions: (B, K or 1, H), one row of them where all heads hold the same tokens; -1 is none.
+        weights: (W,).
+    """
+    if positions.shape[1] == 1:  # alike for all heads, so weighed before they are put in their places
+        shares = (shares.amax(1, keepdim=True) * weights[:, None]).sum(2, keepdim=True)
+        weights = weights.new_ones(1)
+    tokens = int(positions.max()) + 1
+    where = torch.where(positions < 0, tokens, positions).long()  # what is no token goes behind the last
+    table = shares.new_full((len(shares), shares.shape[2], tokens + 1), -torch.inf)
+    for head in range(shares.shape[1]):
+        own = where[:, head, None].expand(-1, shares.shape[2], -1)
+        table.scatter_reduce_(2, own, shares[:, head], "amax")
+    return (table[..., :tokens] * weights[:, None]).sum(1)

@@ -1,0 +1,123 @@
+"""What a merger is: options, and one method that folds the units an eviction drops into those that stay."""
+
+# B batch, K KV heads, S units held, C kept ones, G those that go, b those of a block, D head dim
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from locret.field_values import check_fields
+
+BLOCK_NUMBERS = 2**24
+"""Pairs of an evicted and a kept unit that are looked at together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """What a layer holds when it evicts: the units of all heads, or of one head of one row."""
+
+    layer_idx: int
+    keys: Tensor
+    """(B, K, S, D) float32, before rotation, so that keys of different places can be added."""
+    values: Tensor
+    """(B, K, S, D) float32."""
+    scores: Tensor
+    """(B, K, S) float32."""
+    positions: Tensor
+    """(B, K, S) original positions, ascending; -1 in empty slots."""
+    pinned: Tensor
+    """(B, K, S) bool: units that stay whatever their score."""
+    kept: Tensor
+    """(B, K, C) int64 ranks of the units that stay, ascending."""
+    gone: Tensor
+    """(B, K, G) int64 ranks of those that go, ascending."""
+    free: int
+    """How many of those that stay are not pinned, at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """The units that stay, after others were folded into them."""
+
+    keys: Tensor
+    """(B, K, C, D) float32, before rotation."""
+    values: Tensor
+    """(B, K, C, D) float32."""
+    scores: Tensor
+    """(B, K, C) float32."""
+    positions: Tensor
+    """(B, K, C) original positions, strictly ascending but for empty slots in front."""
+    source: Tensor
+    """(B, K, C) int64 rank of the unit that each takes its other columns from."""
+
+
+class Merger(ABC):
+    """Folds evicted units into kept ones. Holds options, never anything of a model or of a sequence.
+
+    Subclasses are frozen dataclasses.
+    """
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Check the options by their types; a merger with ranges of its own checks those afterwards."""
+        check_fields(self)
+
+    def prepare(self, model: nn.Module) -> Any:
+        """Return what `fold` needs of a backbone; nothing by default.
+
+        Raises:
+            ValueError: If the merger does not fit the backbone.
+        """
+        return None
+
+    @abstractmethod
+    def fold(self, units: Units, prepared: Any) -> Merged:
+        """Return the kept units with the others folded in."""
+
+
+def take(states: Tensor, ranks: Tensor) -> Tensor:
+    """Return (B, K, C) or (B, K, C, D): the units of the given ranks."""
+    if states.ndim == 3:
+        return states.gather(2, ranks)
+    return states.gather(2, ranks[..., None].expand(*ranks.shape, states.shape[-1]))
+
+
+def folded_in(units: Units, target: Tensor, weights: Tensor, own: float) -> Merged:
+    """Return the kept units as weighted means of themselves and of the units that go.
+
+    Args:
+        units: What is held.
+        target: (B, K, G) which of the kept units each unit that goes is added to.
+        weights: (B, K, G) with what weight; 0 for units that are lost.
+        own: Weight of the kept unit itself.
+    """
+    keys, values = take(units.keys, units.kept) * own, take(units.values, units.kept) * own
+    total = torch.full_like(keys[..., :1], own)
+    slots = torch.arange(units.kept.shape[-1], device=keys.device)
+    for block in blocks(units):
+        # A product with the weights adds in one order whatever the device; scattered additions do not.
+        share_BKCb = (weights[..., block, None] * (target[..., block, None] == slots)).transpose(-1, -2)
+        gone = units.gone[..., block]
+        keys += share_BKCb @ take(units.keys, gone)
+        values += share_BKCb @ take(units.values, gone)
+        total += share_BKCb.sum(-1, keepdim=True)
+    return Merged(
+        keys=keys / total,
+        values=values / total,
+        scores=take(units.scores, units.kept),
+        positions=take(units.positions, units.kept),
+        source=units.kept,
+    )
+
+
+def blocks(units: Units) -> list[slice]:
+    """Return the parts of those that go that are compared with all that stay together."""
+    heads, going = units.kept.shape[0] * units.kept.shape[1], units.gone.shape[-1]
+    size = max(1, BLOCK_NUMBERS // (heads * units.kept.shape[-1]))
+    return [slice(start, start + size) for start in range(0, going, size)]
