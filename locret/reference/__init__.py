@@ -107,6 +107,7 @@ __all__ = [
     "surprisal",
     "surprisal_of_the_release",
     "tova",
+    "units_of_pages",
     "upper_bound",
     "window_weights",
 ]
