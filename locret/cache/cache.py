@@ -115,6 +115,9 @@ class CacheMemory:
     disk_planned: int = 0
     """Of the second tier, where it is in a file."""
     disk: int = 0
+    index_planned: int = 0
+    """Of what lookups make of the second tier's keys, to find units faster."""
+    index: int = 0
     host_units: int = 0
     """Units of the second tier per KV head, in the fullest layer."""
     moved: int = 0
@@ -314,6 +317,8 @@ class RetentionCache(Cache):
                 ("host_planned",) if self.disk is None else ("disk_planned",), self._plan_second(resident=False)
             ),
             **dict.fromkeys(("host",) if self.disk is None else ("disk",), sum(host.nbytes for host in hosts)),
+            index_planned=self._plan_indexes(),
+            index=sum(host.index_nbytes for host in hosts),
             host_units=max((host.fill for host in hosts if not host.resident), default=0),
             moved=sum(host.moved for host in hosts),
         )
@@ -337,11 +342,24 @@ class RetentionCache(Cache):
 
     def _plan_second(self, *, resident: bool) -> int:
         """Return the planned bytes of second tiers that lie in the fast tier's memory, or of the others."""
-        slots = self._largest_host
-        if not self.seen and isinstance(self.policy.host_budget, int) and not self.policy.needs_length:
-            slots = [self.policy.host_budget] * len(slots)
+        slots = self._second_slots()
         slots = [units if near == resident else 0 for units, near in zip(slots, self._limits.resident, strict=True)]
         return self._host_bytes(slots, self.rows or 1)
+
+    def _second_slots(self) -> list[int]:
+        """Return the planned slots of each layer's second tier."""
+        if not self.seen and isinstance(self.policy.host_budget, int) and not self.policy.needs_length:
+            return [self.policy.host_budget] * len(self._largest_host)
+        return self._largest_host
+
+    def _plan_indexes(self) -> int:
+        element_size = next(self.model.parameters()).element_size()
+        heads = (self.rows or 1) * self.backbone.num_kv_heads
+        return heads * sum(
+            layer.host.lookup.index_bytes(units, self.backbone.head_dim, element_size)
+            for layer, units in zip(self.governed, self._second_slots(), strict=True)
+            if layer.host is not None and units
+        )
 
     def _host_bytes(self, slots: Sequence[int], rows: int) -> int:
         element_size = next(self.model.parameters()).element_size()

@@ -9,7 +9,7 @@ not depend on how the text was cut into chunks, as far as scores do not. A query
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -84,6 +84,11 @@ class HostTier:
     def nbytes(self) -> int:
         """Bytes of the units that lie in host memory."""
         return 0 if self.resident else self.store.nbytes
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of the lookup's index; 0 before it is made."""
+        return sum(tensor.nbytes for tensor in _tensors_of(self._index))
 
     @property
     def fast_nbytes(self) -> int:
@@ -275,6 +280,16 @@ class HostTier:
         twin.moved = self.moved
         twin.queries = None if self.queries is None else self.queries.clone()
         return twin
+
+
+def _tensors_of(index: Any) -> Iterator[Tensor]:
+    if isinstance(index, Tensor):
+        yield index
+    elif isinstance(index, (tuple, list)):
+        for one in index:
+            yield from _tensors_of(one)
+    elif hasattr(index, "__dict__"):
+        yield from _tensors_of(list(vars(index).values()))
 
 
 def _host_memory(shape: Sequence[int], *, dtype: torch.dtype, device: object) -> Tensor:

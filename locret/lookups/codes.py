@@ -2,10 +2,10 @@
 
 Paper:     the rounding is KIVI's for keys (arXiv 2402.02750): a step per channel, over all units; the second look with
            exact vectors is common to approximate search (RetrievalAttention, arXiv 2409.10516, names the field's).
-Formula:   per KV head the count * oversample units with the largest (q * step) . code of any query head of its group;
-           of those the count with the largest q . k.
+Formula:   per KV head the count * oversample units with the largest q . mean + (q * step) . code of any query head of
+           its group; of those the count with the largest q . k.
 Deviates:  steps cover a few deviations of a channel around its mean, since at 2 bits its range would leave two levels
-           unused; what all units share adds the same to all logits of a query and is left out.
+           unused.
 Cost:      an index of bits / 16 of the keys (in bfloat16) lies on the queries' device and is read whole for each query;
            count * oversample keys and count values move.
 """
@@ -43,7 +43,8 @@ class CodedKeys:
         self.bits, self.dim = bits, keys.shape[-1]
         weights = there[..., None].float()
         count = weights.sum(2, keepdim=True).clamp_min(1)
-        mean = (keys.float() * weights).sum(2, keepdim=True) / count
+        self.mean = mean = (keys.float() * weights).sum(2, keepdim=True) / count
+        """(B, K, 1, D), float32."""
         deviation = (((keys.float() - mean) ** 2 * weights).sum(2, keepdim=True) / count).sqrt()
         levels = 2**bits - 1
         self.step = (2 * _WIDTH[bits] * deviation / levels).clamp_min(1e-12)
@@ -58,7 +59,7 @@ class CodedKeys:
 
     def to(self, device: torch.device) -> CodedKeys:
         """Move there, for good."""
-        self.step, self.packed = self.step.to(device), self.packed.to(device)
+        self.mean, self.step, self.packed = self.mean.to(device), self.step.to(device), self.packed.to(device)
         return self
 
     def numbers(self, start: int, end: int) -> Tensor:
@@ -92,8 +93,8 @@ class CodesLookup(Lookup):
         return CodedKeys(keys, positions >= 0, self.bits)
 
     def index_bytes(self, units: int, head_dim: int, element_size: int) -> int:
-        """Return the bytes of the codes and of a step per channel."""
-        return units * -(-head_dim * self.bits // 8) + 4 * head_dim
+        """Return the bytes of the codes, and of a mean and a step per channel."""
+        return units * -(-head_dim * self.bits // 8) + 8 * head_dim
 
     def choose(self, ask: Ask) -> Tensor:
         """See `Lookup`; ranks are (B, K, L, R)."""
@@ -102,9 +103,9 @@ class CodesLookup(Lookup):
         units, empty = ask.keys.shape[2], (ask.positions < 0).to(query.device)[:, :, None]
         rows, found = max(1, _LOGITS // (query[..., 0, 0].numel() * units)), []
         for block in query.split(rows, dim=3):
-            weighed = block * coded.step[:, :, None]
+            weighed, bias = block * coded.step[:, :, None], block @ coded.mean[:, :, None].transpose(-1, -2)
             spans = [(start, min(start + _DECODED, units)) for start in range(0, units, _DECODED)]
-            rated = [(weighed @ coded.numbers(*span)[:, :, None].transpose(-1, -2)).amax(2) for span in spans]
+            rated = [(weighed @ coded.numbers(*span)[:, :, None].transpose(-1, -2) + bias).amax(2) for span in spans]
             logits = torch.cat(rated, dim=-1).masked_fill_(empty, -torch.inf)
             ranks = logits.topk(min(ask.count * self.oversample, units), dim=-1).indices.to(ask.keys.device)
             found.append(self._best(block.to(ask.keys.device), ranks, ask))

@@ -174,8 +174,7 @@ def test_the_file_goes_with_the_last_tensor(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_nothing_stays_whatever_ends_the_process(tmp_path: Path, number: signal.Signals) -> None:
+def test_nothing_stays_of_a_process_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time, torch\nfrom locret.cache.disk import Disk\n"
         "held = Disk(sys.argv[1]).empty((1000,), torch.float32).fill_(1)\nprint('ready', flush=True)\ntime.sleep(60)"
@@ -183,7 +182,7 @@ def test_nothing_stays_whatever_ends_the_process(tmp_path: Path, number: signal.
     with subprocess.Popen([sys.executable, "-c", code, tmp_path / "scratch"], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
-        child.send_signal(number)
+        child.send_signal(signal.SIGKILL)
         child.communicate()
     assert list(tmp_path.iterdir()) == []
 

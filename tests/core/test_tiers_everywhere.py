@@ -39,7 +39,10 @@ def read(model: Any, tokens: int = 71, disk: Any = None, **changes: Any) -> Rete
 
 
 def answer(model: Any, cache: RetentionCache, ids: torch.Tensor | None = None, new: int = 9) -> torch.Tensor:
-    """Return the logits of an answer."""
+    """Return the logits of an answer, to a further text if one is given."""
+    if ids is not None and cache.seen:
+        prefill(model, ids, cache, new_tokens=new)
+        ids = None
     options = {"output_logits": True, "return_dict_in_generate": True, **GREEDY}
     out: Any = generate(model, ids, cache=cache, max_new_tokens=new, **options)
     return torch.stack(out.logits, dim=1)
