@@ -14,6 +14,7 @@ COMMANDS = {
     "infer": ("locret.infer.command", "read a text of any size in fixed memory, and answer a question about it"),
     "chat": ("locret.infer.chat_command", "talk about a document"),
     "train": ("locret.train.command", "train retaining heads on a frozen backbone"),
+    "kernels": ("locret.train.merging_command", "train kernels that merge evicted units"),
     "eval": ("locret.infer.evaluation.command", "compare methods on tasks within one budget"),
     "bench": ("locret.infer.speed.command", "measure time and bytes"),
     "push": ("locret.heads.push", "publish heads on the Hugging Face Hub"),

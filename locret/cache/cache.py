@@ -24,7 +24,7 @@ from locret.cache.disk import Disk
 from locret.cache.export import to_dynamic_cache
 from locret.cache.host import HostTier
 from locret.cache.layer import HOST, RetentionLayer
-from locret.cache.limits import Limits, check_pair, column_bytes
+from locret.cache.limits import Limits, check_pair, check_slots, column_bytes
 from locret.cache.merging import Folding
 from locret.cache.ragged import RaggedStore
 from locret.cache.routing import route
@@ -190,6 +190,8 @@ class RetentionCache(Cache):
         """Folds the units that go into those that stay."""
         self.merging = None if self.merger is None else self.merger.prepare(model)
         """What the merger needs of this backbone."""
+        if self.merger is not None:
+            check_slots(self.policy, self.merger.slots(self.merging))
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))

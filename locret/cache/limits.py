@@ -42,6 +42,20 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
         )
 
 
+def check_slots(policy: RetentionPolicy, slots: int) -> None:
+    """Refuse a policy that leaves no room for the units that a merger makes anew.
+
+    Raises:
+        ValueError: Saying how much room there is.
+    """
+    room = policy.budget - policy.stabilizers
+    if slots > room:
+        raise ValueError(
+            f'merge="{policy.merge}" makes {slots} units per KV head, but budget={policy.budget} and stabilizers='
+            f"{policy.stabilizers} leave room for {room}; raise budget, lower stabilizers, or take kernels with fewer"
+        )
+
+
 def planned_bytes(
     backbone: Backbone,
     scorer: Scorer,

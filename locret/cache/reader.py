@@ -26,6 +26,7 @@ from locret.cache.host import Asking
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
 from locret.cache.refit import Refit
+from locret.cache.store import DenseStore
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
 from locret.prefill_attention.blocked import SparseAttention
@@ -184,6 +185,10 @@ class Reader:
             sparse = self._sparse[layer_idx]
         if recalled is None and sparse is None:
             return self._view
+        if recalled is not None and query.shape[2] == 1 and isinstance(layer.store, DenseStore):
+            lent = layer.store.lend_room(recalled)
+            if lent is not None:
+                return lent
         # A pattern of slots says nothing of recalled units, so with those all queries attend to all that is held.
         return replace(self._view, recalled=recalled, sparse=sparse if recalled is None else None)
 

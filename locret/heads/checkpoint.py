@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,7 @@ from locret.files import read_json, written_whole
 from locret.heads import hub
 from locret.heads.config import HeadsConfig
 
+C = TypeVar("C", bound=HeadsConfig)
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DOWNLOAD_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
@@ -48,8 +50,8 @@ def find(name: str, *, revision: str | None = None, **download: object) -> Path:
     return Path(paths[0]).parent
 
 
-def read_config(folder: Path) -> HeadsConfig:
-    """Read `config.json`.
+def read_config(folder: Path, kind: type[C] = HeadsConfig) -> C:  # type: ignore[assignment]
+    """Read `config.json` as a config of this kind.
 
     Raises:
         ValueError: If it is missing, broken, or another kind of model's.
@@ -64,7 +66,7 @@ def read_config(folder: Path) -> HeadsConfig:
         raise ValueError(
             f"{folder} has no {CONFIG}, so it does not hold retaining heads; give a folder that locret-train wrote"
         )
-    return HeadsConfig.from_json(read_json(file, "the config of retaining heads"), str(file))
+    return kind.from_json(read_json(file, "the config of retaining heads"), str(file))
 
 
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]], device: str = "cpu") -> dict[str, Tensor]:
@@ -144,25 +146,30 @@ def write(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor]) -> N
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path, kind: type[HeadsConfig] = HeadsConfig) -> Iterator[Path]:
     """Give an empty folder whose files take the place of the target's when the block ends well; others stay.
 
     Raises:
         ValueError: If the target is a file, or holds another model.
         OSError: If it cannot be written; the message names it.
     """
-    _refuse_foreign(target)
+    refuse_foreign(target, kind)
     with written_whole(target, parents=True, last=CONFIG) as fresh:
         fresh.mkdir()
         yield fresh
 
 
-def _refuse_foreign(target: Path) -> None:
+def refuse_foreign(target: Path, kind: type[HeadsConfig] = HeadsConfig) -> None:
+    """Refuse to write where something else is.
+
+    Raises:
+        ValueError: If the target is a file, or holds another model.
+    """
     if target.exists() and not target.is_dir():
         raise ValueError(f"'{target}' is a file; choose a folder for the retaining heads")
     if (target / CONFIG).is_file():
         try:
-            read_config(target)
+            read_config(target, kind)
         except ValueError as error:
             raise ValueError(
                 f"{target} holds something else than retaining heads, which would be overwritten ({error}); "

@@ -11,13 +11,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import isfinite, prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locret._version import __version__
 from locret.backbone.adapters import Backbone, describe, unwrap
 from locret.field_values import check_fields, checked, checked_values, shown
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FORMAT_VERSION = 1
 NOTES = ("base_model", "base_model_revision", "base_weights", "label", "policy", "training", "evaluation", "license")
@@ -150,7 +153,7 @@ class HeadsConfig:
         )
 
     @classmethod
-    def from_json(cls, values: Any, where: str) -> HeadsConfig:
+    def from_json(cls, values: Any, where: str) -> Self:
         """Check a parsed `config.json`; `where` names the file in messages.
 
         Raises:

@@ -9,10 +9,11 @@ from locret import registry
 from locret.mergers.base import Merged, Merger, Units
 from locret.mergers.d2o import D2OMerger
 from locret.mergers.kvmerger import KVMerger
+from locret.mergers.loco import LoCoMerger
 
-__all__ = ["D2OMerger", "KVMerger", "Merged", "Merger", "Units", "get", "names"]
+__all__ = ["D2OMerger", "KVMerger", "LoCoMerger", "Merged", "Merger", "Units", "get", "names"]
 
-_MERGERS: tuple[type[Merger], ...] = (D2OMerger, KVMerger)
+_MERGERS: tuple[type[Merger], ...] = (D2OMerger, KVMerger, LoCoMerger)
 
 
 def names() -> list[str]:

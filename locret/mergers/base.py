@@ -76,6 +76,10 @@ class Merger(ABC):
         """
         return None
 
+    def slots(self, prepared: Any) -> int:
+        """Return how many units of a layer and KV head it makes anew, out of those that stay and are not pinned."""
+        return 0
+
     @abstractmethod
     def fold(self, units: Units, prepared: Any) -> Merged:
         """Return the kept units with the others folded in."""

@@ -19,7 +19,7 @@ from locret.reference.attention_scorers import (
 )
 from locret.reference.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
 from locret.reference.head_split import select_over_heads
-from locret.reference.merging import d2o, kvmerger
+from locret.reference.merging import d2o, kvmerger, loco
 from locret.reference.omnikv import (
     context_scores,
     dense_layers,
@@ -76,6 +76,7 @@ __all__ = [
     "key_norm",
     "kvmerger",
     "labels",
+    "loco",
     "loss",
     "low_events",
     "mean_rotation",

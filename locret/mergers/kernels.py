@@ -1,0 +1,184 @@
+"""LoCoCo's kernels: one small convolution per full-attention layer, as a thing to train, save, publish and load."""
+
+# B rows and KV heads, S units, M merged slots, D head dim
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from torch import Tensor, nn
+from torch.nn.functional import conv1d
+
+from locret.heads import checkpoint
+from locret.heads.config import HeadsConfig
+
+WHAT = "merging kernels"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelsConfig(HeadsConfig):
+    """Everything about merging kernels except their weights: what a config of heads says, and their width.
+
+    `hidden_dim` is the number of slots that a KV head merges into.
+    """
+
+    kernel_size: int
+    """Units that a convolution sees at once, an odd number (the paper's 21)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size={self.kernel_size} is not odd; use such as 21")
+
+    @property
+    def slots(self) -> int:
+        """Merged units of every KV head."""
+        return self.hidden_dim
+
+    @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight by name."""
+        return {
+            f"kernels.{layer}.{name}": shape
+            for layer in self.layers
+            for name, shape in (
+                ("weight", (self.slots, 2 * self.head_dim, self.kernel_size)),
+                ("bias", (self.slots,)),
+                ("alpha", (1,)),
+            )
+        }
+
+
+class MergingKernel(nn.Module):
+    """Weights with which the units of a KV head are merged, from their keys and values."""
+
+    def __init__(self, slots: int, head_dim: int, kernel_size: int, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        reach = 1 / sqrt(2 * head_dim * kernel_size)  # as torch's own convolutions begin
+        self.weight = nn.Parameter(
+            torch.empty(slots, 2 * head_dim, kernel_size).uniform_(-reach, reach, generator=generator)
+        )
+        self.bias = nn.Parameter(torch.empty(slots).uniform_(-reach, reach, generator=generator))
+        self.alpha = nn.Parameter(torch.full((1,), 0.5))
+
+    @property
+    def slots(self) -> int:
+        """M."""
+        return self.weight.shape[0]
+
+    def forward(self, keys_BSD: Tensor, values_BSD: Tensor, empty_BS: Tensor) -> Tensor:
+        """Return (B, M, S) weights of the convolution; each slot's sum to one, empty units' are 0."""
+        units = torch.cat([keys_BSD, values_BSD], dim=-1).masked_fill(empty_BS[..., None], 0.0).transpose(1, 2)
+        raised = conv1d(units, self.weight, self.bias, padding=self.weight.shape[-1] // 2).relu()
+        return raised.masked_fill(empty_BS[:, None], -torch.inf).softmax(-1)
+
+
+class MergingKernels(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="locret",
+    paper_url="https://arxiv.org/abs/2406.05317",
+    tags=["locret", "merging-kernels", "kv-cache", "long-context"],
+):
+    """One convolution for every full-attention layer of a backbone: `kernels[layer_idx]`.
+
+    Args:
+        config: Shape and provenance; see `for_model`, which fills it in.
+        generator: Source of the fresh weights; torch's global one if None.
+
+    Examples:
+        >>> kernels = MergingKernels.for_model(model, slots=8, seed=0)
+        >>> kernels.save_pretrained("untrained-kernels")
+        >>> MergingKernels.from_pretrained("untrained-kernels").config.slots
+        8
+    """
+
+    def __init__(self, config: KernelsConfig, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.kernels = nn.ModuleDict(
+            {
+                str(layer): MergingKernel(config.slots, config.head_dim, config.kernel_size, generator)
+                for layer in config.layers
+            }
+        )
+
+    @classmethod
+    def for_model(
+        cls, model_or_config: Any, slots: int, kernel_size: int = 21, seed: int | None = None
+    ) -> MergingKernels:
+        """Make untrained kernels for a backbone.
+
+        Args:
+            model_or_config: A transformers causal LM or its config.
+            slots: Units that every KV head merges into.
+            kernel_size: Units that a convolution sees at once (paper: 21).
+            seed: Seed of the weights; None draws from torch's global generator.
+
+        Raises:
+            ValueError: For a backbone without keys to merge, or numbers that are out of range.
+        """
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        shape = HeadsConfig.for_model(model_or_config, slots)
+        return cls(KernelsConfig(**vars(shape), kernel_size=kernel_size), generator)
+
+    def __getitem__(self, layer_idx: int) -> MergingKernel:
+        return self.kernels[str(layer_idx)]  # type: ignore[return-value]
+
+    def check_matches(self, model_or_config: Any) -> None:
+        """Make sure that these kernels belong to a backbone.
+
+        Raises:
+            ValueError: If layers, dimensions or base model differ; the message shows both sides.
+        """
+        differences = self.config.differences(model_or_config)
+        if differences:
+            raise ValueError(
+                f"the {WHAT} do not belong to this model: {'; '.join(differences)}; load {self.config.base_name} that "
+                "they were trained on, or train kernels for this model"
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *, revision: str | None = None, **kwargs: Any
+    ) -> MergingKernels:
+        """Load kernels from a folder or from the Hub: safetensors only, every key and shape checked.
+
+        Args:
+            pretrained_model_name_or_path: Folder, or `org/name` on the Hub.
+            revision: Branch, tag or commit on the Hub.
+            kwargs: Those of huggingface_hub's mixin (`token`, `cache_dir`, `local_files_only`, `map_location`).
+
+        Raises:
+            ValueError: If there are no kernels there, or files that do not fit together.
+            OSError: If the Hub cannot be reached.
+        """
+        download = {name: kwargs[name] for name in checkpoint.DOWNLOAD_OPTIONS if name in kwargs}
+        folder = checkpoint.find(str(pretrained_model_name_or_path), revision=revision, **download)
+        config = checkpoint.read_config(folder, KernelsConfig)
+        weights = checkpoint.read_weights(folder, config.weight_shapes, kwargs.get("map_location", "cpu"))
+        kernels = cls(config)
+        kernels.load_state_dict(weights)
+        return kernels.eval()
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> str | None:
+        """Write weights, `config.json` and a card; a folder is never left half-written.
+
+        Args:
+            save_directory: A new folder, or one of merging kernels.
+            kwargs: Those of huggingface_hub's mixin.
+
+        Raises:
+            ValueError: If the folder holds another model.
+            OSError: If it cannot be written.
+        """
+        with checkpoint.replacing(Path(save_directory), KernelsConfig) as staging:
+            return super().save_pretrained(staging, **kwargs)  # type: ignore[no-any-return]
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        checkpoint.write(save_directory, self.config, self.state_dict())

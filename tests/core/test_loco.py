@@ -1,0 +1,205 @@
+"""LoCoCo's convolution: the reference's numbers, the order of the text, its kernels as files, and their training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompt
+from test_merging import HEADS, ROWS, units_of
+from test_scorers import GREEDY, NUMBERS, make
+
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, reference, save_cache
+from locret.mergers.base import take
+from locret.mergers.kernels import MergingKernel, MergingKernels
+from locret.mergers.loco import WORST, fold
+from locret.train.merging_step import merging_step
+
+
+def kernel_of(slots: int, width: int, alpha: float = 0.5) -> MergingKernel:
+    kernel = MergingKernel(slots, 8, width, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        kernel.weight.mul_(8)
+        kernel.alpha.fill_(alpha)
+    return kernel.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("held", "kept", "slots", "width", "alpha"),
+    [(31, 9, 3, 5, 0.5), (12, 4, 2, 21, 0.9), (40, 39, 5, 1, 0.3), (9, 3, 3, 3, 1.0), (23, 7, 1, 5, 0.0)],
+)
+def test_merged_slots_are_those_of_the_reference(held: int, kept: int, slots: int, width: int, alpha: float) -> None:
+    units, kernel = units_of(held, kept), kernel_of(slots, width, alpha)
+    pinned = torch.zeros(ROWS, HEADS, held, dtype=torch.bool)
+    pinned[..., -2:] = kept > slots + 1
+    merged = fold(type(units)(**{**vars(units), "pinned": pinned}), kernel)
+    for row in range(ROWS):
+        for head in range(HEADS):
+            keys, values, positions, scores = reference.loco(
+                units.keys[row, head],
+                units.values[row, head],
+                units.scores[row, head].tolist(),
+                units.positions[row, head].tolist(),
+                units.kept[row, head].tolist(),
+                units.gone[row, head].tolist(),
+                (kernel.weight, kernel.bias, float(kernel.alpha)),
+                set(pinned[row, head].nonzero()[:, 0].tolist()),
+            )
+            torch.testing.assert_close(merged.keys[row, head], keys, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(merged.values[row, head], values, rtol=1e-4, atol=1e-5)
+            assert merged.positions[row, head].tolist() == positions
+            assert merged.scores[row, head].tolist() == scores
+    assert (merged.positions.diff() > 0).all()
+    assert (merged.scores == WORST).sum() == ROWS * HEADS * slots
+
+
+def test_weights_sum_to_one_and_without_convolution_the_next_best_stay() -> None:
+    units = units_of(23, 6)
+    basis = type(units)(**{**vars(units), "values": torch.eye(23).expand(ROWS, HEADS, 23, 23)})
+    kernel = MergingKernel(2, 1, 5, torch.Generator().manual_seed(0)).requires_grad_(False)
+    kernel.weight = torch.nn.Parameter(torch.randn(2, 8 + 23, 5), requires_grad=False)
+    merged = fold(basis, kernel)
+    torch.testing.assert_close(merged.values.sum(-1), torch.ones(ROWS, HEADS, 6))
+    plain = fold(units, kernel_of(2, 5, alpha=0.0))
+    torch.testing.assert_close(plain.values, take(units.values, units.kept))
+    assert torch.equal(plain.positions, take(units.positions, units.kept))
+    none = fold(type(units)(**{**vars(units), "free": 0}), kernel_of(2, 5))
+    assert torch.equal(none.values, take(units.values, units.kept))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kernels")
+    MergingKernels.for_model(build("llama"), slots=3, kernel_size=5, seed=0).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"head_budgets": "adaptive"}, {"positions": "original"}, {"decode_budget": 34, "decode_interval": 5}],
+)
+@pytest.mark.parametrize("scorer", ["retaining_heads", "random", "h2o", "sirllm"])
+def test_a_cache_merges_in_the_same_bytes_and_stays_in_order(
+    tmp_path: Path, saved: Path, scorer: str, changes: dict[str, Any]
+) -> None:
+    model, ids = build("llama"), prompt(60)
+    if scorer == "h2o" and "head_budgets" in changes:
+        changes = {}
+    memory, answers = [], []
+    for merge in ("none", f"loco:kernels={saved}"):
+        cache = RetentionCache(model, make(scorer, model), RetentionPolicy(**NUMBERS, **changes, merge=merge))
+        prefill(model, ids, cache)
+        memory.append(cache.memory())
+        assert memory[-1].planned == memory[-1].actual
+        positions = cache.kept_positions(1)
+        assert all((head[head >= 0].diff() > 0).all() for row in positions for head in row)
+        save_cache(cache, tmp_path / "book.ctx")
+        loaded = load_cache(tmp_path / "book.ctx", model, make(scorer, model))
+        answers.append([generate(model, cache=one, max_new_tokens=12, **GREEDY) for one in (loaded, cache)])
+    assert memory[0] == memory[1]
+    assert all(torch.equal(*pair) for pair in answers)
+    if scorer == "retaining_heads" and "head_budgets" not in changes:
+        assert (cache.kept_scores(1) == WORST).sum() == 2 * 3
+
+
+def test_rows_of_a_batch_are_merged_like_rows_alone(saved: Path) -> None:
+    model, policy = build("llama"), RetentionPolicy(**NUMBERS, merge=f"loco:kernels={saved}")
+    ids = torch.cat([prompt(60, seed=1), prompt(60, seed=2)])
+    together = generate(model, ids, cache=RetentionCache(model, "random", policy), max_new_tokens=8, **GREEDY)
+    for row in range(2):
+        alone = RetentionCache(model, "random", policy)
+        assert torch.equal(
+            generate(model, ids[row : row + 1], cache=alone, max_new_tokens=8, **GREEDY)[0], together[row]
+        )
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_come_back_as_they_were(tmp_path: Path) -> None:
+    kernels = MergingKernels.for_model(build("llama"), slots=4, kernel_size=3, seed=5)
+    kernels.save_pretrained(tmp_path / "mine")
+    loaded = MergingKernels.from_pretrained(tmp_path / "mine")
+    assert loaded.config == kernels.config
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in kernels.state_dict().items())
+    kernels.save_pretrained(tmp_path / "mine")  # its own kind is replaced
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("loco", "merge loco needs its option kernels; write loco:kernels=VALUE"),
+        ("loco:kernels=nowhere/at/all", "there is no folder 'nowhere/at/all'"),
+    ],
+)
+def test_kernels_that_are_not_there_are_refused(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message):
+        RetentionCache(build("llama"), "random", RetentionPolicy(**NUMBERS, merge=spec))
+
+
+def test_kernels_that_do_not_fit_are_refused(tmp_path: Path, saved: Path) -> None:
+    model = build("llama")
+    heads = tmp_path / "heads"
+    RetainingHeads.for_model(model, hidden_dim=8, seed=0).save_pretrained(heads)
+    policy = RetentionPolicy(**NUMBERS, merge=f"loco:kernels={heads}")
+    with pytest.raises(ValueError, match="lacks kernel_size"):
+        RetentionCache(model, "random", policy)
+    with pytest.raises(ValueError, match="holds something else"):
+        MergingKernels.for_model(model, slots=3).save_pretrained(heads)
+    with pytest.raises(ValueError, match="unknown key 'kernel_size'"):
+        RetainingHeads.from_pretrained(saved)
+    merge = f"loco:kernels={saved}"
+    with pytest.raises(
+        ValueError, match="the merging kernels do not belong to this model: num_key_value_heads is 2 in"
+    ):
+        RetentionCache(build("llama-mha"), "random", RetentionPolicy(**NUMBERS, merge=merge))
+    tight = RetentionPolicy(budget=24, chunk_size=10, stabilizers=22, local_len=6, merge=merge)
+    with pytest.raises(
+        ValueError, match="makes 3 units per KV head, but budget=24 and stabilizers=22 leave room for 2"
+    ):
+        RetentionCache(model, "random", tight)
+    config = json.loads((saved / "config.json").read_text())
+    for kind in ({"kernel_size": 4}, {"kernel_size": "wide"}, {"hidden_dim": 5}):
+        folder = tmp_path / str(kind)
+        MergingKernels.for_model(model, slots=3, kernel_size=5, seed=0).save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps({**config, **kind}))
+        with pytest.raises(ValueError, match="kernel_size|kernels.0"):
+            MergingKernels.from_pretrained(folder)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_training_lowers_what_an_eviction_costs_and_touches_nothing_else(family: str) -> None:
+    model = build(family).requires_grad_(False)
+    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
+    kernels = MergingKernels.for_model(model, slots=6, kernel_size=3, seed=0)
+    policy = RetentionPolicy(budget=20, chunk_size=10, stabilizers=4, local_len=6)
+    optimizer = torch.optim.AdamW(kernels.parameters(), lr=0.02, weight_decay=0.0)
+    losses = []
+    for _ in range(25):
+        result = merging_step(model, heads, kernels, prompt(60), policy)
+        losses.append(float(result.loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert result.evictions == len(kernels.config.layers) * 4  # of six chunks the last four follow an eviction
+    assert min(losses[-5:]) < 0.97 * losses[0]
+    assert all(p.grad is None for p in [*model.parameters(), *heads.parameters()])
+
+
+def test_without_convolution_nothing_is_made_up_for() -> None:
+    model = build("llama")
+    kernels = MergingKernels.for_model(model, slots=6, kernel_size=3, seed=0)
+    with torch.no_grad():
+        for layer in kernels.config.layers:
+            kernels[layer].alpha.fill_(0.0)
+    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
+    policy = RetentionPolicy(budget=20, chunk_size=10, stabilizers=4, local_len=6)
+    loss = merging_step(model, heads, kernels, prompt(60), policy).loss
+    torch.testing.assert_close(loss, torch.tensor(1.0), rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match="^a text of 20 tokens has no chunk behind its first eviction with budget=20"):
+        merging_step(model, heads, kernels, prompt(20), policy)

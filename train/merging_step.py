@@ -1,0 +1,164 @@
+"""One training step of LoCoCo's kernels: what queries lose by an eviction, layer by layer, while a text is read.
+
+The kernels merge what an eviction drops (`locret.mergers.loco`). What that is worth is seen one chunk later: the
+queries of the next chunk attend to the merged units and to themselves, and should read what they would have read had
+nothing been evicted. The loss is the squared error of these attention outputs, relative to that of eviction alone, so 1
+is no gain and 0 is no loss. It touches its own layer only, like the loss of retaining heads: nothing flows back through
+the backbone, which is frozen, and a step costs one reading of the text and three attentions of a layer at a time.
+
+LoCoCo itself trains on the language-model loss of the next chunk through the whole backbone, with norms and embeddings.
+"""
+# B batch, K KV heads, L new tokens, S units before an eviction, C kept ones, D head dim
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from locret.backbone.attention import MaskMemo, View, attend
+from locret.backbone.chunk import Chunk
+from locret.backbone.rotary import Rotary, rotate
+from locret.cache.cache import RetentionCache
+from locret.cache.merging import Folding
+from locret.chunked_prefill import prefill
+from locret.heads.heads import RetainingHeads
+from locret.labels.labels import token_row
+from locret.mergers.base import Merged, Merger, Units, take
+from locret.mergers.kernels import MergingKernels
+from locret.mergers.loco import fold
+from locret.policy.policy import RetentionPolicy
+from locret.scorers import RetainingHeadScorer
+
+
+@dataclass(frozen=True)
+class MergingResult:
+    """What the kernels make up for in one text."""
+
+    loss: Tensor
+    """Mean over layers and evictions of the error that is left, relative to eviction alone; detached."""
+    evictions: int
+    """Evictions that a later chunk has looked at, of all layers."""
+
+
+def merging_step(
+    model: nn.Module,
+    heads: RetainingHeads,
+    kernels: MergingKernels,
+    prompt_ids: Tensor,
+    policy: RetentionPolicy,
+    *,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+) -> MergingResult:
+    """Add the gradient of one text's loss to the kernels' gradients.
+
+    Args:
+        model: The frozen backbone, in evaluation mode.
+        heads: Say which units stay.
+        kernels: The kernels to train, on the backbone's device.
+        prompt_ids: (1, n) or (n,).
+        policy: How the text is read; compact positions, no `merge` of its own.
+        backward: Called once per layer and chunk with a share of the loss; the shares add up to the sum over them.
+
+    Raises:
+        ValueError: If the text is too short for an eviction that a later chunk looks at.
+    """
+    lesson = _Lesson(kernels=kernels, backward=backward)
+    cache = RetentionCache(model, _Watching(heads=heads, lesson=lesson), policy)
+    object.__setattr__(lesson, "rotary", cache.governed[0].store.rotary)
+    for index, layer in zip(cache.backbone.layers, cache.governed, strict=True):
+        layer.folding = Folding(lesson, None, index)
+    ids = token_row(prompt_ids, "prompt_ids").to(next(model.parameters()).device)
+    prefill(model, ids, cache)
+    if not lesson.losses:
+        raise ValueError(
+            f"a text of {ids.shape[1]} tokens has no chunk behind its first eviction with budget={policy.budget} and "
+            f"chunk_size={policy.chunk_size}; use longer texts, or lower them"
+        )
+    return MergingResult(torch.stack(lesson.losses).mean(), len(lesson.losses))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Lesson(Merger):
+    """Merges with the kernels as they are, and remembers what it has merged until the next chunk has looked at it."""
+
+    name: ClassVar[str] = "lesson"
+
+    kernels: MergingKernels
+    backward: Callable[[Tensor], None]
+    rotary: Rotary | None = None
+    waiting: dict[int, Units] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    masks: MaskMemo = field(default_factory=MaskMemo)
+
+    def __post_init__(self) -> None:
+        """Check nothing: no user has written this."""
+
+    def fold(self, units: Units, prepared: Any) -> Merged:
+        """Merge, and remember."""
+        copies = {one.name: getattr(units, one.name) for one in fields(units)}
+        copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in copies.items()}
+        self.waiting[units.layer_idx] = Units(**copies)
+        return fold(units, self.kernels[units.layer_idx])
+
+    def look(self, chunk: Chunk) -> None:
+        """Learn from what a chunk reads of the units that were merged before it."""
+        units = self.waiting.pop(chunk.layer_idx, None)
+        if units is None:
+            return
+        new = chunk.new_tokens
+        new_keys, new_values = chunk.key[:, :, -new:], chunk.value[:, :, -new:]
+        base = chunk.next_position - new
+
+        def read(keys: Tensor, values: Tensor) -> Tensor:
+            assert self.rotary is not None
+            slots = torch.arange(base - keys.shape[2], base, device=keys.device)
+            turned = _rotated(keys, *self.rotary.at(slots, keys))
+            view = View(
+                torch.cat([turned.to(new_keys.dtype), new_keys], dim=2),
+                torch.cat([values.to(new_values.dtype), new_values], dim=2),
+            )
+            return attend(chunk.query, view, scaling=chunk.scaling, softcap=chunk.softcap, memo=self.masks)
+
+        wanted = read(units.keys, units.values).float()
+        evicted = read(take(units.keys, units.kept), take(units.values, units.kept)).float()
+        with torch.enable_grad():
+            merged = fold(units, self.kernels[chunk.layer_idx])
+            error = (read(merged.keys, merged.values).float() - wanted).square().sum()
+            loss = error / (evicted - wanted).square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+            self.backward(loss)
+        self.losses.append(loss.detach())
+
+
+def _rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return what `rotate` returns, which writes into memory and so has no gradient."""
+    if not keys.requires_grad:
+        return rotate(keys, cos, sin)
+    rotated, half = cos.shape[-1], cos.shape[-1] // 2
+    first, second = keys[..., :half], keys[..., half:rotated]
+    turned = (
+        first * cos[..., :half] - second * sin[..., :half],
+        second * cos[..., half:] + first * sin[..., half:],
+        keys[..., rotated:],
+    )
+    return torch.cat(turned, dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Watching(RetainingHeadScorer):
+    """Scores with the heads, and shows each chunk to the lesson."""
+
+    name: ClassVar[str] = "watching"
+
+    lesson: _Lesson
+
+    def __post_init__(self) -> None:
+        """Check nothing: no user has written this."""
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, L)."""
+        self.lesson.look(chunk)
+        return super().score(chunk)
