@@ -190,7 +190,7 @@ class HostTier:
         if not self.resident:
             self.moved += found.nbytes + values.nbytes
         if query.is_cuda:
-            found, values = found.to(query.device, non_blocking=True), values.to(query.device, non_blocking=True)
+            found, values = _sent(found, query.device), _sent(values, query.device)
             there = None if there is None else there.to(query.device)
         return Recalled(found, values, there)
 
@@ -280,6 +280,11 @@ class HostTier:
         twin.moved = self.moved
         twin.queries = None if self.queries is None else self.queries.clone()
         return twin
+
+
+def _sent(states: Tensor, device: torch.device) -> Tensor:
+    """Return states on the device; the host does not wait for the copy, which only pinned memory allows."""
+    return states if states.is_cuda else states.pin_memory().to(device, non_blocking=True)
 
 
 def _tensors_of(index: Any) -> Iterator[Tensor]:
