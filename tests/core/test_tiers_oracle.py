@@ -44,7 +44,7 @@ def test_tiers_equal_the_slow_oracle(
 def test_a_second_text_after_an_answer_equals_the_slow_oracle(positions: str, host_budget: int | str) -> None:
     numbers = {"budget": 20, "chunk_size": 9, "stabilizers": 6, "local_len": 5, "positions": positions}
     policy = RetentionPolicy(**numbers, host_budget=host_budget, recall=3)
-    compare("llama", policy, [prompt(53), prompt(31, seed=1), prompt(4, seed=2)])
+    compare("llama", policy, [prompt(53), prompt(31, seed=5), prompt(4, seed=2)])
 
 
 def compare(family: str, policy: RetentionPolicy, texts: list[torch.Tensor]) -> None:
