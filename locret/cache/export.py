@@ -44,6 +44,8 @@ def _check_ordinary(cache: RetentionCache, host: bool) -> None:
         raise ValueError("the cache has read nothing yet; call locret.prefill before exporting it")
     if host and policy.host_budget is None:
         raise ValueError("host=True exports the second tier too, but there is none; leave it out, or give host_budget")
+    if policy.recalls_blocks:
+        raise ValueError(f"recall_by={policy.recall_by} gives far units one position, which no ordinary prefix has")
     if policy.positions != "compact":
         raise ValueError(
             f'positions="{policy.positions}" leaves gaps between the positions of units, which no ordinary prefix has; '

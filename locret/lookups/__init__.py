@@ -9,6 +9,7 @@ from locret import registry
 from locret.lookups.base import Ask, Lookup
 from locret.lookups.codes import CodesLookup
 from locret.lookups.exact import ExactLookup
+from locret.lookups.infllm import InfLLM
 from locret.lookups.means import MeansLookup
 from locret.lookups.omnikv import OmniKVLookup
 from locret.lookups.pages import PagesLookup
@@ -18,12 +19,15 @@ __all__ = [
     "Ask",
     "CodesLookup",
     "ExactLookup",
+    "InfLLM",
     "Lookup",
     "MeansLookup",
     "OmniKVLookup",
     "PagesLookup",
     "QuestLookup",
+    "find",
     "get",
+    "in_blocks",
     "names",
 ]
 
@@ -39,7 +43,7 @@ _LOOKUPS: tuple[type[Lookup], ...] = (
 
 def names() -> list[str]:
     """Return the names that `get` knows, sorted."""
-    return sorted(lookup.name for lookup in _LOOKUPS)
+    return sorted(lookup.name for lookup in (*_LOOKUPS, InfLLM))
 
 
 def get(spec: str) -> Lookup:
@@ -52,4 +56,25 @@ def get(spec: str) -> Lookup:
         >>> lookups.get("exact").name
         'exact'
     """
-    return registry.get("lookup", _LOOKUPS, spec)
+    found = find(spec)
+    if isinstance(found, InfLLM):
+        raise ValueError(f'lookup "{spec}" recalls blocks from a tier of its own; give it as recall_by of a policy')
+    return found
+
+
+def find(spec: str) -> Lookup | InfLLM:
+    """Return what a policy's `recall_by` means: a lookup of units, or InfLLM's of blocks.
+
+    Raises:
+        ValueError: As `get` does.
+    """
+    return registry.get("lookup", (*_LOOKUPS, InfLLM), spec)
+
+
+def in_blocks(spec: str, budget: int) -> InfLLM:
+    """Return a lookup of blocks with all its numbers, which follow from the budget.
+
+    Raises:
+        ValueError: As `find` does, or if the budget is too small for them.
+    """
+    return registry.get("lookup", (InfLLM,), spec).completed(budget)
