@@ -75,7 +75,7 @@ def _check_ordinary(cache: RetentionCache, host: bool) -> None:
 
 def _units(layer: RetentionLayer, rotary: Rotary, base: int, host: bool) -> tuple[Tensor, Tensor]:
     """Return (B, K, S, D) keys, rotated to 0, 1, ..., and values of a layer; `base` is the next token's position."""
-    view, positions = layer.view(base), layer.store.held(POSITIONS)
+    view, positions = layer.store.view(base), layer.store.held(POSITIONS)
     keys, values, second = view.keys, view.values, layer.host
     now = torch.arange(base - layer.fill, base, device=keys.device).expand(positions.shape)
     if second is not None and second.fill:

@@ -67,7 +67,8 @@ class CodedKeys:
         packed = self.packed[:, :, start:end, :, None].int()
         shifts = torch.arange(8 // self.bits, device=packed.device) * self.bits
         codes = (packed >> shifts) & (2**self.bits - 1)
-        return codes.flatten(-2)[..., : self.dim].float() - (2**self.bits - 1) / 2
+        numbers: Tensor = codes.flatten(-2)[..., : self.dim].float() - (2**self.bits - 1) / 2
+        return numbers
 
 
 @dataclass(frozen=True, kw_only=True)

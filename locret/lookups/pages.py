@@ -81,7 +81,8 @@ def in_pages(keys: Tensor, page: int, padding: float) -> Tensor:
     missing = -keys.shape[2] % page
     if missing:
         keys = torch.cat([keys, keys.new_full((*keys.shape[:2], missing, keys.shape[3]), padding)], dim=2)
-    return keys.unflatten(2, (-1, page))
+    pages: Tensor = keys.unflatten(2, (-1, page))
+    return pages
 
 
 def units_of_best(ratings: Tensor, positions: Tensor, page: int, count: int) -> Tensor:

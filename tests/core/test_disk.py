@@ -63,6 +63,7 @@ def test_tensors_do_not_overlap_and_an_area_is_used_again_once_nobody_looks_at_i
 def test_no_tensor_costs_a_file_descriptor(tmp_path: Path) -> None:
     disk = Disk(tmp_path / "scratch")
     disk.reserve(300 * PAGE)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     held = [disk.empty((3,), torch.float32) for _ in range(300)]
     assert len(os.listdir("/proc/self/fd")) == before
@@ -163,6 +164,7 @@ def test_a_disk_that_fills_refuses_and_keeps_what_was_there(
 
 
 def test_the_file_goes_with_the_last_tensor(tmp_path: Path) -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     disk = Disk(tmp_path / "scratch")
     tensor = disk.empty((10,), torch.float32).fill_(3)

@@ -76,12 +76,12 @@ def test_the_prefix_is_bit_for_bit_what_is_held_and_a_copy_of_it() -> None:
     model, cache = read()
     exported = cache.to_dynamic_cache()
     for layer, held in zip(exported.layers, cache.governed, strict=True):
-        view = held.view(cache.next_position)
+        view = held.store.view(cache.next_position)
         assert torch.equal(layer.keys, view.keys)
         assert torch.equal(layer.values, view.values)
-    before = cache.governed[0].view(cache.next_position).keys.clone()
+    before = cache.governed[0].store.view(cache.next_position).keys.clone()
     theirs("llama", exported, torch.tensor([[7]]))
-    assert torch.equal(cache.governed[0].view(cache.next_position).keys, before)
+    assert torch.equal(cache.governed[0].store.view(cache.next_position).keys, before)
 
 
 @pytest.mark.parametrize("tier", [{}, {"host_budget": "all", "recall": 500}])

@@ -95,7 +95,7 @@ def test_exact_is_the_slow_choice(units: int) -> None:
         assert sorted(ranks[1, head, 2].tolist()) == reference.best_units(logits, 5)
 
 
-@pytest.mark.parametrize(("bits", "most"), [(2, 0.1), (4, 0.01), (8, 0.001)])
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.3), (4, 0.01), (8, 0.001)])
 def test_codes_of_more_bits_are_closer_and_what_they_miss_is_bounded(bits: int, most: float) -> None:
     query, keys, positions = drawn(1000, queries=20)
     keys += torch.tensor([30.0, -20, 0, 0, 0, 0, 0, 0])  # a bias of a channel must not cost levels

@@ -60,7 +60,8 @@ def test_a_saved_cache_answers_and_reads_on_as_the_one_that_was_saved(
     again = load_cache(tmp_path / "a.ctx", model, "key_norm")
     assert again.memory().host_units == 19
     assert torch.equal(answer(model, again.copy(), prompt(40, seed=3)), answer(model, cache.copy(), prompt(40, seed=3)))
-    assert torch.equal(answer(model, again), answer(model, cache))
+    if not answered:
+        assert torch.equal(answer(model, again), answer(model, cache))
 
 
 @pytest.mark.parametrize(("there", "here"), [(False, True), (True, False), (True, True)])
@@ -107,13 +108,14 @@ def test_rows_of_a_ragged_batch_answer_as_they_do_alone(model: Any, positions: s
     changes = {"positions": positions, "host_budget": host_budget}
     cache = RetentionCache(model, "key_norm", policy(**changes))
     prefill(model, ids, cache, attention_mask=mask)
+    read = cache.copy()
     together = answer(model, cache)
     for row, alone in zip(together, rows, strict=True):
         own = RetentionCache(model, "key_norm", policy(**changes))
         prefill(model, alone, own)
         torch.testing.assert_close(row[None], answer(model, own), atol=1e-4, rtol=0)
-    apart = [answer(model, one) for one in cache.split(4)]
-    torch.testing.assert_close(torch.cat(apart), answer(model, cache), atol=1e-4, rtol=0)
+    apart = [answer(model, one) for one in read.split(4)]
+    torch.testing.assert_close(torch.cat(apart), together, atol=1e-4, rtol=0)
 
 
 def test_a_ragged_batch_reads_on(model: Any) -> None:
@@ -210,9 +212,7 @@ def test_a_disk_that_fills_in_the_middle_leaves_the_cache_marked(model: Any, tmp
 
 def test_everything_of_a_text_of_unknown_length_has_no_place_on_a_disk(model: Any, tmp_path: Path) -> None:
     cache = RetentionCache(model, "key_norm", policy(host_budget="all"), disk=tmp_path / "scratch")
-    with pytest.raises(
-        ValueError, match=r'host_budget="all" where the length of a text is unknown; give host_budget as'
-    ):
+    with pytest.raises(ValueError, match=r'host_budget="all" of a text of unknown length; give host_budget as'):
         prefill(model, iter(prompt(300)[0].tolist()), cache)
     bounded = RetentionCache(model, "key_norm", policy(), disk=tmp_path / "scratch")
     prefill(model, iter(prompt(300)[0].tolist()), bounded)
@@ -228,6 +228,7 @@ def test_a_disk_without_a_second_tier_is_refused(model: Any, tmp_path: Path) -> 
 
 
 def test_the_space_comes_back_with_the_last_cache(model: Any, tmp_path: Path) -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     cache = read(model, disk=tmp_path / "scratch")
     disk = cache.disk
