@@ -82,9 +82,9 @@ class QuantisedStore(DenseStore):
         batch, heads, _, dim = keys.shape
         window = (batch, heads, self.form.recent, dim)
         self.fixed |= {
-            "exact_keys": self.empty(window, dtype=keys.dtype, device=keys.device).zero_(),
-            "exact_values": self.empty(window, dtype=values.dtype, device=keys.device).zero_(),
-            "exact": self.empty((batch, heads), dtype=COUNT, device=keys.device).zero_(),
+            "exact_keys": torch.zeros(window, dtype=keys.dtype, device=keys.device),
+            "exact_values": torch.zeros(window, dtype=values.dtype, device=keys.device),
+            "exact": torch.zeros((batch, heads), dtype=COUNT, device=keys.device),
         }
         for name, states in (("keys", keys), ("values", values)):
             if self._coder(name).framed and _FRAMES[name] not in self.fixed:
