@@ -178,7 +178,7 @@ def _infllm(by: str) -> Method:
 
     fixed = ("recall", "recall_by", "host_budget", "positions", "when", "layer_budgets", "head_budgets", "memory")
     about = "the best blocks of old tokens beside a window and the first tokens (InfLLM)"
-    return Method(INFLLM, about, scorers.get("streaming", sinks=0), adapt=adapt, sets=frozenset(fixed))
+    return Method(INFLLM, about, scorers.get("streaming"), adapt=adapt, sets=frozenset(fixed))
 
 
 def _of_scorer(spec: MethodSpec) -> Method:

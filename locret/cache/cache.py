@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +83,7 @@ def find_store(store: type[Store] | str) -> type[Store]:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CacheMemory:
     """Bytes of a cache. What is planned follows from the policy alone; all else is counted from the tensors."""
 
@@ -99,6 +99,12 @@ class CacheMemory:
     """Units of the second tier per KV head, in the fullest layer."""
     moved: int = 0
     """Fetched from the second tier so far."""
+
+    def __repr__(self) -> str:
+        """Show what there is: all numbers of the first tier, and of others those that are not 0."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown = {f.name for f in fields(self) if f.default is MISSING or own[f.name]}
+        return f"CacheMemory({', '.join(f'{name}={number}' for name, number in own.items() if name in shown)})"
 
     def to_dict(self) -> dict[str, int]:
         """Return the numbers as plain data."""
