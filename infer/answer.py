@@ -41,6 +41,11 @@ class Answer:
     planned_cache_bytes: int
     peak_cache_bytes: int
     """Counted from the cache's tensors; in a beam search with the beams' copy."""
+    planned_host_bytes: int
+    """Of the second tier; 0 without one."""
+    host_bytes: int
+    moved_bytes: int
+    """Fetched from the second tier, for the prompt's last tokens and the answer."""
     peak_device_bytes: int | None
     """Weights and all else that was on the CUDA device; None elsewhere."""
     prefill_seconds: float
@@ -261,12 +266,18 @@ def _end_ids(model: nn.Module) -> list[int]:
 
 
 def _memory(cache: MeasuredCache) -> dict[str, int]:
-    own = cache.memory()
-    if cache.beams is None:
-        return {"planned_cache_bytes": own.planned, "peak_cache_bytes": own.peak}
-    copy = cache.beams.memory()
-    peak = max(own.peak, own.actual + copy.actual)
-    return {"planned_cache_bytes": own.planned + copy.planned, "peak_cache_bytes": peak}
+    own, copy = cache.memory(), None if cache.beams is None else cache.beams.memory()
+    if copy is None:
+        found = {"planned_cache_bytes": own.planned, "peak_cache_bytes": own.peak}
+    else:
+        peak = max(own.peak, own.actual + copy.actual)
+        found = {"planned_cache_bytes": own.planned + copy.planned, "peak_cache_bytes": peak}
+    return {
+        **found,
+        "planned_host_bytes": own.host_planned + (copy.host_planned if copy else 0),
+        "host_bytes": own.host + (copy.host if copy else 0),
+        "moved_bytes": (copy or own).moved,  # a copy goes on counting
+    }
 
 
 def _kernels(attn: str) -> AbstractContextManager[Any]:

@@ -130,6 +130,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     from locret import loading
     from locret.cache.cache import find_store
     from locret.infer import sizing
+    from locret.policy.policy import EVERYTHING
     from locret.scorers import Scorer
 
     dry_run = options.output.dry_run
@@ -142,6 +143,8 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     scorer, recommended = loading.load_scorer(options.scorer)
     draft = sizing.draft_policy(options.policy, options.chosen, recommended)
     counted = sizing.must_count(options.policy, draft) or (not dry_run and options.generation.num_beams > 1)
+    # What everything takes is known once it is counted; a read needs no count.
+    counted |= dry_run and draft.host_budget == EVERYTHING and options.prompt.prompt_file is not None
     if dry_run and counted:
         document = _document(options.prompt)
     config = loading.load_config(options.model)
@@ -172,7 +175,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     if chunk_choice:
         setup["chunk_choice"] = chunk_choice.to_dict()
     if dry_run:
-        _print_plan(options, config, dtype, scorer, policy, tokens, setup)
+        _print_plan(options, run_of, policy, setup)
         return None
     return _Plan(options, config, device, dtype, scorer, policy, tokenizer, document, ids, bar, setup)
 
@@ -375,20 +378,14 @@ def _prompt(options: Options, document: Any, counted: bool, asked: Sequence[str]
     return tokenizer, counted_ids, counted_ids.shape[1], bar
 
 
-def _print_plan(
-    options: Options, config: Any, dtype: Any, scorer: Any, policy: Any, tokens: int | None, setup: dict[str, Any]
-) -> None:
+def _print_plan(options: Options, run_of: Any, policy: Any, setup: dict[str, Any]) -> None:
     """Print what a run would do and take."""
-    from locret import loading
     from locret.infer import sizing
 
-    steps, generation = sizing.steps(config, scorer, policy, tokens), options.generation
-    planned = loading.planned_bytes(
-        options.model, config, dtype, scorer, policy, generation.max_new_tokens, generation.num_beams, tokens
-    )
+    steps = run_of.schedule(policy).table()
     plan = {
-        "planned_cache_bytes": planned,
-        "prompt_tokens": tokens,
+        **run_of.plan(policy),
+        "prompt_tokens": run_of.prompt_tokens,
         "not_given": policy.following(),
         "steps": steps,
     }
@@ -449,8 +446,16 @@ def _summary(record: dict[str, Any]) -> str:
         f"read {record['prompt_tokens']:,} tokens at {record['prefill_tokens_per_second']:,.0f}/s, kept "
         f"{record['kept_units']:,} units per KV head; wrote {record['new_tokens']:,} tokens at "
         f"{record['decode_tokens_per_second']:,.0f}/s; cache {record['peak_cache_bytes'] / 2**20:,.1f} MiB at most"
+        f"{_second_tier(record)}"
         f"{'' if record['finished'] else '; cut off at --max-new-tokens'}\n"
     )
+
+
+def _second_tier(record: dict[str, Any]) -> str:
+    if not record["planned_host_bytes"]:
+        return ""
+    host, moved = record["host_bytes"] / 2**20, record["moved_bytes"] / 2**20
+    return f", beside {host:,.1f} MiB in host memory, of which {moved:,.1f} MiB were fetched in turns"
 
 
 def _resolved(options: Options) -> dict[str, Any]:

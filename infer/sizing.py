@@ -10,11 +10,12 @@ import torch
 
 from locret import RetainingHeads, RetentionPolicy
 from locret.backbone.adapters import describe
-from locret.cache.limits import Limits, planned_bytes
+from locret.cache.limits import Limits, check_pair, planned_bytes, planned_host_bytes
 from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.infer_options import PolicyOptions
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
+from locret.policy.policy import EVERYTHING
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
 from locret.scorers import RetainingHeadScorer, Scorer
@@ -81,11 +82,26 @@ class PlannedRun:
     def _rates(self) -> Scorer:
         return RetainingHeadScorer(heads=self.scorer) if isinstance(self.scorer, RetainingHeads) else self.scorer
 
+    @property
+    def _copies(self) -> int:
+        return 1 if self.num_beams == 1 else 1 + self.num_beams
+
     def cache_bytes(self, policy: RetentionPolicy) -> int:
-        """Return the planned bytes of the cache and its copies."""
+        """Return the planned bytes of the cache and its copies, without a second tier."""
         sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
-        one = planned_bytes(describe(self.config), self._rates, policy, *sizes)
-        return one * (1 if self.num_beams == 1 else 1 + self.num_beams)
+        return self._copies * planned_bytes(describe(self.config), self._rates, policy, *sizes)
+
+    def host_bytes(self, policy: RetentionPolicy) -> int | None:
+        """Return the planned bytes of the second tier and its copies; None where it grows with an unknown length."""
+        if policy.host_budget == EVERYTHING and self.prompt_tokens is None:
+            return None
+        sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
+        return self._copies * planned_host_bytes(describe(self.config), self._rates, policy, *sizes)
+
+    def plan(self, policy: RetentionPolicy) -> dict[str, int | None]:
+        """Return the planned bytes of each tier, as plain data."""
+        host = {} if policy.host_budget is None else {"planned_host_bytes": self.host_bytes(policy)}
+        return {"planned_cache_bytes": self.cache_bytes(policy), **host}
 
     def schedule(self, policy: RetentionPolicy) -> Schedule:
         """Return the planned steps."""
@@ -95,6 +111,8 @@ class PlannedRun:
         """Return the planned bytes of the cache, of heads, and of what a chunk works with."""
         tokens = max([policy.chunk_size, *(step.tokens for step in self.schedule(policy).steps)])
         working = chunk_size.working_bytes(self.config, self.scorer, self.dtype, tokens)
+        if self.device.type == "cpu":  # where both tiers lie in one memory
+            working += self.host_bytes(policy) or 0
         return chunk_size.head_bytes(self.scorer, self.dtype) + self.cache_bytes(policy) + working
 
     @property
@@ -199,11 +217,19 @@ def _least_budget(flags: PolicyOptions, chosen: Collection[str]) -> int:
 
 
 def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
-    """Refuse what the device could not hold with nothing else on it; of a prompt of unknown length, one token.
+    """Refuse a scorer and a policy that do not go together, and what the memory could not hold with nothing else in it.
+
+    Of a prompt of unknown length one token is counted.
 
     Raises:
         ValueError: Naming the option that asks for too much, and what would fit.
     """
+    check_pair(run._rates, policy)
+    if (needed := run.host_bytes(policy) or 0) > (there := chunk_size.total_bytes(torch.device("cpu"))):
+        raise ValueError(
+            f"--host-budget {policy.host_budget} needs {needed:,} bytes of host memory, but this machine has "
+            f"{there:,}; lower it"
+        )
     run = replace(run, prompt_tokens=run.prompt_tokens or 1)
     has = chunk_size.total_bytes(run.device)
     if run.cache_bytes(policy) <= has // 2:  # weights that take the other half are refused where they are loaded
@@ -226,13 +252,6 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
         f"--max-new-tokens {run.new_tokens}, --num-beams {run.num_beams} and --budget {policy.budget} together need a "
         f"cache of {needed:,} bytes, but {run.device} has room for {max(0, has):,} next to the weights; lower them"
     )
-
-
-def steps(config: Any, scorer: RetainingHeads | Scorer, policy: RetentionPolicy, tokens: int | None) -> list[Any]:
-    """Return the planned steps of a prompt as plain data (see `locret.policy.schedule.Schedule.table`)."""
-    if isinstance(scorer, RetainingHeads):
-        scorer = RetainingHeadScorer(heads=scorer)
-    return Limits(policy, scorer, len(describe(config).layers)).plan(tokens).table()
 
 
 def follow_line(policy: RetentionPolicy) -> str:

@@ -16,14 +16,12 @@ from torch import nn
 
 from locret import method_spec, scorers
 from locret.backbone.adapters import describe
-from locret.cache.cache import RetentionCache
 from locret.field_values import shown
 from locret.files import read_json, shards
 from locret.heads import hub
 from locret.heads.heads import RetainingHeads
 from locret.heads.search import find_heads
 from locret.load_options import ADAPTER_CONFIG, CONFIG, BackboneSource, ScorerOptions
-from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
 AUTO_HEADS = "auto"
@@ -344,31 +342,6 @@ def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, confi
             scorer.check_matches(config)
         except ValueError as error:
             raise ValueError(f"--heads {options.heads}: {error}") from error
-
-
-def planned_bytes(
-    options: BackboneSource,
-    config: Any,
-    dtype: torch.dtype,
-    scorer: RetainingHeads | Scorer,
-    policy: RetentionPolicy,
-    new_tokens: int,
-    num_beams: int = 1,
-    prompt_tokens: int | None = None,
-) -> int:
-    """Return the bytes that a prompt's cache will take, from the config alone; the scorer is used up.
-
-    Without `prompt_tokens` the prompt is a long one.
-
-    A beam search works on a copy of the cache with one row per beam, in addition to the cache itself.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with _one_sentence(f"--model {options.model} has a config.json that describes no backbone"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
-    cache = RetentionCache(model, scorer, policy)
-    cache.reserve(prompt_tokens, new_tokens)
-    return cache.memory().planned * (1 if num_beams == 1 else 1 + num_beams)
 
 
 @contextmanager

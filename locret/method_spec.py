@@ -4,7 +4,8 @@
     snapkv:kernel=7,pooling=max         with options
     snapkv:window=8+prompt_end          with options, and a modifier of the policy
     locret+pyramid+linear               several modifiers
-    locret+pyramid:pyramid_beta=10      a modifier with options: numbers of the policy that it is about
+    locret+recall:host_budget=512       a modifier with options: numbers of the policy that it is about
+    quest+xattention:threshold=0.95     or options of what it names
     package.module:Class:power=2        a class that Python finds; its options follow a second colon
     methods/mine.py:Class               a class of a file
 
@@ -51,6 +52,15 @@ MODIFIERS: Mapping[str, Change] = {
     "decremental": Change({"decremental": True}, ("min_chunk",)),
     "compact": Change({"positions": "compact"}),
     "original": Change({"positions": "original"}),
+    "recall": Change(
+        {"recall": 8, "host_budget": 1024}, ("recall", "recall_by", "host_budget", "host_by"), of="recall_by"
+    ),
+    **{
+        name: Change({"prefill_attention": name}, of="prefill_attention")
+        for name in ("a_shape", "block_sparse", "minference", "vertical_slash", "xattention")
+    },
+    **{name: Change({"merge": name}, of="merge") for name in ("d2o", "kvmerger")},
+    "refit": Change({"refit": True}),
 }
 """What may follow a method after a plus sign, and what it changes in the policy."""
 

@@ -16,9 +16,10 @@ from locret.infer.evaluation.allotment import Allotment
 from locret.infer.infer_options import ModelOptions
 from locret.policy.budget import units_of_share
 from locret.policy.policy import RetentionPolicy
+from locret.policy.resolve import PolicyFlags
 
 if TYPE_CHECKING:
-    from locret.infer.evaluation.methods import Method
+    from locret.infer.methods import Method
 
 Numbers = int | str | list[int]
 Shares = float | str | list[float]
@@ -157,43 +158,19 @@ class EvalOptions(PublishedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetOptions:
-    """How many units stay. What is not given is what the heads recommend, else follows from the budget."""
+class BudgetOptions(PolicyFlags):
+    """How many units stay, for every method; NAME+pyramid and the like change one. What is not given follows."""
 
-    budget: Numbers | None = None
+    budget: Numbers | None = None  # type: ignore[assignment]
     """Cache units kept per KV head and layer after a chunk, such as 256,128; the same for every method. If
     neither given nor recommended by heads, at most an eighth of the shortest prompt that is made here."""
     budget_share: Shares | None = None
     """Instead of --budget: shares of every prompt's tokens, such as 0.1,0.2. Stabilizers are then at most a quarter of
     what a prompt gets."""
-    chunk_size: Numbers | None = None
+    chunk_size: Numbers | None = None  # type: ignore[assignment]
     """Prompt tokens per forward pass; several make an ablation."""
-    stabilizers: Numbers | None = None
+    stabilizers: Numbers | None = None  # type: ignore[assignment]
     """Newest units kept unconditionally after every chunk but the last; several make an ablation."""
-    local_len: int | None = None
-    """Last prompt tokens, read after the last eviction and never evicted in prefill."""
-    positions: str = RetentionPolicy.positions
-    """compact or original; streaming-original always uses original."""
-    layer_budgets: str = RetentionPolicy.layer_budgets
-    """uniform or pyramid, for every method; the method NAME+pyramid has it alone."""
-    pyramid_beta: int = RetentionPolicy.pyramid_beta
-    """Share of a pyramid's budget, 1 in so many, that the last layer keeps."""
-    head_budgets: str = RetentionPolicy.head_budgets
-    """uniform or adaptive, for every method; the method NAME+adaptive_heads has it alone."""
-    head_floor: float = RetentionPolicy.head_floor
-    """Share of the budget that every head keeps at least where heads are adaptive."""
-    memory: str = RetentionPolicy.memory
-    """fixed, linear, sqrt, square, square_sqrt or adaptive, for every method; NAME+linear and so on for one."""
-    decremental: bool = RetentionPolicy.decremental
-    """Make chunks smaller as memory grows, for every method; NAME+linear+decremental for one."""
-    min_chunk: int | None = None
-    """Smallest chunk in tokens with decremental."""
-    when: str = RetentionPolicy.when
-    """Evict after every chunk, or once at prompt_end, for every method; NAME+prompt_end for one."""
-    decode_budget: int | None = RetentionPolicy.decode_budget
-    """Units per KV head that a cache may hold while it generates; none: it grows by one for each token."""
-    decode_interval: int | None = None
-    """Units evicted at once when generation reaches decode_budget."""
 
     def fitted(self, recommended: dict[str, Any], shortest: int) -> BudgetOptions:
         """Return the options with a budget that fits prompts of `shortest` tokens, where nobody gave one.

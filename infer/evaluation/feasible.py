@@ -13,7 +13,7 @@ from locret.data.tasks.task import SAMPLES
 from locret.infer.chunk_size import free_bytes
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.eval_options import EvalOptions
-from locret.infer.evaluation.methods import Method
+from locret.infer.methods import Method
 from locret.policy.budget import cache_bytes
 
 MOST_ANSWERS = 1_000_000
@@ -50,7 +50,7 @@ def check(
         return
     lengths = evaluation.token_lengths()
     samples = evaluation.samples or SAMPLES
-    runs = sum(1 if method.make is None else len(allotments) for method in methods)
+    runs = sum(1 if method.plain or method.keeps_all else len(allotments) for method in methods)
     answers = samples * len(lengths) * len(made) * runs
     if answers > MOST_ANSWERS:
         raise ValueError(
@@ -67,7 +67,7 @@ def check(
     _fits(f"--lengths {longest}: the text of a prompt", longest * _TOKEN_BYTES, host, "give shorter --lengths")
     new = max(evaluation.max_new_tokens or 0, *(task.max_new_tokens for task in made))
     for method in methods:
-        policies = [None] if method.make is None else [one.policy(longest) for one in allotments]
+        policies = [None] if method.plain else [method.policy(one.policy(longest)) for one in allotments]
         for policy in policies:
             # At least so many: chunks and workspaces come on top.
             units = longest if policy is None or policy.when == "prompt_end" else min(policy.budget, longest)

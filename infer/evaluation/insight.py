@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from locret import RetainingHeads
 from locret.infer.evaluation import consistency
 from locret.infer.evaluation.consistency_figure import write_consistency
-from locret.infer.evaluation.methods import Prompt, Setup
+from locret.infer.evaluation.methods import ORACLE, Prompt, Setup, make_scorer
 from locret.infer.evaluation.retention_steps import write_retention_steps
 from locret.infer.evaluation.runner import Case, Run, ask
 from locret.scorers import Scorer
@@ -39,7 +39,7 @@ def write(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequence[Run]
         return []
     smallest: dict[str, Run] = {}
     for run in runs:
-        if run.policy is None:
+        if run.policy is None or run.method.adapt is not None:  # its first tier shows nothing of the method
             continue
         held = smallest.get(run.method.name)
         if held is None or held.policy is None or run.policy.budget < held.policy.budget:
@@ -73,11 +73,10 @@ def _consistency(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequen
     for prompt in tqdm(prompts, desc="comparing scores of prefixes", unit="text", disable=off):
         policy = runs[0].policy_of(prompt.ids_1N.shape[1])
         assert policy is not None
-        methods = {run.method.name: _source(run, prompt) for run in runs if run.method.name != "oracle"}
+        methods = {run.method.name: _source(run, prompt) for run in runs if run.method.name != ORACLE}
         measured.append(consistency.measure(setup.model, prompt.ids_1N, methods, policy, prefixes, prompt.labels))
     return write_consistency(output, consistency.average(prefixes, measured))
 
 
 def _source(run: Run, prompt: Prompt) -> RetainingHeads | Scorer:
-    assert run.method.make is not None
-    return run.method.make(prompt)
+    return make_scorer(run.method, prompt)

@@ -20,8 +20,11 @@ from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, Rep
 from locret.infer.evaluation.processes import Processes
 from locret.infer.evaluation.runner import Case, Run
 from locret.infer.infer_options import ModelOptions
+from locret.infer.methods import ANY_BUDGET
 from locret.infer.reading_warnings import warn_of_recency
+from locret.infer.sizing import PlannedRun
 from locret.load_options import ScorerOptions
+from locret.policy.policy import EVERYTHING
 from locret.policy.resolve import check_used
 
 _OF_ROWS = ("data_dir", "data_revision", "skip_bad_rows", "max_prompt", "template")
@@ -98,16 +101,20 @@ class Job:
 
     def plan(self) -> dict[str, Any]:
         """Return what would be done: runs, tokens, and the bytes of each policy's cache."""
-        new_tokens = max(one.task.max_new_tokens for one in self.selections)
+        longest = max(case.tokens for case in self.cases) or None
         planned = []
         for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
-            scorer, _ = loading.load_scorer(self.scorer)
-            grows = policy.needs_length or policy.when == "prompt_end"
-            tokens = max(case.tokens for case in self.cases) or None if grows else None
-            size = loading.planned_bytes(
-                self.model, self.config, self.dtype, scorer, policy, new_tokens, prompt_tokens=tokens
+            grows = policy.needs_length or policy.when == "prompt_end" or policy.host_budget == EVERYTHING
+            run = PlannedRun(
+                config=self.config,
+                scorer=self.heads,
+                dtype=self.dtype,
+                device=self.device,
+                prompt_tokens=longest if grows or policy.budget == ANY_BUDGET else None,
+                new_tokens=max(one.task.max_new_tokens for one in self.selections),
+                trust_remote_code=self.model.trust_remote_code,
             )
-            planned.append({**policy.to_dict(), "not_given": policy.following(), "planned_cache_bytes": size})
+            planned.append({**policy.to_dict(), "not_given": policy.following(), **run.plan(policy)})
         return {
             "runs": len(self.runs) * len(self.cases),
             "tokens": sum(case.tokens for case in self.cases) * len(self.runs),

@@ -1,28 +1,27 @@
-"""The methods that `locret-eval` compares: the plain cache, and everything that can rate cache units.
-
-Every scorer that can be named is a method of the same name, with its options, as `locret.method_spec` says; a scorer
-that needs more than options gets a line here. What a method's scores are used for can be changed by modifiers of the
-policy: `snapkv:kernel=7+prompt_end`, `locret+pyramid`.
-"""
+"""The methods that `locret-eval` compares: those of `locret.infer.methods`, fresh heads, and the true answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from locret import RetainingHeads, method_spec, plugins, scorers
-from locret.cache.limits import check_pair
+from locret import RetainingHeads, method_spec, scorers
 from locret.data.tasks import Sample
+from locret.infer.methods import FULL, LOCRET, Method, find, modified
+from locret.infer.methods import names as shared_names
 from locret.labels.labels import answer_labels
-from locret.method_spec import MethodSpec
-from locret.nearest import nearest
-from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
+
+UNTRAINED, ORACLE = "untrained", "oracle"
+_OWN = (
+    Method(UNTRAINED, "retaining heads with fresh weights"),
+    Method(ORACLE, "labels of the true answer: the upper bound that trained heads chase"),
+)
 
 
 @dataclass
@@ -63,69 +62,10 @@ class Prompt:
         return self._labels
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way of reading a prompt."""
-
-    name: str
-    description: str
-    make: Callable[[Prompt], RetainingHeads | Scorer] | None
-    """Gives what rates the units of a prompt; None for the plain cache, which keeps all of them."""
-    needs_heads: bool = False
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    """What the method changes in every policy."""
-    positions: str | None = None
-    """Position mode of the method's paper, taken unless the user chose one."""
-    recent: Callable[[int], int] = lambda budget: 0
-    """Newest units out of a budget that the method keeps whatever their scores."""
-    scorer: Scorer | None = field(default=None, compare=False)
-    """What rates the units, where it needs no prompt to be known."""
-
-    def policy(self, policy: RetentionPolicy, chosen: Collection[str] = ()) -> RetentionPolicy:
-        """Return the policy with the method's own changes; `chosen` are the names of the numbers that the user set.
-
-        Raises:
-            ValueError: If they contradict the policy.
-        """
-        usual = {} if self.positions is None or "positions" in chosen else {"positions": self.positions}
-        try:
-            made = replace(policy, **{**usual, **self.changes})
-            if self.scorer is not None:
-                check_pair(self.scorer, made)
-            return made
-        except ValueError as error:
-            raise ValueError(f"method {self.name}: {error}") from error
-
-
-def _heads(prompt: Prompt) -> RetainingHeads:
-    assert prompt.setup.heads is not None
-    return prompt.setup.heads
-
-
-_SPECIAL = (
-    Method("full", "the plain cache of transformers: every unit stays", None),
-    Method("locret", "trained retaining heads", _heads, needs_heads=True),
-    Method("untrained", "retaining heads with fresh weights", lambda prompt: prompt.setup.untrained),
-    Method(
-        "oracle",
-        "labels of the true answer: the upper bound that trained heads chase",
-        lambda prompt: scorers.get("oracle", labels=prompt.labels),
-    ),
-)
-"""Methods without options."""
-_ABOUT = {
-    "random": "units drawn at random",
-    "streaming": "first and most recent tokens (StreamingLLM)",
-    "streaming-original": "the same, with the positions of the text",
-}
-"""Methods that have the positions of the policy, as heads do."""
-_FIRST = ("full", "locret", "untrained", "random", "streaming", "streaming-original", "oracle")
-"""What lists begin with."""
-
-
 def names() -> list[str]:
     """Return the names that `get` knows."""
-    return [*_FIRST, *(name for name in scorers.names() if name not in _FIRST and name != "retaining_heads")]
+    own = [FULL, LOCRET, UNTRAINED, ORACLE]
+    return [*own, *(name for name in shared_names() if name not in own)]
 
 
 def get(method: str | Mapping[str, Any]) -> Method:
@@ -135,49 +75,23 @@ def get(method: str | Mapping[str, Any]) -> Method:
         ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
     """
     spec = method_spec.parse(method)
-    found = _special(spec) or _of_scorer(spec)
-    if found.make is None and spec.modifiers:
-        modifier = spec.modifiers[0]
-        raise ValueError(f'method "{spec}": the plain cache evicts nothing, so +{modifier} means nothing; drop it')
-    for modifier in spec.modifiers:
-        if clash := found.changes.keys() & modifier.changes.keys():
-            raise ValueError(f'method "{spec}": {spec.name} sets {min(clash)} itself; drop +{modifier}')
-    return replace(found, name=str(spec), changes={**found.changes, **spec.changes})
+    for own in _OWN:
+        if own.name == spec.name:
+            return modified(own, spec, "method")
+    return find(spec, "method", names())
 
 
-def _special(spec: MethodSpec) -> Method | None:
-    for method in _SPECIAL:
-        if method.name == spec.name:
-            if spec.options:
-                raise ValueError(f'method "{spec}": {spec.name} has no options; drop {next(iter(spec.options))}')
-            return method
-    return None
-
-
-def _of_scorer(spec: MethodSpec) -> Method:
-    if spec.name == "retaining_heads":
-        raise ValueError(f'method "{spec}" is called locret here; write locret, and give --heads')
-    if not _is_scorer(spec.name):
-        near = nearest(spec.name, names()) or names()
-        raise ValueError(f'method "{spec.name}" is unknown; did you mean {" or ".join(near)}?')
-    original = spec.name == "streaming-original"
-    scorer = scorers.make(replace(spec, name="streaming") if original else spec)
-
-    def make(prompt: Prompt) -> Scorer:
-        drawn = spec.name == "random" and "seed" not in spec.options
-        return scorers.get("random", seed=prompt.setup.seed) if drawn else scorer
-
-    about = _ABOUT.get(spec.name) or (type(scorer).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
-    return Method(
-        spec.name,
-        about[:1].lower() + about[1:],
-        make,
-        changes={"positions": "original"} if original else {},
-        positions=None if spec.name in _ABOUT else scorer.positions,
-        recent=scorer.recent,
-        scorer=scorer,
-    )
-
-
-def _is_scorer(name: str) -> bool:
-    return name in names() or plugins.is_reference(name) or name.endswith(".py")
+def make_scorer(method: Method, prompt: Prompt) -> RetainingHeads | Scorer:
+    """Return what rates the units of a prompt; not for the plain cache, where nothing does."""
+    setup, base = prompt.setup, method_spec.parse(method.name)
+    if method.needs_heads:
+        assert setup.heads is not None
+        return setup.heads
+    if base.name == UNTRAINED:
+        return setup.untrained
+    if base.name == ORACLE:
+        return scorers.get("oracle", labels=prompt.labels)
+    if base.name == "random" and "seed" not in base.options:
+        return scorers.get("random", seed=setup.seed)
+    assert method.scorer is not None
+    return method.scorer

@@ -19,9 +19,10 @@ from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import SampleSet, Selection
 from locret.infer.evaluation.allotment import Allotment
-from locret.infer.evaluation.methods import Method, Prompt, Setup
+from locret.infer.evaluation.methods import Prompt, Setup, make_scorer
 from locret.infer.evaluation.records import key, second_tier
 from locret.infer.evaluation.sessions import answer_turns
+from locret.infer.methods import Method
 from locret.policy.policy import RetentionPolicy
 
 _ALWAYS = ("budget", "chunk_size", "stabilizers", "local_len")
@@ -40,6 +41,8 @@ class Run:
     """Where the budget is a share."""
     chosen: Collection[str] = field(default=(), compare=False)
     """Names of the numbers that the user set."""
+    asked: RetentionPolicy | None = field(default=None, compare=False)
+    """The policy as it was before the method made its own of it, where that is not the same."""
 
     def policy_of(self, tokens: int) -> RetentionPolicy | None:
         """Return the policy of a prompt of so many tokens."""
@@ -50,11 +53,16 @@ class Run:
     @property
     def axes(self) -> dict[str, Any]:
         """The method and the numbers that vary, as they stand in a record; what follows the prompt is None."""
-        policy, shared = self.policy, self.allotment
-        numbers = ("budget", "chunk_size", "stabilizers")
+        policy, shared, asked = self.policy, self.allotment, self.asked or self.policy
+        numbers: dict[str, Any] = {
+            name: shared.own.get(name) if shared else asked and int(getattr(asked, name))
+            for name in ("budget", "chunk_size", "stabilizers")
+        }
+        if self.method.keeps_all:
+            numbers |= {"budget": None, "stabilizers": None}
         return {
             "method": self.method.name,
-            **{name: shared.own.get(name) if shared else policy and int(getattr(policy, name)) for name in numbers},
+            **numbers,
             **({"budget_share": shared.share} if shared else {}),
             **{name: getattr(policy, name) for name in _USUAL if policy and getattr(policy, name) != _USUAL[name]},
         }
@@ -110,7 +118,7 @@ class Case:
 def plan_runs(
     methods: Sequence[Method], allotments: Sequence[Allotment], tokens: int = 1, chosen: Collection[str] = ()
 ) -> list[Run]:
-    """Return the runs of every sample; the plain cache is run once, whatever the budgets.
+    """Return the runs of every sample; what keeps every unit is run once, whatever the budgets.
 
     Args:
         methods: The methods.
@@ -120,13 +128,15 @@ def plan_runs(
     """
     runs: list[Run] = []
     for method in methods:
-        if method.make is None:
+        if method.plain:
             runs.append(Run(method, None))
             continue
         for one in allotments:
-            policy = method.policy(one.policy(tokens), chosen)
-            runs.append(Run(method, policy, None if one.share is None else one, tuple(chosen)))
-    return runs
+            asked = one.policy(tokens)
+            shared = None if one.share is None or method.keeps_all else one
+            adapted = None if method.adapt is None else asked
+            runs.append(Run(method, method.policy(asked, chosen), shared, tuple(chosen), adapted))
+    return [run for nth, run in enumerate(runs) if not run.method.keeps_all or run not in runs[:nth]]
 
 
 def plan_cases(selections: Iterable[Selection], seed: int, template: str = "chat") -> list[Case]:
@@ -232,10 +242,10 @@ def answer(
     ids_1N, model = prompt.ids_1N, prompt.setup.model
     settings = _greedy(model, prompt.setup.tokenizer, max_new_tokens)
     settings |= _ending(prompt.setup.tokenizer, settings["eos_token_id"], stop, min_new_tokens)
-    if run.method.make is None:
+    if run.method.plain:
         new, measured = _plain(model, ids_1N, settings)
     else:
-        scorer = run.method.make(prompt)
+        scorer = make_scorer(run.method, prompt)
         new, measured = _retained(model, scorer, run.policy_of(ids_1N.shape[1]), ids_1N, settings)
     tokenizer = prompt.setup.tokenizer
     prediction = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -15,8 +15,9 @@ from transformers import Cache, DynamicCache
 from locret import RetentionCache, prefill
 from locret.backbone.adapters import unwrap
 from locret.conversation.templates import encode, leading_special_ids
-from locret.infer.evaluation.methods import Method, Prompt
+from locret.infer.evaluation.methods import ORACLE, Prompt, make_scorer
 from locret.infer.evaluation.records import second_tier
+from locret.infer.methods import Method
 from locret.policy.policy import RetentionPolicy
 
 
@@ -87,13 +88,13 @@ def answer_turns(prompt: Prompt, method: Method, policy: RetentionPolicy | None,
         ValueError: If the method rates the units of one prompt only, or the tokenizer cannot tell the choices apart.
     """
     model, tokenizer, sample = prompt.setup.model, prompt.setup.tokenizer, prompt.sample
-    if method.name.split("+")[0] == "oracle":
+    if method.name.split("+")[0] == ORACLE:
         raise ValueError(f"method oracle knows the answer to one prompt, and {task} is a session; leave one out")
     cache: Any
-    if method.make is None:
+    if method.plain:
         cache = DynamicCache(config=unwrap(model).config)
     else:
-        cache = RetentionCache(model, method.make(prompt), policy)
+        cache = RetentionCache(model, make_scorer(method, prompt), policy)
     session, start = Session(model, tokenizer, cache, sample.turns[-1], sample.choices), time.perf_counter()
     answers = [likeliest(session.rate(turn)) for turn in sample.turns]
     seconds = time.perf_counter() - start

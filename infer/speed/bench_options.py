@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from locret import method_spec
 from locret.load_options import DTYPES
 from locret.policy.budget import parse_bytes
+from locret.policy.resolve import PolicyFlags
 
 Numbers = int | str | list[int | str]
 Names = str | list[str]
@@ -22,7 +23,7 @@ _THOUSANDS = {"": 1, "K": 1024, "M": 1024**2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(PolicyFlags):
     """What is measured, and how often."""
 
     shape: str = "cpu-512"
@@ -39,16 +40,10 @@ class BenchOptions:
     package.module:Class, or in a recipe {snapkv: {kernel: 7}}."""
     lengths: Numbers | None = None
     """Prompt tokens, such as 8192,16384 or 8K,16K (K is 1024); the shape's if not given."""
-    budget: int | None = None
+    budget: int | None = None  # type: ignore[assignment]
     """Cache units kept per KV head; the shape's if not given, as all that follow."""
-    chunk_size: int | Literal["auto"] | None = None
+    chunk_size: int | Literal["auto"] | None = None  # type: ignore[assignment]
     """Prompt tokens per forward pass, for every method; auto: what locret-infer takes here for the bounded methods."""
-    stabilizers: int | None = None
-    """Newest units kept after every chunk but the last."""
-    local_len: int | None = None
-    """Last tokens, never evicted."""
-    min_chunk: int | None = None
-    """Smallest chunk of methods with +decremental; the policy's if not given."""
     new_tokens: int = 32
     """Tokens generated after every prompt."""
     compile: bool = False

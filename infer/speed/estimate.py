@@ -29,7 +29,8 @@ def estimated_seconds(plan: BenchPlan, rates: MachineRates) -> float:
 def spoken(seconds: float) -> str:
     """Return a time to wait as people say it."""
     if seconds < 90:
-        return f"{max(1, round(seconds))} seconds"
+        whole = max(1, round(seconds))
+        return f"{whole} second{'' if whole == 1 else 's'}"
     if seconds < 90 * 60:
         return f"{round(seconds / 60)} minutes"
     return f"{seconds / 3600:,.0f} hours"

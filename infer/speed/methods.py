@@ -1,30 +1,28 @@
 """The ways of reading a prompt that are measured, and what each plans: its forward passes and its cache.
 
-`full` keeps every unit (transformers' own cache and attention, the prompt in chunks), `floor` reads the same chunks as
-a bounded cache does but neither scores nor evicts, and every scorer is a method of its name, `locret` that of
-retaining heads. Options and modifiers are written as in `locret.method_spec`: `snapkv:kernel=7+pyramid`.
+They are the methods of `locret.infer.methods`, and `floor`, which reads the same chunks as a bounded cache does but
+neither scores nor evicts. `full` is fed with chunks here, as all others are.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from locret import RetainingHeads, method_spec, plugins, scorers
-from locret.cache.limits import Limits, check_pair, planned_bytes
+from locret import RetainingHeads, method_spec, scorers
+from locret.cache.limits import Limits, planned_bytes, planned_host_bytes
+from locret.infer.methods import FULL, Method, find
+from locret.infer.methods import names as shared_names
 from locret.infer.speed.cost import Pass, Sizes
-from locret.method_spec import MethodSpec
-from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
 from locret.policy.schedule import Schedule
-from locret.scorers import Scorer
+from locret.scorers import RetainingHeadScorer, Scorer
 
-_UNTIMED = ("oracle", "retaining_heads")
-"""One needs the true answer, the other is called `locret`."""
+FLOOR = "floor"
 
 
 class BenchMethod(ABC):
@@ -44,6 +42,14 @@ class BenchMethod(ABC):
     def planned_cache_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
         """Return the bytes of the cache at its largest."""
 
+    def planned_host_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
+        """Return the bytes of the second tier at its largest."""
+        return 0
+
+    def recalled(self, policy: RetentionPolicy) -> int:
+        """Return the most units of the second tier that a generating pass attends to, per KV head."""
+        return 0
+
     def extra_weight_bytes(self, config: Any, hidden_dim: int, heads: str | None) -> int:
         """Return the bytes of weights that are not the backbone's."""
         return 0
@@ -53,7 +59,7 @@ class BenchMethod(ABC):
 class Full(BenchMethod):
     """transformers' own cache, fed chunk by chunk: every unit stays."""
 
-    name: str = "full"
+    name: str = FULL
 
     def reading(self, sizes: Sizes, policy: RetentionPolicy, length: int) -> list[Pass]:
         layers, size = len(sizes.backbone.layers), policy.chunk_size
@@ -75,7 +81,7 @@ class Full(BenchMethod):
 class Floor(BenchMethod):
     """The least that bounded reading costs: the same chunks against a static cache, without scores and eviction."""
 
-    name: str = "floor"
+    name: str = FLOOR
 
     def reading(self, sizes: Sizes, policy: RetentionPolicy, length: int) -> list[Pass]:
         _check_uniform(sizes)
@@ -92,36 +98,38 @@ class Floor(BenchMethod):
 
 @dataclass(frozen=True)
 class Bounded(BenchMethod):
-    """A bounded cache whose units a scorer rates."""
+    """A cache of ours."""
 
-    name: str
-    scorer: str = "retaining_heads"
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Of the scorer."""
-    changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Of the policy."""
+    method: Method
+    chosen: frozenset[str] = frozenset()
+    """Names of the numbers of the policy that the user set."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Its one spelling."""
+        return self.method.name
 
     @property
     def has_heads(self) -> bool:
         """Whether the scorer is one of trained weights."""
-        return self.scorer == "retaining_heads"
+        return self.method.needs_heads
+
+    @property
+    def scorer(self) -> type[Scorer]:
+        """The kind of what rates the units."""
+        return RetainingHeadScorer if self.method.scorer is None else type(self.method.scorer)
 
     def policy(self, policy: RetentionPolicy) -> RetentionPolicy:
-        """Return the policy in the positions of the scorer's paper, with what the modifiers change.
+        """Return the policy with what the method changes.
 
         Raises:
-            ValueError: If they contradict the policy.
+            ValueError: If they contradict each other.
         """
-        try:
-            made = replace(policy, **{"positions": scorers.find(self.scorer).positions, **self.changes})
-            check_pair(self._placeholder(), made)
-            return made
-        except ValueError as error:
-            raise ValueError(f"method {self.name}: {error}") from error
+        return self.method.policy(policy, self.chosen)
 
     def make_scorer(self, heads: RetainingHeads | None) -> Scorer:
         """Return a scorer for one cache."""
-        return scorers.get(self.scorer, heads=heads) if self.has_heads else self._scorer()
+        return scorers.get("retaining_heads", heads=heads) if self.method.scorer is None else self.method.scorer
 
     def reading(self, sizes: Sizes, policy: RetentionPolicy, length: int) -> list[Pass]:
         return _passes(self._limits(sizes, policy).plan(length))
@@ -134,6 +142,13 @@ class Bounded(BenchMethod):
         own = self.policy(policy)
         return planned_bytes(sizes.backbone, self._placeholder(), own, sizes.element_size, length, new_tokens)
 
+    def planned_host_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
+        own = self.policy(policy)
+        return planned_host_bytes(sizes.backbone, self._placeholder(), own, sizes.element_size, length, new_tokens)
+
+    def recalled(self, policy: RetentionPolicy) -> int:
+        return self.policy(policy).recall
+
     def extra_weight_bytes(self, config: Any, hidden_dim: int, heads: str | None) -> int:
         if not self.has_heads:
             return 0
@@ -144,10 +159,7 @@ class Bounded(BenchMethod):
 
     def _placeholder(self) -> Scorer:
         # Heads are like random scores as far as the plan goes: rated once, none kept by right.
-        return scorers.get("random") if self.has_heads else self._scorer()
-
-    def _scorer(self) -> Scorer:
-        return scorers.make(MethodSpec(self.scorer, self.options))
+        return self.method.scorer or scorers.get("random")
 
     def _limits(self, sizes: Sizes, policy: RetentionPolicy) -> Limits:
         return Limits(self.policy(policy), self._placeholder(), len(sizes.backbone.layers))
@@ -155,30 +167,26 @@ class Bounded(BenchMethod):
 
 def names() -> list[str]:
     """Return the names that `get` knows."""
-    return ["full", "floor", "locret", *(name for name in scorers.names() if name not in _UNTIMED)]
+    return [FULL, FLOOR, *(name for name in shared_names() if name != FULL)]
 
 
-def get(method: str | Mapping[str, Any]) -> BenchMethod:
+def get(method: str | Mapping[str, Any], chosen: Collection[str] = ()) -> BenchMethod:
     """Return the method that a text or a mapping of YAML names, such as `snapkv:kernel=7+pyramid`.
+
+    Args:
+        method: What somebody wrote.
+        chosen: Names of the numbers of the policy that the user set.
 
     Raises:
         ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
     """
     spec = method_spec.parse(method, "--methods")
-    base = spec.name
-    if base in _UNTIMED or not (base in names() or plugins.is_reference(base) or base.endswith(".py")):
-        near = nearest(base, names()) or names()
-        raise ValueError(f"--methods {base} is unknown; did you mean {' or '.join(near)}?")
-    if base in ("full", "floor", "locret") and spec.options:
-        raise ValueError(f"--methods {spec}: {base} has no options; drop {next(iter(spec.options))}")
-    if base in ("full", "floor"):
-        if spec.modifiers:
-            raise ValueError(f"--methods {spec}: {base} evicts nothing, so +{spec.modifiers[0]} means nothing; drop it")
-        return Full() if base == "full" else Floor()
-    found = Bounded(str(spec), "retaining_heads" if base == "locret" else base, spec.options, spec.changes)
-    if not found.has_heads:
-        found.make_scorer(None)  # refuses options that are unfit
-    return found
+    if spec.name == FLOOR:
+        if unfit := [*spec.options, *(f"+{modifier.name}" for modifier in spec.modifiers)]:
+            raise ValueError(f'--methods "{spec}": {FLOOR} neither scores nor evicts; drop {unfit[0]}')
+        return Floor()
+    found = find(spec, "--methods", names())
+    return Full() if found.plain else Bounded(found, frozenset(chosen))
 
 
 def _passes(schedule: Schedule) -> list[Pass]:

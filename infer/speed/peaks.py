@@ -2,6 +2,7 @@
 
 weights     the backbone's, and those of heads
 cache       what the cache holds on to at its largest, counted from its tensors
+host        the second tier of a cache, in host memory; no part of the total
 workspace   all else that is alive at the peak: hidden states, MLPs, logits, what kernels allocate, copies of the cache
 
 On CUDA the allocator keeps the peak itself; on the CPU every allocation of one run is recorded and played back. Reading
@@ -18,7 +19,7 @@ import torch
 from locret.infer.speed.allocations import peak_bytes, phase
 from locret.infer.speed.methods import BenchMethod
 from locret.infer.speed.resident import resident_growth
-from locret.infer.speed.runs import BenchSetup, new_run
+from locret.infer.speed.runs import BenchRun, BenchSetup, new_run
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,11 @@ class PeakBytes:
     weights: int
     cache: int
     workspace: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All of it, without what lies in the second tier."""
         return self.weights + self.cache + self.workspace
 
     def to_dict(self) -> dict[str, int]:
@@ -48,10 +50,13 @@ class RunPeaks:
     process: int | None
     """What the process took for it, free blocks included, with the weights: device memory on CUDA, resident memory on
     the CPU; None where the system does not tell."""
+    moved: tuple[int, int] = (0, 0)
+    """Bytes fetched from the second tier, for the prompt's last tokens and for the answer."""
 
     def to_dict(self) -> dict[str, object]:
         """Return the numbers as plain data."""
-        return {"prefill": self.prefill.to_dict(), "decode": self.decode.to_dict(), "process": self.process}
+        peaks = {"prefill": self.prefill.to_dict(), "decode": self.decode.to_dict(), "process": self.process}
+        return {**peaks, "moved": dict(zip(("prefill", "decode"), self.moved, strict=True))}
 
 
 def measure_peaks(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
@@ -61,25 +66,26 @@ def measure_peaks(setup: BenchSetup, method: BenchMethod, length: int) -> RunPea
 
 
 def _on_cpu(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
-    weights, run, caches = setup.weight_bytes(method), new_run(setup, method, length), []
+    weights, run = setup.weight_bytes(method), new_run(setup, method, length)
+    held: list[tuple[int, int, int]] = []
     resident = resident_growth(lambda: run.write(run.read()))
     run = new_run(setup, method, length)
 
     def both() -> None:
         with phase("prefill"):
             first = run.read()
-        caches.append(run.cache_bytes())
+        held.append(_held(run))
         with phase("decode"):
             run.write(first)
-        caches.append(run.cache_bytes())
+        held.append(_held(run))
 
     peaks = peak_bytes(both).phases
     # Weights were there before, so no recorded allocation is theirs.
     prefill, decode = (
-        PeakBytes(weights, cache, peaks[name] - cache)
-        for name, cache in zip(("prefill", "decode"), caches, strict=True)
+        PeakBytes(weights, cache, peaks[name] - cache - host, host)
+        for name, (cache, host, _) in zip(("prefill", "decode"), held, strict=True)
     )
-    return RunPeaks(prefill, decode, None if resident is None else weights + resident)
+    return RunPeaks(prefill, decode, None if resident is None else weights + resident, _moved(*held))
 
 
 def _on_cuda(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
@@ -87,11 +93,23 @@ def _on_cuda(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     first = run.read()
-    read, cache = torch.cuda.max_memory_allocated(device), run.cache_bytes()
+    read, before = torch.cuda.max_memory_allocated(device), _held(run)
     reserved = torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     run.write(first)
-    written, grown = torch.cuda.max_memory_allocated(device), run.cache_bytes()
-    prefill = PeakBytes(weights, cache, read - weights - cache)
-    decode = PeakBytes(weights, grown, written - weights - grown)
-    return RunPeaks(prefill, decode, max(reserved, torch.cuda.max_memory_reserved(device)))
+    written, after = torch.cuda.max_memory_allocated(device), _held(run)
+    prefill, decode = (
+        PeakBytes(weights, cache, peak - weights - cache, host)
+        for peak, (cache, host, _) in ((read, before), (written, after))
+    )
+    process = max(reserved, torch.cuda.max_memory_reserved(device))
+    return RunPeaks(prefill, decode, process, _moved(before, after))
+
+
+def _held(run: BenchRun) -> tuple[int, int, int]:
+    """Return the bytes of the cache, of its second tier, and of what was fetched from there so far."""
+    return run.cache_bytes(), run.host_bytes(), run.moved_bytes()
+
+
+def _moved(read: tuple[int, int, int], written: tuple[int, int, int]) -> tuple[int, int]:
+    return read[2], written[2] - read[2]

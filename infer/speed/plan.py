@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.speed.cost import Cost, Pass, Sizes, cost, sizes_of
 from locret.infer.speed.methods import BenchMethod, Bounded
+from locret.method_spec import parse
 from locret.policy.policy import RetentionPolicy
 from locret.tables import Columns, number, of_rows
 
@@ -24,6 +25,8 @@ class PlannedBytes:
     """The backbone's, and those of retaining heads where a method has them."""
     cache: int
     """The cache at its largest, from the first chunk to the last generated token."""
+    host: int
+    """The second tier at its largest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +80,21 @@ class BenchPlan:
         """Return what a method will hold."""
         weights = self.sizes.weight_bytes + method.extra_weight_bytes(self.config, self.hidden_dim, self.heads)
         cache = method.planned_cache_bytes(self.sizes, self.policy, length, self.new_tokens)
-        return PlannedBytes(weights, cache)
+        host = method.planned_host_bytes(self.sizes, self.policy, length, self.new_tokens)
+        return PlannedBytes(weights, cache, host)
+
+    def base(self, method: BenchMethod) -> str | None:
+        """Return the measured method that has the most of a method's modifiers, but not all; None if there is none."""
+        spec, names = parse(method.name), {one.name for one in self.methods}
+        fewer = (str(replace(spec, modifiers=spec.modifiers[:most])) for most in reversed(range(len(spec.modifiers))))
+        return next((name for name in fewer if name in names), None)
 
     def cost(self, method: BenchMethod, length: int) -> dict[str, Cost]:
         """Return the least work of reading a prompt, and of generating after it."""
         passes = method.reading(self.sizes, self.policy, length)
-        first = method.units_after(self.sizes, self.policy, length)
+        most = method.recalled(self.policy)
+        # Of what was evicted no more can be recalled than there is.
+        first = [u + min(most, length - u) for u in method.units_after(self.sizes, self.policy, length)]
         writing = [Pass(1, tuple(units + step for units in first), length + step, 1) for step in range(self.new_tokens)]
         return {"prefill": cost(self.sizes, passes), "decode": cost(self.sizes, writing)}
 
@@ -120,7 +132,8 @@ class BenchPlan:
             "method": method.name,
             "length": length,
             "compiled": self.compile and isinstance(method, Bounded),
-            "planned_bytes": {"weights": planned.weights, "cache": planned.cache},
+            "base": self.base(method),
+            "planned_bytes": {"weights": planned.weights, "cache": planned.cache, "host": planned.host},
             "flops": {part: work[part].flops for part in work},
             "bytes": {part: work[part].bytes for part in work},
         }
@@ -131,6 +144,7 @@ _COLUMNS: Columns = {
     "tokens": number("length", ","),
     "planned weights MiB": number("planned_bytes.weights", ",.1f", 2**20),
     "planned cache MiB": number("planned_bytes.cache", ",.2f", 2**20),
+    "planned host MiB": number("planned_bytes.host", ",.2f", 2**20),
     "prefill TFLOP": number("flops.prefill", ",.3f", 1e12),
     "decode GB": number("bytes.decode", ",.3f", 1e9),
 }

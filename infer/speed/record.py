@@ -65,7 +65,9 @@ def _result(plan: BenchPlan, found: Measurements, method: BenchMethod, length: i
     for part in PARTS:
         seconds = _of(runs, part)
         row[part] = _speed(seconds, tokens[part], work[part], found.rates) if seconds else None
-    row["ratios"] = {part: _ratios(found, key, part) for part in PARTS}
+    row["ratios"] = {part: _ratios(found, key, part, row["base"]) for part in PARTS}
+    if peaks is not None:
+        row["moved_bytes_per_token"] = peaks.moved[1] / plan.new_tokens
     row["seconds"] = {part: _of(runs, part) for part in PARTS}
     return row
 
@@ -84,8 +86,11 @@ def _speed(seconds: Sequence[float], tokens: int, work: Cost, rates: Sequence[Ma
     }
 
 
-def _ratios(found: Measurements, key: Key, part: str) -> dict[str, dict[str, float]]:
-    """Return full attention's seconds over this method's, and this method's over the floor's, round by round."""
+def _ratios(found: Measurements, key: Key, part: str, base: str | None) -> dict[str, dict[str, float]]:
+    """Return full attention's seconds over this method's, and this method's over others', round by round.
+
+    The others are the floor, and `base`: what has fewer of its modifiers.
+    """
     name, length = key
     own, ratios = _of(found.seconds.get(key, []), part), {}
     full, floor = (_of(found.seconds.get((other, length), []), part) for other in ("full", "floor"))
@@ -93,6 +98,8 @@ def _ratios(found: Measurements, key: Key, part: str) -> dict[str, dict[str, flo
         ratios["full/this"] = quantiles([a / b for a, b in zip(full, own, strict=True)])
     if own and floor and name != "floor":
         ratios["this/floor"] = quantiles([a / b for a, b in zip(own, floor, strict=True)])
+    if own and base is not None and (fewer := _of(found.seconds.get((base, length), []), part)):
+        ratios["this/base"] = quantiles([a / b for a, b in zip(own, fewer, strict=True)])
     return ratios
 
 

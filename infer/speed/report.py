@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from locret.infer.speed.peers import lines as peer_lines
@@ -12,6 +12,7 @@ COMPILED = (
     "Compiled rows write by one program per token, which was made before the rounds; `full` and `floor` run as "
     "written, so the decode ratios of compiled rows hold what compiling gains as well as what forgetting does."
 )
+_BASE = "; of base: how many times that of the same method with fewer modifiers"
 _MIB = 2**20
 
 
@@ -45,9 +46,9 @@ def tables(record: Mapping[str, Any]) -> list[str]:
     rows = record["results"]
     lines = [
         "Speed, p20 / p50 / p80. Ratios are medians of ratios within a round: how many times faster than `full`, and "
-        "how many times the time of `floor`.",
+        f"how many times the time of `floor`{_BASE if any(row['base'] for row in rows) else ''}.",
         "",
-        *of_rows(_SPEED, rows),
+        *of_rows(_SPEED | (_OF_BASE if any(row["base"] for row in rows) else {}), rows),
         "",
         *([COMPILED, ""] if record["config"]["compile"] else []),
         "Work done per second, counted from the shape, and its share of what the machine did at best in the same run.",
@@ -61,6 +62,7 @@ def tables(record: Mapping[str, Any]) -> list[str]:
         "",
         *of_rows(_MEMORY, rows),
         "",
+        *_tiers(rows),
     ]
     if record["growth"]:
         lines += ["How prefill seconds grow with the prompt.", ""]
@@ -73,9 +75,18 @@ def tables(record: Mapping[str, Any]) -> list[str]:
     return [*lines, *missing, *([""] if missing else [])]
 
 
+def _tiers(rows: Sequence[Row]) -> list[str]:
+    """Return the table of the second tiers; empty without any."""
+    own = [row for row in rows if row["planned_bytes"]["host"]]
+    if not own:
+        return []
+    about = "The second tier in host memory, beside that: planned and counted MiB, and what each new token fetches."
+    return [about, "", *of_rows(_TIERS, own), ""]
+
+
 def _ratio(part: str, name: str) -> Callable[[Row], str]:
-    """Return what writes a ratio to full or floor: 1 for itself, nothing where that was not measured."""
-    other, write = "full" if name == "full/this" else "floor", number(f"ratios.{part}.{name}.p50", ".2f")
+    """Return what writes a ratio to another method: 1 for itself, nothing where that was not measured."""
+    other, write = {"full/this": "full", "this/floor": "floor"}.get(name), number(f"ratios.{part}.{name}.p50", ".2f")
 
     def shown(row: Row) -> str:
         if row[part] is None:
@@ -121,6 +132,14 @@ _MEMORY: Columns = {
     "peak of prefill": number("peak_bytes.prefill.total", ",.2f", _MIB),
     "peak of decode": number("peak_bytes.decode.total", ",.2f", _MIB),
     "process": number("peak_bytes.process", ",.2f", _MIB),
+}
+_OF_BASE: Columns = {f"{part} of base": _ratio(part, "this/base") for part in ("prefill", "decode")}
+_TIERS: Columns = {
+    **_NAMED,
+    "host planned": number("planned_bytes.host", ",.2f", _MIB),
+    "host": number("peak_bytes.decode.host", ",.2f", _MIB),
+    "moved KiB / new token": number("moved_bytes_per_token", ",.1f", 2**10),
+    "decode ms / token": number("decode.seconds_per_token.p50", ",.3g", 1e-3),
 }
 _GROWTH: Columns = {
     "method": _NAMED["method"],

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import psutil
 import torch
 
-from locret import RetainingHeads, RetentionPolicy, loading, scorers
+from locret import RetainingHeads, RetentionPolicy, loading
 from locret.cache.compiled_step import obstacle
 from locret.infer import chunk_size
 from locret.infer.infer_options import ModelOptions
@@ -42,14 +42,15 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     options = replace(options, heads=loading.chosen_heads(options.heads, options.model))
     preset, config = _backbone(options)
     device = _device(options, preset)
-    compared = tuple(methods.get(name) for name in options.method_names())
+    own = _own(options, chosen)
+    compared = tuple(methods.get(name, own) for name in options.method_names())
     if options.heads is not None and not any(_with_heads(method) for method in compared):
         raise ValueError(f"--heads {options.heads}: no method of --methods uses them; add locret, or drop them")
     fresh = options.heads is None and (bool(options.peer_names()) or any(map(_with_heads, compared)))
     if options.hidden_dim is not None and not fresh:
         why = "--methods has none; add locret" if options.heads is None else "--heads have their own; drop one of them"
         raise ValueError(f"--hidden-dim {options.hidden_dim} is the width of fresh heads, but {why}, or drop it")
-    policy_of = partial(_policy, options, preset)
+    policy_of = partial(_policy, options, preset, own)
     peers = _peers(options)
     if "peer_timeout" in chosen and not peers:
         raise ValueError(f"--peer-timeout {options.peer_timeout:g} is for peers, but none is run; add --vs, or drop it")
@@ -76,7 +77,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     )
     if options.chunk_size == AUTO:
         plan = with_chosen_chunk(plan, policy_of)
-    check_used({"min_chunk": options.min_chunk}, [one.policy(plan.policy) for one in _deciding(plan)])
+    check_used(own, [one.policy(plan.policy) for one in _deciding(plan)])
     _check(plan)
     return plan
 
@@ -111,12 +112,17 @@ def _chunk_size(options: BenchOptions) -> int | None:
     return chunk_size.LARGEST if isinstance(options.chunk_size, str) else options.chunk_size
 
 
-def _policy(options: BenchOptions, preset: Preset, size: int | None) -> RetentionPolicy:
+def _own(options: BenchOptions, chosen: set[str]) -> dict[str, Any]:
+    """Return the numbers of the policy that the user chose."""
+    found = {field.name: getattr(options, field.name) for field in fields(RetentionPolicy)}
+    return {name: value for name, value in found.items() if name in chosen or value != getattr(BenchOptions, name)}
+
+
+def _policy(options: BenchOptions, preset: Preset, own: Mapping[str, Any], size: int | None) -> RetentionPolicy:
     """Return the policy: what the user chose, else what the heads recommend, else the shape's."""
     usual = {name: getattr(preset, name) for name in ("budget", "chunk_size", "stabilizers", "local_len")}
     if options.heads is not None:
         usual = loading.load_scorer(ScorerOptions(heads=options.heads))[1] or usual
-    own = {name: getattr(options, name) for name in ("budget", "stabilizers", "local_len", "min_chunk")}
     return resolve({**own, "chunk_size": size}, usual)
 
 
@@ -237,7 +243,7 @@ def _check_compiled(plan: BenchPlan) -> None:
             "--compile changes how locret writes, which --methods leaves out; add locret, or drop --compile"
         )
     for method in bounded:
-        kind, policy = scorers.find(method.scorer), method.policy(plan.policy)
+        kind, policy = method.scorer, method.policy(plan.policy)
         for length in plan.lengths:
             held = method.units_after(plan.sizes, plan.policy, length)
             reason = obstacle(plan.sizes.backbone, kind, policy, held)

@@ -56,7 +56,15 @@ class BenchRun(ABC):
 
     @abstractmethod
     def cache_bytes(self) -> int:
-        """Return the bytes of the cache at its largest so far, counted from its tensors."""
+        """Return the bytes of the cache at its largest so far, counted from its tensors, without a second tier."""
+
+    def host_bytes(self) -> int:
+        """Return the bytes of the second tier, counted from its tensors."""
+        return 0
+
+    def moved_bytes(self) -> int:
+        """Return the bytes fetched from the second tier so far."""
+        return 0
 
 
 class FullRun(BenchRun):
@@ -120,6 +128,12 @@ class BoundedRun(BenchRun):
 
     def cache_bytes(self) -> int:
         return self.cache.memory().peak
+
+    def host_bytes(self) -> int:
+        return self.cache.memory().host
+
+    def moved_bytes(self) -> int:
+        return self.cache.memory().moved
 
 
 def new_run(setup: BenchSetup, method: BenchMethod, length: int) -> BenchRun:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from locret.backbone.near_and_far import Far, attend_near_and_far
+
 _ROWS_CPU = 64
 _SOFTCAP_ROWS = 256
 _MASK_STEP = 256
@@ -75,6 +77,8 @@ class View:
     """What queries attend to besides, in one softmax with the rest."""
     sparse: Attention | None = None
     """How these queries attend, where not to all of it."""
+    far: Far | None = None
+    """Units beyond a window, seen at a distance of their own; the slots are those within it then."""
 
 
 def attend(
@@ -101,6 +105,8 @@ def attend(
     Returns:
         (B, N, L, D).
     """
+    if view.far is not None:
+        return attend_near_and_far(view.keys, view.values, view.far, scaling, memo, softcap)
     if view.recalled is not None:
         return _attend_both(query, view, view.recalled, scaling, memo, softcap, flash)
     if view.sparse is not None:

@@ -32,10 +32,7 @@ class Rotary:
         """
         key, last = (start, length, like.dtype, like.device), self._last
         if last is None or last[0] != key:
-            positions = torch.arange(start, start + length, device=like.device)[None]
-            extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
-            cos, sin = self._module(like, positions, **extra)
-            last = self._last = (key, (cos[0], sin[0]))
+            last = self._last = (key, self.at(torch.arange(start, start + length, device=like.device), like))
         return last[1]
 
     def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

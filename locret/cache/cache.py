@@ -18,10 +18,11 @@ from transformers import Cache
 from locret import lookups, mergers, plugins
 from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
+from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.digest import shortened
 from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
-from locret.cache.limits import Limits, check_pair, check_slots, column_bytes
+from locret.cache.limits import Limits, block_bytes, check_pair, check_slots, column_bytes, near_bytes
 from locret.cache.merging import Folding
 from locret.cache.ragged import RaggedStore
 from locret.cache.routing import route
@@ -208,10 +209,22 @@ class RetentionCache(Cache):
                 f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{self.policy.head_budgets}" selects '
                 f'"{selector.store}" ones; change head_budgets, or take another store'
             )
+        if self.policy.recalls_blocks:
+            return self._new_block_layer(kind)
         store = kind(self._rotary, self._workspace, self.scorer.columns)
         host = self._new_host(kind, index)
         folding = None if self.merger is None else Folding(self.merger, self.merging, index)
         return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
+
+    def _new_block_layer(self, kind: type[Store]) -> BlockLayer:
+        if not issubclass(kind, DenseStore):
+            raise ValueError(
+                f"store {kind.name} cannot give blocks away, as recall_by={self.policy.recall_by} does; take another "
+                "recall_by, or derive the store from locret.cache.store.DenseStore"
+            )
+        columns = {**self.scorer.columns, **block_columns(self.backbone)}
+        store = kind(self._rotary, self._workspace, columns)
+        return BlockLayer(store, self.policy.blocks(), self.backbone.num_heads)
 
     def _new_host(self, kind: type[Store], index: int) -> HostTier | None:
         policy, nth = self.policy, self.backbone.layers.index(index)
@@ -274,7 +287,7 @@ class RetentionCache(Cache):
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of all buffers, the shared workspace included."""
         units = max((layer.fill for layer in self.governed), default=0)
-        hosts = [layer.host for layer in self.governed if layer.host is not None]
+        hosts = [layer.tier for layer in self.governed if layer.tier is not None]
         return CacheMemory(
             self._plan(),
             self._bytes(),
@@ -297,6 +310,8 @@ class RetentionCache(Cache):
         if not any(slots) and not self.policy.needs_length:
             slots = list(self._limits.plan(None).peak)
         element_size = next(self.model.parameters()).element_size()
+        if self.policy.recalls_blocks:
+            return near_bytes(self.backbone, self.scorer, self.policy, slots, element_size, rows)
         queries = (
             rows * self._limits.remembered_queries * self.backbone.num_heads * self.backbone.head_dim * element_size
         )
@@ -310,11 +325,13 @@ class RetentionCache(Cache):
             slots = [self.policy.host_budget] * len(slots)
         slots = [units if near == resident else 0 for units, near in zip(slots, self._limits.resident, strict=True)]
         element_size = next(self.model.parameters()).element_size()
+        if self.policy.recalls_blocks:
+            return block_bytes(self.backbone, self.policy, slots, element_size, self.rows or 1)
         return host_bytes(self.backbone, slots, element_size, self.rows or 1, column_bytes(self.scorer))
 
     def _note_largest(self) -> None:
         self._largest = list(map(max, self._largest, [layer.capacity for layer in self.governed]))
-        hosts = [0 if layer.host is None else layer.host.store.capacity for layer in self.governed]
+        hosts = [0 if layer.tier is None else layer.tier.capacity for layer in self.governed]
         self._largest_host = list(map(max, self._largest_host, hosts))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -457,9 +474,8 @@ class RetentionCache(Cache):
         """Make buffers large enough for what is to come, in one allocation. Sets the planned bytes."""
         held = [layer.fill for layer in self.governed]
         if prompt_tokens == 0:
-            self.reserve_slots(
-                [self._limits.answer_capacity(nth, units + new_tokens) for nth, units in enumerate(held)]
-            )
+            slots = [self._limits.answer_capacity(nth, units + new_tokens) for nth, units in enumerate(held)]
+            self.reserve_slots(slots, self._limits.host_answering([layer.held for layer in self.governed], new_tokens))
         else:
             schedule = self._limits.plan(prompt_tokens, held)
             host = self._limits.host_capacity(schedule, [layer.held for layer in self.governed], new_tokens)
@@ -470,8 +486,8 @@ class RetentionCache(Cache):
         for layer, capacity in zip(self.governed, slots, strict=True):
             layer.store.reserve(max(capacity, layer.fill))
         for layer, capacity in zip(self.governed, host, strict=False):
-            if layer.host is not None:
-                layer.host.reserve(capacity)
+            if layer.tier is not None:
+                layer.tier.reserve(capacity)
         self._note_largest()
 
     def _rate_waiting(self) -> None:

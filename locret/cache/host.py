@@ -91,6 +91,11 @@ class HostTier:
         queries = 0 if self.queries is None else self.queries.nbytes
         return queries + (self.store.nbytes if self.resident else 0)
 
+    @property
+    def capacity(self) -> int:
+        """Units per KV head that there is room for."""
+        return self.store.capacity
+
     def reserve(self, units: int) -> None:
         """Make room for this many units, or for all that may be held."""
         self.store.reserve(units if self.most is None else min(units, self.most))

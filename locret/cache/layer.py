@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from locret.backbone.attention import View
-from locret.backbone.chunk import Attended, Chunk
+from locret.backbone.chunk import Attended, Chunk, Projections
+from locret.cache.blocks import Blocks
 from locret.cache.host import HostTier
 from locret.cache.merging import Folding
 from locret.cache.refit import Refit
@@ -52,6 +53,8 @@ class RetentionLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
+    raw = False
+    """Whether keys are never rotated where they lie, while a prompt is read or answered."""
 
     def __init__(
         self,
@@ -93,8 +96,18 @@ class RetentionLayer(CacheLayerMixin):
 
     @property
     def held(self) -> int:
-        """Units of both tiers, of the KV head that holds the most: how far ranks reach while an answer is written."""
-        return self.store.longest + (0 if self.host is None else self.host.fill)
+        """Units of both tiers, of the KV head that holds the most."""
+        return self.store.longest + (0 if self.tier is None else self.tier.fill)
+
+    @property
+    def tier(self) -> HostTier | Blocks | None:
+        """What holds units in host memory."""
+        return self.host
+
+    @property
+    def reach(self) -> int:
+        """How far rotary positions reach while an answer is written."""
+        return self.held
 
     # -- reading and answering ----------------------------------------------------------------------------------------
 
@@ -112,7 +125,7 @@ class RetentionLayer(CacheLayerMixin):
         else:
             self.store.append(raw_keys, values, positions, rotated=keys)
 
-    def view(self, base: int) -> View:
+    def view(self, base: int, projections: Projections) -> View:
         """Return what queries attend to; `base` is the rotary position of the first new token."""
         return self.store.view(base)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from locret import lookups
+import torch
+
+from locret import lookups, scorers
 from locret.backbone.adapters import Backbone
 from locret.policy.budget import cache_bytes, host_bytes
 from locret.policy.growth import adaptive_sizes
@@ -12,6 +14,9 @@ from locret.policy.policy import EVERYTHING, RetentionPolicy
 from locret.policy.schedule import Schedule, decode_budgets, plan, protected
 from locret.policy.selectors import Stay
 from locret.scorers import Scorer
+
+BLOCK_SCORER = "streaming"
+"""What goes with blocks: units stay by their place in the text."""
 
 
 def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
@@ -25,11 +30,21 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             f"decode_budget={policy.decode_budget} evicts while an answer is written, but scorer {scorer.name} is not "
             "defined for generated tokens; leave decode_budget out or choose another scorer"
         )
+    if policy.recalls_blocks and scorer != scorers.get(BLOCK_SCORER):
+        raise ValueError(
+            f"recall_by={policy.recall_by} keeps the first and the most recent tokens by a rule of its own, but the "
+            f"scorer is {scorer.name}; take scorer {BLOCK_SCORER} without options, and set init and local in recall_by"
+        )
     if policy.head_budgets == "adaptive" and not (scorer.causal or scorer.by_head):
         raise ValueError(
             f'head_budgets="adaptive" lets the heads of a layer compete, but scorer {scorer.name} selects equally many '
             'units for every head itself; use head_budgets="uniform" or another scorer'
         )
+    if policy.recall:
+        try:
+            lookups.get(policy.recall_by)
+        except ValueError as error:
+            raise ValueError(f'recall_by="{policy.recall_by}": {error}') from None
     if policy.when == "prompt_end" and scorer.lookback > policy.chunk_size:
         raise ValueError(
             f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
@@ -66,6 +81,10 @@ def planned_bytes(
 ) -> int:
     """Return the bytes of a fresh cache that reads a prompt (None: a long one) and answers, before any is made."""
     limits = Limits(policy, scorer, len(backbone.layers))
+    if policy.recalls_blocks:
+        return near_bytes(
+            backbone, scorer, policy, limits.capacity(limits.plan(prompt_tokens), new_tokens), element_size
+        )
     schedule, columns = limits.plan(prompt_tokens), column_bytes(scorer)
     held = cache_bytes(backbone, limits.capacity(schedule, new_tokens), element_size, column_bytes=columns)
     beside = limits.beside(limits.host_capacity(schedule, [0] * len(backbone.layers), new_tokens))
@@ -88,17 +107,41 @@ def planned_host_bytes(
     """
     limits = Limits(policy, scorer, len(backbone.layers))
     slots = limits.host_capacity(limits.plan(prompt_tokens), [0] * len(backbone.layers), new_tokens)
-    if prompt_tokens is None and policy.host_budget == EVERYTHING:
+    if prompt_tokens is None and (policy.host_budget == EVERYTHING or policy.recalls_blocks):
         raise ValueError(
             f'host_budget="{EVERYTHING}" has no plan where the length of a prompt is unknown; give a number of units'
         )
+    if policy.recalls_blocks:
+        return block_bytes(backbone, policy, slots, element_size)
     away = [units - near for units, near in zip(slots, limits.beside(slots), strict=True)]
     return host_bytes(backbone, away, element_size, column_bytes=column_bytes(scorer))
+
+
+def near_bytes(
+    backbone: Backbone, scorer: Scorer, policy: RetentionPolicy, slots: Sequence[int], element_size: int, rows: int = 1
+) -> int:
+    """Return the bytes on the device where old tokens go to blocks: so many near slots per layer, copies of blocks."""
+    blocks, group = policy.blocks(), backbone.num_heads // backbone.num_kv_heads
+    columns = column_bytes(scorer) + group * torch.float32.itemsize
+    copies = blocks.copies_bytes(backbone.num_kv_heads, backbone.head_dim, element_size)
+    return cache_bytes(backbone, slots, element_size, rows, columns) + rows * len(slots) * copies
+
+
+def block_bytes(
+    backbone: Backbone, policy: RetentionPolicy, slots: Sequence[int], element_size: int, rows: int = 1
+) -> int:
+    """Return the bytes of blocks with so many slots per KV head in each full-attention layer."""
+    blocks, shape = policy.blocks(), (backbone.num_kv_heads, backbone.num_heads, backbone.head_dim)
+    return rows * sum(blocks.host_bytes(units, *shape, element_size) for units in slots)
 
 
 def column_bytes(scorer: Scorer) -> int:
     """Return the bytes per unit of the columns that a scorer declares."""
     return sum(dtype.itemsize for dtype in scorer.columns.values())
+
+
+def _tokens(schedule: Schedule) -> int:
+    return sum(step.tokens for step in (*schedule.steps, schedule.last))
 
 
 class Limits:
@@ -107,7 +150,7 @@ class Limits:
     def __init__(self, policy: RetentionPolicy, scorer: Scorer, layers: int) -> None:
         self.policy, self.scorer, self.layers = policy, scorer, layers
         self.schedule: Schedule | None = None
-        found = None if policy.host_budget is None else lookups.get(policy.recall_by)
+        found = None if policy.host_budget is None or policy.recalls_blocks else lookups.get(policy.recall_by)
         if found is not None:
             found.check(policy.recall)
         every = range(layers)
@@ -119,6 +162,7 @@ class Limits:
         self._step = -1
         self._final = False
         self._budgets: tuple[int, ...] = ()
+        self._blocks = policy.blocks() if policy.recalls_blocks else None
 
     def plan(self, prompt_tokens: int | None, held: Sequence[int] | None = None) -> Schedule:
         """Return the plan of a text after what is `held`."""
@@ -129,6 +173,10 @@ class Limits:
 
     def capacity(self, schedule: Schedule, new_tokens: int) -> tuple[int, ...]:
         """Return the slots per layer for a read and an answer; of a read that grows without end, for what is known."""
+        if self._blocks is not None:
+            most = self._blocks.near + self.policy.chunk_size
+            tokens = most if schedule.endless else _tokens(schedule) + new_tokens
+            return tuple(min(most, units + tokens) for units in schedule.held)
         if self.policy.when == "prompt_end":
             return tuple(units + (new_tokens if schedule.endless else 0) for units in schedule.peak)
         return schedule.capacity(new_tokens, self._answering)
@@ -142,6 +190,8 @@ class Limits:
             new_tokens: Tokens of the answer.
         """
         policy = self.policy
+        if self._blocks is not None:
+            return self.host_answering(held, new_tokens + (0 if schedule.endless else _tokens(schedule)))
         if policy.host_budget is None:
             return (0,) * self.layers
         if schedule.endless:
@@ -150,6 +200,12 @@ class Limits:
             evicted if policy.host_budget == EVERYTHING else min(evicted, int(policy.host_budget))
             for evicted in (self._most_evicted(schedule, nth, units, new_tokens) for nth, units in enumerate(held))
         )
+
+    def host_answering(self, held: Sequence[int], new_tokens: int) -> tuple[int, ...]:
+        """Return the slots of each layer's second tier for so many more tokens, where each of them goes there."""
+        if self._blocks is None:
+            return ()
+        return tuple(self._blocks.formed(units + new_tokens) * self._blocks.numbers[1] for units in held)
 
     def _most_evicted(self, schedule: Schedule, nth: int, held: int, new_tokens: int) -> int:
         """Return the most units outside of the first tier at any moment."""
@@ -174,6 +230,8 @@ class Limits:
 
     def answer_capacity(self, nth: int, units: int) -> int:
         """Return the slots a layer needs to grow to `units` while an answer is written."""
+        if self._blocks is not None:
+            return min(units, self._blocks.near + self.policy.chunk_size)
         return units if self._answering is None else min(units, self._answering[nth])
 
     # -- one read ---------------------------------------------------------------------------------------------------

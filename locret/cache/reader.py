@@ -26,6 +26,7 @@ from locret.cache.host import Asking
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
 from locret.cache.refit import Refit
+from locret.cache.store import DenseStore
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
 from locret.prefill_attention.blocked import SparseAttention
@@ -118,7 +119,7 @@ class Reader:
         if self.policy.positions == "compact" and self.cache.backbone.uniform:
             # Rotary attention sees only distances, so units are aligned to the right, to the chunk, and the fullest
             # head starts at 0. Where some layers slide, positions stay true and the aligned units end at the chunk.
-            self.cache.next_position = max(layer.held if final else layer.store.longest for layer in self.layers)
+            self.cache.next_position = max(layer.reach if final else layer.store.longest for layer in self.layers)
         else:
             self.cache.next_position = self.cache.seen
 
@@ -157,7 +158,11 @@ class Reader:
         assert self._positions is not None
         nth, cache, raw_keys = self._nth[layer_idx], self.cache, None
         layer = self.layers[nth]
-        if self._evicting and (layer.compact or layer.folding is not None):
+        if layer.raw:
+            raw_keys = self.projections[layer_idx].key()
+            if self._evicting:
+                cache.check_rotation(layer_idx, raw_keys, keys)
+        elif self._evicting and (layer.compact or layer.folding is not None):
             raw_keys = self.projections[layer_idx].key()
             cache.check_rotation(layer_idx, raw_keys, keys)
             raw_keys = raw_keys if layer.compact else None
@@ -174,7 +179,7 @@ class Reader:
             return self.cache.layers[layer_idx].view()  # type: ignore[no-any-return]
         nth = self._nth[layer_idx]
         layer = self.layers[nth]
-        self._view = layer.view(self.cache.next_position)
+        self._view = layer.view(self.cache.next_position, self.projections[layer_idx])
         recalled = None
         if layer.host is not None and not (self._evicting and (layer.compact or not layer.host.lookup.reading)):
             asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared)
@@ -184,6 +189,10 @@ class Reader:
             sparse = self._sparse[layer_idx]
         if recalled is None and sparse is None:
             return self._view
+        if recalled is not None and query.shape[2] == 1 and isinstance(layer.store, DenseStore):
+            lent = layer.store.lend_room(recalled)
+            if lent is not None:
+                return lent
         # A pattern of slots says nothing of recalled units, so with those all queries attend to all that is held.
         return replace(self._view, recalled=recalled, sparse=sparse if recalled is None else None)
 

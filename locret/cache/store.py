@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from locret.backbone.attention import View
+from locret.backbone.attention import Recalled, View
 from locret.backbone.rotary import Rotary, rotate, unrotate
 from locret.policy.budget import unit_bytes
 from locret.policy.selectors import Kept, KeptPerHead
@@ -477,6 +477,18 @@ class DenseStore(Store):
             buffer.flatten(0, 2).index_select(0, where).view(*ranks.shape, -1) for buffer in (self.keys, self.values)
         )
         return keys, values
+
+    def lend_room(self, recalled: Recalled) -> View | None:
+        """Return what one new token attends to, the recalled units behind those held; None where there is no room."""
+        assert self.keys is not None
+        assert self.values is not None
+        heads, queries, extra = recalled.keys.shape[1:4]
+        end = self.fill + extra
+        if end > self.capacity or heads > self.keys.shape[1] or queries > 1 or recalled.there is not None:
+            return None
+        self.keys[:, :, self.fill : end] = recalled.keys[:, :, 0]
+        self.values[:, :, self.fill : end] = recalled.values[:, :, 0]
+        return View(self.keys[:, :, :end], self.values[:, :, :end], self.row_start)
 
     def sort(self) -> None:
         """Put units in the order of their positions, one head at a time."""

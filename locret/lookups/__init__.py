@@ -8,17 +8,29 @@ from __future__ import annotations
 from locret import registry
 from locret.lookups.base import Ask, Lookup
 from locret.lookups.exact import ExactLookup
+from locret.lookups.infllm import InfLLM
 from locret.lookups.omnikv import OmniKVLookup
 from locret.lookups.quest import QuestLookup
 
-__all__ = ["Ask", "ExactLookup", "Lookup", "OmniKVLookup", "QuestLookup", "get", "names"]
+__all__ = [
+    "Ask",
+    "ExactLookup",
+    "InfLLM",
+    "Lookup",
+    "OmniKVLookup",
+    "QuestLookup",
+    "find",
+    "get",
+    "in_blocks",
+    "names",
+]
 
 _LOOKUPS: tuple[type[Lookup], ...] = (ExactLookup, OmniKVLookup, QuestLookup)
 
 
 def names() -> list[str]:
     """Return the names that `get` knows, sorted."""
-    return sorted(lookup.name for lookup in _LOOKUPS)
+    return sorted(lookup.name for lookup in (*_LOOKUPS, InfLLM))
 
 
 def get(spec: str) -> Lookup:
@@ -31,4 +43,25 @@ def get(spec: str) -> Lookup:
         >>> lookups.get("exact").name
         'exact'
     """
-    return registry.get("lookup", _LOOKUPS, spec)
+    found = find(spec)
+    if isinstance(found, InfLLM):
+        raise ValueError(f'lookup "{spec}" recalls blocks from a tier of its own; give it as recall_by of a policy')
+    return found
+
+
+def find(spec: str) -> Lookup | InfLLM:
+    """Return what a policy's `recall_by` means: a lookup of units, or InfLLM's of blocks.
+
+    Raises:
+        ValueError: As `get` does.
+    """
+    return registry.get("lookup", (*_LOOKUPS, InfLLM), spec)
+
+
+def in_blocks(spec: str, budget: int) -> InfLLM:
+    """Return a lookup of blocks with all its numbers, which follow from the budget.
+
+    Raises:
+        ValueError: As `find` does, or if the budget is too small for them.
+    """
+    return registry.get("lookup", (InfLLM,), spec).completed(budget)

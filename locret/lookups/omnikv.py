@@ -147,10 +147,14 @@ class OmniKVLookup(Lookup):
         return self.window if self._looks_back and nth in self.filters(layers) else 0
 
     def as_method(self) -> dict[str, Any]:
-        """See `Lookup`: all of the prompt is kept, in its original positions; sparse layers hold next to none of it."""
+        """See `Lookup`: all of the prompt is kept, in its original positions; sparse layers hold next to none of it.
+
+        What a chunk evicts, the next chunk recalls, so that reading is dense as in the paper while fast memory holds a
+        chunk and the dense layers.
+        """
         recall = self._recalled(self.tokens or 2048) if isinstance(self.tokens, int | None) else _ANY
         return {
-            "when": "chunk" if self.prefill else "prompt_end",
+            "when": "chunk",
             "positions": "original",
             "budget": 1,
             "stabilizers": 0,

@@ -70,11 +70,15 @@ class QuestLookup(Lookup):
         check_tokens(self.name, self.tokens, recall)
 
     def as_method(self) -> dict[str, Any]:
-        """See `Lookup`: the prompt is read densely, and all of it is kept, in its original positions."""
+        """See `Lookup`: the prompt is read densely, and all of it is kept, in its original positions.
+
+        What a chunk evicts, the next chunk recalls, so that fast memory holds a chunk and the dense layers.
+        """
         return {
-            "when": "prompt_end",
+            "when": "chunk",
             "positions": "original",
             "budget": 1,
+            "stabilizers": 0,
             "local_len": 1,
             "host_budget": "all",
             "recall": self.tokens or 1024,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locret.field_values import check_fields, checked_values
+
+if TYPE_CHECKING:
+    from locret.lookups.infllm import InfLLM
 
 POSITIONS = ("compact", "original")
 MOMENTS = ("chunk", "prompt_end")
@@ -16,6 +19,8 @@ HEAD_BUDGETS = ("uniform", "adaptive")
 HOST_ORDERS = ("score", "recency")
 EVERYTHING = "all"
 """A second tier that keeps all that is evicted."""
+BLOCKS = "infllm"
+"""The lookup that recalls blocks from a tier of its own."""
 NO_MERGER = "none"
 """The value of `merge` where evicted units are lost."""
 _BY_LAYER = ("square_sqrt", "adaptive")
@@ -144,6 +149,8 @@ class RetentionPolicy:
             raise ValueError(f'positions="{self.positions}" is unknown; choose one of {", ".join(POSITIONS)}')
         self._check_schedule()
         self._check_tiers()
+        if self.recalls_blocks:
+            self._check_blocks()
         if self.prefill_attention != "dense":
             from locret import prefill_attention  # needs torch, which help and completion should not load
 
@@ -197,6 +204,8 @@ class RetentionPolicy:
             raise ValueError(f'host_by="{self.host_by}" is unknown; choose one of {", ".join(HOST_ORDERS)}')
         if self.recall < 0:
             raise ValueError(f"recall={self.recall} is negative; use 0 to recall nothing")
+        if self.recalls_blocks:
+            return
         if self.host_budget is None:
             if self.recall:
                 raise ValueError(
@@ -220,6 +229,45 @@ class RetentionPolicy:
                 f'head_budgets="{self.head_budgets}" gives heads different numbers of units, which a second tier '
                 'cannot follow; use head_budgets="uniform", or leave host_budget out'
             )
+
+    @property
+    def recalls_blocks(self) -> bool:
+        """Whether old tokens go to blocks, which are recalled while a text is read too (InfLLM)."""
+        return self.recall_by.partition(":")[0].strip() == BLOCKS
+
+    def blocks(self) -> InfLLM:
+        """Return the numbers of the method that recalls blocks.
+
+        Raises:
+            ValueError: If an option of it is unfit, or the budget is too small.
+        """
+        from locret import lookups  # needs torch, which help and completion should not load
+
+        return lookups.in_blocks(self.recall_by, self.budget)
+
+    def _check_blocks(self) -> None:
+        """Refuse what the method that recalls blocks has a rule of its own for."""
+        self.blocks()
+        fixed = {
+            "host_budget": (None, EVERYTHING),
+            "recall": (0,),
+            "positions": ("compact",),
+            "when": ("chunk",),
+            "layer_budgets": ("uniform",),
+            "head_budgets": ("uniform",),
+            "memory": ("fixed",),
+            "decode_budget": (None,),
+            "prefill_attention": ("dense",),
+            "merge": (NO_MERGER,),
+            "refit": (False,),
+        }
+        for name, allowed in fixed.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"recall_by={self.recall_by} has a rule of its own for {name}, so {name}={value} contradicts it; "
+                    f"leave {name} out"
+                )
 
     def _check_merging(self) -> None:
         for name, used in (("merge", self.merge != NO_MERGER), ("refit", self.refit)):
@@ -277,8 +325,12 @@ class RetentionPolicy:
             "decode_interval": (self.decode_budget is not None, "decode-budget"),
             "pyramid_beta": (self.layer_budgets == "pyramid", "layer-budgets pyramid"),
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
-            "host_by": (isinstance(self.host_budget, int), "host-budget"),
-            "recall_by": (self.recall > 0, "recall"),
+            "host_by": (
+                isinstance(self.host_budget, int),
+                "host-budget as a number of units" if self.host_budget else "host-budget",
+            ),
+            "recall_by": (self.recall > 0 or self.recalls_blocks, "recall"),
+            "stabilizers": (not self.recalls_blocks, "recall-by exact"),
         }
         return {name: setting for name, (used, setting) in needed.items() if not used}
 
@@ -312,6 +364,9 @@ def _limits(policy: RetentionPolicy, name: str, *, small: bool) -> list[int]:
     budget, decode_budget = policy.budget, policy.decode_budget
     below = {"stabilizers": budget // 4, "local_len": budget, "chunk_size": max(LEAST_CHUNK, budget)}
     found = [below[name]] if small and name in below else []
+    if policy.recalls_blocks:
+        own = {"chunk_size": policy.blocks().execution_block, "local_len": 1, "stabilizers": 0}
+        found += [own[name]] if name in own else []
     if policy.decremental and name == "min_chunk":
         found.append(policy.chunk_size)
     if decode_budget is not None and name == "local_len":

@@ -19,6 +19,7 @@ from locret.reference.attention_scorers import (
 )
 from locret.reference.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
 from locret.reference.head_split import select_over_heads
+from locret.reference.infllm import infllm
 from locret.reference.merging import d2o, kvmerger, loco
 from locret.reference.omnikv import (
     context_scores,
@@ -70,6 +71,7 @@ __all__ = [
     "expected_attention",
     "h2o",
     "head_scores",
+    "infllm",
     "into_host",
     "kept_after_chunks",
     "key_difference",

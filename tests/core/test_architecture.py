@@ -32,11 +32,11 @@ STOREYS = (
         "load_options",
     ),
     ("backbone",),
-    ("prefill_attention",),
+    ("prefill_attention", "lookups"),
     ("policy",),
     ("labels",),
     ("heads",),
-    ("scorers", "lookups", "mergers"),
+    ("scorers", "mergers"),
     ("cache",),
     ("token_ids", "chunked_prefill", "generation"),
     ("loading", "conversation"),
@@ -81,7 +81,7 @@ def objection(module: str, name: str) -> str | None:
     """Say why a module may not import a name."""
     (package, _, inner), (target, _, wanted) = module.partition("."), name.partition(".")
     if within(module, "locret.reference"):
-        torch_only = within(name, "__future__", "math", "torch", "typing", "locret.reference")
+        torch_only = within(name, "__future__", "dataclasses", "math", "torch", "typing", "locret.reference")
         return None if torch_only else "the oracle needs only torch"
     if within(name, "locret.reference"):
         return "the oracle is for tests"

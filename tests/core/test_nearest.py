@@ -53,7 +53,7 @@ def test_methods_scorers_and_suites_are_found_in_any_case() -> None:
         methods.get("LOCRET")
     with pytest.raises(ValueError, match=r"\+PYRAMID is unknown; did you mean \+pyramid\?"):
         methods.get("locret+PYRAMID")
-    with pytest.raises(ValueError, match=r"--methods SnapKV is unknown; did you mean snapkv\?"):
+    with pytest.raises(ValueError, match=r'--methods "SnapKV" is unknown; did you mean snapkv\?'):
         bench_methods.get("SnapKV")
     with pytest.raises(ValueError, match=r'scorer "TOVA" is unknown; did you mean tova\?'):
         scorers.find("TOVA")

@@ -148,6 +148,20 @@ def test_rows_and_turns_do_not_matter(options: str) -> None:
         torch.testing.assert_close(third, one, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("spec", ["omnikv:filter_layers=1", "quest:page=4"])
+def test_what_is_evicted_chunk_by_chunk_is_read_densely_too(spec: str) -> None:
+    """Fast memory is then bounded while a text is read, but for the dense layers."""
+    model, ids, caches = build("llama", **LAYERS), prompt(90), []
+    for when in ("prompt_end", "chunk"):
+        caches.append(fresh(model, method(spec, 9, when=when)))
+        caches.append(answered(model, caches[-1], ids).logits)
+    at_end, theirs, by_chunk, ours = caches
+    torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-4, rtol=0)
+    dense = sum(layer.host.resident for layer in by_chunk.governed)
+    unit = 2 * (2 * 8 * 4 + 8)
+    assert by_chunk.memory().peak < (6 * (1 + 17) + dense * 89 + 17) * unit < at_end.memory().peak
+
+
 @pytest.fixture(scope="module")
 def tiny() -> Any:
     return AutoModelForCausalLM.from_pretrained(find("checkpoints/tiny")).eval()
@@ -162,8 +176,9 @@ def test_bytes_of_every_tier_are_planned_and_counted(tiny: Any, tokens: int) -> 
     unit = backbone.num_kv_heads * (2 * backbone.head_dim * 4 + 8)
     window = backbone.num_heads * backbone.head_dim * 8 * 4  # of the one filter layer
     assert memory.host == memory.host_planned == 2 * (tokens - 9) * unit
-    assert memory.actual == (3 * (tokens - 9) + 5 * (9 + 4)) * unit + window
-    assert memory.peak == memory.planned
+    workspace = 513 * backbone.num_kv_heads * backbone.head_dim * 4
+    assert memory.actual == (3 * (tokens - 9) + 5 * 513) * unit + workspace + window
+    assert memory.peak == memory.planned == memory.actual
     before = cache.memory().moved
     generate(tiny, cache=cache, max_new_tokens=3, do_sample=False, eos_token_id=-1)
     share = int(0.25 * (tokens - 9))  # (0.7 - 0.6) / (1 - 0.6)

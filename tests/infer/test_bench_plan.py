@@ -150,9 +150,9 @@ def test_without_a_gpu_its_rows_are_planned_but_have_no_device(arguments: dict[s
     ("changes", "message"),
     [
         ({"shape": "lama"}, "--shape lama is unknown; choose one of cpu-512, cpu-deep, tiny, llama-3.1-8b"),
-        ({"methods": "locrte"}, "--methods locrte is unknown; did you mean locret"),
-        ({"methods": "oracle"}, "--methods oracle is unknown"),
-        ({"methods": "full+pyramid"}, "--methods full+pyramid: full evicts nothing, so +pyramid means nothing; drop"),
+        ({"methods": "locrte"}, '--methods "locrte" is unknown; did you mean locret'),
+        ({"methods": "oracle"}, '--methods "oracle" is unknown'),
+        ({"methods": "full+pyramid"}, '--methods "full+pyramid": full evicts nothing, so +pyramid means nothing; drop'),
         ({"methods": "snapkv+pyrmid"}, '--methods "snapkv+pyrmid": +pyrmid is unknown; did you mean +pyramid'),
         ({"methods": "snapkv+decremental"}, "method snapkv\\+decremental: decremental=True .* choose memory"),
         (
@@ -260,7 +260,7 @@ def test_the_estimate_follows_the_rounds_and_the_machine() -> None:
     assert once > 0
     assert estimated_seconds(plan, MachineRates(2e9, 2e9)) == pytest.approx(once / 2)
     assert estimated_seconds(plan_of(methods="locret", repeats=4), MachineRates(1e9, 1e9)) == pytest.approx(2 * once)
-    assert [spoken(seconds) for seconds in (0.1, 89, 200, 7000)] == ["1 seconds", "89 seconds", "3 minutes", "2 hours"]
+    assert [spoken(seconds) for seconds in (0.1, 89, 200, 7000)] == ["1 second", "89 seconds", "3 minutes", "2 hours"]
 
 
 def test_an_earlier_record_stays_unless_it_is_to_be_replaced(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_measurement_says_how_long_it_takes_and_counts_runs_in_a_terminal(
     assert command(flags) == 0
     out, err = capsys.readouterr()
     assert len(json.loads(out)["results"]) == 2
-    assert err.startswith("locret-bench: measuring, about 1 seconds (estimated from one matrix product and one copy)\n")
+    assert err.startswith("locret-bench: measuring, about 1 second (estimated from one matrix product and one copy)\n")
     # Each method warms up once; in both rounds it is timed, as the machine is.
     assert ("8/8" in err) == terminal
     if not terminal:

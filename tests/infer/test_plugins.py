@@ -256,7 +256,7 @@ def test_a_recipe_writes_options_as_a_mapping(tmp_path: Path, installed: None) -
         ("streaming-original+compact", "streaming-original sets positions itself; drop +compact"),
         ("retaining_heads:heads=x", "is called locret here; write locret, and give --heads"),
         ("locret:width=3", "locret has no options; drop width"),
-        ("full+pyramid", "the plain cache evicts nothing, so +pyramid means nothing; drop it"),
+        ("full+pyramid", "full evicts nothing, so +pyramid means nothing; drop it"),
         ("locret+linear+sqrt", "+linear and +sqrt both set memory; drop one of them"),
         ("oracle:labels=3", "oracle has no options; drop labels"),
         ("streaming-original:sinks=-1", "scorer streaming: sinks=-1 is too small"),

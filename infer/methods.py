@@ -1,0 +1,179 @@
+"""What a method is, for every command that compares methods or times them: what rates units, and what policy it has.
+
+    full         every unit stays: the plain cache of transformers, or ours where a modifier needs it (full+minference)
+    locret       trained retaining heads
+    a scorer     of any name, with its options (locret.scorers)
+    quest, ...   a lookup that is a whole method: all is kept, and each query attends to as many units as the budget
+
+Options and modifiers are written as in `locret.method_spec`: `snapkv:kernel=7+prompt_end`, `locret+pyramid`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from locret import lookups, plugins, scorers
+from locret.cache.limits import check_pair
+from locret.method_spec import MethodSpec
+from locret.nearest import nearest
+from locret.policy.policy import RetentionPolicy
+from locret.scorers import Scorer
+
+FULL, LOCRET, ORIGINAL = "full", "locret", "streaming-original"
+_WITHOUT_EVICTION = ("prefill_attention",)
+"""Fields of a policy that mean something where every unit stays."""
+ANY_BUDGET = 2**40
+"""Units that no prompt has, where all of them stay."""
+_ABOUT = {
+    "random": "units drawn at random",
+    "streaming": "first and most recent tokens (StreamingLLM)",
+    ORIGINAL: "the same, with the positions of the text",
+}
+"""Methods that have the positions of the policy, as heads do."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of reading a prompt."""
+
+    name: str
+    description: str
+    scorer: Scorer | None = field(default=None, compare=False)
+    """What rates the units, where it needs neither heads nor a prompt to be known."""
+    needs_heads: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What the method changes in every policy."""
+    adapt: Callable[[RetentionPolicy], RetentionPolicy] | None = field(default=None, compare=False)
+    """What it makes of the numbers that a user gave, where it reads a budget in a way of its own."""
+    sets: frozenset[str] = frozenset()
+    """Fields that `adapt` decides."""
+    positions: str | None = None
+    """Position mode of the method's paper, taken unless the user chose one."""
+    plain: bool = False
+    """Whether transformers' own cache is used, to which no policy applies."""
+    keeps_all: bool = False
+    """Whether every unit stays, whatever the budget."""
+
+    def policy(self, policy: RetentionPolicy, chosen: Collection[str] = ()) -> RetentionPolicy:
+        """Return the policy with the method's own changes; `chosen` are the names of the numbers that the user set.
+
+        Raises:
+            ValueError: If they contradict the policy.
+        """
+        usual = {} if self.positions is None or "positions" in chosen else {"positions": self.positions}
+        try:
+            adapted = policy if self.adapt is None else self.adapt(policy)
+            made = replace(adapted, **{**usual, **self.changes})
+            if self.scorer is not None:
+                check_pair(self.scorer, made)
+            return made
+        except ValueError as error:
+            raise ValueError(f"method {self.name}: {error}") from error
+
+    def recent(self, budget: int) -> int:
+        """Return how many of the newest units the method keeps whatever their scores, out of a budget."""
+        return 0 if self.scorer is None else self.scorer.recent(budget)
+
+
+def names() -> list[str]:
+    """Return the names that `find` knows: the best known first, then in alphabetical order."""
+    first = (FULL, LOCRET, "random", "streaming", ORIGINAL)
+    own = [name for name in lookups.names() if lookups.get(name).as_method() is not None]
+    return [*first, *own, *(name for name in scorers.names() if name not in (*first, "retaining_heads", "oracle"))]
+
+
+def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
+    """Return the method of a spec.
+
+    Args:
+        spec: What somebody wrote.
+        where: What messages call it, such as "method" or "--methods".
+        known: Names that the command knows, for the message.
+
+    Raises:
+        ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
+    """
+    if spec.name in (FULL, LOCRET):
+        about = "the plain cache of transformers: every unit stays" if spec.name == FULL else "trained retaining heads"
+        method = Method(spec.name, about, plain=spec.name == FULL, needs_heads=spec.name == LOCRET)
+        return modified(method, spec, where)
+    if spec.name == "retaining_heads":
+        raise ValueError(f'{where} "{spec}" is called {LOCRET} here; write {LOCRET}, and give --heads')
+    if spec.name in lookups.names():
+        return modified(_of_lookup(spec, where), spec, where)
+    if not (spec.name in names() or plugins.is_reference(spec.name) or spec.name.endswith(".py")):
+        near = nearest(spec.name, known) or known
+        raise ValueError(f'{where} "{spec.name}" is unknown; did you mean {" or ".join(near)}?')
+    return modified(_of_scorer(spec), spec, where)
+
+
+def modified(method: Method, spec: MethodSpec, where: str) -> Method:
+    """Return a method with the modifiers and the spelling of a spec; a method without a scorer has no options.
+
+    Raises:
+        ValueError: If a modifier, or an option, means nothing to the method.
+    """
+    if method.scorer is None and spec.options:
+        raise ValueError(f'{where} "{spec}": {spec.name} has no options; drop {next(iter(spec.options))}')
+    for modifier in spec.modifiers:
+        if clash := modifier.changes.keys() & {*method.changes, *method.sets}:
+            raise ValueError(f'{where} "{spec}": {spec.name} sets {min(clash)} itself; drop +{modifier.name}')
+        if method.plain and not modifier.changes.keys() <= set(_WITHOUT_EVICTION):
+            raise ValueError(
+                f'{where} "{spec}": {spec.name} evicts nothing, so +{modifier.name} means nothing; drop it'
+            )
+    named = replace(method, name=str(spec), changes={**method.changes, **spec.changes})
+    if not (method.plain and spec.modifiers):
+        return named
+    # What every unit is read with is known to our engine alone.
+    return replace(named, plain=False, keeps_all=True, scorer=scorers.get("streaming"), adapt=_everything)
+
+
+def _everything(policy: RetentionPolicy) -> RetentionPolicy:
+    # Where nothing leaves, a unit's rank is its position, and original positions need no second rotation.
+    return _instead(policy, {"budget": ANY_BUDGET, "positions": "original"})
+
+
+def _instead(policy: RetentionPolicy, changes: Mapping[str, Any]) -> RetentionPolicy:
+    """Return another policy, which reads in the same chunks in the same way."""
+    same = {name: getattr(policy, name) for name in _WITHOUT_EVICTION}
+    return RetentionPolicy(**{**same, "chunk_size": int(policy.chunk_size), **changes})
+
+
+def _of_lookup(spec: MethodSpec, where: str) -> Method:
+    by = str(MethodSpec(spec.name, spec.options))
+    lookup = lookups.get(by)
+    usual = lookup.as_method()
+    if usual is None:
+        raise ValueError(
+            f'{where} "{spec}": {spec.name} only says how units are recalled; write it as '
+            f"{LOCRET}+recall:recall_by={spec.name}"
+        )
+    # What the lookup's own options leave open follows from the budget.
+    open_ = getattr(lookup, "tokens", 0) is None and getattr(lookup, "memory", None) is None
+
+    def adapt(policy: RetentionPolicy) -> RetentionPolicy:
+        filled = replace(lookup, tokens=policy.budget) if open_ else lookup  # type: ignore[type-var, call-arg]
+        own = filled.as_method()
+        assert own is not None
+        return _instead(policy, {**own, "recall_by": by})
+
+    about = (type(lookup).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
+    scorer = scorers.get("streaming", sinks=0)
+    sets = frozenset((*usual, "recall_by", "budget"))
+    return Method(spec.name, about[:1].lower() + about[1:], scorer, adapt=adapt, sets=sets)
+
+
+def _of_scorer(spec: MethodSpec) -> Method:
+    original = spec.name == ORIGINAL
+    scorer = scorers.make(replace(spec, name="streaming") if original else spec)
+    about = _ABOUT.get(spec.name) or (type(scorer).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
+    return Method(
+        spec.name,
+        about[:1].lower() + about[1:],
+        scorer,
+        changes={"positions": "original"} if original else {},
+        positions=None if spec.name in _ABOUT else scorer.positions,
+    )

@@ -1,0 +1,191 @@
+"""InfLLM: recall of blocks of consecutive tokens by a few of their keys, while a text is read and while it is answered.
+
+Paper:     InfLLM, arXiv 2402.04617, sections 3.1 to 3.3; numbers and positions of its released code.
+Formula:   block vector = mean of the `repr_topk` un-rotated keys with the most attention, per query head;
+           fit = sum over query heads of (mean query of the execution block) . (block vector); the best `topk` are seen.
+Positions: the window's true distances; whatever is older looks as if it were `local` - 1 tokens away.
+Deviates:  rotary embeddings are the backbone's own, with their scaling; the released code knows the base alone.
+Cost:      a product with one vector per block, query head and execution block; `topk` blocks moved at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from locret.field_values import check_fields
+from locret.nearest import nearest
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama-3": {"block": 128, "init": 128, "local": 4096, "topk": 16, "repr_topk": 4, "cached": 32},
+        "minicpm": {"block": 128, "init": 128, "local": 2048, "topk": 16, "repr_topk": 4, "cached": 32},
+        "mistral": {"block": 128, "init": 128, "local": 4096, "topk": 16, "repr_topk": 4, "cached": 32},
+        "mistral-12k": {
+            "block": 128, "init": 128, "local": 4096, "topk": 64, "repr_topk": 4, "cached": 128, "decay": 0.1,
+        },
+        "vicuna": {"block": 128, "init": 128, "local": 2048, "topk": 16, "repr_topk": 4, "cached": 32, "decay": 0.1},
+        "omnikv-longbench": {"block": 32, "init": 128, "local": 1024, "topk": 16, "repr_topk": 4, "cached": 16},
+        "omnikv-infinitebench": {"block": 128, "init": 128, "local": 4096, "topk": 64, "repr_topk": 4, "cached": 768},
+    }
+)  # fmt: skip
+"""Published settings: of the authors (Llama-3, MiniCPM, Mistral, Vicuna), and of OmniKV's baselines at 30 % memory."""
+EXECUTION_BLOCK = 512
+"""Tokens that look up blocks together, in all published settings."""
+_FAR = ("fixed", "original")
+
+
+def attention_column(member: int) -> str:
+    """Return the name of the column with the attention that units got from one query head of their group."""
+    return f"attention_{member}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfLLM:
+    """Blocks of old tokens, of which the best few are seen beside the first tokens and a window."""
+
+    name: ClassVar[str] = "infllm"
+
+    preset: str | None = None
+    """Published settings to start from: llama-3, minicpm, mistral, mistral-12k, vicuna, omnikv-longbench or
+    omnikv-infinitebench."""
+    local: int | None = None
+    """Newest tokens that every query sees at their true distance (n_local, 4096); follows from the budget."""
+    block: int | None = None
+    """Tokens of a block (128; at most 1/32 of local, but 8 or more)."""
+    init: int | None = None
+    """First tokens of the text, which are always seen (n_init, 128; at most 1/32 of local, but 4 or more)."""
+    topk: int | None = None
+    """Blocks that a query sees (16; at most half of those that may lie on the device)."""
+    cached: int | None = None
+    """Blocks that may lie on the device (32, twice topk; at most as many as make up the window)."""
+    repr_topk: int | None = None
+    """Tokens whose mean key stands for a block (4)."""
+    decay: float | None = None
+    """Which block leaves the device: none, the one not used for longest ("lru"); a number, the one with the least
+    attention, which fades by this factor in every step ("lru-s")."""
+    per_head: bool = False
+    """Whether each KV head chooses its own blocks, or all heads of a layer the same."""
+    far: str = "fixed"
+    """Distance at which the first tokens and blocks are seen: "fixed", local - 1 tokens (the method); or "original",
+    that of the text."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: For the first that is out of range.
+        """
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise ValueError(f"lookup {self.name}: {error}") from None
+        if self.preset is not None:
+            self._take_preset(self.preset)
+        for name in ("local", "block", "init", "topk", "cached", "repr_topk"):
+            value, least = getattr(self, name), 0 if name == "init" else 1
+            if value is not None and value < least:
+                raise ValueError(f"lookup {self.name}: {name}={value} is too small; it must be {least} or more")
+        if self.decay is not None and not 0 <= self.decay <= 1:
+            raise ValueError(f"lookup {self.name}: decay={self.decay} is not a factor; give 0 to 1, such as 0.1")
+        if self.far not in _FAR:
+            raise ValueError(f'lookup {self.name}: far="{self.far}" is unknown; choose one of {", ".join(_FAR)}')
+        self._check_order("topk", "cached", "more blocks would be seen than may lie on the device")
+        self._check_order("repr_topk", "block", "a block has no more tokens")
+
+    def _take_preset(self, preset: str) -> None:
+        if preset not in PRESETS:
+            near = nearest(preset, PRESETS) or list(PRESETS)
+            raise ValueError(f'lookup {self.name}: preset="{preset}" is unknown; did you mean {" or ".join(near)}?')
+        for name, value in PRESETS[preset].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def _check_order(self, small: str, large: str, why: str) -> None:
+        least, most = getattr(self, small), getattr(self, large)
+        if least is not None and most is not None and least > most:
+            raise ValueError(
+                f"lookup {self.name}: {small}={least} is above {large}={most}, but {why}; raise {large}, or lower "
+                f"{small}"
+            )
+
+    # -- the numbers that follow --------------------------------------------------------------------------------------
+
+    def completed(self, budget: int) -> InfLLM:
+        """Return the same with all numbers: those not given follow from `local`, and that from the budget.
+
+        Args:
+            budget: Units per KV head that may lie on the device, blocks in use included.
+
+        Raises:
+            ValueError: If they are more.
+        """
+        if self.local is not None:
+            made = self._around(self.local)
+            if made.units > budget:
+                raise ValueError(
+                    f"recall_by={self.name} with local={made.local} holds {made.units} units on the device (init="
+                    f"{made.init}, block={made.block}, cached={made.cached} blocks), but budget={budget}; raise "
+                    f"budget to {made.units}, or lower local"
+                )
+            return made
+        for local in range(min(budget, 4096), 0, -1):
+            made = self._around(local)
+            if made.units <= budget:
+                return made
+        least = self._around(1).units
+        raise ValueError(f"recall_by={self.name} needs {least} units on the device, but budget={budget}; raise budget")
+
+    def _around(self, local: int) -> InfLLM:
+        block = self.block or min(128, max(8, local // 32))
+        cached = self.cached or (2 * self.topk if self.topk else max(1, min(32, local // block)))
+        return replace(
+            self,
+            preset=None,
+            local=local,
+            block=block,
+            init=min(128, max(4, local // 32)) if self.init is None else self.init,
+            cached=cached,
+            topk=self.topk or max(1, min(16, cached // 2)),
+            repr_topk=self.repr_topk or min(4, block),
+        )
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int, int, int]:
+        """Local, block, init, topk, cached and repr_topk, of one that is completed."""
+        found = [getattr(self, name) for name in ("local", "block", "init", "topk", "cached", "repr_topk")]
+        assert all(isinstance(number, int) for number in found)
+        return tuple(found)  # type: ignore[return-value]
+
+    @property
+    def units(self) -> int:
+        """Units per KV head on the device between execution blocks, copies of blocks included; once completed."""
+        local, block, init, _, cached, _ = self.numbers
+        return init + local + block + cached * block
+
+    @property
+    def execution_block(self) -> int:
+        """Tokens that look up blocks together, at most; once completed."""
+        return min(EXECUTION_BLOCK, self.numbers[0])
+
+    @property
+    def near(self) -> int:
+        """Units per KV head on the device before the next execution block comes, but for the copies; once completed."""
+        local, block, init, *_ = self.numbers
+        return init + local + block - 1
+
+    def copies_bytes(self, kv_heads: int, head_dim: int, element_size: int) -> int:
+        """Return the bytes, per row and layer, of the blocks that may lie on the device; once completed."""
+        _, block, _, _, cached, _ = self.numbers
+        return 2 * cached * block * head_dim * element_size * kv_heads
+
+    def host_bytes(self, units: int, kv_heads: int, heads: int, head_dim: int, element_size: int) -> int:
+        """Return the bytes, per row and layer, of blocks of so many units per KV head, and their vectors."""
+        return (2 * units * kv_heads + units // self.numbers[1] * heads) * head_dim * element_size
+
+    def formed(self, tokens: int) -> int:
+        """Return how many blocks a text of so many tokens has formed when the next token comes; once completed."""
+        local, block, init, *_ = self.numbers
+        return max(tokens - init - local, 0) // block

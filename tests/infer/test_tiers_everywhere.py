@@ -1,0 +1,208 @@
+"""A second tier is planned, counted and shown alike in every command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from locret import mergers, prefill_attention, shipped
+from locret.infer.command import command as infer
+from locret.infer.evaluation import methods
+from locret.infer.evaluation.allotment import Allotment
+from locret.infer.evaluation.command import command as evaluate
+from locret.infer.evaluation.runner import plan_runs
+from locret.infer.speed.bench_options import BenchOptions
+from locret.infer.speed.command import command as bench
+from locret.infer.speed.peaks import measure_peaks
+from locret.infer.speed.plan import BenchPlan
+from locret.infer.speed.resolve import make_plan
+from locret.infer.speed.runs import make_setup
+from locret.method_spec import MODIFIERS
+from locret.policy.policy import RetentionPolicy
+
+MODEL = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
+NUMBERS = {"budget": 32, "chunk_size": 64, "stabilizers": 8, "local_len": 8}
+FLAGS = [part for name, value in NUMBERS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+KEY = 4 * 32 * 4 * 5  # one key of every layer of the embedded backbone: heads, dimensions, bytes, layers
+UNIT = 2 * KEY + 4 * 5 * (4 + 4)  # with its value, its score and its position
+
+
+def plan_of(names: str, **changes: Any) -> BenchPlan:
+    given: dict[str, Any] = {"shape": "tiny", "lengths": "300", "methods": names, "new_tokens": 4, "threads": 1}
+    given |= NUMBERS | changes
+    return make_plan(BenchOptions(**given), set(given))
+
+
+@pytest.mark.parametrize("name", ["locret+recall:host_budget=64,recall=4", "snapkv+recall:host_budget=all,recall=4"])
+def test_a_benchmark_counts_the_second_tier_as_it_was_planned(name: str) -> None:
+    plan = plan_of(name)
+    setup, method = make_setup(plan), plan.methods[0]
+    planned, peaks = plan.planned_bytes(method, 300), measure_peaks(setup, method, 300)
+    units = 64 if "=64" in name else 300 - 8 - 32  # all but the budget and the local tokens
+    assert planned.host == peaks.prefill.host == peaks.decode.host == units * UNIT
+    assert planned.cache == peaks.decode.cache
+    # Each of the four new tokens fetches four units per KV head and layer, the local tokens four each.
+    assert peaks.moved == (8 * 4 * 2 * KEY, 4 * 4 * 2 * KEY)
+    # What lies in the second tier is no workspace.
+    without = measure_peaks(setup, plan_of("snapkv" if "snapkv" in name else "locret").methods[0], 300)
+    assert peaks.prefill.workspace < 2 * without.prefill.workspace
+
+
+def test_a_method_is_compared_with_the_one_that_has_fewer_modifiers() -> None:
+    names = "locret,locret+prompt_end,locret+prompt_end+recall,snapkv+recall"
+    plan = plan_of(names)
+    assert [plan.base(method) for method in plan.methods] == [None, "locret", "locret+prompt_end", None]
+
+
+@pytest.mark.slow
+def test_a_record_has_tiers_and_the_ratio_to_eviction_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = ["--shape", "tiny", "--lengths", "200", "--repeats", "1", "--new-tokens", "2", "--threads", "1", *FLAGS]
+    line = [*flags, "--methods", "locret,locret+recall:host_budget=16,recall=2", "--quiet"]
+    assert bench([*line, "--output", str(tmp_path / "record")]) == 0
+    alone, recalling = json.loads((tmp_path / "record.json").read_text())["results"]
+    assert (alone["base"], recalling["base"]) == (None, "locret")
+    assert alone["ratios"]["decode"].keys() == set()
+    assert recalling["ratios"]["decode"]["this/base"]["p50"] > 0
+    assert alone["moved_bytes_per_token"] == 0
+    assert recalling["moved_bytes_per_token"] == 2 * 2 * KEY
+    page = capsys.readouterr().out
+    assert "| decode of base |" in page
+    assert (
+        f"| locret+recall:host_budget=16,recall=2 | 200 | {16 * UNIT / 2**20:.2f} | {16 * UNIT / 2**20:.2f} |" in page
+    )
+
+
+def test_flags_are_for_every_method_of_a_benchmark() -> None:
+    plan = plan_of("full,locret,snapkv", host_budget=64, recall=4, positions="compact")
+    full, locret, snapkv = (plan.planned_bytes(method, 300).host for method in plan.methods)
+    assert (full, locret, snapkv) == (0, 64 * UNIT, 64 * UNIT)
+    assert plan.methods[2].policy(plan.policy).positions == "compact"  # type: ignore[attr-defined]
+    assert plan_of("snapkv").methods[0].policy(plan.policy).positions == "original"  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_an_evaluation_shows_the_second_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = [*MODEL, "--tasks", "passkey", "--lengths", "300", "--samples", "1", "--figures", "none", *FLAGS]
+    names = "full,locret,locret+recall:host_budget=64,recall=4"
+    assert evaluate([*line, "--methods", names, "--output", str(tmp_path / "out"), "--quiet"]) == 0
+    cells = {cell["method"]: cell for cell in json.loads((tmp_path / "out" / "results.json").read_text())["cells"]}
+    assert "host_bytes" not in cells["locret"]
+    assert cells["locret+recall:host_budget=64,recall=4"]["host_bytes"] == 64 * UNIT
+    assert cells["locret+recall:host_budget=64,recall=4"]["moved_bytes"] > 0
+    assert cells["locret+recall:host_budget=64,recall=4"]["peak_bytes"] == cells["locret"]["peak_bytes"]
+    table = capsys.readouterr().out
+    assert "| peak cache | host | read tokens/s |" in table
+    assert evaluate([*line, "--methods", names, "--output", str(tmp_path / "plan"), "--dry-run", "--quiet"]) == 0
+    plans = json.loads(capsys.readouterr().out)["policies"]
+    assert [plan.get("planned_host_bytes") for plan in plans] == [None, 64 * UNIT]
+
+
+@pytest.mark.slow
+def test_an_answer_is_measured_with_both_tiers(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shipped.find("recipes/infer/pass_key.txt")
+    line = [*MODEL, "--prompt-file", text, "--question", "What is the pass key?", "--budget", "32"]
+    line += ["--host-budget", "128", "--recall", "4"]
+    assert infer([*line, "--dry-run", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["planned_host_bytes"] == 128 * UNIT
+    assert infer([*line, "--json", "--quiet"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["planned_host_bytes"] == record["host_bytes"] == 128 * UNIT
+    assert record["moved_bytes"] > 0
+    assert "43600" in record["answer"]
+    assert infer(line) == 0
+    assert "MiB in host memory" in capsys.readouterr().err
+    everything = [*line, "--host-budget", "all", "--dry-run", "--quiet"]
+    assert infer(everything) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["planned_host_bytes"] == (plan["prompt_tokens"] - 32 - plan["policy"]["local_len"]) * UNIT
+    assert infer([*MODEL, "--budget", "32", "--host-budget", "all", "--recall", "4", "--dry-run", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["planned_host_bytes"] is None  # nobody knows the text
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--recall", "4"], "recall=4 needs a second tier to recall from; give host_budget"),
+        (["--host-budget", "64"], "host_budget=64 keeps units that nothing recalls; give recall"),
+        (["--recall-by", "exact:page=16"], "--recall-by exact:page=16 changes nothing without --recall"),
+        (["--host-by", "recency"], "--host-by recency changes nothing without --host-budget"),
+        (
+            ["--host-by", "recency", "--host-budget", "all", "--recall", "4"],
+            "--host-by recency changes nothing without --host-budget as a number of units; add that, or drop --host-by",
+        ),
+        (["--host-budget", "64", "--recall", "4", "--recall-by", "exakt"], 'lookup "exakt" is unknown'),
+        (["--host-budget", "1K", "--recall", "4"], 'host_budget="1K" is neither a number of units nor "all"'),
+        (["--host-budget", "1000000000000", "--recall", "4"], "bytes of host memory, but this machine has"),
+    ],
+)
+def test_what_has_no_effect_or_cannot_be_is_refused_before_weights_are_loaded(
+    flags: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("locret.loading.load_model", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match="recall|host") as caught:
+        infer([*MODEL, "--prompt-file", shipped.find("recipes/infer/pass_key.txt"), "--budget", "32", *flags])
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["quest:page=4", "omnikv", "full+xattention:block=16", "locret+d2o", "h2o+refit"])
+def test_methods_of_other_papers_are_planned_and_counted_alike(name: str) -> None:
+    plan = plan_of(name)
+    setup, method = make_setup(plan), plan.methods[0]
+    planned, peaks = plan.planned_bytes(method, 300), measure_peaks(setup, method, 300)
+    # The workspace of an eviction is planned, and where every unit stays there is none.
+    unused = 304 * KEY // 5 if name.startswith("full") else 0
+    assert planned.cache - unused == max(peaks.decode.cache, peaks.prefill.cache)
+    assert planned.host == peaks.decode.host
+    assert (planned.host > 0) == (peaks.moved[1] > 0) == (name[0] in "qo")
+
+
+def test_a_lookup_that_is_a_method_attends_to_as_many_units_as_the_budget() -> None:
+    policy = RetentionPolicy(**{**NUMBERS, "layer_budgets": "pyramid"})  # type: ignore[arg-type]
+    recalled = {"quest": 32, "omnikv": 32, "omnikv:selector=uniform,window=8": 24, "quest:tokens=7": 7}
+    for name, recall in recalled.items():
+        made = methods.get(name).policy(policy)
+        assert (made.recall, made.recall_by, made.host_budget, made.budget) == (recall, name, "all", 1)
+        assert (made.chunk_size, made.positions, made.layer_budgets) == (64, "original", "uniform")
+    # A record still says what was asked.
+    (run,) = plan_runs([methods.get("quest")], [Allotment(NUMBERS)])
+    assert (run.axes["budget"], run.axes["recall"]) == (32, 32)
+    assert methods.get("quest+xattention").policy(policy).prefill_attention == "xattention"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("quest+prompt_end", 'method "quest+prompt_end": quest sets when itself; drop +prompt_end'),
+        ("quest+recall", "quest sets host_budget itself; drop +recall"),
+        ("exact", "exact only says how units are recalled; write it as locret+recall:recall_by=exact"),
+        ("quest:pages=4", 'lookup quest: it has no option "pages"; did you mean page?'),
+        ("full+recall", "full evicts nothing, so +recall means nothing; drop it"),
+        ("full+d2o", "full evicts nothing, so +d2o means nothing; drop it"),
+    ],
+)
+def test_a_method_of_another_paper_that_contradicts_itself_is_refused(name: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match="quest|exact|full") as caught:
+        methods.get(name)
+    assert sentence in str(caught.value)
+
+
+def test_modifiers_are_those_that_there_are() -> None:
+    of: dict[str, set[str]] = {}
+    for name, change in MODIFIERS.items():
+        of.setdefault(change.of or "", set()).add(name)
+    assert of["prefill_attention"] == set(prefill_attention.names()) - {"dense"}
+    assert of["merge"] == set(mergers.names()) - {"none"}
+
+
+def test_what_keeps_everything_is_run_once_in_our_engine() -> None:
+    method = methods.get("full+minference")
+    allotments = [Allotment({**NUMBERS, "budget": budget}) for budget in (32, 48)]
+    plain, sparse, *rest = plan_runs([methods.get("full"), method, methods.get("quest")], allotments)
+    assert len(rest) == 2
+    assert plain.policy is None
+    assert (sparse.axes["budget"], sparse.axes["chunk_size"], sparse.axes["stabilizers"]) == (None, 64, None)
+    assert sparse.axes["prefill_attention"] == "minference"
