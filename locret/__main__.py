@@ -17,6 +17,7 @@ COMMANDS = {
     "kernels": ("locret.train.merging_command", "train kernels that merge evicted units"),
     "eval": ("locret.infer.evaluation.command", "compare methods on tasks within one budget"),
     "bench": ("locret.infer.speed.command", "measure time and bytes"),
+    "patterns": ("locret.infer.pattern_search", "find which sparse pattern serves each head when a text is read"),
     "push": ("locret.heads.push", "publish heads on the Hugging Face Hub"),
     "env": ("locret.cli.system_report", "show versions and devices, for a report of a problem"),
     "demo": ("locret.infer.demo", "train, evaluate and ask on this machine, from what came with locret"),

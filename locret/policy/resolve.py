@@ -36,7 +36,7 @@ def resolve(own: Mapping[str, Any], recommended: Mapping[str, Any]) -> Retention
         recommended: Numbers of the heads or a preset; may be empty.
 
     Raises:
-        ValueError: If numbers are out of range or contradict each other.
+        ValueError: If numbers are out of range or contradict each other, or a file that is named is no good.
     """
     reference = RetentionPolicy(**recommended)
     settings = {field.name: getattr(reference, field.name) for field in fields(RetentionPolicy)}
@@ -44,7 +44,14 @@ def resolve(own: Mapping[str, Any], recommended: Mapping[str, Any]) -> Retention
         if not isinstance(wanted := settings[name], Follows):
             settings[name] = Follows.of(wanted, wanted, reference.budget)
     given = {name: value for name, value in own.items() if value is not None or name == "decode_budget"}
-    return RetentionPolicy(**{**settings, **given})
+    policy = RetentionPolicy(**{**settings, **given})
+    if policy.prefill_attention != RetentionPolicy.prefill_attention:
+        from locret import prefill_attention  # needs torch, which help and completion should not load
+
+        strategy = prefill_attention.get(policy.prefill_attention)
+        if strategy is not None:
+            strategy.check_file()
+    return policy
 
 
 def check_used(own: Mapping[str, Any], policies: Collection[RetentionPolicy]) -> None:

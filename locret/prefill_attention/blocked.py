@@ -123,8 +123,8 @@ def _attended(
     query_LD: Tensor, key_SD: Tensor, value_SD: Tensor, mask_LS: Tensor, scaling: float, softcap: float | None
 ) -> Tensor:
     if softcap is None:
-        states = (states[None, None] for states in (query_LD, key_SD, value_SD))
-        return F.scaled_dot_product_attention(*states, attn_mask=mask_LS[None, None], scale=scaling)[0, 0]
+        query, key, value = (states[None, None] for states in (query_LD, key_SD, value_SD))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask_LS[None, None], scale=scaling)[0, 0]
     logits = capped(query_LD @ key_SD.T * scaling, softcap) + mask_LS
     return logits.softmax(-1, dtype=torch.float32).to(query_LD.dtype) @ value_SD
 
@@ -170,7 +170,8 @@ def _flex(*, compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     # Chunks and caches have many lengths: one kernel for all of them.
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    kernel: Any = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    return kernel  # type: ignore[no-any-return]
 
 
 def block_mask(chosen: Tensor, rows: int, new: int, seen: Callable[..., Tensor]) -> Any:

@@ -128,7 +128,7 @@ class MInference(PrefillAttention):
 
     name: ClassVar[str] = "minference"
     patterns: str | None = None
-    """JSON file with a pattern per layer and query head, as `python -m locret.infer.pattern_search` writes it and
+    """JSON file with a pattern per layer and query head, as `locret patterns` writes it and
     MInference publishes it; without one every head has `vertical` and `slash`."""
     vertical: int = 1000
     """Columns of heads without an entry (MInference: 1000)."""
@@ -212,7 +212,9 @@ def read_patterns(file: str) -> list[dict[int, PrefillAttention]]:
         ValueError: If it is anything else; the message names the layer and head.
         OSError: If it cannot be read.
     """
-    layers = read_json(Path(file), "a file of patterns, as python -m locret.infer.pattern_search writes it")
+    if not Path(file).is_file():
+        raise ValueError(f"prefill_attention minference: there is no file {file}; make one with `locret patterns`")
+    layers = read_json(Path(file), "a file of patterns, as locret patterns writes it")
     if not isinstance(layers, list) or not layers:
         raise ValueError(f"{file} is not a list of layers; give a file of patterns")
     return [_read_layer(heads, f"layer {nth} of {file}") for nth, heads in enumerate(layers)]
@@ -283,7 +285,7 @@ def _means(states_GLD: Tensor, gap_of: int) -> Tensor:
     """Return the means of blocks of 64 tokens, a grid of which has a line after the first `gap_of` ones."""
     gap, length = front_gap(gap_of, ROWS), states_GLD.shape[1]
     back = -(gap + length) % ROWS
-    blocks = F.pad(states_GLD, (0, 0, gap, back)).unflatten(1, (-1, ROWS))
+    blocks: Tensor = F.pad(states_GLD, (0, 0, gap, back)).unflatten(1, (-1, ROWS))
     held = torch.ones(length, device=states_GLD.device)
     counts = F.pad(held, (gap, back)).view(-1, ROWS).sum(-1)
     return blocks.sum(2) / counts[:, None]

@@ -78,7 +78,8 @@ class XAttention(PrefillAttention):
         weights_AE = logits_AE.masked_fill_(behind, -torch.inf).softmax(-1)
         weights_AE[-(-new // stride) :] = 0  # groups without a query
         per = block // stride
-        return weights_AE.unflatten(0, (-1, per)).unflatten(2, (-1, per)).sum((1, 3))
+        blocks: Tensor = weights_AE.unflatten(0, (-1, per)).unflatten(2, (-1, per))
+        return blocks.sum((1, 3))
 
     def _heaviest(self, weights_QC: Tensor) -> Tensor:
         """Return (Q, C) bool: the first block, the own one, and as many others as it takes, the heaviest first."""

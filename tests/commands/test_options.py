@@ -249,6 +249,7 @@ PRINTED = {
     "train": ["--config", "recipes/train/tiny.yaml", "--output", "out", "--betas", "0.8,0.9"],
     "eval": ["--config", "recipes/eval/embedded.yaml", "--output", "out", "--lengths", "512,1024"],
     "bench": ["--config", "recipes/bench/cpu_512.yaml", "--lengths", "8K", "16K"],
+    "patterns": ["--model", "checkpoints/tiny", "--text", "book.txt", "--out", "patterns.json", "--share", "0.25"],
     "push": ["--heads", "checkpoints/tiny-heads", "--repo", "org/name", "--private"],
     "rows": ["--output", "rows.json", "--tokens", "512,1024"],
     "compare": ["--config", "recipes/train/compare_tiny.yaml", "--output", "out"],
