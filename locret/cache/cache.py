@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Dis
     return disk if isinstance(disk, Disk) else Disk(disk)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CacheMemory:
     """Bytes of a cache. What is planned follows from the policy alone; all else is counted from the tensors."""
 
@@ -130,6 +130,12 @@ class CacheMemory:
     """Units of the second tier per KV head, in the fullest layer."""
     moved: int = 0
     """Fetched from the second tier so far."""
+
+    def __repr__(self) -> str:
+        """Show what there is: all numbers of the first tier, and of others those that are not 0."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown = {f.name for f in fields(self) if f.default is MISSING or own[f.name]}
+        return f"CacheMemory({', '.join(f'{name}={number}' for name, number in own.items() if name in shown)})"
 
     def to_dict(self) -> dict[str, int]:
         """Return the numbers as plain data."""

@@ -136,7 +136,8 @@ class RetentionPolicy:
     exact_layers: int = 0
     """With fewer bits: first and last full-attention layers, so many each, whose units stay as they are."""
     merge: str = NO_MERGER
-    """Fold evicted units into kept ones: "none", or a merger NAME:OPTION=VALUE,..., such as d2o (docs/merging.md)."""
+    """Fold evicted units into kept ones: "none", or a merger, such as kvmerger, d2o or loco:kernels=FOLDER
+    (docs/merging.md)."""
     refit: bool = False
     """At the last eviction of a read, fit the values of kept units so that the queries of the last chunk read what they
     read before (Attention Matching)."""
