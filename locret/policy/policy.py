@@ -292,6 +292,11 @@ class RetentionPolicy:
         return self.memory != "fixed"
 
     @property
+    def plans_by_length(self) -> bool:
+        """Whether a plan depends on the length of a prompt, known or not."""
+        return self.needs_length or self.when == "prompt_end" or self.host_budget == EVERYTHING
+
+    @property
     def prefill_units(self) -> int:
         """Most units a KV head ever holds while a prompt is read, with uniform budgets and fixed memory."""
         return self.budget + max(self.chunk_size, self.local_len)
