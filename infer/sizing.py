@@ -15,7 +15,6 @@ from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.infer_options import PolicyOptions
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
-from locret.policy.policy import EVERYTHING
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
 from locret.scorers import RetainingHeadScorer, Scorer
@@ -95,7 +94,7 @@ class PlannedRun:
 
     def host_bytes(self, policy: RetentionPolicy) -> int | None:
         """Return the planned bytes of the second tier and its copies; None where it grows with an unknown length."""
-        if self.prompt_tokens is None and (policy.host_budget == EVERYTHING or policy.recalls_blocks):
+        if policy.host_grows and self.prompt_tokens is None:
             return None
         sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
         return self._copies * planned_host_bytes(describe(self.config), self._rates, policy, *sizes)
@@ -103,7 +102,7 @@ class PlannedRun:
     def plan(self, policy: RetentionPolicy) -> dict[str, int | None]:
         """Return the planned bytes of each tier, as plain data."""
         second = "planned_disk_bytes" if self.on_disk else "planned_host_bytes"
-        beside = {second: self.host_bytes(policy)} if policy.host_budget is not None or policy.recalls_blocks else {}
+        beside = {second: self.host_bytes(policy)} if policy.has_host else {}
         return {"planned_cache_bytes": self.cache_bytes(policy), **beside}
 
     def schedule(self, policy: RetentionPolicy) -> Schedule:

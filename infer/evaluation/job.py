@@ -103,7 +103,7 @@ class Job:
         longest = max(case.tokens for case in self.cases) or None
         planned = []
         for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
-            grows = policy.plans_by_length or policy.recalls_blocks or policy.budget == ANY_BUDGET
+            grows = policy.plans_by_length or policy.host_grows or policy.budget == ANY_BUDGET
             run = PlannedRun(
                 config=self.config,
                 scorer=self.heads,
