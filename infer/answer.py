@@ -65,7 +65,7 @@ class MeasuredCache(RetentionCache):
     @classmethod
     def of(cls, cache: RetentionCache) -> MeasuredCache:
         """Return a copy of a cache that is measured."""
-        measured = cls(cache.model, cache.scorer, cache.policy, store=cache.store)
+        measured = cls(cache.model, cache.scorer, cache.policy, store=cache.store, disk=cache.disk)
         tensors, numbers = cache.copy().state()
         measured.load(tensors, numbers)
         return measured

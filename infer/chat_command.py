@@ -69,7 +69,7 @@ def _load(
         ValueError: If something is missing or does not match, or a budget depends on one text's length.
     """
     from locret import LongContextModel, loading
-    from locret.cache.cache import find_store
+    from locret.cache.cache import checked_disk, find_store
     from locret.infer import sizing
 
     if policy.budget_share is not None:
@@ -98,9 +98,10 @@ def _load(
     )
     final, _ = sizing.final_policy(policy, chosen, recommended, planned)
     sizing.check_fits(planned, final)
+    disk = checked_disk(model.disk, final)
     tokenizer = loading.load_tokenizer(model)
     backbone = loading.load_model(model, config, device, dtype)
-    return LongContextModel(backbone, tokenizer, rates, final, template=about.template, store=model.store)
+    return LongContextModel(backbone, tokenizer, rates, final, template=about.template, store=model.store, disk=disk)
 
 
 @dataclass

@@ -57,7 +57,7 @@ def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dic
 def must_count(flags: PolicyOptions, draft: RetentionPolicy) -> bool:
     """Return whether the prompt must be tokenised as a whole before it is read, because the plan depends on it."""
     by_length = flags.budget_share is not None or flags.kv_memory == AUTO
-    return by_length or draft.needs_length or draft.when == "prompt_end"
+    return by_length or draft.plans_by_length
 
 
 @dataclass(frozen=True, kw_only=True)

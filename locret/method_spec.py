@@ -59,7 +59,7 @@ MODIFIERS: Mapping[str, Change] = {
         name: Change({"prefill_attention": name}, of="prefill_attention")
         for name in ("a_shape", "block_sparse", "minference", "vertical_slash", "xattention")
     },
-    **{name: Change({"merge": name}, of="merge") for name in ("d2o", "kvmerger")},
+    **{name: Change({"merge": name}, of="merge") for name in ("d2o", "kvmerger", "loco")},
     "refit": Change({"refit": True}),
 }
 """What may follow a method after a plus sign, and what it changes in the policy."""

@@ -271,9 +271,19 @@ class Store(ABC):
         """Return an independent copy that uses another workspace."""
         twin = copy.copy(self)
         twin.workspace, twin._rotated = workspace, None
-        twin.keys, twin.values = (None if t is None else t.clone() for t in (self.keys, self.values))
-        twin.columns = {name: tensor.clone() for name, tensor in self.columns.items()}
+        twin.keys, twin.values = (None if t is None else self.held_anew(t) for t in (self.keys, self.values))
+        twin.columns = {name: self.held_anew(tensor) for name, tensor in self.columns.items()}
         return twin
+
+    def held_anew(self, tensor: Tensor) -> Tensor:
+        """Return a copy where this store has its memory."""
+        return self.empty(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+    def _rows_of(self, tensor: Tensor, rows: Tensor) -> Tensor:
+        """Return a copy of some rows where this store has its memory."""
+        shape = (len(rows), *tensor.shape[1:])
+        out = self.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        return torch.index_select(tensor, 0, rows.to(tensor.device), out=out)
 
     def _buffers(self) -> dict[str, Tensor]:
         if self.keys is None or self.values is None:
@@ -507,7 +517,7 @@ class DenseStore(Store):
         """See `Store`."""
         if self.keys is None:
             return
-        self._set_buffers({n: t.index_select(0, rows.to(t.device)) for n, t in self._buffers().items()})
+        self._set_buffers({name: self._rows_of(buffer, rows) for name, buffer in self._buffers().items()})
         if self.row_start is not None:
             self.row_start = self.row_start.index_select(0, rows.to(self.row_start.device))
 
@@ -524,11 +534,13 @@ class DenseStore(Store):
         """See `Store`."""
         self.fill, self.capacity = max(store.fill for store in stores), capacity
         every = [store._buffers() for store in stores]
+        like = next((buffers for buffers in every if buffers), {})
         joined = {}
-        for name in every[0]:
-            parts = [buffers[name][:, :, : store.fill] for buffers, store in zip(every, stores, strict=True)]
-            joined[name], self.row_start = aligned(parts, EMPTY.get(name, 0), capacity - self.fill)
-        self._set_buffers(joined)
+        for name in like:  # a second tier that nothing came to has no buffers
+            parts = [(buffers or like)[name][:, :, : store.fill] for buffers, store in zip(every, stores, strict=True)]
+            joined[name], self.row_start = aligned(parts, EMPTY.get(name, 0), capacity - self.fill, self.empty)
+        if joined:
+            self._set_buffers(joined)
 
     def state(self) -> dict[str, Tensor]:
         """See `Store`."""
@@ -556,10 +568,13 @@ class DenseStore(Store):
         self.fill += 1
 
 
-def aligned(parts: Sequence[Tensor], empty: float, room: int = 0) -> tuple[Tensor, Tensor]:
+def aligned(
+    parts: Sequence[Tensor], empty: float, room: int = 0, memory: Callable[..., Tensor] = torch.empty
+) -> tuple[Tensor, Tensor]:
     """Stack (1, K, S_i, ...) tensors into (B, K, max S + room, ...), right-aligned; also (B,) where each row begins."""
-    slots = max(part.shape[2] for part in parts)
-    joined = parts[0].new_full((len(parts), parts[0].shape[1], slots + room, *parts[0].shape[3:]), empty)
+    slots, like = max(part.shape[2] for part in parts), parts[0]
+    shape = (len(parts), like.shape[1], slots + room, *like.shape[3:])
+    joined = memory(shape, dtype=like.dtype, device=like.device).fill_(empty)
     start = torch.tensor([slots - part.shape[2] for part in parts], device=joined.device)
     for row, part in enumerate(parts):
         joined[row, :, slots - part.shape[2] : slots] = part[0]

@@ -122,7 +122,8 @@ class RetentionPolicy:
     "xattention:threshold=0.9", "a_shape", "vertical_slash" or "block_sparse", with options after a colon. The local
     tokens and the answer attend to everything that is held."""
     merge: str = NO_MERGER
-    """Fold evicted units into kept ones: "none", or a merger NAME:OPTION=VALUE,..., such as d2o (docs/merging.md)."""
+    """Fold evicted units into kept ones: "none", or a merger, such as kvmerger, d2o or loco:kernels=FOLDER
+    (docs/merging.md)."""
     refit: bool = False
     """At the last eviction of a read, fit the values of kept units so that the queries of the last chunk read what they
     read before (Attention Matching)."""
@@ -290,6 +291,11 @@ class RetentionPolicy:
     def needs_length(self) -> bool:
         """Whether the length of a prompt must be known before it is read."""
         return self.memory != "fixed"
+
+    @property
+    def plans_by_length(self) -> bool:
+        """Whether a plan depends on the length of a prompt, known or not."""
+        return self.needs_length or self.when == "prompt_end" or self.host_budget == EVERYTHING
 
     @property
     def prefill_units(self) -> int:

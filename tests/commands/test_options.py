@@ -253,6 +253,16 @@ PRINTED = {
     "push": ["--heads", "checkpoints/tiny-heads", "--repo", "org/name", "--private"],
     "rows": ["--output", "rows.json", "--tokens", "512,1024"],
     "compare": ["--config", "recipes/train/compare_tiny.yaml", "--output", "out"],
+    "kernels": [
+        "--model",
+        "checkpoints/tiny",
+        "--heads",
+        "checkpoints/tiny-heads",
+        "--dataset",
+        "rows.json",
+        "--output",
+        "out",
+    ],
     "demo": [],
     "env": ["--json"],
 }
