@@ -455,10 +455,10 @@ def _summary(record: dict[str, Any]) -> str:
 
 
 def _second_tier(record: dict[str, Any]) -> str:
-    if not record["planned_host_bytes"]:
-        return ""
-    host, moved = record["host_bytes"] / 2**20, record["moved_bytes"] / 2**20
-    return f", beside {host:,.1f} MiB in host memory, of which {moved:,.1f} MiB were fetched in turns"
+    held = {"in host memory": record["host_bytes"], "on disk": record["disk_bytes"]}
+    shown = [f"{size / 2**20:,.1f} MiB {where}" for where, size in held.items() if size]
+    moved = record["moved_bytes"] / 2**20
+    return f", beside {' and '.join(shown)}, of which {moved:,.1f} MiB were fetched in turns" if shown else ""
 
 
 def _resolved(options: Options) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,9 @@ from locret.cache.host import HostTier
 from locret.cache.layer import HOST, RetentionLayer
 from locret.cache.limits import Limits, block_bytes, check_pair, check_slots, column_bytes, near_bytes
 from locret.cache.merging import Folding
+from locret.cache.quantised import QuantisedStore
 from locret.cache.ragged import RaggedStore
+from locret.cache.rounding import Form, forms_of
 from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
 from locret.cache.store import DenseStore, Store, Workspace
@@ -106,7 +108,7 @@ def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Dis
     return disk if isinstance(disk, Disk) else Disk(disk)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CacheMemory:
     """Bytes of a cache. What is planned follows from the policy alone; all else is counted from the tensors."""
 
@@ -128,6 +130,12 @@ class CacheMemory:
     """Units of the second tier per KV head, in the fullest layer."""
     moved: int = 0
     """Fetched from the second tier so far."""
+
+    def __repr__(self) -> str:
+        """Show what there is: all numbers of the first tier, and of others those that are not 0."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown = {f.name for f in fields(self) if f.default is MISSING or own[f.name]}
+        return f"CacheMemory({', '.join(f'{name}={number}' for name, number in own.items() if name in shown)})"
 
     def to_dict(self) -> dict[str, int]:
         """Return the numbers as plain data."""
@@ -201,6 +209,8 @@ class RetentionCache(Cache):
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
+        self._forms = forms_of(self.policy, len(backbone.layers))
+        self._host_forms = forms_of(self.policy, len(backbone.layers), host=True)
         super().__init__(layers=[self._new_layer(index) for index in range(backbone.num_layers)])
         self.reader: Reader | None = None
         """The read or answer in progress, which observes the backbone's forward passes."""
@@ -245,10 +255,21 @@ class RetentionCache(Cache):
             )
         if self.policy.recalls_blocks:
             return self._new_block_layer(kind)
-        store = kind(self._rotary, self._workspace, self.scorer.columns)
-        host = self._new_host(kind, index)
+        nth = self.backbone.layers.index(index)
+        store = self._new_store(kind, self._forms[nth], self._workspace)
+        host = self._new_host(kind, nth)
         folding = None if self.merger is None else Folding(self.merger, self.merging, index)
         return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
+
+    def _new_store(self, kind: type[Store], form: Form | None, workspace: Workspace) -> Store:
+        if form is None:
+            return kind(self._rotary, workspace, self.scorer.columns)
+        if self.store is not None:
+            raise ValueError(
+                f"store {kind.name} holds units as they are, but key_bits={self.policy.key_bits} and "
+                f"value_bits={self.policy.value_bits}; use 16 bits, or leave the store out"
+            )
+        return QuantisedStore(self._rotary, workspace, self.scorer.columns, form=form)
 
     def _new_block_layer(self, kind: type[Store]) -> BlockLayer:
         if not issubclass(kind, DenseStore):
@@ -260,8 +281,8 @@ class RetentionCache(Cache):
         store = kind(self._rotary, self._workspace, columns)
         return BlockLayer(store, self.policy.blocks(), self.backbone.num_heads)
 
-    def _new_host(self, kind: type[Store], index: int) -> HostTier | None:
-        policy, nth = self.policy, self.backbone.layers.index(index)
+    def _new_host(self, kind: type[Store], nth: int) -> HostTier | None:
+        policy = self.policy
         if policy.host_budget is None:
             return None
         if not issubclass(kind, DenseStore):
@@ -269,8 +290,10 @@ class RetentionCache(Cache):
                 f"store {kind.name} has no second tier, but host_budget={policy.host_budget}; leave host_budget out, "
                 "or derive the store from locret.cache.store.DenseStore"
             )
+        store = self._new_store(kind, self._host_forms[nth], Workspace())
+        assert isinstance(store, DenseStore)
         return HostTier(
-            kind(self._rotary, Workspace(), self.scorer.columns),
+            store,
             lookups.get(policy.recall_by),
             None if policy.host_budget == EVERYTHING else int(policy.host_budget),
             policy.recall,
@@ -359,7 +382,7 @@ class RetentionCache(Cache):
         queries = (
             rows * self._limits.remembered_queries * self.backbone.num_heads * self.backbone.head_dim * element_size
         )
-        held = cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
+        held = cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer), self._forms)
         return held + queries + self._plan_second(resident=True)
 
     def _plan_second(self, *, resident: bool) -> int:
@@ -387,7 +410,8 @@ class RetentionCache(Cache):
         element_size = next(self.model.parameters()).element_size()
         if self.policy.recalls_blocks:
             return block_bytes(self.backbone, self.policy, slots, element_size, rows)
-        return host_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
+        columns = column_bytes(self.scorer)
+        return host_bytes(self.backbone, slots, element_size, rows, columns, self._host_forms)
 
     def _note_largest(self) -> None:
         self._largest = list(map(max, self._largest, [layer.capacity for layer in self.governed]))
@@ -777,6 +801,8 @@ class RetentionCache(Cache):
             prefix = f"layers.{index}."
             held = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
             held = {k: t if k.startswith(HOST) else t.to(devices[index]) for k, t in held.items()}
-            for name in {"keys", "values", f"{HOST}keys", f"{HOST}values", f"{HOST}queries"} & held.keys():
-                held[name] = held[name].to(dtype)
+            states = ("keys", "values", "exact_keys", "exact_values", "queries")
+            for name in {f"{tier}{name}" for tier in ("", HOST) for name in states} & held.keys():
+                if held[name].is_floating_point():  # codes are as they are
+                    held[name] = held[name].to(dtype)
             layer.load(held, counters)

@@ -17,6 +17,7 @@ from locret._version import __version__
 from locret.backbone.adapters import unwrap
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk
+from locret.cache.rounding import forms_of
 from locret.cache.saved_units import (
     Reading,
     check_counters,
@@ -252,6 +253,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         columns=columns,
+        forms=forms_of(cache.policy, len(cache.backbone.layers)),
         host_budget=cache.policy.host_budget,
         windows=cache.remembered,
     )

@@ -159,11 +159,10 @@ class HostTier:
         window = self._remembered(query)
         if not store.fill:
             return None
-        assert store.keys is not None
-        assert store.values is not None
-        keys, positions = store.keys[:, :, : store.fill], store.held(POSITIONS)
         if not self._known:
             self.store.sort()
+        keys, positions = store.all_keys(), store.held(POSITIONS)
+        if not self._known:
             self._index, self._known = self.lookup.index(keys, positions), True
         ask = Ask(
             query=query,
@@ -182,7 +181,7 @@ class HostTier:
         ranks = self.lookup.choose(ask)
         there = None
         if ranks is None:
-            found, values = keys[:, :, None], store.values[:, :, None, : store.fill]
+            found, values = keys[:, :, None], store.all_values()[:, :, None]
             there = (positions != NO_UNIT)[:, :, None] if ask.padded else None
         else:
             if ranks.shape[1] == 1:

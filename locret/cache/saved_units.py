@@ -8,8 +8,8 @@ Everything here is checked against the backbone and against itself, because a ca
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from locret.backbone.adapters import Backbone
 from locret.cache.layer import HOST
+from locret.cache.rounding import Form
 from locret.cache.store import COLUMNS, NO_UNIT, POSITIONS, SCORES
 from locret.field_values import shown
 from locret.heads.fingerprint import crc
@@ -56,6 +57,8 @@ class Reading:
     hidden_size: int
     columns: Mapping[str, str]
     """Columns besides `scores` and `positions`, with dtypes as safetensors spells them."""
+    forms: Sequence[Form | None] = ()
+    """How each full-attention layer holds its units, where not all hold them as they are."""
     host_budget: int | str | None = None
     """Of the policy."""
     windows: Mapping[int, int] = field(default_factory=dict)
@@ -125,8 +128,8 @@ def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -
     wanted: dict[str, _Rule] = {}
     rows = shapes[first][0][0]
     for index, counters in enumerate(numbers["layers"]):
-        layer = _layer(index, counters["fill"], rows, shapes, reading)
-        layer |= _host(index, counters.get("host_fill", 0), rows, shapes, reading)
+        layer = _layer(index, counters, rows, shapes, reading)
+        layer |= _host(index, counters, rows, shapes, reading)
         wanted |= {f"layers.{index}.{name}": rule for name, rule in layer.items()}
     wanted |= _row_tensors(rows, shapes, reading)
     missing, foreign = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
@@ -136,7 +139,8 @@ def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -
         found, dtype = shapes[name]
         if found != shape or dtype not in dtypes:
             raise ValueError(f"{name} is {list(found)} of {dtype} instead of {list(shape)} of {' or '.join(dtypes)}")
-    kinds = {shapes[name][1] for name in wanted if name.endswith((".keys", ".values", ".queries", "._context"))}
+    exact = (".keys", ".values", "exact_keys", "exact_values", ".queries", "._context")
+    kinds = {shapes[name][1] for name in wanted if name.endswith(exact) and shapes[name][1] in _FLOATS}
     if len(kinds) > 1:
         raise ValueError(f"its keys, values and hidden states are of several types ({', '.join(sorted(kinds))})")
 
@@ -146,7 +150,8 @@ def _first(reading: Reading) -> str:
     return f"layers.0.{'counts' if reading.ragged and 0 in reading.backbone.layers else 'keys'}"
 
 
-def _layer(index: int, fill: int, rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
+def _layer(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
+    fill, turned = counters["fill"], counters["rotated"]
     heads, dim = reading.backbone.num_kv_heads, reading.backbone.head_dim
     row_start: dict[str, _Rule] = {"row_start": ((rows,), ("I64",))} if f"layers.{index}.row_start" in shapes else {}
     if index not in reading.backbone.layers:
@@ -165,14 +170,36 @@ def _layer(index: int, fill: int, rows: int, shapes: Shapes, reading: Reading) -
         units = (min(found[0] if found else 0, rows * heads * fill),)
         extra = {"counts": ((rows, heads), ("I64",))}
     states: _Rule = ((*units, dim), _FLOATS)
+    form = _form(index, reading)
+    if form is not None:
+        extra = {**extra, **_coded(form, units, dim, turned=turned)}
     return {"keys": states, "values": states, **{name: (units, (dtype,)) for name, dtype in columns.items()}, **extra}
 
 
-def _host(index: int, fill: int, rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
+def _form(index: int, reading: Reading) -> Form | None:
+    return reading.forms[reading.backbone.layers.index(index)] if reading.forms else None
+
+
+def _coded(form: Form, units: tuple[int, ...], dim: int, *, turned: bool) -> dict[str, _Rule]:
+    """Return the rules of units that are held in codes; keys or values with 16 bits are held as they are."""
+    rows, heads, slots = units
+    rules: dict[str, _Rule] = {
+        name: (shape, (dtype_name(dtype),)) for name, (shape, dtype) in form.shapes((rows, heads, slots), dim).items()
+    }
+    window: _Rule = ((rows, heads, form.recent, dim), _FLOATS)
+    rules |= {"exact_keys": window, "exact_values": window}
+    return {**rules, "following": ((2, rows), ("I64",))} if turned else rules
+
+
+def _host(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
+    fill = counters.get("host_fill", 0)
     units = (rows, reading.backbone.num_kv_heads, fill)
     states: _Rule = ((*units, reading.backbone.head_dim), _FLOATS)
     columns = {name: dtype_name(dtype) for name, dtype in COLUMNS.items()} | dict(reading.columns)
     held = {"keys": states, "values": states, **{name: (units, (dtype,)) for name, dtype in columns.items()}}
+    form = _form(index, reading) if index in reading.backbone.layers else None
+    if form is not None:
+        held |= _coded(replace(form, recent=0), units, reading.backbone.head_dim, turned=counters["rotated"])
     held = held if fill else {}
     if fill and f"layers.{index}.{HOST}row_start" in shapes:
         held["row_start"] = ((rows,), ("I64",))
@@ -220,6 +247,9 @@ def check_units(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], readi
         start = _within(layer, "row_start", 0, counters["fill"], f"layers.{index}.")
         if index not in reading.backbone.layers:
             continue
+        _check_codes(layer, counters["fill"], numbers["next_position"], f"layers.{index}.")
+        second = {name.removeprefix(HOST): tensor for name, tensor in layer.items() if name.startswith(HOST)}
+        _check_codes(second, counters.get("host_fill", 0), numbers["next_position"], f"layers.{index}.{HOST}")
         if bool(layer[SCORES].isnan().any()):
             raise ValueError(f"layers.{index}.{SCORES} holds values that are not numbers")
         try:
@@ -232,6 +262,18 @@ def check_units(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], readi
                     _check_host(layer, counters["host_fill"], ends)
         except ValueError as error:
             raise ValueError(f"layers.{index}.{error}") from None
+
+
+def _check_codes(layer: Mapping[str, Tensor], fill: int, next_position: int, prefix: str) -> None:
+    """Check what units in codes have besides: places, frames and the window of exact units."""
+    if "exact" not in layer:
+        return
+    _within(layer, "exact", 0, min(fill, layer["exact_keys"].shape[2]), prefix)
+    _within(layer, "following", 0, next_position, prefix)
+    _within(layer, "places", -next_position, next_position - 1, prefix)
+    for name in ("key_frame", "value_frame"):
+        if name in layer and not bool((layer[name][:, :, 1] > 0).all()):
+            raise ValueError(f"{prefix}{name} holds widths that are not above 0")
 
 
 def _check_rows(positions_BKS: Tensor, start_B: Tensor, end_B: Tensor) -> None:

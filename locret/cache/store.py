@@ -32,7 +32,8 @@ COLUMNS = {SCORES: torch.float32, POSITIONS: torch.int32}
 """What every cache knows about a unit."""
 EMPTY = {SCORES: -torch.inf, POSITIONS: NO_UNIT}
 """What an empty slot's columns hold; other columns hold 0 there."""
-_RESERVED = {"keys", "values", "counts", "row_start", *COLUMNS}
+_OF_CODES = {"key_scales", "value_scales", "key_frame", "value_frame", "exact_keys", "exact_values", "exact"}
+_RESERVED = {"keys", "values", "counts", "row_start", "places", "following", *COLUMNS, *_OF_CODES}
 _GROWTH = 256
 _TURNED = 4096
 
@@ -170,7 +171,7 @@ class Store(ABC):
 
     @property
     def key_numbers(self) -> int:
-        """Numbers of one row's keys: what a plan grants the workspace, per row."""
+        """Numbers of one row's keys: what a plan grants the workspace, per row; 0 where it is never idle."""
         assert self.keys is not None
         return self.keys[0].numel()
 
@@ -332,15 +333,19 @@ class DenseStore(Store):
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
         """See `Store`."""
         self._make_room(keys, values)
-        assert self.keys is not None
-        assert self.values is not None
         span = slice(self.fill, self.fill + keys.shape[-2])
-        self.keys[:, :, span] = keys
-        self.values[:, :, span] = values
+        self._write(span, keys, values)
         self.columns[POSITIONS][:, :, span] = positions
         for name in self.dtypes.keys() - COLUMNS.keys():
             self.columns[name][:, :, span] = 0
         self.fill, self._rotated = span.stop, rotated
+
+    def _write(self, span: slice, keys: Tensor, values: Tensor) -> None:
+        """Put states (B, K, L, D) into slots."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[:, :, span] = keys
+        self.values[:, :, span] = values
 
     def view(self, base: int) -> View:
         """See `Store`."""
@@ -478,15 +483,30 @@ class DenseStore(Store):
         """
         assert self.keys is not None
         assert self.values is not None
-        batch, heads = self.keys.shape[:2]
-        first = torch.arange(0, batch * heads * self.capacity, self.capacity, device=ranks.device)
-        if ranks.shape[1] != heads:
-            first = first.repeat_interleave(ranks.shape[1] // heads)
-        where = (first.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) + ranks).flatten()
+        where = self._where(ranks).flatten()
         keys, values = (
             buffer.flatten(0, 2).index_select(0, where).view(*ranks.shape, -1) for buffer in (self.keys, self.values)
         )
         return keys, values
+
+    def _where(self, ranks: Tensor) -> Tensor:
+        """Return where units of (B, heads, ...) ranks are, counting slots through all rows and KV heads."""
+        assert self.keys is not None
+        batch, heads = self.keys.shape[:2]
+        first = torch.arange(0, batch * heads * self.capacity, self.capacity, device=ranks.device)
+        if ranks.shape[1] != heads:
+            first = first.repeat_interleave(ranks.shape[1] // heads)
+        return first.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) + ranks
+
+    def all_keys(self) -> Tensor:
+        """Return (B, K, units, D), as queries attend to them where none is new."""
+        assert self.keys is not None
+        return self.keys[:, :, : self.fill]
+
+    def all_values(self) -> Tensor:
+        """Return (B, K, units, D)."""
+        assert self.values is not None
+        return self.values[:, :, : self.fill]
 
     def lend_room(self, recalled: Recalled) -> View | None:
         """Return what one new token attends to, the recalled units behind those held; None where there is no room."""

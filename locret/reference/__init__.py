@@ -45,6 +45,7 @@ from locret.reference.retaining import (
 from locret.reference.rounding import (
     packed,
     rounded_after_rotation,
+    rounded_by_channel,
     rounded_by_token,
     spread,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "refitted_values",
     "rotate",
     "rounded_after_rotation",
+    "rounded_by_channel",
     "rounded_by_token",
     "sage_kept",
     "select_kept",

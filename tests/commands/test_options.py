@@ -115,6 +115,7 @@ def test_flags_become_values_of_the_fields(arguments: tuple[str, ...], expected:
         (("--policy.bugdet", "5"), "--policy.bugdet is unknown; did you mean --policy.budget?"),
         (("--zzzz",), "--zzzz is unknown; --help lists the options"),
         (("--budget", "many"), "--budget many is not a whole number; give one such as 6000"),
+        (("--budget", "1K"), "--budget 1K is not a whole number (write 1024); give one such as 6000"),
         (("--budget", "5.0"), "--budget 5.0 is not a whole number"),
         (("--budget", "9" * 30), "is not a whole number of 64 bits"),
         (("--budget", "9" * 5000), f"--budget {'9' * 80}... is not a whole number"),

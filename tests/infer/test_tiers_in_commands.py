@@ -148,7 +148,9 @@ def test_what_has_no_effect_or_cannot_be_is_refused_before_weights_are_loaded(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["quest:page=4", "omnikv", "full+xattention:block=16", "locret+d2o", "h2o+refit"])
+@pytest.mark.parametrize(
+    "name", ["quest:page=4", "omnikv", "infllm", "full+xattention:block=16", "locret+d2o", "h2o+refit"]
+)
 def test_methods_of_other_papers_are_planned_and_counted_alike(name: str) -> None:
     plan = plan_of(name)
     setup, method = make_setup(plan), plan.methods[0]
@@ -157,7 +159,7 @@ def test_methods_of_other_papers_are_planned_and_counted_alike(name: str) -> Non
     unused = 304 * KEY // 5 if name.startswith("full") else 0
     assert planned.cache - unused == max(peaks.decode.cache, peaks.prefill.cache)
     assert planned.host == peaks.decode.host
-    assert (planned.host > 0) == (peaks.moved[1] > 0) == (name[0] in "qo")
+    assert (planned.host > 0) == (peaks.moved[0] + peaks.moved[1] > 0) == (name[0] in "qoi")
 
 
 def test_a_lookup_that_is_a_method_attends_to_as_many_units_as_the_budget() -> None:
@@ -176,7 +178,9 @@ def test_a_lookup_that_is_a_method_attends_to_as_many_units_as_the_budget() -> N
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("quest+prompt_end", 'method "quest+prompt_end": quest sets when itself; drop +prompt_end'),
+        ("quest+original", 'method "quest+original": quest sets positions itself; drop +original'),
+        ("infllm+recall", "infllm sets host_budget itself; drop +recall"),
+        ("infllm:blokc=4", 'lookup infllm: it has no option "blokc"; did you mean block'),
         ("quest+recall", "quest sets host_budget itself; drop +recall"),
         ("exact", "exact only says how units are recalled; write it as locret+recall:recall_by=exact"),
         ("quest:pages=4", 'lookup quest: it has no option "pages"; did you mean page?'),
@@ -185,7 +189,7 @@ def test_a_lookup_that_is_a_method_attends_to_as_many_units_as_the_budget() -> N
     ],
 )
 def test_a_method_of_another_paper_that_contradicts_itself_is_refused(name: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match="quest|exact|full") as caught:
+    with pytest.raises(ValueError, match="quest|exact|full|infllm") as caught:
         methods.get(name)
     assert sentence in str(caught.value)
 
