@@ -15,7 +15,6 @@ from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.infer_options import PolicyOptions
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
-from locret.policy.policy import EVERYTHING
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
 from locret.scorers import RetainingHeadScorer, Scorer
@@ -93,14 +92,14 @@ class PlannedRun:
 
     def host_bytes(self, policy: RetentionPolicy) -> int | None:
         """Return the planned bytes of the second tier and its copies; None where it grows with an unknown length."""
-        if policy.host_budget == EVERYTHING and self.prompt_tokens is None:
+        if policy.host_grows and self.prompt_tokens is None:
             return None
         sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
         return self._copies * planned_host_bytes(describe(self.config), self._rates, policy, *sizes)
 
     def plan(self, policy: RetentionPolicy) -> dict[str, int | None]:
         """Return the planned bytes of each tier, as plain data."""
-        host = {} if policy.host_budget is None else {"planned_host_bytes": self.host_bytes(policy)}
+        host = {} if not policy.has_host else {"planned_host_bytes": self.host_bytes(policy)}
         return {"planned_cache_bytes": self.cache_bytes(policy), **host}
 
     def schedule(self, policy: RetentionPolicy) -> Schedule:
