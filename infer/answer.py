@@ -42,8 +42,11 @@ class Answer:
     peak_cache_bytes: int
     """Counted from the cache's tensors; in a beam search with the beams' copy."""
     planned_host_bytes: int
-    """Of the second tier; 0 without one."""
+    """Of the second tier in host memory, without indexes; 0 without one."""
     host_bytes: int
+    planned_disk_bytes: int
+    """Of the second tier in a file."""
+    disk_bytes: int
     moved_bytes: int
     """Fetched from the second tier, for the prompt's last tokens and the answer."""
     peak_device_bytes: int | None
@@ -65,7 +68,7 @@ class MeasuredCache(RetentionCache):
     @classmethod
     def of(cls, cache: RetentionCache) -> MeasuredCache:
         """Return a copy of a cache that is measured."""
-        measured = cls(cache.model, cache.scorer, cache.policy, store=cache.store)
+        measured = cls(cache.model, cache.scorer, cache.policy, store=cache.store, disk=cache.disk)
         tensors, numbers = cache.copy().state()
         measured.load(tensors, numbers)
         return measured
@@ -276,6 +279,8 @@ def _memory(cache: MeasuredCache) -> dict[str, int]:
         **found,
         "planned_host_bytes": own.host_planned + (copy.host_planned if copy else 0),
         "host_bytes": own.host + (copy.host if copy else 0),
+        "planned_disk_bytes": own.disk_planned + (copy.disk_planned if copy else 0),
+        "disk_bytes": own.disk + (copy.disk if copy else 0),
         "moved_bytes": (copy or own).moved,  # a copy goes on counting
     }
 

@@ -69,7 +69,7 @@ def _load(
         ValueError: If something is missing or does not match, or a budget depends on one text's length.
     """
     from locret import LongContextModel, loading
-    from locret.cache.cache import find_store
+    from locret.cache.cache import checked_disk, find_store
     from locret.infer import sizing
 
     if policy.budget_share is not None:
@@ -94,13 +94,15 @@ def _load(
         prompt_tokens=None,
         new_tokens=generation.max_new_tokens,
         num_beams=generation.num_beams,
+        on_disk=model.disk is not None,
         trust_remote_code=model.trust_remote_code,
     )
     final, _ = sizing.final_policy(policy, chosen, recommended, planned)
     sizing.check_fits(planned, final)
+    disk = checked_disk(model.disk, final)
     tokenizer = loading.load_tokenizer(model)
     backbone = loading.load_model(model, config, device, dtype)
-    return LongContextModel(backbone, tokenizer, rates, final, template=about.template, store=model.store)
+    return LongContextModel(backbone, tokenizer, rates, final, template=about.template, store=model.store, disk=disk)
 
 
 @dataclass

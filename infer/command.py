@@ -118,6 +118,8 @@ class _Plan:
     """Tokens of the whole prompt, where the question is read with the document."""
     bar: Any
     setup: dict[str, Any]
+    disk: Any
+    """What holds the second tier, if not host memory."""
 
     @property
     def where(self) -> tuple[Any, Any, Any]:
@@ -128,9 +130,8 @@ class _Plan:
 def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     """Resolve everything; None if that was all that was wanted, and has been printed."""
     from locret import loading
-    from locret.cache.cache import find_store
+    from locret.cache.cache import checked_disk, find_store
     from locret.infer import sizing
-    from locret.policy.policy import EVERYTHING
     from locret.scorers import Scorer
 
     dry_run = options.output.dry_run
@@ -143,8 +144,6 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     scorer, recommended = loading.load_scorer(options.scorer)
     draft = sizing.draft_policy(options.policy, options.chosen, recommended)
     counted = sizing.must_count(options.policy, draft) or (not dry_run and options.generation.num_beams > 1)
-    # What everything takes is known once it is counted; a read needs no count.
-    counted |= dry_run and draft.host_budget == EVERYTHING and options.prompt.prompt_file is not None
     if dry_run and counted:
         document = _document(options.prompt)
     config = loading.load_config(options.model)
@@ -157,12 +156,14 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
         dtype=dtype,
         device=device,
         prompt_tokens=tokens,
+        on_disk=options.model.disk is not None,
         new_tokens=options.generation.max_new_tokens,
         num_beams=options.generation.num_beams,
         trust_remote_code=options.model.trust_remote_code,
     )
     policy, chunk_choice = sizing.final_policy(options.policy, options.chosen, recommended, run_of)
     sizing.check_fits(run_of, policy)
+    disk = checked_disk(options.model.disk, policy)
     if policy.when == "prompt_end":
         warnings.warn(
             f"--when prompt_end keeps every unit until the prompt has been read, so memory grows with it (here "
@@ -177,7 +178,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     if dry_run:
         _print_plan(options, run_of, policy, setup)
         return None
-    return _Plan(options, config, device, dtype, scorer, policy, tokenizer, document, ids, bar, setup)
+    return _Plan(options, config, device, dtype, scorer, policy, tokenizer, document, ids, bar, setup, disk)
 
 
 def _setup(options: Options, scorer: Any, policy: Any, device: Any, dtype: Any) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def _answer(options: Options, plan: _Plan) -> dict[str, Any]:
         warnings.warn(EMBEDDED_KNOWS, stacklevel=2)
     with _memory_errors(plan.device):
         model = loading.load_model(options.model, *plan.where)
-        cache = answer.MeasuredCache(model, plan.scorer, plan.policy, store=options.model.store)
+        cache = answer.MeasuredCache(model, plan.scorer, plan.policy, store=options.model.store, disk=plan.disk)
         result = answer.answer(
             model,
             plan.tokenizer,
@@ -233,7 +234,7 @@ def _ask_apart(options: Options, plan: _Plan, asked: Sequence[str]) -> None:
         model = loading.load_model(options.model, *plan.where)
         lm = LongContextModel(model, plan.tokenizer, plan.scorer, plan.policy, template=prompt.template)
         start = time.perf_counter()
-        cache = MeasuredCache(model, lm.scorer, plan.policy, store=options.model.store)
+        cache = MeasuredCache(model, lm.scorer, plan.policy, store=options.model.store, disk=plan.disk)
         context = lm.read_into(cache, plan.document, system=prompt.system, progress=not output.quiet)
         seconds = time.perf_counter() - start
         if output.picture:
@@ -286,7 +287,7 @@ def _check_not_read(options: Options, path: str) -> None:
         ValueError: Naming the option.
     """
     reading = {field.name for field in fields(PolicyOptions)}
-    reading |= {"system", "template", "save_context", "dry_run", "store"}
+    reading |= {"system", "template", "save_context", "dry_run", "store", "disk"}
     if given := sorted(reading & options.chosen):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"--context {path} has been read already, so {flags} would do nothing; leave that out")
@@ -452,10 +453,10 @@ def _summary(record: dict[str, Any]) -> str:
 
 
 def _second_tier(record: dict[str, Any]) -> str:
-    if not record["planned_host_bytes"]:
-        return ""
-    host, moved = record["host_bytes"] / 2**20, record["moved_bytes"] / 2**20
-    return f", beside {host:,.1f} MiB in host memory, of which {moved:,.1f} MiB were fetched in turns"
+    held = {"in host memory": record["host_bytes"], "on disk": record["disk_bytes"]}
+    shown = [f"{size / 2**20:,.1f} MiB {where}" for where, size in held.items() if size]
+    moved = record["moved_bytes"] / 2**20
+    return f", beside {' and '.join(shown)}, of which {moved:,.1f} MiB were fetched in turns" if shown else ""
 
 
 def _resolved(options: Options) -> dict[str, Any]:

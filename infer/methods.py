@@ -22,7 +22,8 @@ from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
 FULL, LOCRET, ORIGINAL = "full", "locret", "streaming-original"
-_WITHOUT_EVICTION = ("prefill_attention",)
+INFLLM = "infllm"
+_WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", "exact_recent", "exact_layers")
 """Fields of a policy that mean something where every unit stays."""
 ANY_BUDGET = 2**40
 """Units that no prompt has, where all of them stay."""
@@ -80,7 +81,7 @@ class Method:
 def names() -> list[str]:
     """Return the names that `find` knows: the best known first, then in alphabetical order."""
     first = (FULL, LOCRET, "random", "streaming", ORIGINAL)
-    own = [name for name in lookups.names() if lookups.get(name).as_method() is not None]
+    own = [name for name in lookups.names() if name == INFLLM or lookups.get(name).as_method() is not None]
     return [*first, *own, *(name for name in scorers.names() if name not in (*first, "retaining_heads", "oracle"))]
 
 
@@ -144,6 +145,8 @@ def _instead(policy: RetentionPolicy, changes: Mapping[str, Any]) -> RetentionPo
 
 def _of_lookup(spec: MethodSpec, where: str) -> Method:
     by = str(MethodSpec(spec.name, spec.options))
+    if spec.name == INFLLM:
+        return _infllm(by)
     lookup = lookups.get(by)
     usual = lookup.as_method()
     if usual is None:
@@ -164,6 +167,18 @@ def _of_lookup(spec: MethodSpec, where: str) -> Method:
     scorer = scorers.get("streaming", sinks=0)
     sets = frozenset((*usual, "recall_by", "budget"))
     return Method(spec.name, about[:1].lower() + about[1:], scorer, adapt=adapt, sets=sets)
+
+
+def _infllm(by: str) -> Method:
+    """Return the method that recalls blocks from a tier of its own; all its numbers follow from the budget."""
+    RetentionPolicy(budget=ANY_BUDGET, recall_by=by)  # refuses options that are unfit
+
+    def adapt(policy: RetentionPolicy) -> RetentionPolicy:
+        return RetentionPolicy(budget=policy.budget, recall_by=by)
+
+    fixed = ("recall", "recall_by", "host_budget", "positions", "when", "layer_budgets", "head_budgets", "memory")
+    about = "the best blocks of old tokens beside a window and the first tokens (InfLLM)"
+    return Method(INFLLM, about, scorers.get("streaming"), adapt=adapt, sets=frozenset(fixed))
 
 
 def _of_scorer(spec: MethodSpec) -> Method:

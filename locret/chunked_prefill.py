@@ -120,6 +120,7 @@ def read_prompt(
     apart = cache.policy.memory == "adaptive" and ids.shape[0] > 1
     if cache.pad is None and not apart and mask is None:
         return _read(model, Stream(ids, device, known), cache, new_tokens, progress, hold_last, on_chunk)
+    cache.reserve_disk(ids.shape[1], new_tokens, 2 * ids.shape[0])  # one by one, and all of them once more
     logits, rows, width = [], cache.split(ids.shape[0]), cache.seen + ids.shape[1]
     for index, row in enumerate(rows):
         kept = ids[index] if mask is None else ids[index, ids.shape[1] - int(mask[index].sum()) :]
@@ -155,6 +156,7 @@ def _read(
     length = stream.length
     if length is None and (enough := lookahead(policy)) > (available := stream.available(enough)):
         length = available
+    cache.reserve_disk(length, new_tokens, stream.rows)
     bar = tqdm(total=stream.length, unit="token", unit_scale=True, desc="reading", disable=not progress or None)
     with reading(model, cache, length, new_tokens) as reader, bar:
         while (left := stream.available((size := reader.chunk_size) + tail + 1)) > tail:

@@ -164,6 +164,7 @@ class Stream:
         self.device, self.known = device, known
         self.length = source.shape[1] if isinstance(source, Tensor) else None
         self._pending = source if isinstance(source, Tensor) else torch.empty(1, 0, dtype=torch.long)
+        self.rows = len(self._pending)
         self._more: Iterator[Any] = iter(()) if isinstance(source, Tensor) else source
 
     def available(self, count: int) -> int:

@@ -8,23 +8,28 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from locret import lookups, mergers, plugins
 from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.digest import shortened
+from locret.cache.disk import Disk
+from locret.cache.export import to_dynamic_cache
 from locret.cache.host import HostTier
-from locret.cache.layer import RetentionLayer
+from locret.cache.layer import HOST, RetentionLayer
 from locret.cache.limits import Limits, block_bytes, check_pair, check_slots, column_bytes, near_bytes
 from locret.cache.merging import Folding
+from locret.cache.quantised import QuantisedStore
 from locret.cache.ragged import RaggedStore
+from locret.cache.rounding import Form, forms_of
 from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
 from locret.cache.store import DenseStore, Store, Workspace
@@ -83,7 +88,27 @@ def find_store(store: type[Store] | str) -> type[Store]:
     return found
 
 
-@dataclass(frozen=True)
+def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Disk | None:
+    """Return the file for a second tier that an argument means.
+
+    Raises:
+        ValueError: If it is no place for one, or the policy has no second tier.
+        OSError: If it cannot be written.
+    """
+    if disk is None:
+        return None
+    if policy.host_budget is None:
+        where = disk.path if isinstance(disk, Disk) else disk
+        raise ValueError(f"disk={where} holds a second tier, but there is none; give host_budget and recall as well")
+    if policy.recalls_blocks:
+        raise ValueError(
+            f"recall_by={policy.recall_by} holds blocks in host memory, not in a file; leave disk out, or take another "
+            "recall_by"
+        )
+    return disk if isinstance(disk, Disk) else Disk(disk)
+
+
+@dataclass(frozen=True, repr=False)
 class CacheMemory:
     """Bytes of a cache. What is planned follows from the policy alone; all else is counted from the tensors."""
 
@@ -93,12 +118,24 @@ class CacheMemory:
     units: int
     """Units held per KV head, on average, in the fullest layer."""
     host_planned: int = 0
-    """Of the second tier, in host memory."""
+    """Of the second tier, where it is in host memory."""
     host: int = 0
+    disk_planned: int = 0
+    """Of the second tier, where it is in a file."""
+    disk: int = 0
+    index_planned: int = 0
+    """Of what lookups make of the second tier's keys, to find units faster."""
+    index: int = 0
     host_units: int = 0
     """Units of the second tier per KV head, in the fullest layer."""
     moved: int = 0
     """Fetched from the second tier so far."""
+
+    def __repr__(self) -> str:
+        """Show what there is: all numbers of the first tier, and of others those that are not 0."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown = {f.name for f in fields(self) if f.default is MISSING or own[f.name]}
+        return f"CacheMemory({', '.join(f'{name}={number}' for name, number in own.items() if name in shown)})"
 
     def to_dict(self) -> dict[str, int]:
         """Return the numbers as plain data."""
@@ -116,10 +153,12 @@ class RetentionCache(Cache):
         policy: How many units stay; if None, what the heads recommend, else the defaults.
         store: What holds the units, a class derived from `locret.cache.store.Store`, `package.module:Class`,
             `file.py:Class` or a name announced in the group `locret.stores`; if None, ours. Planned bytes are ours too.
+        disk: A new file, or a folder, that holds the second tier instead of host memory; see `locret.cache.disk.Disk`.
 
     Raises:
-        ValueError: If the model has no keys and values to evict, scorer and model do not match, or the store cannot
-            hold what the policy selects.
+        ValueError: If the model has no keys and values to evict, scorer and model do not match, the store cannot hold
+            what the policy selects, or there is no second tier for the disk.
+        OSError: If the disk cannot be written.
 
     Examples:
         >>> cache = RetentionCache(model, scorer="snapkv", policy=policy)
@@ -137,6 +176,7 @@ class RetentionCache(Cache):
         policy: RetentionPolicy | Mapping[str, Any] | None = None,
         *,
         store: type[Store] | str | None = None,
+        disk: Disk | str | Path | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a {type(model).__name__}; load it with AutoModelForCausalLM.from_pretrained")
@@ -158,6 +198,8 @@ class RetentionCache(Cache):
         self.prepared = scorer.prepare(model)
         """What the scorer needs of this backbone."""
         check_pair(scorer, self.policy)
+        self.disk = checked_disk(disk, self.policy)
+        """Where the second tier is, if not in host memory."""
         self.merger = None if self.policy.merge == NO_MERGER else mergers.get(self.policy.merge)
         """Folds the units that go into those that stay."""
         self.merging = None if self.merger is None else self.merger.prepare(model)
@@ -167,6 +209,8 @@ class RetentionCache(Cache):
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
+        self._forms = forms_of(self.policy, len(backbone.layers))
+        self._host_forms = forms_of(self.policy, len(backbone.layers), host=True)
         super().__init__(layers=[self._new_layer(index) for index in range(backbone.num_layers)])
         self.reader: Reader | None = None
         """The read or answer in progress, which observes the backbone's forward passes."""
@@ -211,10 +255,21 @@ class RetentionCache(Cache):
             )
         if self.policy.recalls_blocks:
             return self._new_block_layer(kind)
-        store = kind(self._rotary, self._workspace, self.scorer.columns)
-        host = self._new_host(kind, index)
+        nth = self.backbone.layers.index(index)
+        store = self._new_store(kind, self._forms[nth], self._workspace)
+        host = self._new_host(kind, nth)
         folding = None if self.merger is None else Folding(self.merger, self.merging, index)
         return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
+
+    def _new_store(self, kind: type[Store], form: Form | None, workspace: Workspace) -> Store:
+        if form is None:
+            return kind(self._rotary, workspace, self.scorer.columns)
+        if self.store is not None:
+            raise ValueError(
+                f"store {kind.name} holds units as they are, but key_bits={self.policy.key_bits} and "
+                f"value_bits={self.policy.value_bits}; use 16 bits, or leave the store out"
+            )
+        return QuantisedStore(self._rotary, workspace, self.scorer.columns, form=form)
 
     def _new_block_layer(self, kind: type[Store]) -> BlockLayer:
         if not issubclass(kind, DenseStore):
@@ -226,8 +281,8 @@ class RetentionCache(Cache):
         store = kind(self._rotary, self._workspace, columns)
         return BlockLayer(store, self.policy.blocks(), self.backbone.num_heads)
 
-    def _new_host(self, kind: type[Store], index: int) -> HostTier | None:
-        policy, nth = self.policy, self.backbone.layers.index(index)
+    def _new_host(self, kind: type[Store], nth: int) -> HostTier | None:
+        policy = self.policy
         if policy.host_budget is None:
             return None
         if not issubclass(kind, DenseStore):
@@ -235,14 +290,17 @@ class RetentionCache(Cache):
                 f"store {kind.name} has no second tier, but host_budget={policy.host_budget}; leave host_budget out, "
                 "or derive the store from locret.cache.store.DenseStore"
             )
+        store = self._new_store(kind, self._host_forms[nth], Workspace())
+        assert isinstance(store, DenseStore)
         return HostTier(
-            kind(self._rotary, Workspace(), self.scorer.columns),
+            store,
             lookups.get(policy.recall_by),
             None if policy.host_budget == EVERYTHING else int(policy.host_budget),
             policy.recall,
             by_score=policy.host_by == "score",
             resident=self._limits.resident[nth],
             window=self._limits.windows[nth],
+            empty=None if self.disk is None or self._limits.resident[nth] else self.disk.empty,
         )
 
     @property
@@ -254,6 +312,11 @@ class RetentionCache(Cache):
     def governed(self) -> list[RetentionLayer]:
         """The layers of full attention, whose units compete for the budget."""
         return [layer for layer in self.layers if isinstance(layer, RetentionLayer)]
+
+    @property
+    def remembered(self) -> dict[int, int]:
+        """How many of the newest queries each layer remembers, where its lookup looks from more than one."""
+        return {index: count for index, count in zip(self.backbone.layers, self._limits.windows, strict=True) if count}
 
     # -- looking inside -----------------------------------------------------------------------------------------------
 
@@ -293,8 +356,12 @@ class RetentionCache(Cache):
             self._bytes(),
             max(self._peak, self._bytes()),
             units,
-            host_planned=self._plan_second(resident=False),
-            host=sum(host.nbytes for host in hosts),
+            **dict.fromkeys(
+                ("host_planned",) if self.disk is None else ("disk_planned",), self._plan_second(resident=False)
+            ),
+            **dict.fromkeys(("host",) if self.disk is None else ("disk",), sum(host.nbytes for host in hosts)),
+            index_planned=self._plan_indexes(),
+            index=sum(layer.host.index_nbytes for layer in self.governed if layer.host is not None),
             host_units=max((host.fill for host in hosts if not host.resident), default=0),
             moved=sum(host.moved for host in hosts),
         )
@@ -315,19 +382,36 @@ class RetentionCache(Cache):
         queries = (
             rows * self._limits.remembered_queries * self.backbone.num_heads * self.backbone.head_dim * element_size
         )
-        held = cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer))
+        held = cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer), self._forms)
         return held + queries + self._plan_second(resident=True)
 
     def _plan_second(self, *, resident: bool) -> int:
         """Return the planned bytes of second tiers that lie in the fast tier's memory, or of the others."""
-        slots = self._largest_host
-        if not self.seen and isinstance(self.policy.host_budget, int) and not self.policy.needs_length:
-            slots = [self.policy.host_budget] * len(slots)
+        slots = self._second_slots()
         slots = [units if near == resident else 0 for units, near in zip(slots, self._limits.resident, strict=True)]
+        return self._host_bytes(slots, self.rows or 1)
+
+    def _second_slots(self) -> list[int]:
+        """Return the planned slots of each layer's second tier."""
+        if not self.seen and isinstance(self.policy.host_budget, int) and not self.policy.needs_length:
+            return [self.policy.host_budget] * len(self._largest_host)
+        return self._largest_host
+
+    def _plan_indexes(self) -> int:
+        element_size = next(self.model.parameters()).element_size()
+        heads = (self.rows or 1) * self.backbone.num_kv_heads
+        return heads * sum(
+            layer.host.lookup.index_bytes(units, self.backbone.head_dim, element_size)
+            for layer, units in zip(self.governed, self._second_slots(), strict=True)
+            if layer.host is not None and units
+        )
+
+    def _host_bytes(self, slots: Sequence[int], rows: int) -> int:
         element_size = next(self.model.parameters()).element_size()
         if self.policy.recalls_blocks:
-            return block_bytes(self.backbone, self.policy, slots, element_size, self.rows or 1)
-        return host_bytes(self.backbone, slots, element_size, self.rows or 1, column_bytes(self.scorer))
+            return block_bytes(self.backbone, self.policy, slots, element_size, rows)
+        columns = column_bytes(self.scorer)
+        return host_bytes(self.backbone, slots, element_size, rows, columns, self._host_forms)
 
     def _note_largest(self) -> None:
         self._largest = list(map(max, self._largest, [layer.capacity for layer in self.governed]))
@@ -490,6 +574,36 @@ class RetentionCache(Cache):
                 layer.tier.reserve(capacity)
         self._note_largest()
 
+    def reserve_disk(self, prompt_tokens: int | None, new_tokens: int, rows: int) -> None:
+        """Have the disk set aside what a read needs, before it begins.
+
+        Args:
+            prompt_tokens: Tokens of the prompt; None: unknown.
+            new_tokens: Tokens that will be generated.
+            rows: Rows of the batch; more, where they are held twice.
+
+        Raises:
+            ValueError: If what is to be held has no bound.
+            OSError: If the disk has no room for it.
+        """
+        if self.disk is None:
+            return
+        if prompt_tokens is None and self.policy.host_budget == EVERYTHING:
+            raise ValueError(
+                f'disk={self.disk.path} cannot set aside room for host_budget="{EVERYTHING}" of a text of unknown '
+                "length; give host_budget as a number of units, or the text as a whole"
+            )
+        hosts = [layer.host for layer in self.governed if layer.host is not None]
+        schedule = self._limits.plan(prompt_tokens, [layer.fill for layer in self.governed])
+        slots = self._limits.host_capacity(schedule, [layer.held for layer in self.governed], new_tokens)
+        # A tier that has no room for more moves, and gives back where it was.
+        wanted = [
+            0 if host.resident or (host.store.batch and host.store.capacity >= most) else most
+            for host, most in zip(hosts, slots, strict=True)
+        ]
+        tensors = sum(map(bool, wanted)) * (2 + len(hosts[0].store.dtypes))
+        self.disk.reserve(self._host_bytes(wanted, rows), tensors * rows)
+
     def _rate_waiting(self) -> None:
         if self.reader is not None:
             self.reader.rate_waiting()
@@ -498,7 +612,7 @@ class RetentionCache(Cache):
 
     def fresh(self) -> RetentionCache:
         """Return an empty cache for the same model, scorer and policy."""
-        return RetentionCache(self.model, self.scorer, self.policy, store=self.store)
+        return RetentionCache(self.model, self.scorer, self.policy, store=self.store, disk=self.disk)
 
     @torch.inference_mode(False)
     def copy(self) -> Self:
@@ -624,6 +738,30 @@ class RetentionCache(Cache):
         self._peak = max(self._peak, self._bytes())
         self.end_reading(new_tokens)
 
+    @torch.no_grad()
+    def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
+        """Return what is held as an ordinary prefix, for any code that takes a cache of transformers.
+
+        To that code it is a prompt of as many tokens as there are units, from position 0 on; the backbone needs nothing
+        of this toolkit. The copy is on the backbone's devices and grows like any other cache.
+
+        Args:
+            host: Whether the units of the second tier are part of it, in their places; else only those of the first.
+
+        Raises:
+            ValueError: If it would be no ordinary prefix: original positions, heads, layers or rows with different
+                numbers of units, layers that slide; or a read was interrupted.
+
+        Examples:
+            >>> cache = RetentionCache(model, scorer=heads, policy=policy)
+            >>> logits = prefill(model, ids, cache)
+            >>> cache.to_dynamic_cache().get_seq_length()
+            80
+        """
+        self.check_whole()
+        self._rate_waiting()
+        return to_dynamic_cache(self, host=host)
+
     # -- on disk ------------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -661,7 +799,10 @@ class RetentionCache(Cache):
                 setattr(self, attribute, tensors[f"rows.{name}"].to(rows))
         for index, (layer, counters) in enumerate(zip(self.layers, numbers["layers"], strict=True)):
             prefix = f"layers.{index}."
-            held = {k.removeprefix(prefix): t.to(devices[index]) for k, t in tensors.items() if k.startswith(prefix)}
-            for name in ("keys", "values"):
-                held[name] = held[name].to(dtype)
+            held = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+            held = {k: t if k.startswith(HOST) else t.to(devices[index]) for k, t in held.items()}
+            states = ("keys", "values", "exact_keys", "exact_values", "queries")
+            for name in {f"{tier}{name}" for tier in ("", HOST) for name in states} & held.keys():
+                if held[name].is_floating_point():  # codes are as they are
+                    held[name] = held[name].to(dtype)
             layer.load(held, counters)

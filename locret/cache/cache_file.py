@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from locret._version import __version__
 from locret.backbone.adapters import unwrap
 from locret.cache.cache import RetentionCache
+from locret.cache.disk import Disk
+from locret.cache.rounding import forms_of
 from locret.cache.saved_units import (
     Reading,
     check_counters,
@@ -120,7 +122,12 @@ def read_notes(path: str | Path, writer: str = "save_cache") -> dict[str, Any]:
 
 
 def load_cache(
-    path: str | Path, model: nn.Module, scorer: RetainingHeads | Scorer | str, *, allow_other_scorer: bool = False
+    path: str | Path,
+    model: nn.Module,
+    scorer: RetainingHeads | Scorer | str,
+    *,
+    allow_other_scorer: bool = False,
+    disk: Disk | str | Path | None = None,
 ) -> RetentionCache:
     """Read a cache back, ready for `generate` or for more text.
 
@@ -132,6 +139,7 @@ def load_cache(
         scorer: Scores the units of further tokens; the one it was made with.
         allow_other_scorer: Accept another scorer, or other options of it: what was kept stays, with its scores, and
             only further tokens are scored in the other way.
+        disk: A new file, or a folder, for the second tier, if it is not to be in host memory; wherever it was before.
 
     Raises:
         ValueError: If there is no such file, it is not a cache, is damaged, or belongs to another backbone, other
@@ -153,7 +161,7 @@ def load_cache(
     state, _ = _header(path)
     try:
         saved_policy = RetentionPolicy.from_dict(state.get("policy"), "policy")
-        cache = RetentionCache(model, scorer, saved_policy)
+        cache = RetentionCache(model, scorer, saved_policy, disk=disk)
         _check_backbone(state, cache)
         _check_scorer(state, cache, allow_other_scorer)
         cache.load(_read_units(path, state, cache), state)
@@ -245,6 +253,9 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         columns=columns,
+        forms=forms_of(cache.policy, len(cache.backbone.layers)),
+        host_budget=cache.policy.host_budget,
+        windows=cache.remembered,
     )
     try:
         with safe_open(path, framework="pt") as file:

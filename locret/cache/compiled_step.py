@@ -131,6 +131,8 @@ def obstacle(
         return "layers or heads hold different numbers of units"
     if policy.recall:
         return f"recall={policy.recall} looks up units of the second tier at every step"
+    if not policy.exact_bits:
+        return f"units are held in codes (key_bits={policy.key_bits}, value_bits={policy.value_bits})"
     if policy.decode_budget is not None:
         return f"decode_budget={policy.decode_budget} evicts while an answer is written"
     return None

@@ -77,26 +77,27 @@ class Disk:
         with self._lock:
             return self.nbytes - sum(area.nbytes for area in self._free)
 
-    def reserve(self, nbytes: int) -> None:
-        """Make sure that `nbytes` can be given to tensors that are still to be made, whatever happens to the disk.
+    def reserve(self, nbytes: int, tensors: int = 0) -> None:
+        """Make sure that there is room for tensors that are still to be made, whatever happens to the disk.
+
+        Args:
+            nbytes: Bytes of all of them.
+            tensors: How many there will be, since each takes whole pages.
 
         Raises:
             OSError: If the disk has no room for them; the file is then as large as before.
         """
         with self._lock:
-            if nbytes > max((area.nbytes for area in self._free), default=0):
+            if (nbytes := nbytes + tensors * _PAGE) > max((area.nbytes for area in self._free), default=0):
                 self._grow(_pages(nbytes))
 
-    def reserve_areas(self, sizes: list[int]) -> None:
-        """Make sure that there is room for tensors of so many bytes each; see `reserve`."""
-        self.reserve(sum(map(_pages, sizes)))
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: object = None) -> Tensor:
         """Return an uninitialised tensor in the file; its area is free again once no tensor uses it.
 
         Args:
             shape: Any shape.
             dtype: Any type that torch can hold.
+            device: Where the tensor will be used; it lies in the file all the same.
 
         Raises:
             OSError: If that takes more than was reserved, and the disk has no room.
@@ -112,10 +113,6 @@ class Disk:
         weakref.finalize(part, self._give_back, area)
         with torch.inference_mode(False):
             return torch.frombuffer(part, dtype=dtype, count=count).view(shape)
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor in the file."""
-        return self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
     def _take(self, nbytes: int) -> _Area:
         """Return an area of so many bytes: the begin of the first that is free and large enough, or a new one."""

@@ -9,7 +9,7 @@ not depend on how the text was cut into chunks, as far as scores do not. A query
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ class HostTier:
         by_score: Whether a full tier keeps the best units, rather than the last of the text.
         resident: Whether it lies in the fast tier's memory, for a layer that needs all of it in every step.
         window: Newest queries that the lookup looks from.
-        empty: Gives memory: host memory if None, pinned where the fast tier is on a CUDA device.
+        empty: Gives memory, such as that of a `Disk`: host memory if None, pinned where there is a CUDA device.
     """
 
     def __init__(
@@ -84,6 +84,11 @@ class HostTier:
     def nbytes(self) -> int:
         """Bytes of the units that lie in host memory."""
         return 0 if self.resident else self.store.nbytes
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of the lookup's index; 0 before it is made."""
+        return sum(tensor.nbytes for tensor in _tensors_of(self._index))
 
     @property
     def fast_nbytes(self) -> int:
@@ -154,11 +159,10 @@ class HostTier:
         window = self._remembered(query)
         if not store.fill:
             return None
-        assert store.keys is not None
-        assert store.values is not None
-        keys, positions = store.keys[:, :, : store.fill], store.held(POSITIONS)
         if not self._known:
             self.store.sort()
+        keys, positions = store.all_keys(), store.held(POSITIONS)
+        if not self._known:
             self._index, self._known = self.lookup.index(keys, positions), True
         ask = Ask(
             query=query,
@@ -177,7 +181,7 @@ class HostTier:
         ranks = self.lookup.choose(ask)
         there = None
         if ranks is None:
-            found, values = keys[:, :, None], store.values[:, :, None, : store.fill]
+            found, values = keys[:, :, None], store.all_values()[:, :, None]
             there = (positions != NO_UNIT)[:, :, None] if ask.padded else None
         else:
             if ranks.shape[1] == 1:
@@ -190,7 +194,7 @@ class HostTier:
         if not self.resident:
             self.moved += found.nbytes + values.nbytes
         if query.is_cuda:
-            found, values = found.to(query.device, non_blocking=True), values.to(query.device, non_blocking=True)
+            found, values = _sent(found, query.device), _sent(values, query.device)
             there = None if there is None else there.to(query.device)
         return Recalled(found, values, there)
 
@@ -258,12 +262,11 @@ class HostTier:
         return tensors
 
     def load(self, tensors: dict[str, Tensor], fill: int) -> None:
-        """Take over what `state` returned."""
+        """Take over what `state` returned, on the fast tier's device if this one is resident."""
         row_start, self.queries = tensors.pop("row_start", None), tensors.pop("queries", None)
-        if not self.resident:
-            tensors = {name: tensor.to("cpu") for name, tensor in tensors.items()}
-        self.store.load(tensors, fill)
-        self.store.row_start = row_start
+        if fill:
+            self.store.load({name: self.store.held_anew(tensor) for name, tensor in tensors.items()}, fill)
+            self.store.row_start = row_start
         self.forget()
 
     def copy(self) -> HostTier:
@@ -276,10 +279,26 @@ class HostTier:
             by_score=self.by_score,
             resident=self.resident,
             window=self.window,
+            empty=self.store.empty,
         )
         twin.moved = self.moved
         twin.queries = None if self.queries is None else self.queries.clone()
         return twin
+
+
+def _sent(states: Tensor, device: torch.device) -> Tensor:
+    """Return states on the device; the host does not wait for the copy, which only pinned memory allows."""
+    return states if states.is_cuda else states.pin_memory().to(device, non_blocking=True)
+
+
+def _tensors_of(index: Any) -> Iterator[Tensor]:
+    if isinstance(index, Tensor):
+        yield index
+    elif isinstance(index, (tuple, list)):
+        for one in index:
+            yield from _tensors_of(one)
+    elif hasattr(index, "__dict__"):
+        yield from _tensors_of(list(vars(index).values()))
 
 
 def _host_memory(shape: Sequence[int], *, dtype: torch.dtype, device: object) -> Tensor:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+HOST = "host."
+"""What the names of the second tier's tensors begin with."""
+
+
 @dataclass(frozen=True)
 class Moment:
     """What a reader knows about a forward pass in one layer, for its `Chunk`."""
@@ -286,19 +290,23 @@ class RetentionLayer(CacheLayerMixin):
             tensors["row_start"] = self.store.row_start
         numbers: dict[str, Any] = {"fill": self.fill, "rotated": self.rotated}
         if self.host is not None:
-            tensors |= {f"host.{name}": tensor for name, tensor in self.host.state().items()}
+            tensors |= {f"{HOST}{name}": tensor for name, tensor in self.host.state().items()}
             numbers["host_fill"] = self.host.fill
         return tensors, numbers
 
     def load(self, tensors: dict[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned."""
         row_start = tensors.pop("row_start", None)
-        ours = {name: tensor for name, tensor in tensors.items() if not name.startswith("host.")}
+        ours = {name: tensor for name, tensor in tensors.items() if not name.startswith(HOST)}
         self.store.load(ours, numbers["fill"])
         self.store.row_start, self.rotated = row_start, numbers["rotated"]
-        if self.host is not None and numbers.get("host_fill"):
-            held = {name.removeprefix("host."): t for name, t in tensors.items() if name.startswith("host.")}
-            self.host.load(held, numbers["host_fill"])
+        if self.host is None:
+            return
+        held = {name.removeprefix(HOST): t for name, t in tensors.items() if name.startswith(HOST)}
+        assert self.store.keys is not None
+        near = held.keys() if self.host.resident else {"queries"}
+        held = {name: t.to(self.store.keys.device if name in near else "cpu") for name, t in held.items()}
+        self.host.load(held, numbers.get("host_fill", 0))
 
     # -- the contract of transformers ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import torch
 
 from locret import lookups, scorers
 from locret.backbone.adapters import Backbone
+from locret.cache.rounding import forms_of
 from locret.policy.budget import cache_bytes, host_bytes
 from locret.policy.growth import adaptive_sizes
 from locret.policy.policy import EVERYTHING, RetentionPolicy
@@ -86,10 +87,12 @@ def planned_bytes(
             backbone, scorer, policy, limits.capacity(limits.plan(prompt_tokens), new_tokens), element_size
         )
     schedule, columns = limits.plan(prompt_tokens), column_bytes(scorer)
-    held = cache_bytes(backbone, limits.capacity(schedule, new_tokens), element_size, column_bytes=columns)
+    capacity, forms = limits.capacity(schedule, new_tokens), forms_of(policy, len(backbone.layers))
+    held = cache_bytes(backbone, capacity, element_size, column_bytes=columns, forms=forms)
     beside = limits.beside(limits.host_capacity(schedule, [0] * len(backbone.layers), new_tokens))
     queries = limits.remembered_queries * backbone.num_heads * backbone.head_dim * element_size
-    return held + host_bytes(backbone, beside, element_size, column_bytes=columns) + queries
+    forms = forms_of(policy, len(backbone.layers), host=True)
+    return held + host_bytes(backbone, beside, element_size, column_bytes=columns, forms=forms) + queries
 
 
 def planned_host_bytes(
@@ -107,14 +110,16 @@ def planned_host_bytes(
     """
     limits = Limits(policy, scorer, len(backbone.layers))
     slots = limits.host_capacity(limits.plan(prompt_tokens), [0] * len(backbone.layers), new_tokens)
-    if prompt_tokens is None and (policy.host_budget == EVERYTHING or policy.recalls_blocks):
+    if prompt_tokens is None and policy.host_grows:
         raise ValueError(
-            f'host_budget="{EVERYTHING}" has no plan where the length of a prompt is unknown; give a number of units'
+            "a second tier of everything has no plan where the length of a prompt is unknown; give the length, or "
+            "host_budget as a number of units"
         )
     if policy.recalls_blocks:
         return block_bytes(backbone, policy, slots, element_size)
     away = [units - near for units, near in zip(slots, limits.beside(slots), strict=True)]
-    return host_bytes(backbone, away, element_size, column_bytes=column_bytes(scorer))
+    forms = forms_of(policy, len(backbone.layers), host=True)
+    return host_bytes(backbone, away, element_size, column_bytes=column_bytes(scorer), forms=forms)
 
 
 def near_bytes(

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from locret.backbone.attention import View
 from locret.backbone.chunk import pinned_units
 from locret.backbone.rotary import rotate, unrotate
 from locret.cache.store import POSITIONS, SCORES, Part, Store
@@ -35,7 +36,7 @@ class Folding:
             stay: What was asked of the selector.
             by_text: Whether keys are rotated to their positions in the text, rather than not at all.
         """
-        for part, chosen in kept_parts(store.parts(store.view(0), 0, newest_only=False), kept):
+        for part, chosen in kept_parts(store, store.view(0), kept):
             positions, keys = part.columns[POSITIONS], part.keys.float()
             if by_text:
                 keys = unrotate(keys, *store.rotary.at(positions, keys))
@@ -65,15 +66,25 @@ def _write(part: Part, kept: Tensor, merged: Merged, keys: Tensor) -> None:
         states.scatter_(2, kept[..., None].expand_as(new), new.to(states.dtype))
 
 
-def kept_parts(parts: Iterable[Part], kept: Kept) -> Iterator[tuple[Part, KeptPerHead]]:
+def kept_parts(store: Store, view: View, kept: Kept) -> Iterator[tuple[Part, KeptPerHead]]:
     """Yield the parts of a store that lose units but not all, with those that stay of each.
 
     Args:
-        parts: What `Store.parts` yields of all units; to write into it is to write into the store.
+        store: To write into the values and columns of a part is to write into it.
+        view: What it shows of all units.
         kept: Which of all units stay.
+
+    Raises:
+        ValueError: If the store shows copies, so that what is written there would be lost.
     """
     before = 0
-    for part in parts:
+    for part in store.parts(view, 0, newest_only=False):
+        assert store.values is not None
+        if part.values.untyped_storage().data_ptr() != store.values.untyped_storage().data_ptr():
+            raise ValueError(
+                f"store {store.name} shows copies of its units, so what is merged or refitted there would be lost; use "
+                "another store, or leave out merge and refit"
+            )
         held, chosen = part.keys.shape[2], kept
         if part.where is not None:
             assert isinstance(kept, KeptOverHeads)

@@ -43,7 +43,7 @@ class Refit:
 
     def apply(self, store: Store, kept: Kept) -> None:
         """Write new values over those of the units that stay; `Store.keep` comes next."""
-        for part, chosen in kept_parts(store.parts(self.view, 0, newest_only=False), kept):
+        for part, chosen in kept_parts(store, self.view, kept):
             row, head = part.where or (0, 0)
             for b in range(part.keys.shape[0]):
                 for k in range(part.keys.shape[1]):

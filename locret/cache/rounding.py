@@ -11,15 +11,19 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-BITS = (16, 8, 4, 3, 2)
-"""Bits of a number; with 16 the units stay as they are."""
+from locret import registry
+from locret.policy.budget import unit_bytes
+
+if TYPE_CHECKING:
+    from locret.policy.policy import RetentionPolicy
+
 _WORDS = {8: (1, 1), 4: (1, 2), 3: (3, 8), 2: (1, 4)}
 """Bytes that are packed together, and the codes in them."""
 _SCALE = torch.float16
@@ -27,6 +31,9 @@ _LEAST_SCALE = 2.0**-24
 """Least positive number of a scale's type."""
 _MOST_SCALE = 65504.0
 """Largest number of a scale's type."""
+_AS_TOKENS = 16
+"""How many tokens the mean width of all channels counts as."""
+_LEAST_WIDTH = 1e-6
 
 
 def packed_bytes(codes: int, bits: int) -> int:
@@ -118,7 +125,7 @@ class Rounding(ABC):
         low16 = _below(low)
         scale16 = -_below(((low16.float() - high) / levels).clamp(max=-_LEAST_SCALE))
         codes = ((parts - low16.float()[..., None]) / scale16.float()[..., None]).round_().clamp_(0, levels)
-        packed = pack(codes.to(torch.uint8).flatten(-2)[..., : states.shape[-1]], bits)
+        packed: Tensor = pack(codes.to(torch.uint8).flatten(-2)[..., : states.shape[-1]], bits)
         return Codes(packed, torch.stack([scale16, low16], -1))
 
     def decode(self, coded: Codes, bits: int, head_dim: int, frame: Tensor | None = None) -> Tensor:
@@ -164,6 +171,156 @@ class Rotated(Rounding):
     def back(self, states: Tensor, frame: Tensor | None) -> Tensor:
         """See `Rounding`."""
         return states @ basis(states.shape[-1], states.device).T
+
+
+@dataclass(frozen=True)
+class Channel(Rounding):
+    """Every channel around its own centre and by its own width, then scales per token.
+
+    KIVI gives keys a scale per channel and block of tokens. Eviction leaves of such a block a unit here and there, and
+    its scales would have to stay as long as any; so centres and widths come from a text's first tokens and hold for all
+    that follow (KVQuant's: channels of un-rotated keys keep their ranges), and nothing is ever cut off.
+    """
+
+    name = "channel"
+    framed = True
+
+    def frame(self, states: Tensor) -> Tensor:
+        """See `Rounding`."""
+        low, high = states.float().aminmax(dim=-2)
+        centre, width = (low + high) / 2, (high - low) / 2
+        # Of few tokens a range says little: then channels get the widths of all.
+        tokens, mean = states.shape[-2], width.mean(-1, keepdim=True)
+        width = ((tokens * width + _AS_TOKENS * mean) / (tokens + _AS_TOKENS)).clamp_min(_LEAST_WIDTH)
+        return torch.stack([centre, width], -2)
+
+    def into(self, states: Tensor, frame: Tensor | None) -> Tensor:
+        """See `Rounding`."""
+        assert frame is not None
+        return (states - frame[:, :, :1]) / frame[:, :, 1:]
+
+    def back(self, states: Tensor, frame: Tensor | None) -> Tensor:
+        """See `Rounding`."""
+        assert frame is not None
+        return states * frame[:, :, 1:] + frame[:, :, :1]
+
+
+ROUNDINGS: tuple[type[Rounding], ...] = (Channel, Rotated, Token)
+"""Every way of rounding; a policy's `rounding` names one."""
+
+
+@dataclass(frozen=True)
+class Coder:
+    """Keys, or values, of a layer in so many bits: buffers of one or two tensors with a row per unit."""
+
+    bits: int
+    rounding: Rounding
+
+    @property
+    def exact(self) -> bool:
+        """Whether states stay as they are."""
+        return self.bits == 16
+
+    def unit_bytes(self, head_dim: int, element_size: int) -> int:
+        """Return the bytes of a key, or a value."""
+        if self.exact:
+            return head_dim * element_size
+        return packed_bytes(head_dim, self.bits) + 2 * self.rounding.groups(head_dim) * _SCALE.itemsize
+
+    def frame_bytes(self, head_dim: int) -> int:
+        """Return the bytes of what a text's first tokens fix, per row and KV head."""
+        return 2 * head_dim * torch.float32.itemsize if self.framed else 0
+
+    @property
+    def framed(self) -> bool:
+        """Whether it needs a frame."""
+        return self.rounding.framed and not self.exact
+
+    def encode(self, states: Tensor, frame: Tensor | None) -> tuple[Tensor, ...]:
+        """Return what is to be held of states (B, K, S, D): themselves, or codes and scales."""
+        if self.exact:
+            return (states,)
+        coded = self.rounding.encode(states, self.bits, frame)
+        return coded.codes, coded.scales.flatten(-2)
+
+    def decode(self, parts: tuple[Tensor, ...], head_dim: int, frame: Tensor | None) -> Tensor:
+        """Return the states (B, K, S, D) that are held so."""
+        if self.exact:
+            return parts[0]
+        return self.rounding.decode(Codes(parts[0], parts[1].unflatten(-1, (-1, 2))), self.bits, head_dim, frame)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the units of a layer are held."""
+
+    keys: Coder
+    values: Coder
+    recent: int = 0
+    """Newest tokens whose units are held as they are, besides."""
+    placed: bool = False
+    """Whether units remember the positions they are rotated to, because those are not consecutive."""
+
+    @property
+    def states(self) -> int:
+        """Tensors of all units, in the backbone's type, that a view writes into the workspace."""
+        return 1 if self.values.exact else 2
+
+    def unit_bytes(self, head_dim: int, element_size: int, column_bytes: int = 0) -> int:
+        """Return the bytes of a unit, its score, its position and a method's own columns included."""
+        held = self.keys.unit_bytes(head_dim, element_size) + self.values.unit_bytes(head_dim, element_size)
+        return held + unit_bytes(0, element_size, column_bytes) + (PLACE.itemsize if self.placed else 0)
+
+    def head_bytes(self, head_dim: int, element_size: int) -> int:
+        """Return the bytes of what a KV head of a row has once, however many units it holds."""
+        newest = self.recent * 2 * head_dim * element_size + COUNT.itemsize
+        return newest + self.keys.frame_bytes(head_dim) + self.values.frame_bytes(head_dim)
+
+    def shapes(self, units: tuple[int, int, int], head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of what a store of so many units holds in codes, and of what goes with codes.
+
+        Args:
+            units: Rows, KV heads, and units of each.
+            head_dim: Numbers of a key.
+        """
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, coder in (("key", self.keys), ("value", self.values)):
+            if coder.exact:
+                continue
+            shapes[f"{name}s"] = ((*units, packed_bytes(head_dim, coder.bits)), torch.uint8)
+            shapes[f"{name}_scales"] = ((*units, 2 * coder.rounding.groups(head_dim)), _SCALE)
+            if coder.framed:
+                shapes[f"{name}_frame"] = ((*units[:2], 2, head_dim), torch.float32)
+        if self.placed:
+            shapes["places"] = (units, PLACE)
+        return {**shapes, "exact": (units[:2], COUNT)}
+
+
+PLACE, COUNT = torch.int32, torch.int32
+"""Of a unit's position, and of how many newest units are held as they are."""
+
+
+def form_of(policy: RetentionPolicy, nth: int, layers: int) -> Form | None:
+    """Return how the `nth` of the full-attention layers holds its units in the fast tier; None: as they are.
+
+    Raises:
+        ValueError: If the policy's rounding is unknown, or an option of it is unfit.
+    """
+    if policy.exact_bits:
+        return None
+    rounding = registry.get("rounding", ROUNDINGS, policy.rounding)
+    if min(nth, layers - 1 - nth) < policy.exact_layers:
+        return None
+    # Values have no channels of their own: groups of a token (KIVI).
+    values = Token(group=rounding.group) if rounding.framed else rounding
+    placed = policy.host_budget is not None and policy.positions == "compact"
+    return Form(Coder(policy.key_bits, rounding), Coder(policy.value_bits, values), policy.exact_recent, placed)
+
+
+def forms_of(policy: RetentionPolicy, layers: int, *, host: bool = False) -> list[Form | None]:
+    """Return the form of every full-attention layer, in the fast tier or the second one, which has no newest units."""
+    forms = [form_of(policy, nth, layers) for nth in range(layers)]
+    return [replace(form, recent=0) if host and form is not None else form for form in forms]
 
 
 def _below(numbers: Tensor) -> Tensor:

@@ -8,14 +8,16 @@ Everything here is checked against the backbone and against itself, because a ca
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from locret.backbone.adapters import Backbone
+from locret.cache.layer import HOST
+from locret.cache.rounding import Form
 from locret.cache.store import COLUMNS, NO_UNIT, POSITIONS, SCORES
 from locret.field_values import shown
 from locret.heads.fingerprint import crc
@@ -55,6 +57,16 @@ class Reading:
     hidden_size: int
     columns: Mapping[str, str]
     """Columns besides `scores` and `positions`, with dtypes as safetensors spells them."""
+    forms: Sequence[Form | None] = ()
+    """How each full-attention layer holds its units, where not all hold them as they are."""
+    host_budget: int | str | None = None
+    """Of the policy."""
+    windows: Mapping[int, int] = field(default_factory=dict)
+    """Newest queries that a layer's second tier remembers, where it does."""
+
+    def most_evicted(self, seen: int) -> int:
+        """Return the most units that a second tier may hold per KV head."""
+        return min(seen, self.host_budget) if isinstance(self.host_budget, int) else seen if self.host_budget else 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -107,13 +119,17 @@ def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -
     """
     if not reading.compact and any(counters["rotated"] for counters in numbers["layers"]):
         raise ValueError('its keys are rotated to slots, but its policy has positions="original"')
+    for index, counters in enumerate(numbers["layers"]):
+        most = reading.most_evicted(numbers["seen"] - counters["fill"]) if index in reading.backbone.layers else 0
+        _whole(counters.get("host_fill", 0), f"host_fill of layer {index}", 0, most)
     first = _first(reading)
     if first not in shapes or not shapes[first][0] or not shapes[first][0][0]:
         raise ValueError(f"it has no {first} with a row")
     wanted: dict[str, _Rule] = {}
     rows = shapes[first][0][0]
     for index, counters in enumerate(numbers["layers"]):
-        layer = _layer(index, counters["fill"], rows, shapes, reading)
+        layer = _layer(index, counters, rows, shapes, reading)
+        layer |= _host(index, counters, rows, shapes, reading)
         wanted |= {f"layers.{index}.{name}": rule for name, rule in layer.items()}
     wanted |= _row_tensors(rows, shapes, reading)
     missing, foreign = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
@@ -123,7 +139,8 @@ def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -
         found, dtype = shapes[name]
         if found != shape or dtype not in dtypes:
             raise ValueError(f"{name} is {list(found)} of {dtype} instead of {list(shape)} of {' or '.join(dtypes)}")
-    kinds = {shapes[name][1] for name in wanted if name.endswith((".keys", ".values", "._context"))}
+    exact = (".keys", ".values", "exact_keys", "exact_values", ".queries", "._context")
+    kinds = {shapes[name][1] for name in wanted if name.endswith(exact) and shapes[name][1] in _FLOATS}
     if len(kinds) > 1:
         raise ValueError(f"its keys, values and hidden states are of several types ({', '.join(sorted(kinds))})")
 
@@ -133,7 +150,8 @@ def _first(reading: Reading) -> str:
     return f"layers.0.{'counts' if reading.ragged and 0 in reading.backbone.layers else 'keys'}"
 
 
-def _layer(index: int, fill: int, rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
+def _layer(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
+    fill, turned = counters["fill"], counters["rotated"]
     heads, dim = reading.backbone.num_kv_heads, reading.backbone.head_dim
     row_start: dict[str, _Rule] = {"row_start": ((rows,), ("I64",))} if f"layers.{index}.row_start" in shapes else {}
     if index not in reading.backbone.layers:
@@ -152,7 +170,43 @@ def _layer(index: int, fill: int, rows: int, shapes: Shapes, reading: Reading) -
         units = (min(found[0] if found else 0, rows * heads * fill),)
         extra = {"counts": ((rows, heads), ("I64",))}
     states: _Rule = ((*units, dim), _FLOATS)
+    form = _form(index, reading)
+    if form is not None:
+        extra = {**extra, **_coded(form, units, dim, turned=turned)}
     return {"keys": states, "values": states, **{name: (units, (dtype,)) for name, dtype in columns.items()}, **extra}
+
+
+def _form(index: int, reading: Reading) -> Form | None:
+    return reading.forms[reading.backbone.layers.index(index)] if reading.forms else None
+
+
+def _coded(form: Form, units: tuple[int, ...], dim: int, *, turned: bool) -> dict[str, _Rule]:
+    """Return the rules of units that are held in codes; keys or values with 16 bits are held as they are."""
+    rows, heads, slots = units
+    rules: dict[str, _Rule] = {
+        name: (shape, (dtype_name(dtype),)) for name, (shape, dtype) in form.shapes((rows, heads, slots), dim).items()
+    }
+    window: _Rule = ((rows, heads, form.recent, dim), _FLOATS)
+    rules |= {"exact_keys": window, "exact_values": window}
+    return {**rules, "following": ((2, rows), ("I64",))} if turned else rules
+
+
+def _host(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
+    fill = counters.get("host_fill", 0)
+    units = (rows, reading.backbone.num_kv_heads, fill)
+    states: _Rule = ((*units, reading.backbone.head_dim), _FLOATS)
+    columns = {name: dtype_name(dtype) for name, dtype in COLUMNS.items()} | dict(reading.columns)
+    held = {"keys": states, "values": states, **{name: (units, (dtype,)) for name, dtype in columns.items()}}
+    form = _form(index, reading) if index in reading.backbone.layers else None
+    if form is not None:
+        held |= _coded(replace(form, recent=0), units, reading.backbone.head_dim, turned=counters["rotated"])
+    held = held if fill else {}
+    if fill and f"layers.{index}.{HOST}row_start" in shapes:
+        held["row_start"] = ((rows,), ("I64",))
+    if reading.windows.get(index) and f"layers.{index}.{HOST}queries" in shapes:
+        window = reading.windows[index]
+        held["queries"] = ((rows, reading.backbone.num_heads, window, reading.backbone.head_dim), _FLOATS)
+    return {f"{HOST}{name}": rule for name, rule in held.items()}
 
 
 def _row_tensors(rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
@@ -193,6 +247,9 @@ def check_units(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], readi
         start = _within(layer, "row_start", 0, counters["fill"], f"layers.{index}.")
         if index not in reading.backbone.layers:
             continue
+        _check_codes(layer, counters["fill"], numbers["next_position"], f"layers.{index}.")
+        second = {name.removeprefix(HOST): tensor for name, tensor in layer.items() if name.startswith(HOST)}
+        _check_codes(second, counters.get("host_fill", 0), numbers["next_position"], f"layers.{index}.{HOST}")
         if bool(layer[SCORES].isnan().any()):
             raise ValueError(f"layers.{index}.{SCORES} holds values that are not numbers")
         try:
@@ -201,8 +258,22 @@ def check_units(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], readi
             else:
                 ends = torch.full((rows,), seen) - (0 if pad is None else pad)
                 _check_rows(layer[POSITIONS], torch.zeros(rows, dtype=torch.long) if start is None else start, ends)
+                if counters.get("host_fill", 0):
+                    _check_host(layer, counters["host_fill"], ends)
         except ValueError as error:
             raise ValueError(f"layers.{index}.{error}") from None
+
+
+def _check_codes(layer: Mapping[str, Tensor], fill: int, next_position: int, prefix: str) -> None:
+    """Check what units in codes have besides: places, frames and the window of exact units."""
+    if "exact" not in layer:
+        return
+    _within(layer, "exact", 0, min(fill, layer["exact_keys"].shape[2]), prefix)
+    _within(layer, "following", 0, next_position, prefix)
+    _within(layer, "places", -next_position, next_position - 1, prefix)
+    for name in ("key_frame", "value_frame"):
+        if name in layer and not bool((layer[name][:, :, 1] > 0).all()):
+            raise ValueError(f"{prefix}{name} holds widths that are not above 0")
 
 
 def _check_rows(positions_BKS: Tensor, start_B: Tensor, end_B: Tensor) -> None:
@@ -213,6 +284,20 @@ def _check_rows(positions_BKS: Tensor, start_B: Tensor, end_B: Tensor) -> None:
     inside = empty | ((positions_BKS >= 0) & (positions_BKS < end_B[:, None, None]))
     if not ascending or not bool(inside.all()) or bool((positions_BKS.masked_fill(~empty, NO_UNIT) != NO_UNIT).any()):
         raise ValueError("positions are not ascending indices of the text")
+
+
+def _check_host(layer: Mapping[str, Tensor], fill: int, end_B: Tensor) -> None:
+    """Check the second tier of a layer, for itself and against the first: no unit is in both."""
+    positions, start = layer[HOST + POSITIONS], _within(layer, f"{HOST}row_start", 0, fill)
+    if bool(layer[HOST + SCORES].isnan().any()):
+        raise ValueError(f"{HOST}{SCORES} holds values that are not numbers")
+    try:
+        _check_rows(positions, torch.zeros(len(end_B), dtype=torch.long) if start is None else start, end_B)
+    except ValueError as error:
+        raise ValueError(f"{HOST}{error}") from None
+    both = torch.cat([layer[POSITIONS], positions], dim=2).sort(dim=2).values
+    if bool(((both.diff(dim=2) == 0) & (both[..., 1:] != NO_UNIT)).any()):
+        raise ValueError(f"{HOST}positions repeat those of units that were never evicted")
 
 
 def _check_segments(layer: Mapping[str, Tensor], fill: int, seen: int, pad: Tensor | None) -> None:

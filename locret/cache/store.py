@@ -32,7 +32,8 @@ COLUMNS = {SCORES: torch.float32, POSITIONS: torch.int32}
 """What every cache knows about a unit."""
 EMPTY = {SCORES: -torch.inf, POSITIONS: NO_UNIT}
 """What an empty slot's columns hold; other columns hold 0 there."""
-_RESERVED = {"keys", "values", "counts", "row_start", *COLUMNS}
+_OF_CODES = {"key_scales", "value_scales", "key_frame", "value_frame", "exact_keys", "exact_values", "exact"}
+_RESERVED = {"keys", "values", "counts", "row_start", "places", "following", *COLUMNS, *_OF_CODES}
 _GROWTH = 256
 _TURNED = 4096
 
@@ -170,7 +171,7 @@ class Store(ABC):
 
     @property
     def key_numbers(self) -> int:
-        """Numbers of one row's keys: what a plan grants the workspace, per row."""
+        """Numbers of one row's keys: what a plan grants the workspace, per row; 0 where it is never idle."""
         assert self.keys is not None
         return self.keys[0].numel()
 
@@ -271,9 +272,19 @@ class Store(ABC):
         """Return an independent copy that uses another workspace."""
         twin = copy.copy(self)
         twin.workspace, twin._rotated = workspace, None
-        twin.keys, twin.values = (None if t is None else t.clone() for t in (self.keys, self.values))
-        twin.columns = {name: tensor.clone() for name, tensor in self.columns.items()}
+        twin.keys, twin.values = (None if t is None else self.held_anew(t) for t in (self.keys, self.values))
+        twin.columns = {name: self.held_anew(tensor) for name, tensor in self.columns.items()}
         return twin
+
+    def held_anew(self, tensor: Tensor) -> Tensor:
+        """Return a copy where this store has its memory."""
+        return self.empty(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+    def _rows_of(self, tensor: Tensor, rows: Tensor) -> Tensor:
+        """Return a copy of some rows where this store has its memory."""
+        shape = (len(rows), *tensor.shape[1:])
+        out = self.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        return torch.index_select(tensor, 0, rows.to(tensor.device), out=out)
 
     def _buffers(self) -> dict[str, Tensor]:
         if self.keys is None or self.values is None:
@@ -322,15 +333,19 @@ class DenseStore(Store):
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
         """See `Store`."""
         self._make_room(keys, values)
-        assert self.keys is not None
-        assert self.values is not None
         span = slice(self.fill, self.fill + keys.shape[-2])
-        self.keys[:, :, span] = keys
-        self.values[:, :, span] = values
+        self._write(span, keys, values)
         self.columns[POSITIONS][:, :, span] = positions
         for name in self.dtypes.keys() - COLUMNS.keys():
             self.columns[name][:, :, span] = 0
         self.fill, self._rotated = span.stop, rotated
+
+    def _write(self, span: slice, keys: Tensor, values: Tensor) -> None:
+        """Put states (B, K, L, D) into slots."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[:, :, span] = keys
+        self.values[:, :, span] = values
 
     def view(self, base: int) -> View:
         """See `Store`."""
@@ -468,15 +483,30 @@ class DenseStore(Store):
         """
         assert self.keys is not None
         assert self.values is not None
-        batch, heads = self.keys.shape[:2]
-        first = torch.arange(0, batch * heads * self.capacity, self.capacity, device=ranks.device)
-        if ranks.shape[1] != heads:
-            first = first.repeat_interleave(ranks.shape[1] // heads)
-        where = (first.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) + ranks).flatten()
+        where = self._where(ranks).flatten()
         keys, values = (
             buffer.flatten(0, 2).index_select(0, where).view(*ranks.shape, -1) for buffer in (self.keys, self.values)
         )
         return keys, values
+
+    def _where(self, ranks: Tensor) -> Tensor:
+        """Return where units of (B, heads, ...) ranks are, counting slots through all rows and KV heads."""
+        assert self.keys is not None
+        batch, heads = self.keys.shape[:2]
+        first = torch.arange(0, batch * heads * self.capacity, self.capacity, device=ranks.device)
+        if ranks.shape[1] != heads:
+            first = first.repeat_interleave(ranks.shape[1] // heads)
+        return first.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) + ranks
+
+    def all_keys(self) -> Tensor:
+        """Return (B, K, units, D), as queries attend to them where none is new."""
+        assert self.keys is not None
+        return self.keys[:, :, : self.fill]
+
+    def all_values(self) -> Tensor:
+        """Return (B, K, units, D)."""
+        assert self.values is not None
+        return self.values[:, :, : self.fill]
 
     def lend_room(self, recalled: Recalled) -> View | None:
         """Return what one new token attends to, the recalled units behind those held; None where there is no room."""
@@ -507,7 +537,7 @@ class DenseStore(Store):
         """See `Store`."""
         if self.keys is None:
             return
-        self._set_buffers({n: t.index_select(0, rows.to(t.device)) for n, t in self._buffers().items()})
+        self._set_buffers({name: self._rows_of(buffer, rows) for name, buffer in self._buffers().items()})
         if self.row_start is not None:
             self.row_start = self.row_start.index_select(0, rows.to(self.row_start.device))
 
@@ -524,11 +554,13 @@ class DenseStore(Store):
         """See `Store`."""
         self.fill, self.capacity = max(store.fill for store in stores), capacity
         every = [store._buffers() for store in stores]
+        like = next((buffers for buffers in every if buffers), {})
         joined = {}
-        for name in every[0]:
-            parts = [buffers[name][:, :, : store.fill] for buffers, store in zip(every, stores, strict=True)]
-            joined[name], self.row_start = aligned(parts, EMPTY.get(name, 0), capacity - self.fill)
-        self._set_buffers(joined)
+        for name in like:  # a second tier that nothing came to has no buffers
+            parts = [(buffers or like)[name][:, :, : store.fill] for buffers, store in zip(every, stores, strict=True)]
+            joined[name], self.row_start = aligned(parts, EMPTY.get(name, 0), capacity - self.fill, self.empty)
+        if joined:
+            self._set_buffers(joined)
 
     def state(self) -> dict[str, Tensor]:
         """See `Store`."""
@@ -556,10 +588,13 @@ class DenseStore(Store):
         self.fill += 1
 
 
-def aligned(parts: Sequence[Tensor], empty: float, room: int = 0) -> tuple[Tensor, Tensor]:
+def aligned(
+    parts: Sequence[Tensor], empty: float, room: int = 0, memory: Callable[..., Tensor] = torch.empty
+) -> tuple[Tensor, Tensor]:
     """Stack (1, K, S_i, ...) tensors into (B, K, max S + room, ...), right-aligned; also (B,) where each row begins."""
-    slots = max(part.shape[2] for part in parts)
-    joined = parts[0].new_full((len(parts), parts[0].shape[1], slots + room, *parts[0].shape[3:]), empty)
+    slots, like = max(part.shape[2] for part in parts), parts[0]
+    shape = (len(parts), like.shape[1], slots + room, *like.shape[3:])
+    joined = memory(shape, dtype=like.dtype, device=like.device).fill_(empty)
     start = torch.tensor([slots - part.shape[2] for part in parts], device=joined.device)
     for row, part in enumerate(parts):
         joined[row, :, slots - part.shape[2] : slots] = part[0]

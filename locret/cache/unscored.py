@@ -34,7 +34,7 @@ class Unscored:
     def rooms(self, width: int, dtype: torch.dtype, least: int = 0) -> list[Tensor]:
         """Return where features of each layer may wait, (B, W, F), in the workspace; W is at least `least`."""
         # As many as fit into the workspace that the plan grants, which is as large as the largest layer's keys.
-        numbers = max(store.key_numbers for store in self.stores)
+        numbers = max(store.key_numbers for store in self.stores) if all(s.key_numbers for s in self.stores) else 0
         most = max(least, min(MOST, numbers // (len(self.stores) * width)))
         shape = (len(self.stores), self.stores[0].batch, most, width)
         return [store.scratch(shape, dtype)[nth] for nth, store in enumerate(self.stores)]

@@ -16,6 +16,8 @@ from locret.nearest import nearest
 _LARGEST = 2**63 - 1
 """What PyTorch and the operating system can count to."""
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_THOUSANDS = {"K": 1024, "M": 1024**2}
+"""What people mean by a letter behind a number of units or tokens."""
 _SHOWN = 80
 """Characters of a value that a message repeats."""
 
@@ -154,6 +156,8 @@ def _bool(value: Any, kind: Any, text: bool) -> bool:
 def _int(value: Any, kind: Any, text: bool) -> int:
     if text and re.fullmatch(r"[+-]?\d[\d_]{0,30}", value):
         value = int(value)
+    if text and isinstance(value, str) and (short := re.fullmatch(r"(\d{1,9})([KkMm])", value)):
+        raise WrongType(f"{rule(kind)} (write {int(short[1]) * _THOUSANDS[short[2].upper()]})")
     if not isinstance(value, int) or isinstance(value, bool):
         raise WrongType(rule(kind))
     if abs(value) > _LARGEST:

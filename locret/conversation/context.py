@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch import nn
-from transformers import GenerationConfig
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig
 
 from locret import loading, scorers, shipped
 from locret.backbone.adapters import unwrap
 from locret.cache.cache import CacheMemory, RetentionCache
 from locret.cache.cache_file import load_cache, read_notes
+from locret.cache.disk import Disk
 from locret.cache.store import Store
 from locret.chunked_prefill import prefill
 from locret.conversation.chat import LONGEST_ANSWER, Chat, described, save
@@ -78,6 +79,7 @@ class LongContextModel:
         template: How turns become text: "chat" (the tokenizer's chat template), "original" (the one the original heads
             were trained on) or "none" (plain text); if None, the chat template where there is one, else plain text.
         store: What holds the units, as in `RetentionCache`; if None, ours.
+        disk: A new file, or a folder, for the second tiers of all contexts, as in `RetentionCache`.
 
     Raises:
         ValueError: If the model has no keys and values to evict, or scorer, policy and model do not match.
@@ -99,11 +101,12 @@ class LongContextModel:
         budget: int | None = None,
         template: str | None = None,
         store: type[Store] | str | None = None,
+        disk: Disk | str | Path | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        empty = RetentionCache(model, scorer, policy_of(policy, budget), store=store)
+        empty = RetentionCache(model, scorer, policy_of(policy, budget), store=store, disk=disk)
         self.scorer, self.policy, self.backbone = empty.scorer, empty.policy, empty.backbone
-        self.store = empty.store
+        self.store, self.disk = empty.store, empty.disk
         self.template = template or ("chat" if tokenizer.chat_template else "none")
         self.name = str(getattr(unwrap(model).config, "name_or_path", "") or type(unwrap(model)).__name__)
         self._transcript()  # refuses a template that cannot hold a document
@@ -128,6 +131,7 @@ class LongContextModel:
         allow_other_base: bool = False,
         template: str | None = None,
         store: type[Store] | str | None = None,
+        disk: Disk | str | Path | None = None,
     ) -> LongContextModel:
         """Load a backbone with its tokenizer, and heads or a scorer for it.
 
@@ -148,6 +152,7 @@ class LongContextModel:
             allow_other_base: Accept heads of another backbone of the same shape.
             template: How turns become text, as in the class.
             store: What holds the units, as in `RetentionCache`.
+            disk: A new file, or a folder, for the second tiers of all contexts, as in `RetentionCache`.
 
         Raises:
             ValueError: If something is missing, broken or does not match.
@@ -191,7 +196,7 @@ class LongContextModel:
             tokenizer = loading.load_tokenizer(source)
             backbone = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
         assert isinstance(found, (RetainingHeads, Scorer))
-        return cls(backbone, tokenizer, found, policy, template=template, store=store)
+        return cls(backbone, tokenizer, found, policy, template=template, store=store, disk=disk)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -237,7 +242,7 @@ class LongContextModel:
 
     def new_cache(self) -> RetentionCache:
         """Return an empty cache."""
-        return RetentionCache(self.model, self.scorer, self.policy, store=self.store)
+        return RetentionCache(self.model, self.scorer, self.policy, store=self.store, disk=self.disk)
 
     def tokens(self, document: Document, *, system: str | None = None) -> Iterator[list[int]]:
         """Yield the token ids that `read_into` feeds."""
@@ -422,7 +427,7 @@ class LongContextModel:
         if notes.get("tokenizer", ours := vocabulary_fingerprint(self.tokenizer)) != ours:
             raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
         turns = tuple(Message(role, content) for role, content in notes["turns"])
-        cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer)
+        cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=self.disk)
         transcript = Transcript(self.tokenizer, notes["template"], notes["system"], turns)
         stream = TokenStream(self.tokenizer, context=notes["context"], pending=notes["pending"])
         return (self, cache, stream, transcript, notes["name"]), turns, tuple(notes["unread"])
@@ -508,6 +513,20 @@ class Context:
     def fork(self) -> Context:
         """Return an independent copy."""
         return Context(self.lm, self.cache.copy(), self._stream.copy(), self._transcript.copy(), self.name)
+
+    def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
+        """Return what was kept as an ordinary prefix for other code; see `RetentionCache.to_dynamic_cache`."""
+        return self.cache.to_dynamic_cache(host=host)
+
+    def question_ids(self, question: str) -> Tensor:
+        """Return the (1, L) token ids that follow the prefix of `to_dynamic_cache`: the question, up to its answer.
+
+        Raises:
+            ValueError: For an empty question.
+        """
+        if not (is_text(question) and question.strip()):
+            raise ValueError(f"{question!r} is nothing to answer; give a question as text")
+        return torch.tensor([self._stream.copy().rest(self._transcript.copy().ask(question))])
 
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of the cache."""

@@ -211,7 +211,7 @@ def as_prompt(blocks: Iterable[list[int]], policy: RetentionPolicy, most: int) -
         policy: How they will be read.
         most: Tokens that are not worth a stream: no more than their number is allocated then.
     """
-    if policy.needs_length or policy.when == "prompt_end":
+    if policy.plans_by_length:
         return whole(blocks)
     rest, head = iter(blocks), list[int]()
     for block in rest:

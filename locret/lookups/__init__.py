@@ -7,17 +7,23 @@ from __future__ import annotations
 
 from locret import registry
 from locret.lookups.base import Ask, Lookup
+from locret.lookups.codes import CodesLookup
 from locret.lookups.exact import ExactLookup
 from locret.lookups.infllm import InfLLM
+from locret.lookups.means import MeansLookup
 from locret.lookups.omnikv import OmniKVLookup
+from locret.lookups.pages import PagesLookup
 from locret.lookups.quest import QuestLookup
 
 __all__ = [
     "Ask",
+    "CodesLookup",
     "ExactLookup",
     "InfLLM",
     "Lookup",
+    "MeansLookup",
     "OmniKVLookup",
+    "PagesLookup",
     "QuestLookup",
     "find",
     "get",
@@ -25,7 +31,14 @@ __all__ = [
     "names",
 ]
 
-_LOOKUPS: tuple[type[Lookup], ...] = (ExactLookup, OmniKVLookup, QuestLookup)
+_LOOKUPS: tuple[type[Lookup], ...] = (
+    CodesLookup,
+    ExactLookup,
+    MeansLookup,
+    OmniKVLookup,
+    PagesLookup,
+    QuestLookup,
+)
 
 
 def names() -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from locret.backbone.adapters import Backbone
@@ -19,8 +19,27 @@ def unit_bytes(head_dim: int, element_size: int, column_bytes: int = 0) -> int:
     return 2 * head_dim * element_size + _SCORE_AND_POSITION_BYTES + column_bytes
 
 
+class Form(Protocol):
+    """How a layer holds its units, where not as they are; see `locret.cache.rounding.Form`."""
+
+    @property
+    def states(self) -> int:
+        """Tensors of all units that a view writes into the workspace."""
+
+    def unit_bytes(self, head_dim: int, element_size: int, column_bytes: int = 0) -> int:
+        """Return the bytes of a unit."""
+
+    def head_bytes(self, head_dim: int, element_size: int) -> int:
+        """Return the bytes of what a KV head of a row has once."""
+
+
 def cache_bytes(
-    backbone: Backbone, capacities: Sequence[int], element_size: int, rows: int = 1, column_bytes: int = 0
+    backbone: Backbone,
+    capacities: Sequence[int],
+    element_size: int,
+    rows: int = 1,
+    column_bytes: int = 0,
+    forms: Sequence[Form | None] | None = None,
 ) -> int:
     """Return the bytes of a cache: its layers' buffers, and the workspace they share.
 
@@ -30,20 +49,36 @@ def cache_bytes(
         element_size: Bytes of one number of a key or value.
         rows: Rows of the batch.
         column_bytes: Bytes per unit of the columns that a scorer declares.
+        forms: How each layer holds its units; None: as they are.
     """
     key = backbone.head_dim * element_size
     heads = rows * backbone.num_kv_heads
     sliding = (backbone.num_layers - len(capacities)) * heads * ((backbone.window or 0) + 1) * 2 * key
-    scored = sum(capacities) * unit_bytes(backbone.head_dim, element_size, column_bytes)
-    return heads * (scored + max(capacities, default=0) * key) + sliding
+    copies = [slots * (1 if form is None else form.states) for slots, form in _formed(capacities, forms)]
+    scored = host_bytes(backbone, capacities, element_size, rows, column_bytes, forms)
+    return scored + heads * max(copies, default=0) * key + sliding
 
 
 def host_bytes(
-    backbone: Backbone, capacities: Sequence[int], element_size: int, rows: int = 1, column_bytes: int = 0
+    backbone: Backbone,
+    capacities: Sequence[int],
+    element_size: int,
+    rows: int = 1,
+    column_bytes: int = 0,
+    forms: Sequence[Form | None] | None = None,
 ) -> int:
     """Return the bytes of a second tier of so many slots per KV head in each layer; see `cache_bytes`."""
-    unit = unit_bytes(backbone.head_dim, element_size, column_bytes)
-    return rows * backbone.num_kv_heads * sum(capacities) * unit
+    size, total = (backbone.head_dim, element_size), 0
+    for slots, form in _formed(capacities, forms):
+        if form is None:
+            total += slots * unit_bytes(*size, column_bytes)
+        elif slots:
+            total += slots * form.unit_bytes(*size, column_bytes) + form.head_bytes(*size)
+    return rows * backbone.num_kv_heads * total
+
+
+def _formed(capacities: Sequence[int], forms: Sequence[Form | None] | None) -> Iterator[tuple[int, Form | None]]:
+    yield from zip(capacities, forms or [None] * len(capacities), strict=True)
 
 
 def parse_bytes(text: str) -> int:

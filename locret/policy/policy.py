@@ -19,6 +19,9 @@ HEAD_BUDGETS = ("uniform", "adaptive")
 HOST_ORDERS = ("score", "recency")
 EVERYTHING = "all"
 """A second tier that keeps all that is evicted."""
+BITS = (16, 8, 4, 3, 2)
+"""Bits of a number; with 16 the units stay as they are."""
+_BITS_SHOWN = ", ".join(map(str, BITS))
 BLOCKS = "infllm"
 """The lookup that recalls blocks from a tier of its own."""
 NO_MERGER = "none"
@@ -121,8 +124,20 @@ class RetentionPolicy:
     """How the queries of a chunk attend while a prompt is read: "dense"; or sparsely, as "minference:patterns=FILE",
     "xattention:threshold=0.9", "a_shape", "vertical_slash" or "block_sparse", with options after a colon. The local
     tokens and the answer attend to everything that is held."""
+    key_bits: int = 16
+    """Bits of a number of a kept key: 16, as the backbone has it; or 8, 4, 3, 2, rounded once when the unit comes."""
+    value_bits: int = 16
+    """Bits of a number of a kept value, likewise."""
+    rounding: str = "channel"
+    """With fewer bits, how: "channel", keys by the ranges of their channels (KIVI, KVQuant); "rotated", after a
+    Hadamard rotation; or "token", as they are. Scales are per token and group of channels: "token:group=32"."""
+    exact_recent: int = 0
+    """With fewer bits: newest tokens whose units are held as they are besides, until as many newer ones have come."""
+    exact_layers: int = 0
+    """With fewer bits: first and last full-attention layers, so many each, whose units stay as they are."""
     merge: str = NO_MERGER
-    """Fold evicted units into kept ones: "none", or a merger NAME:OPTION=VALUE,..., such as d2o (docs/merging.md)."""
+    """Fold evicted units into kept ones: "none", or a merger, such as kvmerger, d2o or loco:kernels=FOLDER
+    (docs/merging.md)."""
     refit: bool = False
     """At the last eviction of a read, fit the values of kept units so that the queries of the last chunk read what they
     read before (Attention Matching)."""
@@ -149,6 +164,7 @@ class RetentionPolicy:
             raise ValueError(f'positions="{self.positions}" is unknown; choose one of {", ".join(POSITIONS)}')
         self._check_schedule()
         self._check_tiers()
+        self._check_bits()
         if self.recalls_blocks:
             self._check_blocks()
         if self.prefill_attention != "dense":
@@ -230,10 +246,54 @@ class RetentionPolicy:
                 'cannot follow; use head_budgets="uniform", or leave host_budget out'
             )
 
+    def _check_bits(self) -> None:
+        for name in ("key_bits", "value_bits"):
+            if getattr(self, name) not in BITS:
+                raise ValueError(f"{name}={getattr(self, name)} is no size of a code; choose one of {_BITS_SHOWN}")
+        for name in ("exact_recent", "exact_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is negative; use 0 for none")
+        if not self.exact_bits and self.recalls_blocks:
+            raise ValueError(
+                f'recall_by="{self.recall_by}" gives blocks away as they are, but key_bits={self.key_bits} and '
+                f"value_bits={self.value_bits}; use 16 bits, or another recall_by"
+            )
+        if not self.exact_bits and self.merge != NO_MERGER:
+            raise ValueError(
+                f'merge="{self.merge}" changes kept units, but key_bits={self.key_bits} and value_bits='
+                f"{self.value_bits} round every unit once; use 16 bits, or leave merge out"
+            )
+        if self.value_bits < 16 and self.refit:
+            raise ValueError(
+                f"refit=True changes kept values, but value_bits={self.value_bits} rounds them once; use "
+                "value_bits=16 (keys may have fewer bits), or leave refit out"
+            )
+        if not self.exact_bits and self.head_budgets != "uniform":
+            raise ValueError(
+                f'head_budgets="{self.head_budgets}" gives heads different numbers of units, which are held as they '
+                f"are, but key_bits={self.key_bits} and value_bits={self.value_bits}; use 16 bits, or "
+                'head_budgets="uniform"'
+            )
+
+    @property
+    def exact_bits(self) -> bool:
+        """Whether units are held as they are."""
+        return self.key_bits == self.value_bits == 16
+
     @property
     def recalls_blocks(self) -> bool:
         """Whether old tokens go to blocks, which are recalled while a text is read too (InfLLM)."""
         return self.recall_by.partition(":")[0].strip() == BLOCKS
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there is a second tier."""
+        return self.host_budget is not None or self.recalls_blocks
+
+    @property
+    def host_grows(self) -> bool:
+        """Whether the second tier grows with the text."""
+        return self.host_budget == EVERYTHING or self.recalls_blocks
 
     def blocks(self) -> InfLLM:
         """Return the numbers of the method that recalls blocks.
@@ -292,6 +352,11 @@ class RetentionPolicy:
         return self.memory != "fixed"
 
     @property
+    def plans_by_length(self) -> bool:
+        """Whether a plan depends on the length of a prompt, known or not."""
+        return self.needs_length or self.when == "prompt_end" or self.host_budget == EVERYTHING
+
+    @property
     def prefill_units(self) -> int:
         """Most units a KV head ever holds while a prompt is read, with uniform budgets and fixed memory."""
         return self.budget + max(self.chunk_size, self.local_len)
@@ -325,6 +390,9 @@ class RetentionPolicy:
             "decode_interval": (self.decode_budget is not None, "decode-budget"),
             "pyramid_beta": (self.layer_budgets == "pyramid", "layer-budgets pyramid"),
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
+            "rounding": (not self.exact_bits, "key-bits"),
+            "exact_recent": (not self.exact_bits, "key-bits"),
+            "exact_layers": (not self.exact_bits, "key-bits"),
             "host_by": (
                 isinstance(self.host_budget, int),
                 "host-budget as a number of units" if self.host_budget else "host-budget",

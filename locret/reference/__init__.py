@@ -29,7 +29,7 @@ from locret.reference.omnikv import (
     window_weights,
 )
 from locret.reference.quest import page_bounds, quest_kept, quest_pages, quest_visible, upper_bound
-from locret.reference.recall import answer_with_recall, best_units, into_host
+from locret.reference.recall import answer_with_recall, best_units, into_host, units_of_pages
 from locret.reference.refit import refitted_values
 from locret.reference.retaining import (
     attend,
@@ -45,6 +45,7 @@ from locret.reference.retaining import (
 from locret.reference.rounding import (
     packed,
     rounded_after_rotation,
+    rounded_by_channel,
     rounded_by_token,
     spread,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "refitted_values",
     "rotate",
     "rounded_after_rotation",
+    "rounded_by_channel",
     "rounded_by_token",
     "sage_kept",
     "select_kept",
@@ -110,6 +112,7 @@ __all__ = [
     "surprisal",
     "surprisal_of_the_release",
     "tova",
+    "units_of_pages",
     "upper_bound",
     "window_weights",
 ]

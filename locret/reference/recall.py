@@ -46,8 +46,7 @@ def into_host(host: list[Unit], gone: list[Unit], host_budget: int | None, by_re
 def answer_with_recall(
     model: Any,
     heads: Any,
-    prompt_T: Tensor,
-    answer_A: Tensor,
+    texts: list[tuple[Tensor, Tensor]],
     inv_freq: Tensor,
     magnitude: float,
     numbers: tuple[int, int, int, int],
@@ -55,9 +54,8 @@ def answer_with_recall(
     *,
     original_positions: bool = False,
     by_recency: bool = False,
-    headsplit_projections: tuple[float, bool] | None = None,
 ) -> tuple[list[list[list[int]]], Tensor]:
-    """Read a prompt as `read_prompt` does, but let its local tokens and an answer recall what was evicted.
+    """Read prompts as `read_prompt` does, but let their local tokens and the answers recall what was evicted.
 
     Each of those tokens attends, in every layer and KV head, to all units of the first tier and to the `recall` units
     of the second with the largest logits. Compact positions are ranks among all that either tier of the head holds, as
@@ -66,50 +64,57 @@ def answer_with_recall(
     Args:
         model: A decoder-only transformers model with pre-norm layers (Llama, Mistral, Qwen2, Qwen3, Phi-3).
         heads: `heads[layer](features)` scores tokens.
-        prompt_T: (T,) token ids.
-        answer_A: (A,) token ids that are fed one after another once the prompt has been read.
+        texts: (T,) token ids of each prompt, and (A,) those that are fed one after another once it has been read.
         inv_freq: (D/2,) rotary frequencies.
         magnitude: Factor of cos and sin.
         numbers: Budget, chunk size, stabilizers, local length.
         tier: Host budget (None: all), and units recalled.
         original_positions: Rotate by place in the text instead of rank.
         by_recency: Whether the second tier holds the newest evicted units instead of the best.
-        headsplit_projections: As for `read_prompt`.
 
     Returns:
-        Per layer and KV head the positions that the second tier holds; and (1 + A, vocabulary) logits of the prompt's
-        last token and of each answer token.
+        Per layer and KV head the positions that the second tier holds; and (1 + A, vocabulary) logits of the last
+        prompt's last token and of each token of its answer.
     """
     budget, chunk_size, stabilizers, local_len = numbers
     host_budget, recall = tier
-    layers, length = model.model.layers, max(len(prompt_T) - local_len, 0)
-    kv_heads = [
-        split_projections(layer.self_attn, torch.zeros(1, model.config.hidden_size))[1].shape[1] for layer in layers
-    ]
+    layers, rope = model.model.layers, (inv_freq, magnitude, original_positions)
+    nothing = torch.zeros(1, model.config.hidden_size)
+    kv_heads = [split_projections(layer.self_attn, nothing)[1].shape[1] for layer in layers]
     fast: list[list[list[Unit]]] = [[[] for _ in range(count)] for count in kv_heads]
     host: list[list[list[Unit]]] = [[[] for _ in range(count)] for count in kv_heads]
-    rope = (inv_freq, magnitude, original_positions)
-    for start in range(0, length, chunk_size):
-        end = min(start + chunk_size, length)
-        hidden_TE = model.model.embed_tokens(prompt_T[start:end])
-        for index, layer in enumerate(layers):
-            hidden_TE = hidden_TE + _attention(layer, hidden_TE, fast[index], start, rope, heads[index])
-            hidden_TE = hidden_TE + layer.mlp(layer.post_attention_layernorm(hidden_TE))
-            held = fast[index]
-            fast[index] = _evict(held, budget, 0 if end == length else stabilizers, headsplit_projections)
-            for head, (before, after) in enumerate(zip(held, fast[index], strict=True)):
-                stayed = {unit[0] for unit in after}
-                gone = [unit for unit in before if unit[0] not in stayed]
-                host[index][head] = into_host(host[index][head], gone, host_budget, by_recency)
-    logits = []
-    for position, token in enumerate([*prompt_T[length:], *answer_A], start=length):
-        hidden_E = model.model.embed_tokens(token[None])[0]
-        for index, layer in enumerate(layers):
-            hidden_E = hidden_E + _recalling(layer, hidden_E, fast[index], host[index], position, rope, recall)
-            hidden_E = hidden_E + layer.mlp(layer.post_attention_layernorm(hidden_E[None]))[0]
-        logits.append(model.lm_head(model.model.norm(hidden_E)))
-    held_positions = [[[unit[0] for unit in units] for units in of_layer] for of_layer in host]
-    return held_positions, torch.stack(logits[max(len(prompt_T) - length, 1) - 1 :])
+
+    def evict(index: int, guard: int) -> None:
+        held = fast[index]
+        fast[index] = _evict(held, budget, guard, None)
+        for head, (before, after) in enumerate(zip(held, fast[index], strict=True)):
+            stayed = {unit[0] for unit in after}
+            gone = [unit for unit in before if unit[0] not in stayed]
+            host[index][head] = into_host(host[index][head], gone, host_budget, by_recency)
+
+    seen, logits = 0, list[Tensor]()
+    for prompt_T, answer_A in texts:
+        length = max(len(prompt_T) - local_len, 0)
+        for index in range(len(layers)):  # what an earlier text and its answer hold too much
+            evict(index, stabilizers)
+        for start in range(0, length, chunk_size):
+            end = min(start + chunk_size, length)
+            hidden_TE = model.model.embed_tokens(prompt_T[start:end])
+            for index, layer in enumerate(layers):
+                hidden_TE = hidden_TE + _attention(layer, hidden_TE, fast[index], seen + start, rope, heads[index])
+                hidden_TE = hidden_TE + layer.mlp(layer.post_attention_layernorm(hidden_TE))
+                evict(index, 0 if end == length else stabilizers)
+        logits = []
+        for position, token in enumerate([*prompt_T[length:], *answer_A], start=seen + length):
+            hidden_E = model.model.embed_tokens(token[None])[0]
+            for index, layer in enumerate(layers):
+                tiers = fast[index], host[index]
+                hidden_E = hidden_E + _recalling(layer, hidden_E, *tiers, position, rope, heads[index], recall)
+                hidden_E = hidden_E + layer.mlp(layer.post_attention_layernorm(hidden_E[None]))[0]
+            logits.append(model.lm_head(model.model.norm(hidden_E)))
+        logits = logits[len(prompt_T) - length - 1 :]
+        seen += len(prompt_T) + len(answer_A)
+    return [[[unit[0] for unit in units] for units in of_layer] for of_layer in host], torch.stack(logits)
 
 
 def _recalling(
@@ -119,15 +124,17 @@ def _recalling(
     host: list[list[Unit]],
     position: int,
     rope: tuple[Tensor, float, bool],
+    retaining_head: Any,
     recall: int,
 ) -> Tensor:
     """Add one token's unit to the first tier and return the attention output, (E,)."""
     attention, (inv_freq, magnitude, original_positions) = layer.self_attn, rope
     query, key, value = (part[0] for part in split_projections(attention, layer.input_layernorm(hidden_E[None])))
+    scores_K = retaining_head(torch.cat([query.flatten(), key.flatten(), value.flatten()])[None])[0]
     group = len(query) // len(key)
     out = torch.zeros(len(query), attention.head_dim)
     for k in range(len(key)):
-        fast[k].append((position, key[k], value[k], 0.0))
+        fast[k].append((position, key[k], value[k], float(scores_K[k])))
         units = sorted([*fast[k], *host[k]], key=lambda unit: unit[0])
         turned = {
             unit[0]: rotate(unit[1], unit[0] if original_positions else rank, inv_freq, magnitude)
@@ -146,3 +153,31 @@ def _recalling(
         for n, asked in zip(range(k * group, (k + 1) * group), asking, strict=True):
             out[n] = torch.softmax(keys @ asked * attention.scaling, dim=0) @ values
     return attention.o_proj(out.flatten()[None])[0]  # type: ignore[no-any-return]
+
+
+def units_of_pages(query_GD: Tensor, key_UD: Tensor, is_unit_U: Tensor, page: int, count: int, kind: str) -> list[int]:
+    """Return the units of one KV head's best pages, the best page first, until there are as many as asked for.
+
+    Args:
+        query_GD: Queries of the group, for one token.
+        key_UD: Keys of the second tier.
+        is_unit_U: Which of them are units.
+        page: Units of a page.
+        count: How many are wanted.
+        kind: "pages", a page is rated by the largest logit that any key within its bounds could have (Quest); or
+            "means", by its mean key's.
+    """
+    pages = []
+    for start in range(0, len(key_UD), page):
+        units = [unit for unit in range(start, min(start + page, len(key_UD))) if bool(is_unit_U[unit])]
+        if not units:
+            continue
+        keys, rating = key_UD[units], -float("inf")
+        for query_D in query_GD:
+            if kind == "means":
+                own = float(query_D @ keys.mean(0))
+            else:
+                own = float(torch.maximum(query_D * keys.amin(0), query_D * keys.amax(0)).sum())
+            rating = max(rating, own)
+        pages.append((rating, units))
+    return [unit for _, units in sorted(pages, key=lambda one: -one[0]) for unit in units][:count]

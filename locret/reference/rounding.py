@@ -67,6 +67,22 @@ def rounded_after_rotation(states_SD: Tensor, bits: int, group: int, matrix_DD: 
     return (rounded_by_token(turned, bits, group).double() @ matrix_DD.double().T).float()
 
 
+def rounded_by_channel(states_SD: Tensor, bits: int, group: int, first_SD: Tensor) -> Tensor:
+    """Return the states after rounding by token, each channel around its centre and by its width.
+
+    Both come from a text's first tokens: half the sum and half the difference of a channel's extremes (KIVI, per
+    channel; KVQuant, fixed for a whole text). A width counts those tokens, and 16 more with the mean of all widths.
+    """
+    tokens, dim = first_SD.shape
+    low = [min(first_SD[:, d].tolist()) for d in range(dim)]
+    high = [max(first_SD[:, d].tolist()) for d in range(dim)]
+    centre = torch.tensor([(a + b) / 2 for a, b in zip(low, high, strict=True)])
+    widths = [(b - a) / 2 for a, b in zip(low, high, strict=True)]
+    mean = sum(widths) / dim
+    width = torch.tensor([max((tokens * own + 16 * mean) / (tokens + 16), 1e-6) for own in widths])
+    return rounded_by_token((states_SD - centre) / width, bits, group) * width + centre
+
+
 def packed(codes_D: list[int], bits: int) -> list[int]:
     """Return the bytes of codes that follow each other bit by bit, the lowest first."""
     stream = [(code >> bit) & 1 for code in codes_D for bit in range(bits)]

@@ -30,13 +30,15 @@ from locret import (
 from locret.cache.saved_units import checksum
 
 POLICY = {"budget": 16, "chunk_size": 12, "stabilizers": 4, "local_len": 4}
-SCORERS = {"dense": "key_norm", "ragged": "key_norm", "sliding": "random", "tokens": "sirllm"}
+SCORERS = {"dense": "key_norm", "ragged": "key_norm", "sliding": "random", "tokens": "sirllm", "tiers": "key_norm"}
 FORMS = sorted(SCORERS)
 
 
 def read(form: str, model: torch.nn.Module, rows: int = 2) -> RetentionCache:
     """Return a cache of two rows of different lengths."""
     more: dict[str, Any] = {"head_budgets": "adaptive"} if form == "ragged" else {}
+    if form == "tiers":
+        more |= {"host_budget": 9, "recall": 3}
     if form == "tokens":
         more["positions"] = "original"
     cache = RetentionCache(model, SCORERS[form], RetentionPolicy(**POLICY, **more))

@@ -15,7 +15,9 @@ from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors
 from locret.cache.blocks import Blocks, InUse, representatives
 from locret.cache.limits import planned_bytes, planned_host_bytes
+from locret.infer import methods
 from locret.lookups.infllm import PRESETS, InfLLM
+from locret.method_spec import parse
 from locret.reference.infllm import Block, Memory, Numbers, Unit, choose, move_old, representative
 
 SMALL = "local=12,block=4,init=3,topk=2,cached=3,repr_topk=2"
@@ -328,3 +330,13 @@ def test_numbers_that_nobody_gave_follow() -> None:
     policy = RetentionPolicy(recall_by="infllm", budget=256)
     assert (policy.chunk_size, policy.local_len, policy.stabilizers) == (policy.blocks().numbers[0], 1, 0)
     assert replace(policy, budget=6000).chunk_size == 512
+
+
+def test_it_is_a_method_of_every_command() -> None:
+    method = methods.find(parse("infllm:block=32,local=256,topk=4"), "method", methods.names())
+    assert method.policy(RetentionPolicy(budget=600)).blocks().numbers == (256, 32, 8, 4, 8, 4)
+    with pytest.raises(ValueError, match="method infllm:local=256: .* but budget=64; raise budget to 528"):
+        methods.find(parse("infllm:local=256"), "method", []).policy(RetentionPolicy(budget=64))
+    with pytest.raises(ValueError, match='has no option "size"'):
+        methods.find(parse("infllm:size=4"), "method", [])
+    assert "infllm" in methods.names()

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, mergers, prefill, reference, save_cache
 from locret.backbone.adapters import find_decoder
+from locret.backbone.attention import View
 from locret.backbone.rotary import Rotary, rotate
 from locret.cache.cache import STORES
 from locret.cache.merging import Folding
-from locret.cache.store import POSITIONS, SCORES, Store, Workspace
+from locret.cache.store import POSITIONS, SCORES, DenseStore, Store, Workspace
 from locret.mergers import base
 from locret.mergers.base import Units, take
 from locret.policy.selectors import OverHeads, PerHead, Stay
@@ -171,7 +172,7 @@ def test_heads_with_as_many_units_merge_alike_in_both_stores() -> None:
 def test_merging_works_with_every_causal_scorer_in_the_same_bytes(name: str, changes: dict[str, Any]) -> None:
     model, ids = build("llama"), prompt(60)
     memory, logits = [], []
-    for merge in ("none", "d2o"):
+    for merge in ("none", "kvmerger:threshold=0"):
         policy = RetentionPolicy(**{**NUMBERS, **changes, "merge": merge})
         cache = RetentionCache(model, make(name, model), policy)
         logits.append(prefill(model, ids, cache))
@@ -183,7 +184,27 @@ def test_merging_works_with_every_causal_scorer_in_the_same_bytes(name: str, cha
     assert not torch.allclose(*logits)
 
 
-@pytest.mark.parametrize("merge", ["none", "d2o"])
+class Showing(DenseStore):
+    """Shows copies of what it holds."""
+
+    name = "showing"
+
+    def view(self, base: int) -> View:
+        shown = super().view(base)
+        return View(shown.keys.clone(), shown.values.clone(), shown.row_start)
+
+
+@pytest.mark.parametrize("changes", [{"merge": "d2o"}, {"refit": True}])
+def test_a_store_that_shows_copies_is_refused(changes: dict[str, Any]) -> None:
+    model, policy = build("llama"), RetentionPolicy(**NUMBERS, **changes)
+    cache = RetentionCache(model, "random", policy, store=Showing)
+    with pytest.raises(ValueError, match="^store showing shows copies of its units"):
+        prefill(model, prompt(60), cache)
+    with pytest.raises(ValueError, match="interrupted"):
+        generate(model, cache=cache, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("merge", ["none", "d2o", "kvmerger"])
 def test_a_budget_of_the_whole_prompt_leaves_nothing_to_merge(merge: str) -> None:
     model, ids = build("llama"), prompt(40)
     cache = RetentionCache(model, "random", RetentionPolicy(budget=64, chunk_size=9, local_len=4, merge=merge))

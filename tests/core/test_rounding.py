@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from locret import reference
-from locret.cache.rounding import BITS, Codes, Rotated, Rounding, Token, basis, pack, packed_bytes, unpack
+from locret.cache.rounding import Codes, Rotated, Rounding, Token, basis, pack, packed_bytes, unpack
+from locret.policy.policy import BITS
 
 FEW = [bits for bits in BITS if bits < 16]
 DIMS = [1, 3, 8, 20, 32, 48, 80, 96, 128]

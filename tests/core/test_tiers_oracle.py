@@ -11,7 +11,7 @@ from test_families import frequencies
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, reference
 
-GREEDY = {"do_sample": False, "eos_token_id": -1, "output_logits": True, "return_dict_in_generate": True}
+GREEDY = {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
 
 
 @pytest.mark.parametrize(
@@ -33,24 +33,40 @@ GREEDY = {"do_sample": False, "eos_token_id": -1, "output_logits": True, "return
 def test_tiers_equal_the_slow_oracle(
     family: str, tokens: int, host_budget: int | str, recall: int, changes: dict[str, Any]
 ) -> None:
-    model, ids = build(family), prompt(tokens)
-    heads = RetainingHeads.for_model(model, hidden_dim=12, seed=1)
     numbers = {"budget": 20, "chunk_size": 9, "stabilizers": 6, "local_len": 5, **changes}
-    cache = RetentionCache(model, heads, RetentionPolicy(**numbers, host_budget=host_budget, recall=recall))
-    first = prefill(model, ids, cache)
-    ours: Any = generate(model, cache=cache, max_new_tokens=7, **GREEDY)
+    policy = RetentionPolicy(**numbers, host_budget=host_budget, recall=recall)
+    compare(family, policy, [prompt(tokens)])
+
+
+@pytest.mark.parametrize("positions", ["compact", "original"])
+@pytest.mark.parametrize("host_budget", ["all", 17])
+@torch.no_grad()
+def test_a_second_text_after_an_answer_equals_the_slow_oracle(positions: str, host_budget: int | str) -> None:
+    numbers = {"budget": 20, "chunk_size": 9, "stabilizers": 6, "local_len": 5, "positions": positions}
+    policy = RetentionPolicy(**numbers, host_budget=host_budget, recall=3)
+    compare("llama", policy, [prompt(53), prompt(31, seed=5), prompt(4, seed=2)])
+
+
+def compare(family: str, policy: RetentionPolicy, texts: list[torch.Tensor]) -> None:
+    """Read texts and answer after each, and compare the last answer's logits, and what the second tier holds."""
+    model = build(family)
+    heads = RetainingHeads.for_model(model, hidden_dim=12, seed=1)
+    cache, read = RetentionCache(model, heads, policy), []
+    for ids in texts:
+        first = prefill(model, ids, cache)
+        ours: Any = generate(model, cache=cache, max_new_tokens=7, **GREEDY)
+        read.append((ids[0], ours.sequences[0, -7:-1]))
     inv_freq, magnitude = frequencies(family)
     held, logits = reference.answer_with_recall(
         model,
         heads,
-        ids[0],
-        ours.sequences[0, -7:-1],
+        read,
         inv_freq,
         magnitude,
-        (20, 9, 6, numbers["local_len"]),
-        (None if host_budget == "all" else int(host_budget), recall),
-        original_positions=numbers.get("positions") == "original",
-        by_recency=numbers.get("host_by") == "recency",
+        (policy.budget, policy.chunk_size, policy.stabilizers, policy.local_len),
+        (policy.host_budget if isinstance(policy.host_budget, int) else None, policy.recall),
+        original_positions=policy.positions == "original",
+        by_recency=policy.host_by == "recency",
     )
     for layer, positions in zip(cache.governed, held, strict=True):
         assert layer.host is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from locret import RetentionPolicy, scorers
+from locret import RetentionPolicy, lookups, scorers
 from locret.cli.command import parse_options
 from locret.infer.evaluation.eval_options import OPTION_CLASSES
 from locret.infer.evaluation.methods import Method
@@ -84,6 +84,28 @@ def test_baselines_of_omnikv_give_half_of_30_percent_to_recent_units_and_1_perce
     sinks = scorers.get("streaming:sink_share=0.0333").sink_tokens(units, 0)
     assert list(methods)[3] == "streaming-original:sink_share=0.0333"
     assert sinks == pytest.approx(1000, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "filters", "ratio"),
+    [
+        ("omnikv_infinitebench", 32, (2, 8, 18), 0.0667),
+        ("omnikv_longbench", 32, (2, 8, 18), 0.0667),
+        ("omnikv_multi_step", 48, (3, 11, 30), 0.138),
+    ],
+)
+def test_omnikv_attends_to_the_share_that_leaves_30_percent_in_fast_memory(
+    name: str, layers: int, filters: tuple[int, ...], ratio: float
+) -> None:
+    methods, budgets = recipe(name)
+    assert budgets.budget_share == 0.3
+    own = [lookups.get(text) for text in methods if text.startswith("omnikv")]
+    assert own
+    for one in own:
+        assert one.filters(layers) == filters
+        assert one.ratio(layers) == pytest.approx(ratio, abs=1e-3)
+    if name == "omnikv_longbench":
+        assert [one.selector for one in own] == ["last", "uniform", "exp"]
 
 
 def test_imdc_has_its_pruners_and_its_memory() -> None:

@@ -1,0 +1,104 @@
+"""A compact cache as an ordinary prefix: units at the positions 0, 1, ... of a `DynamicCache`, for any other code.
+
+With compact positions and as many units in every head of every layer, what is held is what an engine would hold for a
+prompt of that many tokens; slot i may hold another token in each head. Nobody has to be told that anything was evicted.
+"""
+
+# B batch, K KV heads, S units, D head dim
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from locret.backbone.adapters import find_decoder
+from locret.backbone.rotary import Rotary, unrotate, uses_long_factors
+from locret.cache.store import POSITIONS
+
+if TYPE_CHECKING:
+    from locret.cache.cache import RetentionCache
+    from locret.cache.layer import RetentionLayer
+
+
+def to_dynamic_cache(cache: RetentionCache, *, host: bool = False) -> DynamicCache:
+    """Return what a cache holds as an ordinary prefix; see `RetentionCache.to_dynamic_cache`."""
+    cache.check_whole()
+    _check_ordinary(cache, host)
+    exported, rotary = DynamicCache(), Rotary(find_decoder(cache.model))
+    for index, layer in enumerate(cache.governed):
+        exported.update(*_units(layer, rotary, cache.next_position, host), index)
+    return exported
+
+
+def _check_ordinary(cache: RetentionCache, host: bool) -> None:
+    """Refuse what no prompt would have left.
+
+    Raises:
+        ValueError: Saying why, and what to do instead.
+    """
+    policy, backbone = cache.policy, cache.backbone
+    if not cache.seen:
+        raise ValueError("the cache has read nothing yet; call locret.prefill before exporting it")
+    if host and policy.host_budget is None:
+        raise ValueError("host=True exports the second tier too, but there is none; leave it out, or give host_budget")
+    if policy.recalls_blocks:
+        raise ValueError(f"recall_by={policy.recall_by} gives far units one position, which no ordinary prefix has")
+    if policy.positions != "compact":
+        raise ValueError(
+            f'positions="{policy.positions}" leaves gaps between the positions of units, which no ordinary prefix has; '
+            'read the text with positions="compact"'
+        )
+    if not backbone.uniform:
+        raise ValueError(
+            f"some layers of {backbone.model_type} slide over a window and hold other units than the rest, so there is "
+            "no prefix of one length; save the context with save_cache instead"
+        )
+    if cache.pad is not None:
+        raise ValueError("rows of different lengths are no prefix of one length; export each row of cache.split(rows)")
+    units = {layer.held if host else layer.fill for layer in cache.governed}
+    if policy.head_budgets != "uniform" or len(units) > 1:
+        raise ValueError(
+            f'head_budgets="{policy.head_budgets}" and layer_budgets="{policy.layer_budgets}" leave heads or layers '
+            "with different numbers of units, and a prefix has one length; read the text with uniform budgets"
+        )
+    if uses_long_factors(decoder := find_decoder(cache.model)):
+        original = decoder.config.rope_parameters["original_max_position_embeddings"]
+        if max(units) < original:
+            raise ValueError(
+                f"{backbone.model_type} rotates keys in another way below {original} tokens, and the prefix would have "
+                f"{max(units)}; raise budget to at least {original}, or answer with locret.generate"
+            )
+
+
+def _units(layer: RetentionLayer, rotary: Rotary, base: int, host: bool) -> tuple[Tensor, Tensor]:
+    """Return (B, K, S, D) keys, rotated to 0, 1, ..., and values of a layer; `base` is the next token's position."""
+    view, positions = layer.store.view(base), layer.store.held(POSITIONS)
+    keys, values, second = view.keys, view.values, layer.host
+    now = torch.arange(base - layer.fill, base, device=keys.device).expand(positions.shape)
+    if second is not None and second.fill:
+        others = second.store.held(POSITIONS).to(positions.device)
+        order = torch.cat([positions, others], dim=2).argsort(dim=2)
+        now = base - layer.held + order.argsort(dim=2)
+        if host:
+            everything = torch.arange(second.fill).expand(others.shape)
+            fetched = (states.to(keys.device) for states in second.store.fetch(everything))
+            keys, values = (torch.cat(both, dim=2) for both in zip((keys, values), fetched, strict=True))
+        else:
+            now = now[..., : layer.fill]
+        order = order if host else torch.arange(layer.fill, device=order.device).expand(positions.shape)
+        keys, values = (x.gather(2, order[..., None].expand(*order.shape, x.shape[-1])) for x in (keys, values))
+        now = now.gather(2, order)
+    return _turned_back(keys, rotary, now), values.clone()
+
+
+def _turned_back(keys: Tensor, rotary: Rotary, now: Tensor) -> Tensor:
+    """Turn keys from the (B, K, S) positions that they have now to 0, 1, ..."""
+    too_far = now - torch.arange(now.shape[-1], device=now.device)
+    if not too_far.any():
+        return keys.clone()  # bit for bit
+    cos, sin = rotary.table(0, int(too_far.max()) + 1, keys.new_empty(0, dtype=torch.float32))
+    magnitude = cos[0, 0]  # scaled tables carry a factor, which the keys have already
+    return unrotate(keys.float(), (cos / magnitude)[too_far], (sin / magnitude)[too_far]).to(keys.dtype)

@@ -1,0 +1,171 @@
+"""A compact cache as an ordinary prefix: a plain `DynamicCache` and an untouched model answer as we do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompt
+from ragged_runs import padded
+from transformers import DynamicCache
+
+from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, prefill
+from locret.shipped import find
+
+GREEDY = {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+NUMBERS = {"budget": 16, "chunk_size": 12, "stabilizers": 4, "local_len": 5}
+FAMILIES = ("llama", "qwen3", "phi3-partial", "llama-yarn", "llama-mqa")
+
+
+def read(family: str = "llama", tokens: int = 71, rows: int = 1, **changes: Any) -> tuple[Any, RetentionCache]:
+    model = build(family)
+    cache = RetentionCache(model, "key_norm", RetentionPolicy(**{**NUMBERS, **changes}))
+    prefill(model, prompt(tokens, batch=rows), cache)
+    return model, cache
+
+
+def theirs(family: str, exported: DynamicCache, last: torch.Tensor, new: int = 9) -> Any:
+    """Let a model that never met us go on from a prefix."""
+    nothing = torch.full((len(last), exported.get_seq_length()), 3)
+    ids = torch.cat([nothing, last], dim=1)
+    mask = torch.ones_like(ids)
+    return build(family).generate(ids, attention_mask=mask, past_key_values=exported, max_new_tokens=new, **GREEDY)
+
+
+def check_equal(family: str, model: Any, cache: RetentionCache, host: bool) -> None:
+    """Take back the prompt's last token, so that both have it to feed."""
+    last = cache.last_tokens
+    assert last is not None
+    cache.take_back()
+    exported = cache.to_dynamic_cache(host=host)
+    ours: Any = generate(model, cache=cache, max_new_tokens=9, **GREEDY)
+    other = theirs(family, exported, last)
+    assert torch.equal(ours.sequences[:, -9:], other.sequences[:, -9:])
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(other.logits), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_plain_cache_answers_as_ours(family: str, rows: int) -> None:
+    model, cache = read(family, rows=rows)
+    check_equal(family, model, cache, host=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("host_budget", "units"), [(19, 40), ("all", 71)])
+def test_a_prefix_of_both_tiers_answers_as_if_everything_were_recalled(
+    family: str, host_budget: Any, units: int
+) -> None:
+    recall = 19 if host_budget == 19 else 500
+    model, cache = read(family, rows=2, host_budget=host_budget, recall=recall)
+    assert cache.to_dynamic_cache(host=True).get_seq_length() == units
+    check_equal(family, model, cache, host=True)
+
+
+def test_a_prefix_of_the_first_tier_is_that_of_a_cache_without_a_second() -> None:
+    with_host, without = (read(host_budget=host, recall=recall)[1] for host, recall in ((19, 4), (None, 0)))
+    for ours, plain in zip(with_host.to_dynamic_cache().layers, without.to_dynamic_cache().layers, strict=True):
+        # What the local tokens recalled is in their own units.
+        for mine, other in ((ours.keys, plain.keys), (ours.values, plain.values)):
+            assert mine.shape == other.shape
+            torch.testing.assert_close(mine[:, :, :16], other[:, :, :16], atol=1e-5, rtol=0)
+
+
+def test_the_prefix_is_bit_for_bit_what_is_held_and_a_copy_of_it() -> None:
+    model, cache = read()
+    exported = cache.to_dynamic_cache()
+    for layer, held in zip(exported.layers, cache.governed, strict=True):
+        view = held.store.view(cache.next_position)
+        assert torch.equal(layer.keys, view.keys)
+        assert torch.equal(layer.values, view.values)
+    before = cache.governed[0].store.view(cache.next_position).keys.clone()
+    theirs("llama", exported, torch.tensor([[7]]))
+    assert torch.equal(cache.governed[0].store.view(cache.next_position).keys, before)
+
+
+@pytest.mark.parametrize("tier", [{}, {"host_budget": "all", "recall": 500}])
+@pytest.mark.parametrize("new", [60, 61, 62])
+def test_after_a_long_answer_that_evicted_units_begin_at_zero_again(tier: dict[str, Any], new: int) -> None:
+    model, cache = read(decode_budget=25, decode_interval=6, **tier)
+    longer = cache.copy()
+    answer: Any = generate(model, cache=cache, max_new_tokens=new, **GREEDY)
+    exported = cache.to_dynamic_cache(host=bool(tier))
+    assert cache.memory().units < 25  # the token that is fed now evicts nothing
+    assert exported.get_seq_length() == cache.governed[0].held
+    ours: Any = generate(model, cache=longer, max_new_tokens=new + 1, **GREEDY)
+    other = theirs("llama", exported, answer.sequences[:, -1:], new=1)
+    torch.testing.assert_close(other.logits[0], ours.logits[-1], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"positions": "original"},
+            r'positions="original" leaves gaps between the positions of units, .* "compact"|read',
+        ),
+        ({"head_budgets": "adaptive"}, r'head_budgets="adaptive" .* different numbers of units, and a prefix has one'),
+        (
+            {"layer_budgets": "pyramid"},
+            r'layer_budgets="pyramid" leave heads or layers with different numbers of units',
+        ),
+    ],
+)
+def test_what_is_no_ordinary_prefix_is_refused(changes: dict[str, Any], says: str) -> None:
+    _, cache = read(**changes)
+    with pytest.raises(ValueError, match=says):
+        cache.to_dynamic_cache()
+
+
+@pytest.mark.parametrize(
+    ("family", "says"), [("gemma3", "slide over a window"), ("phi3-longrope", "in another way below 64 tokens")]
+)
+def test_a_backbone_that_has_no_such_prefix_is_refused(family: str, says: str) -> None:
+    _, cache = read(family)
+    with pytest.raises(ValueError, match=says):
+        cache.to_dynamic_cache()
+
+
+def test_longrope_beyond_its_original_length_is_an_ordinary_prefix() -> None:
+    model, cache = read("phi3-longrope", tokens=150, budget=80, stabilizers=9)
+    check_equal("phi3-longrope", model, cache, host=False)
+
+
+def test_rows_that_differ_and_empty_or_torn_caches_are_refused() -> None:
+    model, cache = read()
+    with pytest.raises(ValueError, match="has read nothing yet; call locret.prefill before exporting"):
+        cache.fresh().to_dynamic_cache()
+    with pytest.raises(ValueError, match="host=True exports the second tier too, but there is none"):
+        cache.to_dynamic_cache(host=True)
+    ids, mask = padded([prompt(40), prompt(30)])
+    ragged = cache.fresh()
+    prefill(model, ids, ragged, attention_mask=mask)
+    with pytest.raises(ValueError, match="rows of different lengths are no prefix"):
+        ragged.to_dynamic_cache()
+    assert [row.to_dynamic_cache().get_seq_length() for row in ragged.split(2)] == [21, 21]
+    torn = cache.fresh()
+    with pytest.raises(RuntimeError, match="stop"):
+        prefill(model, prompt(71), torn, on_chunk=_stop)
+    with pytest.raises(ValueError, match="was interrupted"):
+        torn.to_dynamic_cache()
+
+
+def _stop(cache: RetentionCache) -> None:
+    raise RuntimeError("stop")
+
+
+def test_a_context_is_asked_through_a_plain_cache() -> None:
+    lm = LongContextModel.from_pretrained(
+        find("checkpoints/tiny"), heads=find("checkpoints/tiny-heads"), policy={"budget": 48, "chunk_size": 128}
+    )
+    context = lm.read(
+        "The grass is green. " * 60 + "The pass key is 71432. " + "The sky is blue. " * 60, progress=False
+    )
+    exported, question = context.to_dynamic_cache(), context.question_ids("What is the pass key?")
+    ids = torch.cat([torch.full((1, exported.get_seq_length()), 3), question], dim=1)
+    out = lm.model.generate(ids, past_key_values=exported, max_new_tokens=24, do_sample=False)
+    assert "71432" in lm.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    assert "71432" in context.ask("What is the pass key?")
+    with pytest.raises(ValueError, match="is nothing to answer"):
+        context.question_ids(" ")

@@ -1,0 +1,255 @@
+"""Lookups of the second tier: what each finds, against the slow version, and how much of the exact choice it keeps."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from families import build, prompt
+from torch import Tensor
+
+from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, lookups, prefill, reference
+from locret.data import tasks
+from locret.lookups import Ask, Lookup
+from locret.lookups.codes import CodedKeys, turn
+from locret.shipped import find
+
+SPECS = [
+    "exact",
+    "pages",
+    "pages:page=5",
+    "means",
+    "means:page=1",
+    "codes",
+    "codes:bits=2,oversample=3",
+    "codes:bits=8",
+]
+OURS = pytest.mark.parametrize("spec", SPECS)
+GREEDY = {"do_sample": False, "eos_token_id": None}
+
+
+def drawn(units: int, queries: int = 3, rows: int = 2, empty: int = 0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries (B, 4, L, 8), keys (B, 2, H, 8) and positions; the last row begins with empty slots."""
+    draw = torch.Generator().manual_seed(seed)
+    keys = torch.randn(rows, 2, units, 8, generator=draw) * torch.tensor([9.0, 3, 1, 1, 1, 1, 1, 1])
+    positions = torch.arange(units).expand(rows, 2, units).clone()
+    keys[-1, :, :empty], positions[-1, :, :empty] = 0, -1
+    return torch.randn(rows, 4, queries, 8, generator=draw), keys, positions
+
+
+def choose(lookup: Lookup, query: Tensor, keys: Tensor, positions: Tensor, count: int) -> Tensor:
+    ranks = lookup.choose(
+        Ask(
+            query=query,
+            window=query,
+            keys=keys,
+            positions=positions,
+            padded=bool((positions < 0).any()),
+            index=lookup.index(keys, positions),
+            count=count,
+            scaling=0.3,
+            nth=5,
+            layers=8,
+            generating=True,
+            shared={},
+        )
+    )
+    assert ranks is not None
+    assert ranks.dtype == torch.int64
+    return ranks
+
+
+@OURS
+@pytest.mark.parametrize(("units", "count", "empty"), [(40, 7, 0), (33, 33, 0), (1, 1, 0), (35, 8, 20), (50, 12, 45)])
+def test_every_query_gets_as_many_units_as_it_asked_for(spec: str, units: int, count: int, empty: int) -> None:
+    query, keys, positions = drawn(units, empty=empty)
+    ranks = choose(lookups.get(spec), query, keys, positions, count)
+    assert ranks.shape == (2, 2, 3, count)
+    assert ranks.min() >= 0
+    assert ranks.max() < units
+    assert all(len(set(one)) == count for one in ranks.flatten(0, 2).tolist())
+    found = positions[:, :, None].expand(-1, -1, 3, -1).gather(3, ranks) >= 0
+    assert found[0].all()
+    assert (found[1].sum(-1) == min(count, units - empty)).all()  # every unit that there is before what is none
+
+
+@pytest.mark.parametrize("units", [7, 32, 33, 61])
+@pytest.mark.parametrize("count", [3, 6])
+@pytest.mark.parametrize("kind", ["pages", "means"])
+@pytest.mark.parametrize("page", [1, 4, 5])
+def test_pages_are_those_of_the_slow_version(units: int, count: int, kind: str, page: int) -> None:
+    query, keys, positions = drawn(units, empty=2)
+    ranks = choose(lookups.get(f"{kind}:page={page}"), query, keys, positions, count)
+    for row in range(2):
+        for head in range(2):
+            for one in range(3):
+                own = query[row, 2 * head : 2 * head + 2, one]
+                wanted = reference.units_of_pages(own, keys[row, head], positions[row, head] >= 0, page, count, kind)
+                assert ranks[row, head, one].tolist()[: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize("units", [9, 200])
+def test_exact_is_the_slow_choice(units: int) -> None:
+    query, keys, positions = drawn(units)
+    ranks = choose(lookups.get("exact"), query, keys, positions, 5)
+    for head in range(2):
+        logits = query[1, 2 * head : 2 * head + 2, 2] @ keys[1, head].T
+        assert sorted(ranks[1, head, 2].tolist()) == reference.best_units(logits, 5)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.03), (4, 0.001), (8, 0.001)])
+def test_codes_of_more_bits_are_closer_and_what_they_miss_is_bounded(bits: int, most: float) -> None:
+    query, keys, positions = drawn(1000, queries=20)
+    keys += torch.tensor([30.0, -20, 0, 0, 0, 0, 0, 0])  # a bias of a channel must not cost levels
+    ranks = choose(lookups.get(f"codes:bits={bits},oversample=4"), query, keys, positions, 16)
+    exact = choose(lookups.get("exact"), query, keys, positions, 16)
+    there = torch.zeros(2, 2, 20, 1000, dtype=torch.bool).scatter_(3, ranks, True)
+    assert float((~there.gather(3, exact)).float().mean()) <= most
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dim", [8, 12, 80])
+def test_an_index_has_the_bytes_it_says(bits: int, dim: int) -> None:
+    keys = torch.randn(2, 3, 70, dim)
+    lookup = lookups.get(f"codes:bits={bits}")
+    coded = lookup.index(keys, torch.zeros(2, 3, 70))
+    assert sum(part.nbytes for part in (coded.packed, coded.step, coded.low, coded.mean)) == 6 * lookup.index_bytes(
+        70, dim, 4
+    )
+    for spec in ("pages:page=16", "means:page=7"):
+        index = lookups.get(spec).index(keys, torch.zeros(2, 3, 70))
+        tensors = [index] if isinstance(index, Tensor) else index
+        assert sum(tensor.nbytes for tensor in tensors) == 6 * lookups.get(spec).index_bytes(70, dim, 4)
+
+
+@OURS
+@pytest.mark.parametrize("tokens", [90, 150])
+def test_a_cache_plans_the_bytes_of_its_indexes(spec: str, tokens: int) -> None:
+    model = build("llama")
+    policy = RetentionPolicy(budget=12, chunk_size=12, local_len=5, host_budget=33, recall=6, recall_by=spec)
+    cache = RetentionCache(model, "key_norm", policy)
+    planned = cache.memory().index_planned
+    prefill(model, prompt(tokens), cache)
+    assert cache.memory().index == cache.memory().index_planned == planned
+    assert (planned > 0) == (spec != "exact")
+
+
+@pytest.mark.parametrize("positions", ["compact", "original"])
+@OURS
+def test_with_everything_recalled_every_lookup_is_full_attention(spec: str, positions: str) -> None:
+    model, ids = build("llama"), prompt(61)
+    settings = {"budget": 7, "chunk_size": 12, "local_len": 5, "stabilizers": 2, "when": "prompt_end"}
+    policy = RetentionPolicy(**settings, host_budget="all", recall=500, recall_by=spec, positions=positions)
+    options = {"max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True, **GREEDY}
+    cache = RetentionCache(model, "key_norm", policy)
+    prefill(model, ids, cache)
+    ours: Any = generate(model, cache=cache, **options)
+    theirs: Any = model.generate(ids, **options)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("spec", ["pages:page=4", "means:page=2", "codes:bits=2"])
+def test_rows_of_a_batch_recall_what_they_recall_alone(spec: str) -> None:
+    model = build("llama")
+    ids, mask = prompt(61, batch=2), torch.ones(2, 61, dtype=torch.long)
+    mask[1, :24] = 0
+    policy = RetentionPolicy(
+        budget=12, chunk_size=12, local_len=5, stabilizers=2, host_budget="all", recall=6, recall_by=spec
+    )
+    options = {"max_new_tokens": 6, **GREEDY}
+    both = generate(model, ids, cache=RetentionCache(model, "key_norm", policy), attention_mask=mask, **options)
+    for row, alone in enumerate((ids[:1], ids[1:, 24:])):
+        cache = RetentionCache(model, "key_norm", policy)
+        prefill(model, alone, cache)  # as rows of a batch are read
+        one = generate(model, cache=cache, **options)
+        if spec.startswith("codes") or row == 0:  # pages of a short row begin elsewhere
+            assert torch.equal(one[0, -6:], both[row, -6:])
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("pages:page=0", "lookup pages: page=0 is too small; it must be 1 or more"),
+        ("means:page=-1", "lookup means: page=-1 is too small"),
+        ("codes:bits=3", "lookup codes: bits=3 is unknown; choose one of 2, 4, 8"),
+        ("codes:oversample=0", "lookup codes: oversample=0 is too small"),
+        ("codes:bit=2", 'lookup codes: it has no option "bit"; did you mean bits'),
+        ("page", 'lookup "page" is unknown; did you mean pages'),
+        ("pages:page=2.5", "is not a whole number"),
+    ],
+)
+def test_a_lookup_that_makes_no_sense_is_refused(spec: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        lookups.get(spec)
+
+
+@pytest.mark.parametrize("dim", [1, 8, 12, 80])
+def test_keys_are_turned_without_loss(dim: int) -> None:
+    torch.testing.assert_close(turn(dim) @ turn(dim).T, torch.eye(dim), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_coded_logits_are_as_close_as_their_bits(bits: int) -> None:
+    query, keys, positions = drawn(5000, queries=4)  # more than are decoded at once
+    grouped = query.unflatten(1, (2, 2))
+    exact = (grouped @ keys[:, :, None].transpose(-1, -2)).amax(2)
+    coded = CodedKeys(keys, positions >= 0, bits)
+    reach = coded.step.float()[..., 0] * 8**0.5 / 2  # every number is half a step away at most
+    most = grouped.norm(dim=-1).amax(2)[..., None] * reach[:, :, None] * 1.02
+    assert ((coded.logits(grouped) - exact).abs() <= most + 0.05).all()
+
+
+class Noting(lookups.ExactLookup):
+    """Exact, but remembers what was asked."""
+
+    asked: ClassVar[list[Ask]] = []
+
+    def choose(self, ask: Ask) -> Tensor:
+        self.asked.append(ask)
+        return super().choose(ask)
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Ask]:
+    """Return what the embedded backbone asks of its second tiers for an answer about one of many keys."""
+    lm = LongContextModel.from_pretrained(
+        find("checkpoints/tiny"),
+        heads=find("checkpoints/tiny-heads"),
+        policy={"budget": 32, "chunk_size": 512, "local_len": 16, "host_budget": "all", "recall": 8},
+    )
+    sample = tasks.get("multikey", keys=24).sample(lm.tokenizer, tokens=2048, depth=0.4, seed=3)
+    chat = [{"role": "user", "content": sample.content}]
+    ids = lm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    cache = lm.new_cache()
+    for layer in cache.governed:
+        assert layer.host is not None
+        layer.host.lookup = Noting()
+    Noting.asked.clear()
+    prefill(lm.model, ids["input_ids"], cache)
+    generate(lm.model, cache=cache, max_new_tokens=8, do_sample=False)
+    return list(Noting.asked)
+
+
+@pytest.mark.parametrize(
+    ("spec", "units", "least"),
+    [
+        ("exact", 8, 1.0),
+        ("codes", 8, 0.99),
+        ("codes:bits=2,oversample=4", 8, 0.89),
+        ("means", 64, 0.65),
+        ("pages:page=4", 64, 0.65),
+        ("pages", 64, 0.32),
+    ],
+)
+def test_how_many_of_the_best_eight_are_among_those_found(
+    asked: list[Ask], spec: str, units: int, least: float
+) -> None:
+    """The numbers in docs/tiers.md, rounded down."""
+    lookup, found = lookups.get(spec), []
+    for ask in asked:
+        best = choose(lookups.get("exact"), ask.query, ask.keys, ask.positions, 8)
+        ranks = choose(lookup, ask.query, ask.keys, ask.positions, units)
+        there = torch.zeros(*ranks.shape[:3], ask.keys.shape[2], dtype=torch.bool).scatter_(3, ranks, True)
+        found.append(there.gather(3, best).float().mean())
+    assert float(torch.stack(found).mean()) >= least

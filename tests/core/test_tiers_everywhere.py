@@ -1,0 +1,243 @@
+"""Two tiers in everything that is done with a cache: files, forks, rows, beams, long answers, and a disk."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompt
+from ragged_runs import padded
+from test_disk import files_of_at_most
+
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret.cache.disk import Disk
+from locret.policy.policy import RetentionPolicy as Policy
+
+GREEDY = {"do_sample": False, "eos_token_id": None}
+NUMBERS = {"budget": 16, "chunk_size": 12, "stabilizers": 4, "local_len": 5, "host_budget": 19, "recall": 4}
+EVERYTHING = {"when": "prompt_end", "host_budget": "all", "recall": 500}
+both_positions = pytest.mark.parametrize("positions", ["compact", "original"])
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("llama")
+
+
+def policy(**changes: Any) -> Policy:
+    return RetentionPolicy(**{**NUMBERS, **changes})
+
+
+def read(model: Any, tokens: int = 71, disk: Any = None, **changes: Any) -> RetentionCache:
+    cache = RetentionCache(model, "key_norm", policy(**changes), disk=disk)
+    prefill(model, prompt(tokens), cache)
+    return cache
+
+
+def answer(model: Any, cache: RetentionCache, ids: torch.Tensor | None = None, new: int = 9) -> torch.Tensor:
+    """Return the logits of an answer, to a further text if one is given."""
+    if ids is not None and cache.seen:
+        prefill(model, ids, cache, new_tokens=new)
+        ids = None
+    options = {"output_logits": True, "return_dict_in_generate": True, **GREEDY}
+    out: Any = generate(model, ids, cache=cache, max_new_tokens=new, **options)
+    return torch.stack(out.logits, dim=1)
+
+
+@both_positions
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_saved_cache_answers_and_reads_on_as_the_one_that_was_saved(
+    model: Any, tmp_path: Path, positions: str, answered: bool
+) -> None:
+    cache = read(model, positions=positions)
+    if answered:
+        answer(model, cache)
+    save_cache(cache, tmp_path / "a.ctx")
+    again = load_cache(tmp_path / "a.ctx", model, "key_norm")
+    assert again.memory().host_units == 19
+    assert torch.equal(answer(model, again.copy(), prompt(40, seed=3)), answer(model, cache.copy(), prompt(40, seed=3)))
+    if not answered:
+        assert torch.equal(answer(model, again), answer(model, cache))
+
+
+@pytest.mark.parametrize(("there", "here"), [(False, True), (True, False), (True, True)])
+def test_where_the_second_tier_is_does_not_matter_to_a_file(
+    model: Any, tmp_path: Path, there: bool, here: bool
+) -> None:
+    cache = read(model, disk=tmp_path / "one" if there else None)
+    save_cache(cache, tmp_path / "a.ctx")
+    again = load_cache(tmp_path / "a.ctx", model, "key_norm", disk=tmp_path / "two" if here else None)
+    assert (again.memory().disk > 0, again.memory().host > 0) == (here, not here)
+    assert torch.equal(answer(model, again), answer(model, cache))
+    assert [file.name for file in tmp_path.iterdir()] == ["a.ctx"]
+
+
+def test_a_file_of_one_tier_loads_with_one(model: Any, tmp_path: Path) -> None:
+    save_cache(read(model, host_budget=None, recall=0), tmp_path / "a.ctx")
+    assert load_cache(tmp_path / "a.ctx", model, "key_norm").memory().host_units == 0
+    with pytest.raises(ValueError, match=r"disk=.*scratch holds a second tier, but there is none"):
+        load_cache(tmp_path / "a.ctx", model, "key_norm", disk=tmp_path / "scratch")
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_fork_and_its_origin_do_not_know_of_each_other(model: Any, tmp_path: Path, on_disk: bool) -> None:
+    cache = read(model, disk=tmp_path / "scratch" if on_disk else None)
+    expected = answer(model, cache.copy())
+    fork = cache.copy()
+    answer(model, fork, prompt(50, seed=5))
+    answer(model, fork, prompt(33, seed=6))
+    assert torch.equal(answer(model, cache), expected)
+    assert fork.memory().moved > cache.memory().moved
+
+
+@both_positions
+def test_an_answer_whose_prompt_is_fed_with_it_equals_one_after_reading(model: Any, positions: str) -> None:
+    apart, together = read(model, positions=positions), RetentionCache(model, "key_norm", policy(positions=positions))
+    torch.testing.assert_close(answer(model, together, prompt(71)), answer(model, apart), atol=1e-5, rtol=0)
+
+
+@both_positions
+@pytest.mark.parametrize("host_budget", [19, "all"])
+def test_rows_of_a_ragged_batch_answer_as_they_do_alone(model: Any, positions: str, host_budget: Any) -> None:
+    rows = [prompt(tokens, seed=tokens) for tokens in (71, 6, 34, 22)]  # two of them have nothing evicted, or little
+    ids, mask = padded(rows)
+    changes = {"positions": positions, "host_budget": host_budget}
+    cache = RetentionCache(model, "key_norm", policy(**changes))
+    prefill(model, ids, cache, attention_mask=mask)
+    read = cache.copy()
+    together = answer(model, cache)
+    for row, alone in zip(together, rows, strict=True):
+        own = RetentionCache(model, "key_norm", policy(**changes))
+        prefill(model, alone, own)
+        torch.testing.assert_close(row[None], answer(model, own), atol=1e-4, rtol=0)
+    apart = [answer(model, one) for one in read.split(4)]
+    torch.testing.assert_close(torch.cat(apart), together, atol=1e-4, rtol=0)
+
+
+def test_a_ragged_batch_reads_on(model: Any) -> None:
+    rows = [prompt(tokens, seed=tokens) for tokens in (71, 34)]
+    ids, mask = padded(rows)
+    cache = RetentionCache(model, "key_norm", policy())
+    prefill(model, ids, cache, attention_mask=mask)
+    together = answer(model, cache, prompt(29, batch=2, seed=8))
+    for index, alone in enumerate(rows):
+        own = RetentionCache(model, "key_norm", policy())
+        prefill(model, alone, own)
+        expected = answer(model, own, prompt(29, batch=2, seed=8)[index : index + 1])
+        torch.testing.assert_close(together[index : index + 1], expected, atol=1e-4, rtol=0)
+
+
+@both_positions
+def test_beams_that_recall_everything_are_those_of_full_attention(model: Any, positions: str) -> None:
+    ids = prompt(47)
+    options = {"max_new_tokens": 8, "num_beams": 3, **GREEDY}
+    cache = RetentionCache(model, "key_norm", policy(positions=positions, **EVERYTHING))
+    assert torch.equal(generate(model, ids, cache=cache, **options), model.generate(ids, **options))
+
+
+@both_positions
+def test_an_answer_that_evicts_loses_nothing_where_everything_is_recalled(model: Any, positions: str) -> None:
+    ids = prompt(47)
+    changes = {"positions": positions, "decode_budget": 22, "decode_interval": 5, **EVERYTHING}
+    cache = RetentionCache(model, "key_norm", policy(**changes))
+    theirs: Any = model.generate(ids, max_new_tokens=40, output_logits=True, return_dict_in_generate=True, **GREEDY)
+    torch.testing.assert_close(answer(model, cache, ids, 40), torch.stack(theirs.logits, 1), atol=2e-4, rtol=0)
+    assert cache.memory().units <= 22
+    assert cache.memory().host_units >= 47 + 39 - 22
+
+
+# -- a disk -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host_budget", [19, "all"])
+@pytest.mark.parametrize("tokens", [30, 71, 140])
+def test_a_disk_changes_no_answer_and_holds_what_was_planned(
+    model: Any, tmp_path: Path, tokens: int, host_budget: Any
+) -> None:
+    on_disk = read(model, tokens, disk=tmp_path / "scratch", host_budget=host_budget)
+    in_memory = read(model, tokens, host_budget=host_budget)
+    there, here = on_disk.memory(), in_memory.memory()
+    assert there.disk == there.disk_planned == here.host == here.host_planned > 0
+    assert there.host == there.host_planned == here.disk == here.disk_planned == 0
+    assert torch.equal(answer(model, on_disk), answer(model, in_memory))
+    assert torch.equal(answer(model, on_disk, prompt(33, seed=2)), answer(model, in_memory, prompt(33, seed=2)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_grows_no_further_than_was_set_aside_before_reading(model: Any, tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "scratch")
+    cache = RetentionCache(model, "key_norm", policy(), disk=disk)
+    sizes = []
+    prefill(model, prompt(140), cache, on_chunk=lambda _: sizes.append(disk.nbytes))
+    assert len(set(sizes)) == 1
+    assert disk.nbytes == sizes[0] >= cache.memory().disk == 3 * 2 * 19 * (2 * 8 * 4 + 8)
+
+
+def test_a_ragged_batch_on_a_disk_sets_its_rows_aside_at_once(model: Any, tmp_path: Path) -> None:
+    ids, mask = padded([prompt(tokens, seed=tokens) for tokens in (71, 34)])
+    disk = Disk(tmp_path / "scratch")
+    caches = [RetentionCache(model, "key_norm", policy(), disk=where) for where in (disk, None)]
+    caches[0].reserve_disk(71, 0, 4)
+    before = disk.nbytes
+    for cache in caches:
+        prefill(model, ids, cache, attention_mask=mask)
+    assert disk.nbytes == before
+    assert torch.equal(answer(model, caches[0]), answer(model, caches[1]))
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_read(model: Any, tmp_path: Path) -> None:
+    cache = RetentionCache(model, "key_norm", policy(host_budget=2**40), disk=tmp_path / "scratch")
+    read_chunks: list[int] = []
+    with files_of_at_most(4096), pytest.raises(OSError, match=r"cannot hold [\d,]+ bytes for the host tier \(File too"):
+        prefill(model, prompt(71), cache, on_chunk=lambda _: read_chunks.append(1))
+    assert not read_chunks
+    prefill(model, prompt(71), cache)  # there is room now, and nothing had begun
+    assert cache.memory().host_units == 71 - 16 - 5
+
+
+def test_a_disk_that_fills_in_the_middle_leaves_the_cache_marked(model: Any, tmp_path: Path) -> None:
+    changes = {"decode_budget": 22, "decode_interval": 5, "host_budget": "all"}
+    cache = read(model, disk=tmp_path / "scratch", **changes)
+    with files_of_at_most(cache.disk.nbytes), pytest.raises(OSError, match=r"\(File too large\); make room there"):
+        answer(model, cache, new=4000)
+    for use in (lambda: answer(model, cache), cache.copy, lambda: save_cache(cache, tmp_path / "a.ctx")):
+        with pytest.raises(ValueError, match="was interrupted; start again with"):
+            use()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_of_a_text_of_unknown_length_has_no_place_on_a_disk(model: Any, tmp_path: Path) -> None:
+    cache = RetentionCache(model, "key_norm", policy(host_budget="all"), disk=tmp_path / "scratch")
+    with pytest.raises(ValueError, match=r'host_budget="all" of a text of unknown length; give host_budget as'):
+        prefill(model, iter(prompt(300)[0].tolist()), cache)
+    bounded = RetentionCache(model, "key_norm", policy(), disk=tmp_path / "scratch")
+    prefill(model, iter(prompt(300)[0].tolist()), bounded)
+    assert bounded.memory().host_units == 19
+
+
+def test_a_disk_without_a_second_tier_is_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"disk=.*scratch holds a second tier, but there is none; give host_budget and"
+    ):
+        RetentionCache(model, "key_norm", policy(host_budget=None, recall=0), disk=tmp_path / "scratch")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_space_comes_back_with_the_last_cache(model: Any, tmp_path: Path) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    cache = read(model, disk=tmp_path / "scratch")
+    disk = cache.disk
+    forks = [cache.copy() for _ in range(3)]
+    answer(model, forks[0], prompt(40, seed=1))
+    used = disk.used
+    del forks
+    gc.collect()
+    assert disk.used < used
+    del cache, disk
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

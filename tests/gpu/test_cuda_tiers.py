@@ -1,0 +1,64 @@
+"""Two tiers on a GPU: the second one lies in pinned host memory, the first and what is recalled on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cuda import model, prompt  # noqa: F401 (a fixture)
+
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none is here"),
+]
+SETTINGS = {"budget": 128, "chunk_size": 128, "stabilizers": 32, "local_len": 16, "host_budget": 512, "recall": 8}
+GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}
+
+
+def answer(model: torch.nn.Module, cache: RetentionCache) -> torch.Tensor:  # noqa: F811
+    options = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
+    out: Any = generate(model, cache=cache, **options)
+    return torch.cat(out.logits).cpu()
+
+
+@pytest.mark.parametrize("lookup", ["exact", "codes", "codes:bits=2", "pages", "means"])
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_both_tiers_answer_as_on_the_cpu(model: torch.nn.Module, positions: str, lookup: str) -> None:  # noqa: F811
+    torch.backends.cuda.matmul.allow_tf32 = False
+    policy, logits = RetentionPolicy(**SETTINGS, positions=positions, recall_by=lookup), []
+    for device in ("cpu", "cuda"):
+        cache = RetentionCache(model.to(device), "key_norm", policy)
+        prefill(model, prompt(2000), cache)
+        logits.append(answer(model, cache))
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-2, rtol=0)
+
+
+def test_the_second_tier_is_pinned_and_never_on_the_device(model: torch.nn.Module) -> None:  # noqa: F811
+    model = model.to("cuda", torch.bfloat16)
+    peaks = []
+    for length in (4096, 32768):
+        cache = RetentionCache(model, "key_norm", RetentionPolicy(**SETTINGS))
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        prefill(model, iter(prompt(length)[0].tolist()), cache)
+        answer(model, cache)
+        peaks.append(torch.cuda.max_memory_allocated())
+        for layer in cache.governed:
+            assert layer.host is not None
+            assert layer.host.store.keys is not None
+            assert layer.host.store.keys.is_pinned()
+        del cache
+    assert peaks[1] <= peaks[0] * 1.01
+
+
+def test_a_disk_and_a_file_hold_what_the_device_had(model: torch.nn.Module, tmp_path: Path) -> None:  # noqa: F811
+    model = model.to("cuda", torch.bfloat16)
+    cache = RetentionCache(model, "key_norm", RetentionPolicy(**SETTINGS), disk=tmp_path / "scratch")
+    prefill(model, prompt(3000), cache)
+    save_cache(cache, tmp_path / "a.ctx")
+    again = load_cache(tmp_path / "a.ctx", model, "key_norm", disk=tmp_path / "other")
+    assert torch.equal(answer(model, again), answer(model, cache))
