@@ -54,7 +54,7 @@ def measure(options: SparseOptions, chosen: set[str]) -> dict[str, Any]:
     """
     every = [int(slots) for slots in options.slots.split(",") if slots.strip().isdigit()]
     if not every or min(every) < options.tokens:
-        raise ValueError(f"--slots {options.slots} are not all numbers from --tokens {options.tokens} on; give such")
+        raise ValueError(f"--slots {options.slots}: give numbers from --tokens {options.tokens} on, such as 8192")
     plan = options.plan(chosen, "floor", options.tokens)
     assert plan.device is not None
     found = [one for slots in every for one in _at(options, slots, plan.device)]
