@@ -135,7 +135,7 @@ def test_an_evaluation_sets_a_second_tier_against_eviction_with_as_many_bytes(
     assert evaluate([*line, "--methods", f"full,locret,{recalling}", "--tiers", "true"]) == 0
     page, found = capsys.readouterr().out, json.loads((out / "results.json").read_text())
     held = {(one.method, one.amount): one for one in tiers.by_task(found["cells"], 300)["lookalikes/keys"]}
-    # 16 units and 64 in the second tier take what 80 units take, but for the room in which one layer's keys are rotated.
+    # 16 units and 64 in the second tier take what 80 units take, but for the room that rotates 64 keys of a layer.
     assert held[recalling, "16"].fast == held["locret", "16"].fast
     assert held[recalling, "16"].total + 64 * 4 * 32 * 4 == held["locret", "80"].total
     assert {entry["tier"] for entry in found["frontier"]} == {"fast", "total"}
