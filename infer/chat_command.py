@@ -94,6 +94,7 @@ def _load(
         prompt_tokens=None,
         new_tokens=generation.max_new_tokens,
         num_beams=generation.num_beams,
+        on_disk=model.disk is not None,
         trust_remote_code=model.trust_remote_code,
     )
     final, _ = sizing.final_policy(policy, chosen, recommended, planned)

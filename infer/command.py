@@ -132,7 +132,6 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     from locret import loading
     from locret.cache.cache import checked_disk, find_store
     from locret.infer import sizing
-    from locret.policy.policy import EVERYTHING
     from locret.scorers import Scorer
 
     dry_run = options.output.dry_run
@@ -145,8 +144,6 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     scorer, recommended = loading.load_scorer(options.scorer)
     draft = sizing.draft_policy(options.policy, options.chosen, recommended)
     counted = sizing.must_count(options.policy, draft) or (not dry_run and options.generation.num_beams > 1)
-    # What everything takes is known once it is counted; a read needs no count.
-    counted |= dry_run and draft.host_budget == EVERYTHING and options.prompt.prompt_file is not None
     if dry_run and counted:
         document = _document(options.prompt)
     config = loading.load_config(options.model)
@@ -159,6 +156,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
         dtype=dtype,
         device=device,
         prompt_tokens=tokens,
+        on_disk=options.model.disk is not None,
         new_tokens=options.generation.max_new_tokens,
         num_beams=options.generation.num_beams,
         trust_remote_code=options.model.trust_remote_code,

@@ -23,7 +23,7 @@ from locret.scorers import Scorer
 
 FULL, LOCRET, ORIGINAL = "full", "locret", "streaming-original"
 INFLLM = "infllm"
-_WITHOUT_EVICTION = ("prefill_attention",)
+_WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", "exact_recent", "exact_layers")
 """Fields of a policy that mean something where every unit stays."""
 ANY_BUDGET = 2**40
 """Units that no prompt has, where all of them stay."""

@@ -15,7 +15,6 @@ from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.infer_options import PolicyOptions
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
-from locret.policy.policy import EVERYTHING
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
 from locret.scorers import RetainingHeadScorer, Scorer
@@ -77,6 +76,8 @@ class PlannedRun:
     num_beams: int = 1
     """Beams, each of which holds the cache once more."""
     trust_remote_code: bool = False
+    on_disk: bool = False
+    """Whether a second tier is in a file, rather than in host memory."""
 
     @property
     def _rates(self) -> Scorer:
@@ -93,15 +94,16 @@ class PlannedRun:
 
     def host_bytes(self, policy: RetentionPolicy) -> int | None:
         """Return the planned bytes of the second tier and its copies; None where it grows with an unknown length."""
-        if policy.host_budget == EVERYTHING and self.prompt_tokens is None:
+        if policy.host_grows and self.prompt_tokens is None:
             return None
         sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
         return self._copies * planned_host_bytes(describe(self.config), self._rates, policy, *sizes)
 
     def plan(self, policy: RetentionPolicy) -> dict[str, int | None]:
         """Return the planned bytes of each tier, as plain data."""
-        host = {} if policy.host_budget is None else {"planned_host_bytes": self.host_bytes(policy)}
-        return {"planned_cache_bytes": self.cache_bytes(policy), **host}
+        second = "planned_disk_bytes" if self.on_disk else "planned_host_bytes"
+        beside = {second: self.host_bytes(policy)} if policy.has_host else {}
+        return {"planned_cache_bytes": self.cache_bytes(policy), **beside}
 
     def schedule(self, policy: RetentionPolicy) -> Schedule:
         """Return the planned steps."""
@@ -111,7 +113,7 @@ class PlannedRun:
         """Return the planned bytes of the cache, of heads, and of what a chunk works with."""
         tokens = max([policy.chunk_size, *(step.tokens for step in self.schedule(policy).steps)])
         working = chunk_size.working_bytes(self.config, self.scorer, self.dtype, tokens)
-        if self.device.type == "cpu":  # where both tiers lie in one memory
+        if self.device.type == "cpu" and not self.on_disk:  # where both tiers lie in one memory
             working += self.host_bytes(policy) or 0
         return chunk_size.head_bytes(self.scorer, self.dtype) + self.cache_bytes(policy) + working
 
@@ -225,10 +227,11 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
         ValueError: Naming the option that asks for too much, and what would fit.
     """
     check_pair(run._rates, policy)
-    if (needed := run.host_bytes(policy) or 0) > (there := chunk_size.total_bytes(torch.device("cpu"))):
+    needed = 0 if run.on_disk else run.host_bytes(policy) or 0
+    if needed > (there := chunk_size.total_bytes(torch.device("cpu"))):
         raise ValueError(
             f"--host-budget {policy.host_budget} needs {needed:,} bytes of host memory, but this machine has "
-            f"{there:,}; lower it"
+            f"{there:,}; lower it, or give --disk FILE"
         )
     run = replace(run, prompt_tokens=run.prompt_tokens or 1)
     has = chunk_size.total_bytes(run.device)

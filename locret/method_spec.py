@@ -4,6 +4,7 @@
     snapkv:kernel=7,pooling=max         with options
     snapkv:window=8+prompt_end          with options, and a modifier of the policy
     locret+pyramid+linear               several modifiers
+    h2o+2bit:rounding=rotated
     locret+recall:host_budget=512       a modifier with options: numbers of the policy that it is about
     quest+xattention:threshold=0.95     or options of what it names
     package.module:Class:power=2        a class that Python finds; its options follow a second colon
@@ -61,6 +62,13 @@ MODIFIERS: Mapping[str, Change] = {
     },
     **{name: Change({"merge": name}, of="merge") for name in ("d2o", "kvmerger", "loco")},
     "refit": Change({"refit": True}),
+    **{
+        f"{bits}bit": Change(
+            {"key_bits": bits, "value_bits": bits},
+            ("key_bits", "value_bits", "rounding", "exact_recent", "exact_layers"),
+        )
+        for bits in (8, 4, 3, 2)
+    },
 }
 """What may follow a method after a plus sign, and what it changes in the policy."""
 

@@ -24,7 +24,6 @@ from locret.infer.methods import ANY_BUDGET
 from locret.infer.reading_warnings import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.load_options import ScorerOptions
-from locret.policy.policy import EVERYTHING
 from locret.policy.resolve import check_used
 
 _OF_ROWS = ("data_dir", "data_revision", "skip_bad_rows", "max_prompt", "template")
@@ -104,13 +103,13 @@ class Job:
         longest = max(case.tokens for case in self.cases) or None
         planned = []
         for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
-            grows = policy.needs_length or policy.when == "prompt_end" or policy.host_budget == EVERYTHING
+            grows = policy.plans_by_length or policy.host_grows or policy.budget == ANY_BUDGET
             run = PlannedRun(
                 config=self.config,
                 scorer=self.heads,
                 dtype=self.dtype,
                 device=self.device,
-                prompt_tokens=longest if grows or policy.budget == ANY_BUDGET else None,
+                prompt_tokens=longest if grows else None,
                 new_tokens=max(one.task.max_new_tokens for one in self.selections),
                 trust_remote_code=self.model.trust_remote_code,
             )

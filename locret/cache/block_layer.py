@@ -10,7 +10,7 @@ Deviates:  a token that leaves the window within an execution block counts once 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -220,6 +220,17 @@ class BlockLayer(RetentionLayer):
         self.store.join([layer.store for layer in layers], min(fill + new_tokens, max(fill, self.lookup.near + 1)))
         self.blocks.join([layer.blocks for layer in layers])
         self._counted = layers[0]._counted
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Refuse: a file of a cache has no place for blocks.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"recall_by={self.lookup.name} holds blocks, which the file of a cache has no place for; keep the cache in "
+            "memory (cache.copy() for another question), or read with another recall_by"
+        )
 
     def copy(self, workspace: Workspace) -> BlockLayer:
         """Return an independent copy."""

@@ -97,7 +97,7 @@ def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Dis
     """
     if disk is None:
         return None
-    if policy.host_budget is None:
+    if not policy.has_host:
         where = disk.path if isinstance(disk, Disk) else disk
         raise ValueError(f"disk={where} holds a second tier, but there is none; give host_budget and recall as well")
     if policy.recalls_blocks:

@@ -110,9 +110,10 @@ def planned_host_bytes(
     """
     limits = Limits(policy, scorer, len(backbone.layers))
     slots = limits.host_capacity(limits.plan(prompt_tokens), [0] * len(backbone.layers), new_tokens)
-    if prompt_tokens is None and (policy.host_budget == EVERYTHING or policy.recalls_blocks):
+    if prompt_tokens is None and policy.host_grows:
         raise ValueError(
-            f'host_budget="{EVERYTHING}" has no plan where the length of a prompt is unknown; give a number of units'
+            "a second tier of everything has no plan where the length of a prompt is unknown; give the length, or "
+            "host_budget as a number of units"
         )
     if policy.recalls_blocks:
         return block_bytes(backbone, policy, slots, element_size)

@@ -353,7 +353,8 @@ class QuantisedStore(DenseStore):
     def copy(self, workspace: Workspace) -> QuantisedStore:
         """See `Store`."""
         twin = super().copy(workspace)
-        twin.beside, twin.fixed = ({n: t.clone() for n, t in of.items()} for of in (self.beside, self.fixed))
+        twin.beside = {name: self.held_anew(tensor) for name, tensor in self.beside.items()}
+        twin.fixed = {name: tensor.clone() for name, tensor in self.fixed.items()}
         twin._newest = None
         return twin
 

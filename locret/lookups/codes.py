@@ -1,20 +1,22 @@
 """Rounded keys as an index: all units are rated by keys of a few bits, and the best of them by their exact keys.
 
-Paper:     the rounding is KIVI's for keys (arXiv 2402.02750): a step per channel, over all units; the second look with
-           exact vectors is common to approximate search (RetrievalAttention, arXiv 2409.10516, names the field's).
-Formula:   per KV head the count * oversample units with the largest q . mean + (q * step) . code of any query head of
-           its group; of those the count with the largest q . k.
-Deviates:  steps cover a few deviations of a channel around its mean, since at 2 bits its range would leave two levels
-           unused.
-Cost:      an index of bits / 16 of the keys (in bfloat16) lies on the queries' device and is read whole for each query;
-           count * oversample keys and count values move.
+Paper:     the rounding is of the kind of QuaRot (arXiv 2404.00456) and TurboQuant (arXiv 2504.19874); a second look
+           with exact vectors is common to approximate search.
+Formula:   keys less their mean, turned by a fixed orthogonal matrix, in levels between each unit's least and largest
+           number; per KV head the count * oversample units with the largest product with any query of its group, and of
+           those the count with the largest q . k.
+Cost:      an index of bits / 16 of the keys (in bfloat16), and 4 bytes per unit, lies on the queries' device and is
+           read whole for each query; count * oversample keys are read where the tier is.
 """
 
 # B batch, N query heads, K KV heads, G query heads per KV head, L queries, H units, C candidates, D head dim
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -22,8 +24,9 @@ from torch import Tensor
 
 from locret.lookups.base import Ask, Lookup
 
-_WIDTH = {2: 1.5, 4: 2.8, 8: 5.0}
-"""Deviations of a channel that codes cover to each side, by bits."""
+_BITS = (2, 4, 8)
+_MOST = 65504.0
+"""Largest number of half precision."""
 _LOGITS = 1 << 23
 """Logits that exist at once, over all heads."""
 _DECODED = 4096
@@ -42,14 +45,15 @@ class CodedKeys:
     def __init__(self, keys: Tensor, there: Tensor, bits: int) -> None:
         self.bits, self.dim = bits, keys.shape[-1]
         weights = there[..., None].float()
-        count = weights.sum(2, keepdim=True).clamp_min(1)
-        self.mean = mean = (keys.float() * weights).sum(2, keepdim=True) / count
+        self.mean = (keys.float() * weights).sum(2, keepdim=True) / weights.sum(2, keepdim=True).clamp_min(1)
         """(B, K, 1, D), float32."""
-        deviation = (((keys.float() - mean) ** 2 * weights).sum(2, keepdim=True) / count).sqrt()
-        levels = 2**bits - 1
-        self.step = (2 * _WIDTH[bits] * deviation / levels).clamp_min(1e-12)
-        """(B, K, 1, D) between neighbouring codes."""
-        codes = ((keys.float() - mean) / self.step + levels / 2).round().clamp(0, levels).to(torch.uint8)
+        turned = (keys.float() - self.mean) @ turn(self.dim).to(keys.device)
+        low, high = turned.amin(-1, keepdim=True), turned.amax(-1, keepdim=True)
+        step = (high - low) / (2**bits - 1)
+        self.low, self.step = low.clamp(-_MOST, _MOST).half(), step.clamp(2.0**-24, _MOST).half()
+        """(B, K, H, 1) each unit's least number, and what lies between neighbouring codes."""
+        levels = (turned - self.low.float()) / self.step.float()
+        codes = levels.round().clamp(0, 2**bits - 1).to(torch.uint8)
         each = 8 // bits
         if spare := -self.dim % each:
             codes = torch.cat([codes, codes.new_zeros(*codes.shape[:-1], spare)], dim=-1)
@@ -59,16 +63,39 @@ class CodedKeys:
 
     def to(self, device: torch.device) -> CodedKeys:
         """Move there, for good."""
-        self.mean, self.step, self.packed = self.mean.to(device), self.step.to(device), self.packed.to(device)
+        self.mean, self.packed = self.mean.to(device), self.packed.to(device)
+        self.low, self.step = self.low.to(device), self.step.to(device)
         return self
 
-    def numbers(self, start: int, end: int) -> Tensor:
-        """Return the (B, K, units, D) codes of some units as numbers around zero."""
-        packed = self.packed[:, :, start:end, :, None].int()
+    def logits(self, query: Tensor) -> Tensor:
+        """Return (B, K, L, H): the largest product of any of the (B, K, G, L, D) queries of a group with each key."""
+        bias = query @ self.mean[:, :, None].transpose(-1, -2)
+        turned = query @ turn(self.dim).to(query.device)
+        total, found = turned.sum(-1, keepdim=True), []
+        for start in range(0, self.packed.shape[2], _DECODED):
+            span = slice(start, start + _DECODED)
+            low, step = (part[:, :, None, span, 0].float().unsqueeze(-2) for part in (self.low, self.step))
+            products = turned @ self._codes(span)[:, :, None].transpose(-1, -2)
+            found.append((products * step + total * low + bias).amax(2))
+        return torch.cat(found, dim=-1)
+
+    def _codes(self, span: slice) -> Tensor:
+        """Return the (B, K, units, D) codes of some units as numbers."""
+        packed = self.packed[:, :, span, :, None].int()
         shifts = torch.arange(8 // self.bits, device=packed.device) * self.bits
-        codes = (packed >> shifts) & (2**self.bits - 1)
-        numbers: Tensor = codes.flatten(-2)[..., : self.dim].float() - (2**self.bits - 1) / 2
-        return numbers
+        codes: Tensor = (packed >> shifts) & (2**self.bits - 1)
+        return codes.flatten(-2)[..., : self.dim].float()
+
+
+@cache
+def turn(dim: int) -> Tensor:
+    """Return an orthogonal (D, D) matrix that spreads a channel over all: a cosine transform of channels with signs."""
+    rows, columns = torch.meshgrid(torch.arange(dim), torch.arange(dim), indexing="ij")
+    cosines = torch.cos(math.pi / dim * (columns + 0.5).double() * rows) * math.sqrt(2 / dim)
+    cosines[0] = math.sqrt(1 / dim)
+    chance = random.Random(dim)
+    signs = torch.tensor([chance.choice((-1.0, 1.0)) for _ in range(dim)], dtype=torch.float64)
+    return (signs[:, None] * cosines.T).float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +111,7 @@ class CodesLookup(Lookup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits not in _WIDTH:
+        if self.bits not in _BITS:
             raise ValueError(f"lookup {self.name}: bits={self.bits} is unknown; choose one of 2, 4, 8")
         if self.oversample < 1:
             raise ValueError(f"lookup {self.name}: oversample={self.oversample} is too small; it must be 1 or more")
@@ -94,8 +121,8 @@ class CodesLookup(Lookup):
         return CodedKeys(keys, positions >= 0, self.bits)
 
     def index_bytes(self, units: int, head_dim: int, element_size: int) -> int:
-        """Return the bytes of the codes, and of a mean and a step per channel."""
-        return units * -(-head_dim * self.bits // 8) + 8 * head_dim
+        """Return the bytes of the codes, of two numbers per unit, and of the mean."""
+        return units * (-(-head_dim * self.bits // 8) + 4) + 4 * head_dim
 
     def choose(self, ask: Ask) -> Tensor:
         """See `Lookup`; ranks are (B, K, L, R)."""
@@ -104,10 +131,7 @@ class CodesLookup(Lookup):
         units, empty = ask.keys.shape[2], (ask.positions < 0).to(query.device)[:, :, None]
         rows, found = max(1, _LOGITS // (query[..., 0, 0].numel() * units)), []
         for block in query.split(rows, dim=3):
-            weighed, bias = block * coded.step[:, :, None], block @ coded.mean[:, :, None].transpose(-1, -2)
-            spans = [(start, min(start + _DECODED, units)) for start in range(0, units, _DECODED)]
-            rated = [(weighed @ coded.numbers(*span)[:, :, None].transpose(-1, -2) + bias).amax(2) for span in spans]
-            logits = torch.cat(rated, dim=-1).masked_fill_(empty, -torch.inf)
+            logits = coded.logits(block).masked_fill_(empty, -torch.inf)
             ranks = logits.topk(min(ask.count * self.oversample, units), dim=-1).indices.to(ask.keys.device)
             found.append(self._best(block.to(ask.keys.device), ranks, ask))
         return torch.cat(found, dim=2)

@@ -7,7 +7,8 @@ Formula:   S_j = sum_t alpha_t max_h softmax(q_t k_j) over the window's queries 
 Dense:     layers before the first filter layer, filter layers, and the layer after each; their units stay in fast
            memory.
 Deviates:  candidates are what lies in the second tier, so the newest tokens of the prompt that the fast tier keeps are
-           visible anyway; window queries have their own positions, where the released code gives all the newest one's.
+           visible anyway; logits are those before a backbone's own soft cap; window queries have their own positions,
+           where the released code gives all the newest one's.
 Cost:      one product with all keys of a filter layer per token; sparse layers move the chosen units alone.
 """
 

@@ -120,5 +120,5 @@ class QuestLookup(Lookup):
             wanted = min(max(3, tokens // self.page), wanted)
         chosen = bounds.topk(wanted, dim=-1).indices.sort(dim=-1).values
         first = torch.tensor(found.first, device=chosen.device)[:, None, None, None]
-        ranks = first + chosen[..., None] * self.page + torch.arange(self.page, device=chosen.device)
+        ranks: Tensor = first + chosen[..., None] * self.page + torch.arange(self.page, device=chosen.device)
         return ranks.masked_fill(ranks >= units, -1).view(batch, heads, 1, -1)

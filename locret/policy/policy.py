@@ -285,6 +285,16 @@ class RetentionPolicy:
         """Whether old tokens go to blocks, which are recalled while a text is read too (InfLLM)."""
         return self.recall_by.partition(":")[0].strip() == BLOCKS
 
+    @property
+    def has_host(self) -> bool:
+        """Whether there is a second tier."""
+        return self.host_budget is not None or self.recalls_blocks
+
+    @property
+    def host_grows(self) -> bool:
+        """Whether the second tier grows with the text."""
+        return self.host_budget == EVERYTHING or self.recalls_blocks
+
     def blocks(self) -> InfLLM:
         """Return the numbers of the method that recalls blocks.
 

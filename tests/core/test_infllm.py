@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from families import build, prompt
 from test_families import frequencies
 
-from locret import RetentionCache, RetentionPolicy, generate, prefill, reference, scorers
+from locret import RetentionCache, RetentionPolicy, generate, prefill, reference, save_cache, scorers
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors
 from locret.cache.blocks import Blocks, InUse, representatives
 from locret.cache.limits import planned_bytes, planned_host_bytes
+from locret.infer import methods
 from locret.lookups.infllm import PRESETS, InfLLM
+from locret.method_spec import parse
 from locret.reference.infllm import Block, Memory, Numbers, Unit, choose, move_old, representative
 
 SMALL = "local=12,block=4,init=3,topk=2,cached=3,repr_topk=2"
@@ -328,3 +331,36 @@ def test_numbers_that_nobody_gave_follow() -> None:
     policy = RetentionPolicy(recall_by="infllm", budget=256)
     assert (policy.chunk_size, policy.local_len, policy.stabilizers) == (policy.blocks().numbers[0], 1, 0)
     assert replace(policy, budget=6000).chunk_size == 512
+
+
+def test_it_is_a_method_of_every_command() -> None:
+    method = methods.find(parse("infllm:block=32,local=256,topk=4"), "method", methods.names())
+    assert method.policy(RetentionPolicy(budget=600)).blocks().numbers == (256, 32, 8, 4, 8, 4)
+    with pytest.raises(ValueError, match="method infllm:local=256: .* but budget=64; raise budget to 528"):
+        methods.find(parse("infllm:local=256"), "method", []).policy(RetentionPolicy(budget=64))
+    with pytest.raises(ValueError, match='has no option "size"'):
+        methods.find(parse("infllm:size=4"), "method", [])
+    assert "infllm" in methods.names()
+
+
+def test_what_cannot_go_on_from_blocks_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = build("llama")
+    cache = RetentionCache(model, "streaming", policy_of(SMALL, chunk_size=9))
+    prefill(model, prompt(40), cache)
+    with pytest.raises(ValueError, match="recall_by=infllm holds blocks, which the file of a cache has no place for"):
+        save_cache(cache, tmp_path / "read.safetensors")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="generation cannot be compiled here"):
+        generate(model, cache=cache, max_new_tokens=4, compile=True)
+    with pytest.raises(ValueError, match="holds blocks in host memory, not in a file"):
+        RetentionCache(model, "streaming", policy_of(SMALL), disk=tmp_path / "units")
+    assert generate(model, cache=cache, max_new_tokens=4, eos_token_id=None).shape == (1, 4)
+
+
+def test_a_prompt_of_unknown_length_is_read_in_the_same_memory() -> None:
+    model, policy, ids = build("llama"), policy_of(SMALL, chunk_size=9), prompt(50)
+    whole, streamed = (RetentionCache(model, "streaming", policy) for _ in range(2))
+    torch.testing.assert_close(prefill(model, iter(ids[0].tolist()), streamed), prefill(model, ids, whole))
+    memory = streamed.memory()
+    assert memory.planned == memory.actual == whole.memory().actual
+    assert memory.host_planned == memory.host

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from families import build, prompt
 from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, generate, lookups, prefill, reference
+from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, lookups, prefill, reference
+from locret.data import tasks
 from locret.lookups import Ask, Lookup
+from locret.lookups.codes import CodedKeys, turn
+from locret.shipped import find
 
 SPECS = [
     "exact",
@@ -95,7 +98,7 @@ def test_exact_is_the_slow_choice(units: int) -> None:
         assert sorted(ranks[1, head, 2].tolist()) == reference.best_units(logits, 5)
 
 
-@pytest.mark.parametrize(("bits", "most"), [(2, 0.3), (4, 0.01), (8, 0.001)])
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.03), (4, 0.001), (8, 0.001)])
 def test_codes_of_more_bits_are_closer_and_what_they_miss_is_bounded(bits: int, most: float) -> None:
     query, keys, positions = drawn(1000, queries=20)
     keys += torch.tensor([30.0, -20, 0, 0, 0, 0, 0, 0])  # a bias of a channel must not cost levels
@@ -111,7 +114,9 @@ def test_an_index_has_the_bytes_it_says(bits: int, dim: int) -> None:
     keys = torch.randn(2, 3, 70, dim)
     lookup = lookups.get(f"codes:bits={bits}")
     coded = lookup.index(keys, torch.zeros(2, 3, 70))
-    assert coded.packed.nbytes + coded.step.nbytes + coded.mean.nbytes == 6 * lookup.index_bytes(70, dim, 4)
+    assert sum(part.nbytes for part in (coded.packed, coded.step, coded.low, coded.mean)) == 6 * lookup.index_bytes(
+        70, dim, 4
+    )
     for spec in ("pages:page=16", "means:page=7"):
         index = lookups.get(spec).index(keys, torch.zeros(2, 3, 70))
         tensors = [index] if isinstance(index, Tensor) else index
@@ -177,3 +182,74 @@ def test_rows_of_a_batch_recall_what_they_recall_alone(spec: str) -> None:
 def test_a_lookup_that_makes_no_sense_is_refused(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         lookups.get(spec)
+
+
+@pytest.mark.parametrize("dim", [1, 8, 12, 80])
+def test_keys_are_turned_without_loss(dim: int) -> None:
+    torch.testing.assert_close(turn(dim) @ turn(dim).T, torch.eye(dim), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_coded_logits_are_as_close_as_their_bits(bits: int) -> None:
+    query, keys, positions = drawn(5000, queries=4)  # more than are decoded at once
+    grouped = query.unflatten(1, (2, 2))
+    exact = (grouped @ keys[:, :, None].transpose(-1, -2)).amax(2)
+    coded = CodedKeys(keys, positions >= 0, bits)
+    reach = coded.step.float()[..., 0] * 8**0.5 / 2  # every number is half a step away at most
+    most = grouped.norm(dim=-1).amax(2)[..., None] * reach[:, :, None] * 1.02
+    assert ((coded.logits(grouped) - exact).abs() <= most + 0.05).all()
+
+
+class Noting(lookups.ExactLookup):
+    """Exact, but remembers what was asked."""
+
+    asked: ClassVar[list[Ask]] = []
+
+    def choose(self, ask: Ask) -> Tensor:
+        self.asked.append(ask)
+        return super().choose(ask)
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Ask]:
+    """Return what the embedded backbone asks of its second tiers for an answer about one of many keys."""
+    lm = LongContextModel.from_pretrained(
+        find("checkpoints/tiny"),
+        heads=find("checkpoints/tiny-heads"),
+        policy={"budget": 32, "chunk_size": 512, "local_len": 16, "host_budget": "all", "recall": 8},
+    )
+    sample = tasks.get("multikey", keys=24).sample(lm.tokenizer, tokens=2048, depth=0.4, seed=3)
+    chat = [{"role": "user", "content": sample.content}]
+    ids = lm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    cache = lm.new_cache()
+    for layer in cache.governed:
+        assert layer.host is not None
+        layer.host.lookup = Noting()
+    Noting.asked.clear()
+    prefill(lm.model, ids["input_ids"], cache)
+    generate(lm.model, cache=cache, max_new_tokens=8, do_sample=False)
+    return list(Noting.asked)
+
+
+@pytest.mark.parametrize(
+    ("spec", "units", "least"),
+    [
+        ("exact", 8, 1.0),
+        ("codes", 8, 0.99),
+        ("codes:bits=2,oversample=4", 8, 0.89),
+        ("means", 64, 0.65),
+        ("pages:page=4", 64, 0.65),
+        ("pages", 64, 0.32),
+    ],
+)
+def test_how_many_of_the_best_eight_are_among_those_found(
+    asked: list[Ask], spec: str, units: int, least: float
+) -> None:
+    """The numbers in docs/tiers.md, rounded down."""
+    lookup, found = lookups.get(spec), []
+    for ask in asked:
+        best = choose(lookups.get("exact"), ask.query, ask.keys, ask.positions, 8)
+        ranks = choose(lookup, ask.query, ask.keys, ask.positions, units)
+        there = torch.zeros(*ranks.shape[:3], ask.keys.shape[2], dtype=torch.bool).scatter_(3, ranks, True)
+        found.append(there.gather(3, best).float().mean())
+    assert float(torch.stack(found).mean()) >= least

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from families import build, prompt
 from lookup_runs import INV_FREQ, LAYERS, answered, differs_from_oracle, fresh, method
 from transformers import AutoModelForCausalLM
 
-from locret import RetentionCache, RetentionPolicy, generate, lookups, prefill, reference
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, lookups, prefill, reference, save_cache
 from locret.lookups.omnikv import default_filters, dense_layers, memory_share
 from locret.shipped import find
 
@@ -132,7 +133,7 @@ def test_selecting_everything_is_the_full_cache(spec: str) -> None:
 
 
 @pytest.mark.parametrize("options", ["", ",selector=exp,window=5", ",tokens=0.25"])
-def test_rows_and_turns_do_not_matter(options: str) -> None:
+def test_rows_turns_and_files_do_not_matter(options: str, tmp_path: Path) -> None:
     model, ids = build("llama", **LAYERS), prompt(61, batch=2)
     policy = method(f"omnikv:filter_layers=0-3{options}", 9)
     mask = torch.ones_like(ids)
@@ -143,9 +144,12 @@ def test_rows_and_turns_do_not_matter(options: str) -> None:
     prefill(model, ids[:1, :40], turns)  # a second text is read densely too, the first one's units included
     prefill(model, ids[:1, 40:], turns)
     later = answered(model, turns.copy(), None).logits
-    for pair, one, other, third in zip(both, first, second, later, strict=True):
+    save_cache(turns, tmp_path / "text.ctx")
+    loaded = answered(model, load_cache(tmp_path / "text.ctx", model, "streaming:sinks=0"), None).logits
+    for pair, one, other, third, fourth in zip(both, first, second, later, loaded, strict=True):
         torch.testing.assert_close(pair, torch.cat([one, other]), atol=1e-4, rtol=0)
         torch.testing.assert_close(third, one, atol=1e-4, rtol=0)
+        torch.testing.assert_close(fourth, third, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("spec", ["omnikv:filter_layers=1", "quest:page=4"])

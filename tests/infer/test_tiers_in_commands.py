@@ -101,7 +101,7 @@ def test_an_evaluation_shows_the_second_tier(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_an_answer_is_measured_with_both_tiers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_is_measured_with_both_tiers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = shipped.find("recipes/infer/pass_key.txt")
     line = [*MODEL, "--prompt-file", text, "--question", "What is the pass key?", "--budget", "32"]
     line += ["--host-budget", "128", "--recall", "4"]
@@ -118,8 +118,13 @@ def test_an_answer_is_measured_with_both_tiers(capsys: pytest.CaptureFixture[str
     assert infer(everything) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["planned_host_bytes"] == (plan["prompt_tokens"] - 32 - plan["policy"]["local_len"]) * UNIT
-    assert infer([*MODEL, "--budget", "32", "--host-budget", "all", "--recall", "4", "--dry-run", "--quiet"]) == 0
-    assert json.loads(capsys.readouterr().out)["planned_host_bytes"] is None  # nobody knows the text
+    assert infer([*everything, "--disk", str(tmp_path / "tier")]) == 0
+    on_disk = json.loads(capsys.readouterr().out)
+    assert on_disk["planned_disk_bytes"] == plan["planned_host_bytes"]
+    assert "planned_host_bytes" not in on_disk
+    assert infer([*line, "--disk", str(tmp_path / "tier"), "--json", "--quiet"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["disk_bytes"], record["planned_disk_bytes"], record["host_bytes"]) == (128 * UNIT, 128 * UNIT, 0)
 
 
 @pytest.mark.parametrize(
@@ -149,17 +154,27 @@ def test_what_has_no_effect_or_cannot_be_is_refused_before_weights_are_loaded(
 
 
 @pytest.mark.parametrize(
-    "name", ["quest:page=4", "omnikv", "infllm", "full+xattention:block=16", "locret+d2o", "h2o+refit"]
+    "name",
+    [
+        "quest:page=4",
+        "omnikv",
+        "infllm",
+        "full+xattention:block=16",
+        "locret+d2o",
+        "h2o+refit",
+        "locret+recall+2bit",
+        "full+4bit",
+    ],
 )
 def test_methods_of_other_papers_are_planned_and_counted_alike(name: str) -> None:
-    plan = plan_of(name)
+    plan = plan_of(name, **({"stabilizers": None, "budget": 64} if name == "infllm" else {}))
     setup, method = make_setup(plan), plan.methods[0]
     planned, peaks = plan.planned_bytes(method, 300), measure_peaks(setup, method, 300)
-    # The workspace of an eviction is planned, and where every unit stays there is none.
-    unused = 304 * KEY // 5 if name.startswith("full") else 0
+    # The workspace of an eviction is planned, and where every unit stays as it is there is none.
+    unused = 304 * KEY // 5 if name.startswith("full+x") else 0
     assert planned.cache - unused == max(peaks.decode.cache, peaks.prefill.cache)
     assert planned.host == peaks.decode.host
-    assert (planned.host > 0) == (peaks.moved[0] + peaks.moved[1] > 0) == (name[0] in "qoi")
+    assert (planned.host > 0) == (peaks.moved[0] + peaks.moved[1] > 0) == (name[0] in "qoi" or "+recall" in name)
 
 
 def test_a_lookup_that_is_a_method_attends_to_as_many_units_as_the_budget() -> None:
