@@ -61,6 +61,11 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     cache.check_whole()
     if not cache.seen:
         raise ValueError(f"{path}: the cache has read nothing yet; call locret.prefill before saving it")
+    if cache.policy.recalls_blocks:
+        raise ValueError(
+            f"{path}: a file has no place for the blocks that recall_by={cache.policy.recall_by} holds; keep the "
+            "cache, or take another recall_by"
+        )
     check_replaceable(path)
     kept = _notes(notes or {})
     tensors, numbers = cache.state()

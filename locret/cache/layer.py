@@ -290,7 +290,11 @@ class RetentionLayer(CacheLayerMixin):
             tensors["row_start"] = self.store.row_start
         numbers: dict[str, Any] = {"fill": self.fill, "rotated": self.rotated}
         if self.host is not None:
-            tensors |= {f"{HOST}{name}": tensor for name, tensor in self.host.state().items()}
+            ours = {
+                tensor.data_ptr() for tensor in tensors.values()
+            }  # a file has no tensor twice: a shared frame is copied
+            for name, tensor in self.host.state().items():
+                tensors[f"{HOST}{name}"] = tensor.clone() if tensor.data_ptr() in ours else tensor
             numbers["host_fill"] = self.host.fill
         return tensors, numbers
 

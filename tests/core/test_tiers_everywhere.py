@@ -150,6 +150,35 @@ def test_an_answer_that_evicts_loses_nothing_where_everything_is_recalled(model:
     assert cache.memory().host_units >= 47 + 39 - 22
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("rounding", ["channel", "rotated"])
+def test_units_in_codes_are_saved_forked_and_exported_in_both_tiers(
+    model: Any, tmp_path: Path, rounding: str, on_disk: bool
+) -> None:
+    codes = {"key_bits": 4, "value_bits": 4, "rounding": rounding}
+    cache = read(model, disk=tmp_path / "scratch" if on_disk else None, **codes)
+    memory = cache.memory()
+    assert (memory.host, memory.disk) == (memory.host_planned, memory.disk_planned)
+    expected = answer(model, cache.copy())
+    save_cache(cache, tmp_path / "a.ctx")
+    assert torch.equal(answer(model, load_cache(tmp_path / "a.ctx", model, "key_norm")), expected)
+    assert cache.to_dynamic_cache(host=True).get_seq_length() == 16 + 5 + 19
+    assert torch.equal(answer(model, cache), expected)
+
+
+def test_blocks_are_in_no_file_and_on_no_disk(model: Any, tmp_path: Path) -> None:
+    blocks = RetentionPolicy(budget=48, recall_by="infllm", host_budget="all", chunk_size=32)
+    cache = RetentionCache(model, "streaming", blocks)
+    prefill(model, prompt(150), cache)
+    with pytest.raises(ValueError, match="a file has no place for the blocks that recall_by=infllm holds; keep the"):
+        save_cache(cache, tmp_path / "a.ctx")
+    with pytest.raises(ValueError, match="recall_by=infllm holds blocks in host memory, not in a file; leave disk out"):
+        RetentionCache(model, "streaming", blocks, disk=tmp_path / "scratch")
+    with pytest.raises(ValueError, match="recall_by=infllm gives far units one position, which no ordinary prefix has"):
+        cache.to_dynamic_cache()
+    assert list(tmp_path.iterdir()) == []
+
+
 # -- a disk -----------------------------------------------------------------------------------------------------------
 
 

@@ -102,3 +102,12 @@ def test_a_cuda_graph_writes_the_tokens_of_steps_run_as_written(model: torch.nn.
     expected = generate(model, cache=plain, **options)
     assert torch.equal(generate(model, cache=compiled, compile=True, **options), expected)
     torch.testing.assert_close(compiled.kept_scores(0), plain.kept_scores(0), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("spec", ["a_shape:sinks=8,window=100", "vertical_slash:vertical=60,slash=120", "xattention"])
+def test_sparse_reading_on_the_gpu_agrees_with_the_cpu(model: torch.nn.Module, spec: str) -> None:
+    policy = RetentionPolicy(budget=1024, chunk_size=512, local_len=32, prefill_attention=spec)
+    expected = prefill(model, prompt(3000), RetentionCache(model, "streaming", policy))
+    model = model.to("cuda")
+    got = prefill(model, prompt(3000), RetentionCache(model, "streaming", policy))
+    torch.testing.assert_close(got.cpu(), expected, atol=2e-2, rtol=2e-2)  # TF32 products in the kernel

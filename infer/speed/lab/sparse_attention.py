@@ -27,11 +27,11 @@ from locret.tables import markdown
 class SparseOptions(LabOptions):
     """What is measured, and how often."""
 
-    lengths: str = "2048,8192,16384"
+    slots: str = "2048,8192,16384"
     """Slots that the chunk's last query sees, the chunk included."""
     tokens: int = 2048
     """Tokens of the chunk."""
-    heads: int = 4
+    query_heads: int = 4
     """Query heads, which share one KV head."""
     head_dim: int = 128
     """Width of a head."""
@@ -52,14 +52,12 @@ def measure(options: SparseOptions, chosen: set[str]) -> dict[str, Any]:
     Raises:
         ValueError: For an unknown strategy, or a chunk longer than the slots.
     """
-    lengths = [int(length) for length in options.lengths.split(",") if length.strip().isdigit()]
-    if not lengths or min(lengths) < options.tokens:
-        raise ValueError(
-            f"--lengths {options.lengths} are not all numbers from --tokens {options.tokens} on; give such"
-        )
+    every = [int(slots) for slots in options.slots.split(",") if slots.strip().isdigit()]
+    if not every or min(every) < options.tokens:
+        raise ValueError(f"--slots {options.slots}: give numbers from --tokens {options.tokens} on, such as 8192")
     plan = options.plan(chosen, "floor", options.tokens)
     assert plan.device is not None
-    found = [one for slots in lengths for one in _at(options, slots, plan.device)]
+    found = [one for slots in every for one in _at(options, slots, plan.device)]
     return {"found": found, "where": where(options, plan)}
 
 
@@ -75,7 +73,7 @@ def _at(options: SparseOptions, slots: int, device: torch.device) -> list[dict[s
         pattern = prefill_attention.get(spec)
         if pattern is None:
             raise ValueError(f"--strategies {spec} is what the others are compared with; drop it")
-        attention = SparseAttention([pattern] * options.heads)
+        attention = SparseAttention([pattern] * options.query_heads)
         sides[spec] = lambda attention=attention: attention(query, view, scaling, None)  # type: ignore[misc]
         slots_seen, rows = chosen_slots(attention.patterns, query[0], view.keys[0, 0], scaling, None)
         shares[spec] = computed_share(slots_seen, rows, options.tokens)
@@ -92,7 +90,7 @@ def _at(options: SparseOptions, slots: int, device: torch.device) -> list[dict[s
 def _states(options: SparseOptions, slots: int, device: torch.device) -> tuple[Tensor, View]:
     random = torch.Generator().manual_seed(0)
     shape = (1, 1, slots, options.head_dim)
-    query = torch.randn(1, options.heads, options.tokens, options.head_dim, generator=random)
+    query = torch.randn(1, options.query_heads, options.tokens, options.head_dim, generator=random)
     key, value = (torch.randn(shape, generator=random) for _ in range(2))
     lift = options.sharpness * options.head_dim**0.5  # in logits, once scaled
     query[..., :2] = 1
