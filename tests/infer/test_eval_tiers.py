@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import suite_table, summary, tiers, tiers_figure
+from locret.infer.evaluation.command import command as evaluate
 
 
 def cell(
@@ -120,3 +122,22 @@ def test_a_row_without_a_printed_average_shows_that_of_its_cells() -> None:
     assert row.endswith("| none (its cells give 48.33) |")
     (row,) = (line for line in lines if "published: full, at once" in line)
     assert row.endswith("| none |")
+
+
+@pytest.mark.slow
+def test_an_evaluation_sets_a_second_tier_against_eviction_with_as_many_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, recalling = tmp_path / "out", "locret+recall:host_budget=64,recall=4"
+    line = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads", "--tasks", "lookalikes/keys"]
+    line += ["--task-options", "{'lookalikes/keys': {'keys': 4}}", "--lengths", "300", "--samples", "1", "--quiet"]
+    line += ["--budget", "16,80", "--chunk-size", "64", "--figures", "none", "--output", str(out)]
+    assert evaluate([*line, "--methods", f"full,locret,{recalling}", "--tiers", "true"]) == 0
+    page, found = capsys.readouterr().out, json.loads((out / "results.json").read_text())
+    held = {(one.method, one.amount): one for one in tiers.by_task(found["cells"], 300)["lookalikes/keys"]}
+    # 16 units and 64 in the second tier take what 80 units take, but for the room that rotates 64 keys of a layer.
+    assert held[recalling, "16"].fast == held["locret", "16"].fast
+    assert held[recalling, "16"].total + 64 * 4 * 32 * 4 == held["locret", "80"].total
+    assert {entry["tier"] for entry in found["frontier"]} == {"fast", "total"}
+    assert "Bytes held and scores at 300 tokens:" in page
+    assert page.split("Bytes held")[1] in (out / "results.md").read_text()
