@@ -48,7 +48,7 @@ def tables(record: Mapping[str, Any]) -> list[str]:
         "Speed, p20 / p50 / p80. Ratios are medians of ratios within a round: how many times faster than `full`, and "
         f"how many times the time of `floor`{_BASE if any(row['base'] for row in rows) else ''}.",
         "",
-        *of_rows(_SPEED | (_OF_BASE if any(row["base"] for row in rows) else {}), rows),
+        *of_rows({**_SPEED, **(_OF_BASE if any(row["base"] for row in rows) else {})}, rows),
         "",
         *([COMPILED, ""] if record["config"]["compile"] else []),
         "Work done per second, counted from the shape, and its share of what the machine did at best in the same run.",

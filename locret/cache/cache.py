@@ -601,7 +601,8 @@ class RetentionCache(Cache):
             0 if host.resident or (host.store.batch and host.store.capacity >= most) else most
             for host, most in zip(hosts, slots, strict=True)
         ]
-        tensors = sum(map(bool, wanted)) * (2 + len(hosts[0].store.dtypes))
+        of_codes = 3 if any(self._host_forms) else 0  # scales of both, and places
+        tensors = sum(map(bool, wanted)) * (2 + of_codes + len(hosts[0].store.dtypes))
         self.disk.reserve(self._host_bytes(wanted, rows), tensors * rows)
 
     def _rate_waiting(self) -> None:

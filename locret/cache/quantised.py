@@ -260,7 +260,9 @@ class QuantisedStore(DenseStore):
             self.capacity = max(self.capacity, self.fill + new)
             device = self.empty((0,), dtype=PLACE, device=like.fixed["exact"].device).device
             nothing = like.fixed["exact_keys"][:, :, :0].to(device)
-            self.fixed = {name: like.fixed[name].to(device) for name in _FRAMES.values() if name in like.fixed}
+            self.fixed = {
+                name: like.fixed[name].to(device, copy=True) for name in _FRAMES.values() if name in like.fixed
+            }
             self._allocate(nothing, nothing)
         elif self.fill + new > self.capacity:
             self.reserve(self.fill + new)
