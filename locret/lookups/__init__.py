@@ -42,8 +42,8 @@ _LOOKUPS: tuple[type[Lookup], ...] = (
 
 
 def names() -> list[str]:
-    """Return the names that `get` knows, sorted."""
-    return sorted(lookup.name for lookup in (*_LOOKUPS, InfLLM))
+    """Return the names that `find` knows, sorted."""
+    return sorted([InfLLM.name, *(lookup.name for lookup in _LOOKUPS)])
 
 
 def get(spec: str) -> Lookup:

@@ -157,7 +157,7 @@ class InfLLM:
         """Local, block, init, topk, cached and repr_topk, of one that is completed."""
         found = [getattr(self, name) for name in ("local", "block", "init", "topk", "cached", "repr_topk")]
         assert all(isinstance(number, int) for number in found)
-        return tuple(found)  # type: ignore[return-value]
+        return tuple(found)
 
     @property
     def units(self) -> int:

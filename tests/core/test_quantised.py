@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from families import build, prompt
+from safetensors import safe_open
+from safetensors.torch import save_file
 from test_scorers import make, padded, policy_of
 from test_stores import DIM, HEADS, ROWS, Filled
 from torch import Tensor
@@ -307,9 +309,20 @@ def test_codes_never_change_from_the_first_chunk_to_the_last_answer(
     assert len(seen) > 500
 
 
-@pytest.mark.parametrize("positions", ["compact", "original"])
-@pytest.mark.parametrize("tiers", [{}, TWO_TIERS, {"host_budget": "all", "recall": 3}], ids=["one", "two", "all"])
-@pytest.mark.parametrize(("key_bits", "value_bits"), [(8, 8), (3, 2), (4, 16), (16, 2)])
+EVERYTHING = {"host_budget": "all", "recall": 3}
+
+
+@pytest.mark.parametrize(
+    ("key_bits", "value_bits", "tiers", "positions"),
+    [
+        (8, 8, {}, "compact"),
+        (3, 2, TWO_TIERS, "compact"),
+        (4, 16, TWO_TIERS, "original"),
+        (16, 2, EVERYTHING, "compact"),
+        (2, 3, EVERYTHING, "original"),
+        (16, 4, {}, "original"),
+    ],
+)
 def test_planned_bytes_are_counted_bytes_for_texts_of_every_length(
     key_bits: int, value_bits: int, tiers: dict[str, Any], positions: str
 ) -> None:
@@ -333,12 +346,11 @@ def test_planned_bytes_are_counted_bytes_for_texts_of_every_length(
     assert cache.memory().host <= plain.memory().host
 
 
-@pytest.mark.parametrize("tiers", [{}, TWO_TIERS], ids=["one", "two"])
 @pytest.mark.parametrize("name", scorers.names())
-def test_every_scorer_reads_batches_saves_and_copies_codes(name: str, tiers: dict[str, Any], tmp_path: Path) -> None:
+def test_every_scorer_reads_batches_saves_and_copies_codes(name: str, tmp_path: Path) -> None:
     model = build("llama")
     scorer = make(name, model)
-    chosen = policy_of(name, key_bits=4, value_bits=3, exact_recent=4, **tiers)
+    chosen = policy_of(name, key_bits=4, value_bits=3, exact_recent=4, **TWO_TIERS)
     rows = [prompt(57, seed=1), prompt(33, seed=2)]
     ids, mask = padded(rows)
     together = RetentionCache(model, scorer, chosen)
@@ -347,12 +359,48 @@ def test_every_scorer_reads_batches_saves_and_copies_codes(name: str, tiers: dic
         alone = RetentionCache(model, scorer, chosen)
         own = prefill(model, row, alone, new_tokens=5)
         torch.testing.assert_close(logits[index], own[0], atol=1e-5, rtol=0)
-    caches = [alone.copy(), alone]
-    if not tiers:
-        save_cache(alone, tmp_path / "one.safetensors")
-        caches.append(load_cache(tmp_path / "one.safetensors", model, scorer))
+    save_cache(alone, tmp_path / "one.safetensors")
+    caches = [alone.copy(), load_cache(tmp_path / "one.safetensors", model, scorer), alone]
     answers = [generate(model, cache=cache, max_new_tokens=5, **GREEDY) for cache in caches]
     assert all(torch.equal(answers[0], answer) for answer in answers)
+
+
+def test_a_batch_in_codes_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = build("llama")
+    ids, mask = padded([prompt(57, seed=1), prompt(33, seed=2)])
+    chosen = policy(key_bits=4, value_bits=3, exact_recent=4, decode_budget=33, decode_interval=3, **TWO_TIERS)
+    cache = RetentionCache(model, "h2o", chosen)
+    prefill(model, ids, cache, attention_mask=mask, new_tokens=5)
+    save_cache(cache, tmp_path / "two.safetensors")
+    loaded = load_cache(tmp_path / "two.safetensors", model, "h2o")
+    answers = [generate(model, cache=one, max_new_tokens=12, **GREEDY) for one in (cache, loaded)]
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "sentence"),
+    [
+        ("key_scales", lambda x: x[..., :1], "layers.1.key_scales is"),
+        ("keys", lambda x: x.float(), "layers.1.keys is"),
+        ("exact", lambda x: x + 99, "layers.1.exact holds numbers outside of 0 to"),
+        ("following", lambda x: x - 10**6, "layers.1.following holds numbers outside of 0 to"),
+        ("key_frame", lambda x: x * 0, "layers.1.key_frame holds widths that are not above 0"),
+        ("value_scales", lambda x: x * torch.nan, "layers.1.value_scales holds values that are not finite"),
+        ("host.places", lambda x: x + 10**6, "layers.1.host.places holds numbers outside of"),
+    ],
+)
+def test_damaged_codes_are_refused(name: str, damage: Any, sentence: str, tmp_path: Path) -> None:
+    model, path = build("llama"), tmp_path / "damaged.safetensors"
+    cache = RetentionCache(model, "h2o", policy(key_bits=4, value_bits=3, exact_recent=4, **TWO_TIERS))
+    prefill(model, prompt(61), cache)
+    save_cache(cache, path)
+    with safe_open(path, framework="pt") as file:
+        tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    tensors[f"layers.1.{name}"] = damage(tensors[f"layers.1.{name}"]).contiguous()
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(ValueError, match="it is damaged") as caught:
+        load_cache(path, model, "h2o")
+    assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
