@@ -77,7 +77,7 @@ def check_page(name: str, page: int) -> None:
 
 
 def units_first(states: Tensor, positions: Tensor) -> Tensor:
-    """Return (B, K, H, ...) states with the empty slots in front of short rows last, so that pages begin with a unit."""
+    """Return (B, K, H, ...) states, empty slots of short rows behind the units, so that pages begin with a unit."""
     empty = (positions < 0).sum(-1, keepdim=True)
     if not empty.any():
         return states
