@@ -245,8 +245,8 @@ def test_an_answer_equals_the_oracle_whoever_feeds_the_prompts_last_token() -> N
 
 @torch.no_grad()
 def test_rows_of_different_lengths_equal_runs_of_their_own() -> None:
-    model, ids = build("llama"), prompt(57, batch=3)
-    policy, lengths = policy_of(SMALL, chunk_size=9), (57, 33, 10)
+    model, ids = build("llama"), prompt(57, batch=4)
+    policy, lengths = policy_of(SMALL, chunk_size=9), (57, 33, 10, 2)
     mask = torch.stack([(torch.arange(57) >= 57 - length).long() for length in lengths])
     cache = RetentionCache(model, "streaming", policy)
     ours = generate(model, ids, cache=cache, attention_mask=mask, max_new_tokens=14, do_sample=False, eos_token_id=None)
