@@ -110,7 +110,7 @@ def units_of_best(ratings: Tensor, positions: Tensor, page: int, count: int) -> 
     slots = torch.arange(-(-units // page) * page, device=positions.device).unflatten(0, (-1, page))
     ratings = ratings.masked_fill(slots[:, 0] >= units - empty, -torch.inf)
     pages = ratings.topk(min(-(-count // page) + 1, ratings.shape[-1]), dim=-1).indices  # the last page may be short
-    ranks = (pages[..., None] * page + slots[0]).flatten(3)
+    ranks: Tensor = (pages[..., None] * page + slots[0]).flatten(3)
     order = (ranks >= units - empty).int() + (ranks >= units).int()
     ranks = ranks.gather(3, order.sort(dim=3, stable=True).indices[..., :count])
     return (ranks + empty) % units
