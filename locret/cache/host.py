@@ -261,6 +261,7 @@ class HostTier:
         self.store.join(stores, max(store.fill for store in stores))
         queries = [tier.queries for tier in tiers if tier.queries is not None]
         self.queries = torch.cat(queries) if queries else None
+        self.moved += sum(tier.moved - self.moved for tier in tiers)  # each has gone on counting from here
         self.forget()
 
     def state(self) -> dict[str, Tensor]:
