@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from locret.lookups.base import Ask, Lookup
+from locret.lookups.base import Ask, Keys, Lookup, blocks
 
 _BOUNDS = 1 << 24
 """Bounds that exist at once, over all heads."""
@@ -44,12 +44,16 @@ class PagesLookup(Lookup):
         super().__post_init__()
         check_page(self.name, self.page)
 
-    def index(self, keys: Tensor, positions: Tensor) -> Bounds:
+    def index(self, keys: Keys, positions: Tensor) -> Bounds:
         """Return the bounds of all pages."""
-        there = (positions >= 0)[..., None]
-        low = in_pages(keys.masked_fill(~there, torch.inf), self.page, torch.inf).amin(3)
-        high = in_pages(keys.masked_fill(~there, -torch.inf), self.page, -torch.inf).amax(3)
-        return Bounds(low.nan_to_num(posinf=0.0), high.nan_to_num(neginf=0.0))  # pages without a unit are never chosen
+        lows, highs = [], []
+        for span, part in blocks(keys, self.page):
+            empty = (positions[:, :, span] < 0)[..., None]
+            low = in_pages(part.masked_fill(empty, torch.inf), self.page, torch.inf).amin(3)
+            high = in_pages(part.masked_fill(empty, -torch.inf), self.page, -torch.inf).amax(3)
+            lows.append(low.nan_to_num(posinf=0.0))  # pages without a unit are never chosen
+            highs.append(high.nan_to_num(neginf=0.0))
+        return Bounds(torch.cat(lows, dim=2), torch.cat(highs, dim=2))
 
     def index_bytes(self, units: int, head_dim: int, element_size: int) -> int:
         """Return the bytes of the bounds."""
