@@ -39,24 +39,26 @@ Keys = Tensor | RoundedKeys
 """(B, K, H, D) of the second tier."""
 
 
-def blocks(keys: Keys, multiple: int = 1, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
-    """Yield all keys from unit `first` on, by spans of units.
+def spans(keys: Keys, multiple: int = 1, first: int = 0) -> Iterator[slice]:
+    """Yield spans of units from `first` on that are looked at together.
 
     States come at once, codes a few thousand at a time, and always whole multiples of a page but for the last.
     """
     units = keys.shape[2]
-    if isinstance(keys, Tensor):
-        yield slice(first, units), keys[:, :, first:]
-        return
-    size = max(1, DECODED // multiple) * multiple
+    size = max(1, DECODED // multiple) * multiple if isinstance(keys, RoundedKeys) else units
     for start in range(first, units, size):
-        end = min(start + size, units)
-        yield slice(start, end), keys.span(start, end)
+        yield slice(start, min(start + size, units))
+
+
+def blocks(keys: Keys, multiple: int = 1, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the keys of these spans."""
+    for span in spans(keys, multiple, first):
+        yield span, keys.span(span.start, span.stop) if isinstance(keys, RoundedKeys) else keys[:, :, span]
 
 
 def keys_at(keys: Keys, ranks: Tensor) -> Tensor:
-    """Return the keys (B, K, L, R, D) of units by (B, K, L, R) ranks."""
-    if not isinstance(keys, Tensor):
+    """Return the keys (B, K, ..., D) of units by (B, K, ...) ranks."""
+    if isinstance(keys, RoundedKeys):
         return keys.at(ranks)
     found = keys.gather(2, ranks.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[-1]))
     return found.unflatten(2, ranks.shape[2:])

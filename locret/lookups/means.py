@@ -16,8 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.lookups.base import Ask, Keys, Lookup, blocks
-from locret.lookups.pages import check_page, in_pages, units_of_best
+from locret.lookups.base import Ask, Keys, Lookup
+from locret.lookups.pages import check_page, in_pages, units_first, units_of_best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,9 @@ class MeansLookup(Lookup):
     def index(self, keys: Keys, positions: Tensor) -> Tensor:
         """Return (B, K, P, D) mean keys."""
         means = []
-        for span, part in blocks(keys, self.page):
-            there = (positions[:, :, span] >= 0)[..., None]
-            counts = in_pages(there.to(part.dtype), self.page, 0).sum(3)
-            means.append(in_pages(part.masked_fill(~there, 0), self.page, 0).sum(3) / counts.clamp_min(1))
+        for part, empty in units_first(keys, positions, self.page):
+            counts = in_pages((~empty).to(part.dtype), self.page, 0).sum(3)
+            means.append(in_pages(part.masked_fill(empty, 0), self.page, 0).sum(3) / counts.clamp_min(1))
         return torch.cat(means, dim=2)
 
     def index_bytes(self, units: int, head_dim: int, element_size: int) -> int:

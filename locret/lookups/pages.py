@@ -11,13 +11,14 @@ Cost:      an index of 2 / page of the keys is read for each query; no key is re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from locret.lookups.base import Ask, Keys, Lookup, blocks
+from locret.lookups.base import Ask, Keys, Lookup, blocks, keys_at, spans
 
 _BOUNDS = 1 << 24
 """Bounds that exist at once, over all heads."""
@@ -47,8 +48,7 @@ class PagesLookup(Lookup):
     def index(self, keys: Keys, positions: Tensor) -> Bounds:
         """Return the bounds of all pages."""
         lows, highs = [], []
-        for span, part in blocks(keys, self.page):
-            empty = (positions[:, :, span] < 0)[..., None]
+        for part, empty in units_first(keys, positions, self.page):
             low = in_pages(part.masked_fill(empty, torch.inf), self.page, torch.inf).amin(3)
             high = in_pages(part.masked_fill(empty, -torch.inf), self.page, -torch.inf).amax(3)
             lows.append(low.nan_to_num(posinf=0.0))  # pages without a unit are never chosen
@@ -80,6 +80,21 @@ def check_page(name: str, page: int) -> None:
         raise ValueError(f"lookup {name}: page={page} is too small; it must be 1 or more")
 
 
+def units_first(keys: Keys, positions: Tensor, page: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield keys and, (B, K, units, 1), which of them are none, by whole pages.
+
+    Empty slots of short rows are behind the units, so that pages begin with a unit.
+    """
+    units, empty = positions.shape[-1], (positions < 0).sum(-1, keepdim=True)
+    slots = torch.arange(units, device=positions.device)
+    if not empty.any():
+        for span, part in blocks(keys, page):
+            yield part, (slots[span] < 0)[None, None, :, None]
+        return
+    for span in spans(keys, page):
+        yield keys_at(keys, (slots[span] + empty) % units), (slots[span] >= units - empty)[..., None]
+
+
 def in_pages(keys: Tensor, page: int, padding: float) -> Tensor:
     """Return (B, K, H, D) keys as (B, K, P, page, D); the last page is filled up with `padding`."""
     missing = -keys.shape[2] % page
@@ -101,14 +116,11 @@ def units_of_best(ratings: Tensor, positions: Tensor, page: int, count: int) -> 
     Returns:
         (B, K, L, count) int64 ranks, those of no unit last.
     """
-    units = positions.shape[-1]
-    there = in_pages((positions >= 0)[..., None], page, False)[..., 0]  # (B, K, P, page)
-    ratings = ratings.masked_fill(~there.any(-1)[:, :, None], -torch.inf)
-    # Two pages may hold less than a page: the first one behind empty slots, and the last one.
-    pages = ratings.topk(min(-(-count // page) + 2, ratings.shape[-1]), dim=-1).indices
-    ranks = (pages[..., None] * page + torch.arange(page, device=pages.device)).flatten(3)
-    inside = ranks < units
-    of_head = positions[:, :, None].expand(*ranks.shape[:3], units)
-    is_unit = inside & (of_head.gather(3, ranks.clamp_max(units - 1)) >= 0)
-    order = (~is_unit).int() + (~inside).int()
-    return ranks.gather(3, order.sort(dim=3, stable=True).indices[..., :count])
+    units, empty = positions.shape[-1], (positions < 0).sum(-1)[:, :, None, None]
+    slots = torch.arange(-(-units // page) * page, device=positions.device).unflatten(0, (-1, page))
+    ratings = ratings.masked_fill(slots[:, 0] >= units - empty, -torch.inf)
+    pages = ratings.topk(min(-(-count // page) + 1, ratings.shape[-1]), dim=-1).indices  # the last page may be short
+    ranks: Tensor = (pages[..., None] * page + slots[0]).flatten(3)
+    order = (ranks >= units - empty).int() + (ranks >= units).int()
+    ranks = ranks.gather(3, order.sort(dim=3, stable=True).indices[..., :count])
+    return (ranks + empty) % units
