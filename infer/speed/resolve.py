@@ -15,6 +15,7 @@ from locret import RetainingHeads, RetentionPolicy, loading
 from locret.cache.compiled_step import obstacle
 from locret.infer import chunk_size
 from locret.infer.infer_options import ModelOptions
+from locret.infer.methods import Method, check_heard
 from locret.infer.sizing import AUTO, PlannedRun
 from locret.infer.speed import methods
 from locret.infer.speed.bench_options import MOST_PASSES, BenchOptions
@@ -22,7 +23,7 @@ from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
 from locret.load_options import ScorerOptions
-from locret.policy.resolve import check_used, resolve
+from locret.policy.resolve import check_named, check_used, resolve
 from locret.scorers import Scorer
 
 
@@ -77,7 +78,11 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     )
     if options.chunk_size == AUTO:
         plan = with_chosen_chunk(plan, policy_of)
-    check_used(own, [one.policy(plan.policy) for one in _deciding(plan)])
+    policies = [one.policy(plan.policy) for one in _deciding(plan)]
+    check_used(own, policies)
+    for policy in policies:
+        check_named(policy)
+    check_heard(own, [one.method if isinstance(one, methods.Bounded) else _plain(one.name) for one in plan.methods])
     _check(plan)
     return plan
 
@@ -173,6 +178,10 @@ def with_chosen_chunk(plan: BenchPlan, policy_of: Callable[[int], RetentionPolic
 
 def _with_heads(method: methods.BenchMethod) -> bool:
     return isinstance(method, methods.Bounded) and method.has_heads
+
+
+def _plain(name: str) -> Method:
+    return Method(name, "reads without scores and eviction", plain=True)
 
 
 def _deciding(plan: BenchPlan) -> list[methods.Bounded]:

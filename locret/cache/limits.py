@@ -158,6 +158,11 @@ class Limits:
         found = None if policy.host_budget is None or policy.recalls_blocks else lookups.get(policy.recall_by)
         if found is not None:
             found.check(policy.recall)
+        if not policy.exact_bits and policy.exact_layers > (most := (layers - 1) // 2):
+            raise ValueError(
+                f"exact_layers={policy.exact_layers} leaves none of {layers} layers for key_bits={policy.key_bits} and "
+                f"value_bits={policy.value_bits}; give at most {most}, or 16 bits"
+            )
         every = range(layers)
         self.resident = tuple(found is not None and found.resident(nth, layers) for nth in every)
         """Whether the second tier of each layer lies in the fast tier's memory."""
