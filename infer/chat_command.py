@@ -69,7 +69,7 @@ def _load(
         ValueError: If something is missing or does not match, or a budget depends on one text's length.
     """
     from locret import LongContextModel, loading
-    from locret.cache.cache import checked_disk, find_store
+    from locret.cache.layers import checked_disk, find_store
     from locret.infer import sizing
 
     if policy.budget_share is not None:

@@ -130,8 +130,8 @@ class _Plan:
 def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     """Resolve everything; None if that was all that was wanted, and has been printed."""
     from locret import loading
-    from locret.cache.cache import checked_disk, find_store
     from locret.cache.cache_file import check_savable
+    from locret.cache.layers import checked_disk, find_store
     from locret.infer import sizing
     from locret.scorers import Scorer
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from locret.cache.cache import CacheMemory
+from locret.cache.memory import CacheMemory
 from locret.files import write_text
 
 SAMPLES, RESULTS, TABLE = "samples.jsonl", "results.json", "results.md"

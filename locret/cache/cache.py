@@ -8,7 +8,6 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,28 +15,22 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
-from locret import lookups, mergers, plugins
+from locret import mergers
 from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
-from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.digest import shortened
 from locret.cache.disk import Disk
 from locret.cache.export import to_dynamic_cache
-from locret.cache.host import HostTier
 from locret.cache.layer import HOST, RetentionLayer
-from locret.cache.limits import Limits, block_bytes, check_pair, check_slots, column_bytes, near_bytes
-from locret.cache.merging import Folding
-from locret.cache.quantised import QuantisedStore
-from locret.cache.ragged import RaggedStore
-from locret.cache.rounding import Form, forms_of
+from locret.cache.layers import LayerMaker, checked_disk, find_store
+from locret.cache.limits import Limits, check_pair, check_slots
+from locret.cache.memory import Account, CacheMemory
+from locret.cache.rounding import forms_of
 from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
-from locret.cache.store import DenseStore, Store, Workspace
+from locret.cache.store import Store, Workspace
 from locret.heads.heads import RetainingHeads
-from locret.nearest import nearest
-from locret.policy.budget import cache_bytes, host_bytes
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy, policy_of
-from locret.policy.selectors import OverHeads, PerHead, Selector
 from locret.scorers import FALLBACK, RetainingHeadScorer, Scorer, get
 
 if TYPE_CHECKING:
@@ -49,8 +42,6 @@ ASSISTED = (
     "an evicted unit cannot come back, so assisted and prompt-lookup decoding do not work with a RetentionCache; "
     "use sampling or beams"
 )
-STORES: dict[str, type[Store]] = {store.name: store for store in (DenseStore, RaggedStore)}
-"""Every way of holding units. To add one: a file next to `ragged.py`, and its class here."""
 _PER_ROW = {
     "pad": "pad",
     "_shift": "shift",
@@ -59,87 +50,6 @@ _PER_ROW = {
     "digest": "digest",
 }
 """Tensors with a row per row of the batch: names in a file, and here."""
-
-
-def find_store(store: type[Store] | str) -> type[Store]:
-    """Return a class of stores, by itself or by name; see `RetentionCache`.
-
-    Raises:
-        ValueError: If it cannot be loaded, or is not a store.
-    """
-    found: Any = store
-    if isinstance(store, str):
-        announced = plugins.announced(plugins.STORES)
-        if store in STORES:
-            return STORES[store]
-        if store in announced:
-            found = plugins.load_announced(announced[store], "store")
-        elif plugins.is_reference(store):
-            found = plugins.load(store, "store")
-        else:
-            near = nearest(store, [*STORES, *announced]) or list(STORES)
-            raise ValueError(f'store "{store}" is unknown; did you mean {" or ".join(near)}?')
-    if not (isinstance(found, type) and issubclass(found, Store)):
-        raise ValueError(f'store "{store}" is no subclass of locret.cache.store.Store; derive it from that')
-    if missing := sorted(found.__abstractmethods__) + [one for one in ("name", "holds") if not hasattr(found, one)]:
-        raise ValueError(f'store "{store}" does not define {", ".join(missing)}; see locret/cache/store.py')
-    if found.holds not in STORES:
-        raise ValueError(f'store "{store}" holds "{found.holds}" units; choose one of {", ".join(STORES)}')
-    return found
-
-
-def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Disk | None:
-    """Return the file for a second tier that an argument means.
-
-    Raises:
-        ValueError: If it is no place for one, or the policy has no second tier.
-        OSError: If it cannot be written.
-    """
-    if disk is None:
-        return None
-    if not policy.has_host:
-        where = disk.path if isinstance(disk, Disk) else disk
-        raise ValueError(f"disk={where} holds a second tier, but there is none; give host_budget and recall as well")
-    if policy.recalls_blocks:
-        raise ValueError(
-            f"recall_by={policy.recall_by} holds blocks in host memory, not in a file; leave disk out, or take another "
-            "recall_by"
-        )
-    return disk if isinstance(disk, Disk) else Disk(disk)
-
-
-@dataclass(frozen=True, repr=False)
-class CacheMemory:
-    """Bytes of a cache. What is planned follows from the policy alone; all else is counted from the tensors."""
-
-    planned: int
-    actual: int
-    peak: int
-    units: int
-    """Units held per KV head, on average, in the fullest layer."""
-    host_planned: int = 0
-    """Of the second tier, where it is in host memory."""
-    host: int = 0
-    disk_planned: int = 0
-    """Of the second tier, where it is in a file."""
-    disk: int = 0
-    index_planned: int = 0
-    """Of what lookups make of the second tier's keys, to find units faster."""
-    index: int = 0
-    host_units: int = 0
-    """Units of the second tier per KV head, in the fullest layer."""
-    moved: int = 0
-    """Fetched from the second tier so far."""
-
-    def __repr__(self) -> str:
-        """Show what there is: all numbers of the first tier, and of others those that are not 0."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        shown = {f.name for f in fields(self) if f.default is MISSING or own[f.name]}
-        return f"CacheMemory({', '.join(f'{name}={number}' for name, number in own.items() if name in shown)})"
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the numbers as plain data."""
-        return asdict(self)
 
 
 class RetentionCache(Cache):
@@ -209,9 +119,21 @@ class RetentionCache(Cache):
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
-        self._forms = forms_of(self.policy, len(backbone.layers))
-        self._host_forms = forms_of(self.policy, len(backbone.layers), host=True)
-        super().__init__(layers=[self._new_layer(index) for index in range(backbone.num_layers)])
+        self._account = Account(backbone, self._limits, next(model.parameters()).element_size())
+        maker = LayerMaker(
+            backbone=backbone,
+            policy=self.policy,
+            scorer=scorer,
+            prepared=self.prepared,
+            merger=self.merger,
+            merging=self.merging,
+            limits=self._limits,
+            rotary=self._rotary,
+            workspace=self._workspace,
+            store=self.store,
+            disk=self.disk,
+        )
+        super().__init__(layers=[maker.layer(index) for index in range(backbone.num_layers)])
         self.reader: Reader | None = None
         """The read or answer in progress, which observes the backbone's forward passes."""
         self._interrupted = False
@@ -236,72 +158,7 @@ class RetentionCache(Cache):
         self.suspect: Tensor | None = None
         """Whether a scorer may have returned NaN or infinity; looked at where the cache is used next."""
         self._peak = 0
-        self._largest = [0] * len(backbone.layers)
-        self._largest_host = [0] * len(backbone.layers)
         route(model, self)
-
-    def _new_layer(self, index: int) -> RetentionLayer | SlidingLayer:
-        if index not in self.backbone.layers:
-            assert self.backbone.window is not None
-            return SlidingLayer(self.backbone.window)
-        selector: Selector = PerHead()
-        if self.policy.head_budgets == "adaptive":
-            selector = OverHeads(self.policy.head_floor, self.scorer.relative(self.prepared))
-        kind = self.store or STORES[selector.store]
-        if kind.holds != selector.store:
-            raise ValueError(
-                f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{self.policy.head_budgets}" selects '
-                f'"{selector.store}" ones; change head_budgets, or take another store'
-            )
-        if self.policy.recalls_blocks:
-            return self._new_block_layer(kind)
-        nth = self.backbone.layers.index(index)
-        store = self._new_store(kind, self._forms[nth], self._workspace)
-        host = self._new_host(kind, nth)
-        folding = None if self.merger is None else Folding(self.merger, self.merging, index)
-        return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
-
-    def _new_store(self, kind: type[Store], form: Form | None, workspace: Workspace) -> Store:
-        if form is None:
-            return kind(self._rotary, workspace, self.scorer.columns)
-        if self.store is not None:
-            raise ValueError(
-                f"store {kind.name} holds units as they are, but key_bits={self.policy.key_bits} and "
-                f"value_bits={self.policy.value_bits}; use 16 bits, or leave the store out"
-            )
-        return QuantisedStore(self._rotary, workspace, self.scorer.columns, form=form)
-
-    def _new_block_layer(self, kind: type[Store]) -> BlockLayer:
-        if not issubclass(kind, DenseStore):
-            raise ValueError(
-                f"store {kind.name} cannot give blocks away, as recall_by={self.policy.recall_by} does; take another "
-                "recall_by, or derive the store from locret.cache.store.DenseStore"
-            )
-        columns = {**self.scorer.columns, **block_columns(self.backbone)}
-        store = kind(self._rotary, self._workspace, columns)
-        return BlockLayer(store, self.policy.blocks(), self.backbone.num_heads)
-
-    def _new_host(self, kind: type[Store], nth: int) -> HostTier | None:
-        policy = self.policy
-        if policy.host_budget is None:
-            return None
-        if not issubclass(kind, DenseStore):
-            raise ValueError(
-                f"store {kind.name} has no second tier, but host_budget={policy.host_budget}; leave host_budget out, "
-                "or derive the store from locret.cache.store.DenseStore"
-            )
-        store = self._new_store(kind, self._host_forms[nth], Workspace())
-        assert isinstance(store, DenseStore)
-        return HostTier(
-            store,
-            lookups.get(policy.recall_by),
-            None if policy.host_budget == EVERYTHING else int(policy.host_budget),
-            policy.recall,
-            by_score=policy.host_by == "score",
-            resident=self._limits.resident[nth],
-            window=self._limits.windows[nth],
-            empty=None if self.disk is None or self._limits.resident[nth] else self.disk.empty,
-        )
 
     @property
     def rows(self) -> int:
@@ -349,19 +206,22 @@ class RetentionCache(Cache):
 
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of all buffers, the shared workspace included."""
-        units = max((layer.fill for layer in self.governed), default=0)
-        hosts = [layer.tier for layer in self.governed if layer.tier is not None]
+        layers, rows, begun = self.governed, self.rows or 1, self.seen > 0
+        hosts = [layer.tier for layer in layers if layer.tier is not None]
+        self._account.note(layers)
+        where = "host" if self.disk is None else "disk"
+        second = {
+            f"{where}_planned": self._account.second(rows, begun=begun),
+            where: sum(host.nbytes for host in hosts),
+        }
         return CacheMemory(
-            self._plan(),
+            self._account.first(rows, begun=begun),
             self._bytes(),
             max(self._peak, self._bytes()),
-            units,
-            **dict.fromkeys(
-                ("host_planned",) if self.disk is None else ("disk_planned",), self._plan_second(resident=False)
-            ),
-            **dict.fromkeys(("host",) if self.disk is None else ("disk",), sum(host.nbytes for host in hosts)),
-            index_planned=self._plan_indexes(),
-            index=sum(layer.host.index_nbytes for layer in self.governed if layer.host is not None),
+            max((layer.fill for layer in layers), default=0),
+            **second,
+            index_planned=self._account.indexes(layers, rows, begun=begun),
+            index=sum(layer.host.index_nbytes for layer in layers if layer.host is not None),
             host_units=max((host.fill for host in hosts if not host.resident), default=0),
             moved=sum(host.moved for host in hosts),
         )
@@ -369,54 +229,6 @@ class RetentionCache(Cache):
     def _bytes(self) -> int:
         held: int = sum(layer.nbytes for layer in self.layers)
         return self._workspace.nbytes + held
-
-    def _plan(self) -> int:
-        rows = self.rows or 1
-        self._note_largest()
-        slots = self._largest
-        if not any(slots) and not self.policy.needs_length:
-            slots = list(self._limits.plan(None).peak)
-        element_size = next(self.model.parameters()).element_size()
-        if self.policy.recalls_blocks:
-            return near_bytes(self.backbone, self.scorer, self.policy, slots, element_size, rows)
-        queries = (
-            rows * self._limits.remembered_queries * self.backbone.num_heads * self.backbone.head_dim * element_size
-        )
-        held = cache_bytes(self.backbone, slots, element_size, rows, column_bytes(self.scorer), self._forms)
-        return held + queries + self._plan_second(resident=True)
-
-    def _plan_second(self, *, resident: bool) -> int:
-        """Return the planned bytes of second tiers that lie in the fast tier's memory, or of the others."""
-        slots = self._second_slots()
-        slots = [units if near == resident else 0 for units, near in zip(slots, self._limits.resident, strict=True)]
-        return self._host_bytes(slots, self.rows or 1)
-
-    def _second_slots(self) -> list[int]:
-        """Return the planned slots of each layer's second tier."""
-        if not self.seen and isinstance(self.policy.host_budget, int) and not self.policy.needs_length:
-            return [self.policy.host_budget] * len(self._largest_host)
-        return self._largest_host
-
-    def _plan_indexes(self) -> int:
-        element_size = next(self.model.parameters()).element_size()
-        heads = (self.rows or 1) * self.backbone.num_kv_heads
-        return heads * sum(
-            layer.host.lookup.index_bytes(units, self.backbone.head_dim, element_size)
-            for layer, units in zip(self.governed, self._second_slots(), strict=True)
-            if layer.host is not None and units
-        )
-
-    def _host_bytes(self, slots: Sequence[int], rows: int) -> int:
-        element_size = next(self.model.parameters()).element_size()
-        if self.policy.recalls_blocks:
-            return block_bytes(self.backbone, self.policy, slots, element_size, rows)
-        columns = column_bytes(self.scorer)
-        return host_bytes(self.backbone, slots, element_size, rows, columns, self._host_forms)
-
-    def _note_largest(self) -> None:
-        self._largest = list(map(max, self._largest, [layer.capacity for layer in self.governed]))
-        hosts = [0 if layer.tier is None else layer.tier.capacity for layer in self.governed]
-        self._largest_host = list(map(max, self._largest_host, hosts))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens read so far, padding included: what `generate` need not feed again."""
@@ -572,7 +384,7 @@ class RetentionCache(Cache):
         for layer, capacity in zip(self.governed, host, strict=False):
             if layer.tier is not None:
                 layer.tier.reserve(capacity)
-        self._note_largest()
+        self._account.note(self.governed)
 
     def reserve_disk(self, prompt_tokens: int | None, new_tokens: int, rows: int) -> None:
         """Have the disk set aside what a read needs, before it begins.
@@ -601,9 +413,9 @@ class RetentionCache(Cache):
             0 if host.resident or (host.store.batch and host.store.capacity >= most) else most
             for host, most in zip(hosts, slots, strict=True)
         ]
-        of_codes = 3 if any(self._host_forms) else 0  # scales of both, and places
+        of_codes = 3 if any(forms_of(self.policy, len(hosts), host=True)) else 0  # scales of both, and places
         tensors = sum(map(bool, wanted)) * (2 + of_codes + len(hosts[0].store.dtypes))
-        self.disk.reserve(self._host_bytes(wanted, rows), tensors * rows)
+        self.disk.reserve(self._account.second_bytes(wanted, rows), tensors * rows)
 
     def _rate_waiting(self) -> None:
         if self.reader is not None:
@@ -625,8 +437,7 @@ class RetentionCache(Cache):
         self.check_whole()
         self._rate_waiting()
         twin = copy.copy(self)
-        twin.reader, twin._workspace, twin._largest = None, Workspace(), list(self._largest)
-        twin._largest_host = list(self._largest_host)
+        twin.reader, twin._workspace, twin._account = None, Workspace(), self._account.copy()
         twin.layers = [layer.copy(twin._workspace) for layer in self.layers]
         route(self.model, twin)
         return twin

@@ -115,9 +115,9 @@ class HostTier:
         gone = gone.to(here)
         heads = torch.arange(batch * kv_heads, device=here).view(batch, kv_heads, 1)
         first = self.store.fill
-        if self.most is None and first + coming > self.store.capacity:
-            self.store.reserve(max(first + coming, 2 * self.store.capacity))
         room = coming if self.most is None else min(coming, self.most - first)
+        if first + room > self.store.capacity:
+            self.reserve(max(first + room, 2 * self.store.capacity))
         if coming > room:
             self._open(fast, room)
             columns = (fast.held(name).to(here).gather(2, gone) for name in (SCORES, POSITIONS))
@@ -160,7 +160,7 @@ class HostTier:
         if not store.fill:
             return None
         if not self._known:
-            self.store.sort()
+            self._arrange()
         keys, positions = store.all_keys(), store.held(POSITIONS)
         if not self._known:
             self._index, self._known = self.lookup.index(keys, positions), True
@@ -218,10 +218,17 @@ class HostTier:
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
+    def _arrange(self) -> None:
+        """Put units in the order of the text, behind the empty slots of short rows."""
+        if self.store.fill:
+            self.store.sort()
+            empty = (self.store.held(POSITIONS)[:, 0] == NO_UNIT).sum(-1)
+            self.store.row_start = empty if bool(empty.any()) else None
+
     def ranks_with(self, fast: DenseStore) -> tuple[Ranks, Ranks]:
         """Return the ranks, among the units of both tiers, of the fast ones and of these; puts these in order."""
         self.forget()
-        self.store.sort()
+        self._arrange()
         mine = self.store.held(POSITIONS).contiguous()
         others = fast.held(POSITIONS).contiguous()
         held = mine.shape[-1] + others.shape[-1]
@@ -241,11 +248,14 @@ class HostTier:
 
     def trim(self) -> None:
         """Drop the empty slots in front of the only row."""
+        self._arrange()
         self.store.trim()
         self.forget()
 
     def join(self, tiers: Sequence[Self]) -> None:
         """Become a batch of the only rows of other tiers."""
+        for tier in tiers:
+            tier._arrange()
         stores = [tier.store for tier in tiers]
         self.store.join(stores, max(store.fill for store in stores))
         queries = [tier.queries for tier in tiers if tier.queries is not None]
@@ -254,6 +264,7 @@ class HostTier:
 
     def state(self) -> dict[str, Tensor]:
         """Return everything held, for `load`."""
+        self._arrange()
         tensors = self.store.state() if self.store.fill else {}
         if self.store.row_start is not None:
             tensors["row_start"] = self.store.row_start

@@ -273,7 +273,12 @@ class RetentionLayer(CacheLayerMixin):
         capacity = fill + new_tokens if most is None else max(fill, min(fill + new_tokens, most))
         self.store.join([layer.store for layer in layers], capacity)
         if self.host is not None:
-            self.host.join([layer.host for layer in layers if layer.host is not None])
+            hosts = [layer.host for layer in layers if layer.host is not None]
+            if any(host.fill for host in hosts):  # those that nothing came to have buffers too
+                for layer, host in zip(layers, hosts, strict=True):
+                    assert isinstance(layer.store, DenseStore)
+                    host.store.open(layer.store, 0)
+            self.host.join(hosts)
         self.rotated = layers[0].rotated
 
     def copy(self, workspace: Workspace) -> RetentionLayer:

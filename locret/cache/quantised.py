@@ -88,7 +88,9 @@ class QuantisedStore(DenseStore):
         }
         for name, states in (("keys", keys), ("values", values)):
             if self._coder(name).framed and _FRAMES[name] not in self.fixed:
-                self.fixed[_FRAMES[name]] = self._coder(name).rounding.frame(states)
+                frame = self._coder(name).rounding.frame(states)
+                assert frame is not None
+                self.fixed[_FRAMES[name]] = frame
         coded = self._coded(keys[:, :, :0], values[:, :, :0])
         shape, device = (batch, heads, self.capacity), keys.device
         kinds = {name: (tuple(tensor.shape[3:]), tensor.dtype) for name, tensor in coded.items()}
@@ -101,7 +103,7 @@ class QuantisedStore(DenseStore):
 
     def _coded(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Return what is held of states (B, K, L, D), by name."""
-        parts = {}
+        parts: dict[str, Tensor] = {}
         for name, states in (("keys", keys), ("values", values)):
             coder = self._coder(name)
             parts |= dict(zip(_PARTS[name], coder.encode(states, self.fixed.get(_FRAMES[name])), strict=False))

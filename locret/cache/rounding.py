@@ -50,11 +50,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if spare := -codes.shape[-1] % count:
         codes = torch.cat([codes, codes.new_zeros(*codes.shape[:-1], spare)], -1)
     shifts = torch.arange(count, device=codes.device, dtype=torch.int32) * bits
-    words = (codes.unflatten(-1, (-1, count)).int() << shifts).sum(-1, dtype=torch.int32)
+    words: Tensor = (codes.unflatten(-1, (-1, count)).int() << shifts).sum(-1, dtype=torch.int32)
     if size == 1:
         return words.to(torch.uint8)
     places = torch.arange(size, device=codes.device, dtype=torch.int32) * 8
-    return ((words[..., None] >> places) & 255).to(torch.uint8).flatten(-2)
+    packed: Tensor = ((words[..., None] >> places) & 255).to(torch.uint8)
+    return packed.flatten(-2)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -67,7 +68,8 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         parts = packed.unflatten(-1, (-1, size)).int()
         words = parts[..., 0] | (parts[..., 1] << 8) | (parts[..., 2] << 16)
     shifts = torch.arange(per_word, device=packed.device, dtype=words.dtype) * bits
-    return ((words[..., None] >> shifts) & (2**bits - 1)).flatten(-2)[..., :count]
+    codes: Tensor = (words[..., None] >> shifts) & ((1 << bits) - 1)
+    return codes.flatten(-2)[..., :count]
 
 
 class Codes(NamedTuple):
@@ -140,7 +142,8 @@ class Rounding(ABC):
         groups = self.groups(states.shape[-1])
         if spare := -states.shape[-1] % groups:
             states = torch.cat([states, states[..., -1:].expand(*states.shape[:-1], spare)], -1)
-        return states.unflatten(-1, (groups, -1))
+        split: Tensor = states.unflatten(-1, (groups, -1))
+        return split
 
 
 @dataclass(frozen=True)

@@ -554,10 +554,9 @@ class DenseStore(Store):
         """See `Store`."""
         self.fill, self.capacity = max(store.fill for store in stores), capacity
         every = [store._buffers() for store in stores]
-        like = next((buffers for buffers in every if buffers), {})
         joined = {}
-        for name in like:  # a second tier that nothing came to has no buffers
-            parts = [(buffers or like)[name][:, :, : store.fill] for buffers, store in zip(every, stores, strict=True)]
+        for name in every[0]:
+            parts = [buffers[name][:, :, : store.fill] for buffers, store in zip(every, stores, strict=True)]
             joined[name], self.row_start = aligned(parts, EMPTY.get(name, 0), capacity - self.fill, self.empty)
         if joined:
             self._set_buffers(joined)

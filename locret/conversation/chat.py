@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from locret.cache.cache import CacheMemory, RetentionCache
+from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
+from locret.cache.memory import CacheMemory
 from locret.chunked_prefill import prefill
 from locret.conversation.document import is_text
 from locret.conversation.templates import decode, vocabulary_fingerprint

@@ -18,9 +18,10 @@ from transformers import DynamicCache, GenerationConfig
 
 from locret import loading, scorers, shipped
 from locret.backbone.adapters import unwrap
-from locret.cache.cache import CacheMemory, RetentionCache
+from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import load_cache, read_notes
 from locret.cache.disk import Disk
+from locret.cache.memory import CacheMemory
 from locret.cache.store import Store
 from locret.chunked_prefill import prefill
 from locret.conversation.chat import LONGEST_ANSWER, Chat, described, save

@@ -197,7 +197,7 @@ class HeadsConfig:
         """Return a dict that `json` can write and `from_json` reads back."""
         return {**asdict(self), "layers": list(self.layers)}
 
-    def annotated(self, **notes: Any) -> HeadsConfig:
+    def annotated(self, **notes: Any) -> Self:
         """Return a copy with some of `NOTES` set.
 
         Raises:

@@ -222,7 +222,7 @@ class RetainingHeads(
         if not strict:
             raise ValueError("strict=False is not possible; retaining heads with missing weights give arbitrary scores")
         folder = Path(model_id)
-        heads_config = checkpoint.read_config(folder)
+        heads_config: HeadsConfig = checkpoint.read_config(folder)
         weights = checkpoint.read_weights(folder, heads_config.weight_shapes, map_location)
         heads = cls._with_weights(heads_config, weights)
         heads.allow_other_base = allow_other_base

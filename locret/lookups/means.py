@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from locret.lookups.base import Ask, Lookup
-from locret.lookups.pages import check_page, in_pages, units_of_best
+from locret.lookups.pages import check_page, in_pages, units_first, units_of_best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class MeansLookup(Lookup):
 
     def index(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Return (B, K, P, D) mean keys."""
-        there = (positions >= 0)[..., None]
+        keys, there = units_first(keys, positions), units_first((positions >= 0)[..., None], positions)
         counts = in_pages(there.to(keys.dtype), self.page, 0).sum(3)
         return in_pages(keys.masked_fill(~there, 0), self.page, 0).sum(3) / counts.clamp_min(1)
 

@@ -46,7 +46,7 @@ class PagesLookup(Lookup):
 
     def index(self, keys: Tensor, positions: Tensor) -> Bounds:
         """Return the bounds of all pages."""
-        there = (positions >= 0)[..., None]
+        keys, there = units_first(keys, positions), units_first((positions >= 0)[..., None], positions)
         low = in_pages(keys.masked_fill(~there, torch.inf), self.page, torch.inf).amin(3)
         high = in_pages(keys.masked_fill(~there, -torch.inf), self.page, -torch.inf).amax(3)
         return Bounds(low.nan_to_num(posinf=0.0), high.nan_to_num(neginf=0.0))  # pages without a unit are never chosen
@@ -76,6 +76,15 @@ def check_page(name: str, page: int) -> None:
         raise ValueError(f"lookup {name}: page={page} is too small; it must be 1 or more")
 
 
+def units_first(states: Tensor, positions: Tensor) -> Tensor:
+    """Return (B, K, H, ...) states, empty slots of short rows behind the units, so that pages begin with a unit."""
+    empty = (positions < 0).sum(-1, keepdim=True)
+    if not empty.any():
+        return states
+    order = (torch.arange(positions.shape[-1], device=positions.device) + empty) % positions.shape[-1]
+    return states.gather(2, order[..., None].expand_as(states))
+
+
 def in_pages(keys: Tensor, page: int, padding: float) -> Tensor:
     """Return (B, K, H, D) keys as (B, K, P, page, D); the last page is filled up with `padding`."""
     missing = -keys.shape[2] % page
@@ -97,14 +106,11 @@ def units_of_best(ratings: Tensor, positions: Tensor, page: int, count: int) -> 
     Returns:
         (B, K, L, count) int64 ranks, those of no unit last.
     """
-    units = positions.shape[-1]
-    there = in_pages((positions >= 0)[..., None], page, False)[..., 0]  # (B, K, P, page)
-    ratings = ratings.masked_fill(~there.any(-1)[:, :, None], -torch.inf)
-    # Two pages may hold less than a page: the first one behind empty slots, and the last one.
-    pages = ratings.topk(min(-(-count // page) + 2, ratings.shape[-1]), dim=-1).indices
-    ranks = (pages[..., None] * page + torch.arange(page, device=pages.device)).flatten(3)
-    inside = ranks < units
-    of_head = positions[:, :, None].expand(*ranks.shape[:3], units)
-    is_unit = inside & (of_head.gather(3, ranks.clamp_max(units - 1)) >= 0)
-    order = (~is_unit).int() + (~inside).int()
-    return ranks.gather(3, order.sort(dim=3, stable=True).indices[..., :count])
+    units, empty = positions.shape[-1], (positions < 0).sum(-1)[:, :, None, None]
+    slots = torch.arange(-(-units // page) * page, device=positions.device).unflatten(0, (-1, page))
+    ratings = ratings.masked_fill(slots[:, 0] >= units - empty, -torch.inf)
+    pages = ratings.topk(min(-(-count // page) + 1, ratings.shape[-1]), dim=-1).indices  # the last page may be short
+    ranks: Tensor = (pages[..., None] * page + slots[0]).flatten(3)
+    order = (ranks >= units - empty).int() + (ranks >= units).int()
+    ranks = ranks.gather(3, order.sort(dim=3, stable=True).indices[..., :count])
+    return (ranks + empty) % units

@@ -178,7 +178,7 @@ class MergingKernels(
             OSError: If it cannot be written.
         """
         with checkpoint.replacing(Path(save_directory), KernelsConfig) as staging:
-            return super().save_pretrained(staging, **kwargs)  # type: ignore[no-any-return]
+            return super().save_pretrained(staging, **kwargs)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         checkpoint.write(save_directory, self.config, self.state_dict())

@@ -168,10 +168,9 @@ def units_of_pages(query_GD: Tensor, key_UD: Tensor, is_unit_U: Tensor, page: in
             "means", by its mean key's.
     """
     pages = []
-    for start in range(0, len(key_UD), page):
-        units = [unit for unit in range(start, min(start + page, len(key_UD))) if bool(is_unit_U[unit])]
-        if not units:
-            continue
+    every = [unit for unit in range(len(key_UD)) if bool(is_unit_U[unit])]
+    for start in range(0, len(every), page):
+        units = every[start : start + page]
         keys, rating = key_UD[units], -float("inf")
         for query_D in query_GD:
             if kind == "means":

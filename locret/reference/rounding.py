@@ -27,7 +27,7 @@ def scale_of(numbers: list[float], bits: int) -> tuple[float, float]:
 
 def nearest_code(number: float, scale: float, low: float, bits: int) -> int:
     """Return the code whose number is nearest; the even one where two are (IEEE 754)."""
-    return min(max(round((number - low) / scale), 0), 2**bits - 1)
+    return min(max(round((number - low) / scale), 0), (1 << bits) - 1)
 
 
 def rounded_by_token(states_SD: Tensor, bits: int, group: int) -> Tensor:

@@ -16,7 +16,7 @@ from locret import RetentionCache, RetentionPolicy, generate, load_cache, merger
 from locret.backbone.adapters import find_decoder
 from locret.backbone.attention import View
 from locret.backbone.rotary import Rotary, rotate
-from locret.cache.cache import STORES
+from locret.cache.layers import STORES
 from locret.cache.merging import Folding
 from locret.cache.store import POSITIONS, SCORES, DenseStore, Store, Workspace
 from locret.mergers import base

@@ -152,7 +152,8 @@ def test_with_sixteen_bits_a_cache_answers_like_the_plain_one(
         if not exact:
             placed = "host_budget" in changes and changes.get("positions") != "original"
             sixteen = form(16, placed=placed)
-            monkeypatch.setattr("locret.cache.cache.forms_of", lambda _, n, host=False, of=sixteen: [of] * n)
+            for module in ("layers", "memory", "cache"):
+                monkeypatch.setattr(f"locret.cache.{module}.forms_of", lambda _, n, host=False, of=sixteen: [of] * n)
         rows = [prompt(57, seed=1), prompt(33, seed=2)]
         ids, mask = padded(rows)
         cache = RetentionCache(model, "h2o", policy(**changes))

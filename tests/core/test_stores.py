@@ -15,7 +15,7 @@ from torch import Tensor
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import Rotary, rotate
-from locret.cache.cache import STORES
+from locret.cache.layers import STORES
 from locret.cache.store import POSITIONS, SCORES, Store, Workspace
 from locret.policy.budget import cache_bytes
 from locret.policy.selectors import KeptOverHeads, KeptPerHead, OverHeads, PerHead, Stay

@@ -118,6 +118,64 @@ def test_rows_of_a_ragged_batch_answer_as_they_do_alone(model: Any, positions: s
     torch.testing.assert_close(torch.cat(apart), together, atol=1e-4, rtol=0)
 
 
+def ragged(model: Any, lengths: tuple[int, ...], **changes: Any) -> tuple[RetentionCache, list[torch.Tensor]]:
+    """Return a batch that has been read, and what its rows answer to it alone."""
+    rows = [prompt(tokens, seed=tokens) for tokens in lengths]
+    ids, mask = padded(rows)
+    cache = RetentionCache(model, "key_norm", policy(**changes))
+    prefill(model, ids, cache, attention_mask=mask)
+    alone = []
+    for row in rows:
+        own = RetentionCache(model, "key_norm", policy(**changes))
+        prefill(model, row, own)
+        alone.append(answer(model, own, new=30))
+    return cache, alone
+
+
+@both_positions
+@pytest.mark.parametrize("rounding", ["channel", "rotated"])
+def test_codes_of_rows_with_nothing_evicted_are_joined(model: Any, positions: str, rounding: str) -> None:
+    codes = {"key_bits": 8, "value_bits": 8, "rounding": rounding, "positions": positions}
+    cache, alone = ragged(model, (3, 71, 34, 12), **codes)
+    together = answer(model, cache.copy(), new=30)
+    torch.testing.assert_close(together, torch.cat(alone), atol=0.03, rtol=0)  # an answer's keys are rounded elsewhere
+    again = torch.cat([answer(model, row, new=30) for row in cache.split(4)])
+    torch.testing.assert_close(again, torch.cat(alone), atol=0, rtol=0)
+
+
+@both_positions
+@pytest.mark.parametrize("lengths", [(4, 13), (4, 71, 20)])
+def test_an_answer_of_rows_of_different_length_evicts_into_the_second_tier(
+    model: Any, tmp_path: Path, positions: str, lengths: tuple[int, ...]
+) -> None:
+    changes = {"positions": positions, "decode_budget": 22, "decode_interval": 5, **EVERYTHING}
+    cache, alone = ragged(model, lengths, **changes)
+    torch.testing.assert_close(answer(model, cache, new=30), torch.cat(alone), atol=2e-4, rtol=0)
+    save_cache(cache, tmp_path / "a.ctx")
+    again = load_cache(tmp_path / "a.ctx", model, "key_norm")
+    further = prompt(9, seed=1)
+    together = answer(model, cache.copy(), further.expand(len(lengths), -1))
+    assert torch.equal(answer(model, again, further.expand(len(lengths), -1)), together)
+    apart = torch.cat([answer(model, row, further) for row in cache.split(len(lengths))])
+    torch.testing.assert_close(apart, together, atol=2e-4, rtol=0)
+
+
+@both_positions
+@pytest.mark.parametrize("host_by", ["score", "recency"])
+def test_a_tier_that_an_answer_filled_is_saved_in_order_and_no_larger_than_it_may_be(
+    model: Any, tmp_path: Path, positions: str, host_by: str
+) -> None:
+    changes = {"positions": positions, "host_by": host_by, "decode_budget": 22, "decode_interval": 1}
+    cache = read(model, 20, **changes)
+    answer(model, cache, new=40)
+    memory = cache.memory()
+    unit = 2 * cache.backbone.head_dim * 4 + 8
+    assert memory.host == memory.host_planned == 3 * cache.backbone.num_kv_heads * 19 * unit
+    save_cache(cache, tmp_path / "a.ctx")
+    again = load_cache(tmp_path / "a.ctx", model, "key_norm")
+    assert torch.equal(answer(model, again, prompt(9)), answer(model, cache, prompt(9)))
+
+
 def test_a_ragged_batch_reads_on(model: Any) -> None:
     rows = [prompt(tokens, seed=tokens) for tokens in (71, 34)]
     ids, mask = padded(rows)

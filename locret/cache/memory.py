@@ -1,0 +1,123 @@
+"""Bytes of a cache: what is planned, before and while it is read into, and what is there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+from locret.backbone.adapters import Backbone
+from locret.cache.layer import RetentionLayer
+from locret.cache.limits import Limits, block_bytes, column_bytes, near_bytes
+from locret.cache.rounding import forms_of
+from locret.policy.budget import cache_bytes, host_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, repr=False)
+class CacheMemory:
+    """Bytes of a cache. What is planned follows from the policy alone; all else is counted from the tensors."""
+
+    planned: int
+    actual: int
+    peak: int
+    units: int
+    """Units held per KV head, on average, in the fullest layer."""
+    host_planned: int = 0
+    """Of the second tier, where it is in host memory."""
+    host: int = 0
+    disk_planned: int = 0
+    """Of the second tier, where it is in a file."""
+    disk: int = 0
+    index_planned: int = 0
+    """Of what lookups make of the second tier's keys, to find units faster."""
+    index: int = 0
+    host_units: int = 0
+    """Units of the second tier per KV head, in the fullest layer."""
+    moved: int = 0
+    """Fetched from the second tier so far."""
+
+    def __repr__(self) -> str:
+        """Show what there is: all numbers of the first tier, and of others those that are not 0."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown = {f.name for f in fields(self) if f.default is MISSING or own[f.name]}
+        return f"CacheMemory({', '.join(f'{name}={number}' for name, number in own.items() if name in shown)})"
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the numbers as plain data."""
+        return asdict(self)
+
+
+class Account:
+    """What a cache is planned to take: it follows from the slots that its layers have had, or will have.
+
+    Args:
+        backbone: The backbone's shape.
+        limits: How many units of which layer stay.
+        element_size: Bytes of one number of a key or value.
+    """
+
+    def __init__(self, backbone: Backbone, limits: Limits, element_size: int) -> None:
+        self.backbone, self.limits, self.element_size = backbone, limits, element_size
+        self.policy, self.scorer = limits.policy, limits.scorer
+        self.slots = [0] * len(backbone.layers)
+        """Most slots that each full-attention layer has had."""
+        self.second_slots = [0] * len(backbone.layers)
+        """The same of its second tier."""
+
+    def copy(self) -> Self:
+        """Return an independent copy."""
+        twin = copy.copy(self)
+        twin.slots, twin.second_slots = list(self.slots), list(self.second_slots)
+        return twin
+
+    def note(self, layers: Sequence[RetentionLayer]) -> None:
+        """Take note of the slots that layers have now."""
+        self.slots = list(map(max, self.slots, [layer.capacity for layer in layers]))
+        second = [0 if layer.tier is None else layer.tier.capacity for layer in layers]
+        self.second_slots = list(map(max, self.second_slots, second))
+
+    def first(self, rows: int, *, begun: bool) -> int:
+        """Return the planned bytes of the backbone's memory; `begun` says whether anything was read."""
+        slots, size, shape = self.slots, self.element_size, self.backbone
+        if not any(slots) and not self.policy.needs_length:
+            slots = list(self.limits.plan(None).peak)
+        if self.policy.recalls_blocks:
+            return near_bytes(shape, self.scorer, self.policy, slots, size, rows)
+        queries = rows * self.limits.remembered_queries * shape.num_heads * shape.head_dim * size
+        forms = forms_of(self.policy, len(shape.layers))
+        held = cache_bytes(shape, slots, size, rows, column_bytes(self.scorer), forms)
+        return held + queries + self.second(rows, begun=begun, resident=True)
+
+    def second(self, rows: int, *, begun: bool, resident: bool = False) -> int:
+        """Return the planned bytes of second tiers that lie in the backbone's memory, or of the others."""
+        slots = zip(self._second(begun), self.limits.resident, strict=True)
+        return self.second_bytes([units if near == resident else 0 for units, near in slots], rows)
+
+    def second_bytes(self, slots: Sequence[int], rows: int) -> int:
+        """Return the bytes of second tiers of so many slots per KV head."""
+        if self.policy.recalls_blocks:
+            return block_bytes(self.backbone, self.policy, slots, self.element_size, rows)
+        forms = forms_of(self.policy, len(self.backbone.layers), host=True)
+        return host_bytes(self.backbone, slots, self.element_size, rows, column_bytes(self.scorer), forms)
+
+    def indexes(self, layers: Sequence[RetentionLayer], rows: int, *, begun: bool) -> int:
+        """Return the planned bytes of what lookups make of the second tier's keys."""
+        return (
+            rows
+            * self.backbone.num_kv_heads
+            * sum(
+                layer.host.lookup.index_bytes(units, self.backbone.head_dim, self.element_size)
+                for layer, units in zip(layers, self._second(begun), strict=True)
+                if layer.host is not None and units
+            )
+        )
+
+    def _second(self, begun: bool) -> list[int]:
+        most = self.policy.host_budget
+        if not begun and isinstance(most, int) and not self.policy.needs_length:
+            return [most] * len(self.second_slots)
+        return self.second_slots
