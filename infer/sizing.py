@@ -11,7 +11,7 @@ import torch
 from locret import RetainingHeads, RetentionPolicy, lookups
 from locret.backbone.adapters import describe
 from locret.cache.compiled_step import obstacle
-from locret.cache.limits import Limits, check_pair, planned_bytes, planned_host_bytes
+from locret.cache.limits import Limits, check_named, check_pair, planned_bytes, planned_host_bytes
 from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.infer_options import PolicyOptions
@@ -229,6 +229,7 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
     Raises:
         ValueError: Naming the option that asks for too much, and what would fit.
     """
+    check_named(policy)
     check_pair(run._rates, policy)
     needed = 0 if run.on_disk else run.host_bytes(policy) or 0
     if needed > (there := chunk_size.total_bytes(torch.device("cpu"))):

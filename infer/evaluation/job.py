@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from locret import loading
+from locret.cache.limits import check_named
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
 from locret.infer.evaluation import feasible, output_folder, runner
@@ -24,7 +25,7 @@ from locret.infer.methods import ANY_BUDGET, check_heard
 from locret.infer.reading_warnings import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.load_options import ScorerOptions
-from locret.policy.resolve import check_named, check_used
+from locret.policy.resolve import check_used
 
 _OF_ROWS = ("data_dir", "data_revision", "skip_bad_rows", "max_prompt", "template")
 """Options of published tasks alone."""

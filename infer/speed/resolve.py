@@ -13,6 +13,7 @@ import torch
 
 from locret import RetainingHeads, RetentionPolicy, loading
 from locret.cache.compiled_step import obstacle
+from locret.cache.limits import check_named
 from locret.infer import chunk_size
 from locret.infer.infer_options import ModelOptions
 from locret.infer.methods import Method, check_heard
@@ -23,7 +24,7 @@ from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
 from locret.load_options import ScorerOptions
-from locret.policy.resolve import check_named, check_used, resolve
+from locret.policy.resolve import check_used, resolve
 from locret.scorers import Scorer
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from locret.policy.policy import FOLLOWING, NO_MERGER, Follows, RetentionPolicy
+from locret.policy.policy import FOLLOWING, Follows, RetentionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,27 +45,13 @@ def resolve(own: Mapping[str, Any], recommended: Mapping[str, Any]) -> Retention
             settings[name] = Follows.of(wanted, wanted, reference.budget)
     given = {name: value for name, value in own.items() if value is not None or name == "decode_budget"}
     policy = RetentionPolicy(**{**settings, **given})
-    check_named(policy)
-    return policy
-
-
-def check_named(policy: RetentionPolicy) -> None:
-    """Refuse what a policy names and is not there, or is no good, before a backbone is loaded.
-
-    Raises:
-        ValueError: Naming it.
-        OSError: If a file cannot be read.
-    """
     if policy.prefill_attention != RetentionPolicy.prefill_attention:
         from locret import prefill_attention  # needs torch, which help and completion should not load
 
         strategy = prefill_attention.get(policy.prefill_attention)
         if strategy is not None:
             strategy.check_file()
-    if policy.merge != NO_MERGER:
-        from locret import mergers  # so does this
-
-        mergers.get(policy.merge).check_file()
+    return policy
 
 
 def check_used(own: Mapping[str, Any], policies: Collection[RetentionPolicy]) -> None:
