@@ -68,7 +68,8 @@ def find(spec: str) -> Lookup | InfLLM:
     Raises:
         ValueError: As `get` does.
     """
-    return registry.get("lookup", (*_LOOKUPS, InfLLM), spec)
+    known: tuple[type[Lookup | InfLLM], ...] = (*_LOOKUPS, InfLLM)
+    return registry.get("lookup", known, spec)
 
 
 def in_blocks(spec: str, budget: int) -> InfLLM:

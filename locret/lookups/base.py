@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from locret.field_values import check_fields
+from locret.registry import Chosen
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen, which takes longer to make: there is one per layer and token
@@ -43,23 +43,12 @@ class Ask:
     """Lives for one forward pass: what one layer leaves for those after it."""
 
 
-class Lookup(ABC):
+class Lookup(Chosen):
     """Finds the units of the second tier that a query attends to. Subclasses are frozen dataclasses of options."""
 
-    name: ClassVar[str]
+    kind: ClassVar[str] = "lookup"
     reading: ClassVar[bool] = False
     """Whether the chunks of a text recall too, from what was evicted before; with original positions only."""
-
-    def __post_init__(self) -> None:
-        """Check the options by their types; a lookup with ranges of its own checks those afterwards.
-
-        Raises:
-            ValueError: For the first value that is not of its option's type.
-        """
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise ValueError(f"lookup {self.name}: {error}") from None
 
     def index(self, keys: Tensor, positions: Tensor) -> Any:
         """Return what speeds up the search, built once for units that do not change.

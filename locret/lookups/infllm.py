@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from locret.field_values import check_fields
 from locret.nearest import nearest
+from locret.registry import Chosen
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -43,9 +43,10 @@ def attention_column(member: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfLLM:
+class InfLLM(Chosen):
     """Blocks of old tokens, of which the best few are seen beside the first tokens and a window."""
 
+    kind: ClassVar[str] = "lookup"
     name: ClassVar[str] = "infllm"
 
     preset: str | None = None
@@ -78,10 +79,7 @@ class InfLLM:
         Raises:
             ValueError: For the first that is out of range.
         """
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise ValueError(f"lookup {self.name}: {error}") from None
+        super().__post_init__()
         if self.preset is not None:
             self._take_preset(self.preset)
         for name in ("local", "block", "init", "topk", "cached", "repr_topk"):

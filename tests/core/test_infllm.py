@@ -245,17 +245,17 @@ def test_an_answer_equals_the_oracle_whoever_feeds_the_prompts_last_token() -> N
 
 @torch.no_grad()
 def test_rows_of_different_lengths_equal_runs_of_their_own() -> None:
-    model, ids = build("llama"), prompt(57, batch=3)
-    policy, lengths = policy_of(SMALL, chunk_size=9), (57, 33, 10)
-    mask = torch.stack([(torch.arange(57) >= 57 - length).long() for length in lengths])
+    model, ids = build("llama"), prompt(59, batch=4)
+    policy, lengths = policy_of(SMALL, chunk_size=9), (59, 33, 10, 2)
+    mask = torch.stack([(torch.arange(59) >= 59 - length).long() for length in lengths])
     cache = RetentionCache(model, "streaming", policy)
     ours = generate(model, ids, cache=cache, attention_mask=mask, max_new_tokens=14, do_sample=False, eos_token_id=None)
     for row, length in enumerate(lengths):
         alone = RetentionCache(model, "streaming", policy)
         expected = generate(
-            model, ids[row : row + 1, 57 - length :], cache=alone, max_new_tokens=14, do_sample=False, eos_token_id=None
+            model, ids[row : row + 1, 59 - length :], cache=alone, max_new_tokens=14, do_sample=False, eos_token_id=None
         )
-        assert torch.equal(ours[row, 57:], expected[0, length:])
+        assert torch.equal(ours[row, 59:], expected[0, length:])
         assert cache.governed[0].blocks.counts[row] == alone.governed[0].blocks.counts[0]
 
 
