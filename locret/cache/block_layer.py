@@ -84,7 +84,7 @@ class BlockLayer(RetentionLayer):
             if count:
                 attention = torch.stack([column[row, :, old] for column in self._attention()], dim=1)
                 self.blocks.add(row, store.keys[row, :, old], store.values[row, :, old], attention)
-            kept.append([*range(start, old.start), *range(old.stop, fill)])
+            kept.append([*range(start, min(old.start, fill)), *range(old.stop, fill)])
         held = max(map(len, kept))
         empty = [held - len(slots) for slots in kept]
         ranks = torch.tensor([[0] * before + slots for before, slots in zip(empty, kept, strict=True)])

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from locret.field_values import check_fields
+from locret.registry import Chosen
 
 DECODED = 4096
 """Units whose keys are decoded at once, where a tier holds codes."""
@@ -100,10 +100,10 @@ class Ask:
     """Lives for one forward pass: what one layer leaves for those after it."""
 
 
-class Lookup(ABC):
+class Lookup(Chosen):
     """Finds the units of the second tier that a query attends to. Subclasses are frozen dataclasses of options."""
 
-    name: ClassVar[str]
+    kind: ClassVar[str] = "lookup"
     reading: ClassVar[bool] = False
     """Whether the chunks of a text recall too, from what was evicted before; with original positions only."""
 
