@@ -89,6 +89,11 @@ class OmniKVLookup(Lookup):
             self._refuse(f'selector="{self.selector}" is unknown; choose one of {", ".join(SELECTORS)}')
         if self.window < 1:
             self._refuse(f"window={self.window} is too small; give 1 or more")
+        if self.window != type(self).window and not self._looks_back:
+            self._refuse(
+                f'window={self.window} is what uniform and exp look from, but selector="{self.selector}" looks from '
+                "the newest query alone; leave window out, or take one of those"
+            )
         if self.prefill < 0:
             self._refuse(f"prefill={self.prefill} is negative; use 0 to read densely")
         if self.tokens is not None and self.memory is not None:

@@ -120,5 +120,6 @@ class QuestLookup(Lookup):
             wanted = min(max(3, tokens // self.page), wanted)
         chosen = bounds.topk(wanted, dim=-1).indices.sort(dim=-1).values
         first = torch.tensor(found.first, device=chosen.device)[:, None, None, None]
-        ranks: Tensor = first + chosen[..., None] * self.page + torch.arange(self.page, device=chosen.device)
+        within = torch.arange(min(self.page, units), device=chosen.device)
+        ranks: Tensor = first + chosen[..., None] * self.page + within
         return ranks.masked_fill(ranks >= units, -1).view(batch, heads, 1, -1)

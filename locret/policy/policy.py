@@ -354,7 +354,7 @@ class RetentionPolicy:
     @property
     def plans_by_length(self) -> bool:
         """Whether a plan depends on the length of a prompt, known or not."""
-        return self.needs_length or self.when == "prompt_end" or self.host_budget == EVERYTHING
+        return self.needs_length or self.when == "prompt_end" or self.host_grows
 
     @property
     def prefill_units(self) -> int:

@@ -225,6 +225,7 @@ def test_layers_share_one_set_of_tokens_and_heads_that_differ_take_the_best_they
         ("memory=1.5", "memory=1.5 is no share"),
         ("tokens=9,memory=0.5", "tokens=9 and memory=0.5 both say"),
         ("window=0", "window=0 is too small"),
+        ("window=4", "window=4 is what uniform and exp look from"),
         ("prefill=-1", "prefill=-1 is negative"),
         ("filters=2", 'has no option "filters"; did you mean filter_layers'),
     ],
