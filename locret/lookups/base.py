@@ -107,17 +107,6 @@ class Lookup(Chosen):
     reading: ClassVar[bool] = False
     """Whether the chunks of a text recall too, from what was evicted before; with original positions only."""
 
-    def __post_init__(self) -> None:
-        """Check the options by their types; a lookup with ranges of its own checks those afterwards.
-
-        Raises:
-            ValueError: For the first value that is not of its option's type.
-        """
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise ValueError(f"lookup {self.name}: {error}") from None
-
     def index(self, keys: Keys, positions: Tensor) -> Any:
         """Return what speeds up the search, built once for units that do not change.
 
