@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from locret import method_spec
-from locret.field_values import checked
+from locret.field_values import check_fields, checked
 from locret.nearest import nearest
 
 T = TypeVar("T")
+
+
+class Chosen(ABC):
+    """Options of something that is chosen by a spec. Subclasses are frozen dataclasses."""
+
+    kind: ClassVar[str]
+    """What messages call it."""
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Check the options by their types; a class with ranges of its own checks those afterwards.
+
+        Raises:
+            ValueError: For the first value that is not of its option's type.
+        """
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise ValueError(f"{self.kind} {self.name}: {error}") from None
 
 
 def get(kind: str, classes: Sequence[type[T]], spec: str) -> T:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from locret.field_values import check_fields
 from locret.nearest import nearest
+from locret.registry import Chosen
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -43,9 +43,10 @@ def attention_column(member: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfLLM:
+class InfLLM(Chosen):
     """Blocks of old tokens, of which the best few are seen beside the first tokens and a window."""
 
+    kind: ClassVar[str] = "lookup"
     name: ClassVar[str] = "infllm"
 
     preset: str | None = None
@@ -78,10 +79,7 @@ class InfLLM:
         Raises:
             ValueError: For the first that is out of range.
         """
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise ValueError(f"lookup {self.name}: {error}") from None
+        super().__post_init__()
         if self.preset is not None:
             self._take_preset(self.preset)
         for name in ("local", "block", "init", "topk", "cached", "repr_topk"):
@@ -135,8 +133,14 @@ class InfLLM:
             made = self._around(local)
             if made.units <= budget:
                 return made
-        least = self._around(1).units
-        raise ValueError(f"recall_by={self.name} needs {least} units on the device, but budget={budget}; raise budget")
+        raise ValueError(
+            f"recall_by={self.name} needs {self.least_budget} units on the device, but budget={budget}; raise budget"
+        )
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget that `completed` takes."""
+        return self._around(self.local or 1).units
 
     def _around(self, local: int) -> InfLLM:
         block = self.block or min(128, max(8, local // 32))

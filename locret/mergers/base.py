@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from locret.field_values import check_fields
+from locret.registry import Chosen
 
 BLOCK_NUMBERS = 2**24
 """Pairs of an evicted and a kept unit that are looked at together."""
@@ -56,17 +56,22 @@ class Merged:
     """(B, K, C) int64 rank of the unit that each takes its other columns from."""
 
 
-class Merger(ABC):
+class Merger(Chosen):
     """Folds evicted units into kept ones. Holds options, never anything of a model or of a sequence.
 
     Subclasses are frozen dataclasses.
     """
 
-    name: ClassVar[str]
+    kind: ClassVar[str] = "merge"
 
-    def __post_init__(self) -> None:
-        """Check the options by their types; a merger with ranges of its own checks those afterwards."""
-        check_fields(self)
+    def check_file(self) -> None:
+        """Read what the options name, to refuse it before a backbone is loaded.
+
+        Raises:
+            ValueError: If it is not what it should be.
+            OSError: If it cannot be read.
+        """
+        return
 
     def prepare(self, model: nn.Module) -> Any:
         """Return what `fold` needs of a backbone; nothing by default.

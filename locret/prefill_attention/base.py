@@ -8,7 +8,7 @@ token in each KV head. Causality is not the pattern's business; whoever attends 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -16,27 +16,16 @@ import torch
 from torch import Tensor
 
 from locret.backbone.adapters import Backbone
-from locret.field_values import check_fields
+from locret.registry import Chosen
 
 ROWS = 64
 """Queries that share a set of slots (MInference's kernels)."""
 
 
-class PrefillAttention(ABC):
+class PrefillAttention(Chosen):
     """Chooses what the queries of one head attend to while a prompt is read. Subclasses are frozen dataclasses."""
 
-    name: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        """Check the options by their types; a strategy with ranges of its own checks those afterwards.
-
-        Raises:
-            ValueError: For the first value that is not of its option's type.
-        """
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise ValueError(f"prefill_attention {self.name}: {error}") from None
+    kind: ClassVar[str] = "prefill_attention"
 
     def at_least(self, least: int, *names: str) -> None:
         """Refuse options below `least`.

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from locret.backbone.chunk import Chunk
-from locret.field_values import check_fields
 from locret.heads.fingerprint import crc
+from locret.registry import Chosen
 
 
 class Rated(NamedTuple):
@@ -27,7 +27,7 @@ class Rated(NamedTuple):
     """(B, K, L) or (B, K, S), as many units as `scores`."""
 
 
-class Scorer(ABC):
+class Scorer(Chosen):
     """Rates cache units; larger means keep. Holds options, never anything of a model or of a sequence.
 
     What it needs of a model `prepare` returns, and the cache keeps it. What outlives a chunk is the scores, and the
@@ -35,7 +35,7 @@ class Scorer(ABC):
     back as `Chunk.stored_scores` and `Chunk.columns`. Subclasses are frozen dataclasses.
     """
 
-    name: ClassVar[str]
+    kind: ClassVar[str] = "scorer"
     needs: ClassVar[str] = ""
     """What to say where an option without a default is missing, if naming the option is not enough."""
     positions: ClassVar[str] = "compact"
@@ -54,17 +54,6 @@ class Scorer(ABC):
 
     columns: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType({})
     """What the method remembers of every unit besides its score and position."""
-
-    def __post_init__(self) -> None:
-        """Check the options by their types; a scorer with ranges of its own checks those afterwards.
-
-        Raises:
-            ValueError: For the first value that is not of its option's type.
-        """
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise ValueError(f"scorer {self.name}: {error}") from None
 
     def recent(self, budget: int) -> int:
         """Return how many of the newest units the method itself keeps whatever their score, out of `budget`."""

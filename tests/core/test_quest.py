@@ -111,6 +111,16 @@ def test_bytes_of_every_tier_are_planned_and_counted(tokens: int) -> None:
     assert cache.memory().moved - memory.moved == 3 * 3 * 96 * backbone.num_heads * 2 * backbone.head_dim * 4
 
 
+def test_a_page_is_never_larger_than_the_tier() -> None:
+    model, moved = build("llama", **LAYERS), []
+    for page in (50, 100_000):
+        cache = fresh(model, method(f"quest:page={page},tokens=8"))
+        prefill(model, prompt(40), cache)
+        answered(model, cache, None)
+        moved.append(cache.memory().moved)
+    assert moved[0] == moved[1] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [("page=0", "page=0 is too small"), ("dense=-1", "dense=-1 is too small"), ("pages=4", "did you mean page")],
