@@ -42,10 +42,10 @@ def _check_ordinary(cache: RetentionCache, host: bool) -> None:
     policy, backbone = cache.policy, cache.backbone
     if not cache.seen:
         raise ValueError("the cache has read nothing yet; call locret.prefill before exporting it")
-    if host and policy.host_budget is None:
-        raise ValueError("host=True exports the second tier too, but there is none; leave it out, or give host_budget")
     if policy.recalls_blocks:
         raise ValueError(f"recall_by={policy.recall_by} gives far units one position, which no ordinary prefix has")
+    if host and policy.host_budget is None:
+        raise ValueError("host=True exports the second tier too, but there is none; leave it out, or give host_budget")
     if policy.positions != "compact":
         raise ValueError(
             f'positions="{policy.positions}" leaves gaps between the positions of units, which no ordinary prefix has; '

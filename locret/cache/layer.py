@@ -244,6 +244,7 @@ class RetentionLayer(CacheLayerMixin):
         ranks: tuple[Ranks | None, Ranks | None] = (None, None)
         if self.host.fill:
             ranks = self.host.ranks_with(self.store)
+        self.host.store.lag_like(self.store)
         for store, own in zip((self.store, self.host.store), ranks, strict=True):
             (store.unrotate if back else store.rotate)(base, own)
 

@@ -319,6 +319,11 @@ class QuantisedStore(DenseStore):
         """See `Store`."""
         self.following = None
 
+    def lag_like(self, fast: DenseStore) -> None:
+        """See `DenseStore`."""
+        assert isinstance(fast, QuantisedStore)
+        self._lags = fast._lags
+
     def take_back(self) -> None:
         """See `Store`."""
         super().take_back()
@@ -335,7 +340,8 @@ class QuantisedStore(DenseStore):
         super().select_rows(rows)
         self.fixed = {n: t.index_select(0, rows.to(t.device)) for n, t in self.fixed.items()}
         if self.following is not None:
-            self.following = [self.following[row] for row in rows.tolist()]
+            # Where nothing has come yet there is one number for all rows.
+            self.following = [self.following[min(row, len(self.following) - 1)] for row in rows.tolist()]
         if self._lags is not None:
             self._lags = [self._lags[row] for row in rows.tolist()]
 

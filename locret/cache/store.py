@@ -449,6 +449,9 @@ class DenseStore(Store):
         cos, sin = self.rotary.table(base - self.fill, self.fill, keys)
         keys.copy_(unrotate(keys, cos, sin))
 
+    def lag_like(self, fast: DenseStore) -> None:
+        """Let positions of rows lag behind those of the longest as in another tier; only codes know of that."""
+
     def _turn_to(self, base: int, ranks: Ranks, turn: Callable[..., Tensor]) -> None:
         """Turn keys by the positions of their ranks, a few at a time: every unit has a row of cosines of its own."""
         assert self.keys is not None

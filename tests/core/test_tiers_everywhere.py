@@ -176,6 +176,21 @@ def test_a_tier_that_an_answer_filled_is_saved_in_order_and_no_larger_than_it_ma
     assert torch.equal(answer(model, again, prompt(9)), answer(model, cache, prompt(9)))
 
 
+def test_codes_that_an_answer_of_a_ragged_batch_evicts_keep_their_places(model: Any) -> None:
+    codes = {"key_bits": 8, "decode_budget": 22, "decode_interval": 5}  # rows have different numbers of local tokens
+    cache, alone = ragged(model, (30, 2), **codes, **EVERYTHING)
+    torch.testing.assert_close(answer(model, cache, new=30), torch.cat(alone), atol=0.05, rtol=0)
+
+
+def test_beams_of_a_batch_whose_second_tier_in_codes_is_empty(model: Any) -> None:
+    cache, ids = RetentionCache(model, "key_norm", policy(key_bits=8)), prompt(6, batch=2)
+    out = generate(model, ids, cache=cache, max_new_tokens=8, num_beams=3, **GREEDY)
+    for row in range(2):
+        own = RetentionCache(model, "key_norm", policy(key_bits=8))
+        one = generate(model, ids[row : row + 1], cache=own, max_new_tokens=8, num_beams=3, **GREEDY)
+        assert torch.equal(out[row], one[0])
+
+
 @pytest.mark.parametrize("spec", ["exact", "infllm:local=12,block=4,init=3,topk=2"])
 def test_a_ragged_batch_moves_what_its_rows_move(model: Any, spec: str) -> None:
     blocks = RetentionPolicy(budget=48, chunk_size=9, recall_by=spec) if spec != "exact" else policy()
@@ -247,7 +262,7 @@ def test_blocks_are_in_no_file_and_on_no_disk(model: Any, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="recall_by=infllm holds blocks in host memory, not in a file; leave disk out"):
         RetentionCache(model, "streaming", blocks, disk=tmp_path / "scratch")
     with pytest.raises(ValueError, match="recall_by=infllm gives far units one position, which no ordinary prefix has"):
-        cache.to_dynamic_cache()
+        cache.to_dynamic_cache(host=True)
     assert list(tmp_path.iterdir()) == []
 
 
