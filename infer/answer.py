@@ -68,6 +68,8 @@ class MeasuredCache(RetentionCache):
     @classmethod
     def of(cls, cache: RetentionCache) -> MeasuredCache:
         """Return a copy of a cache that is measured."""
+        if isinstance(cache, cls) and cache.policy.recalls_blocks:  # which the state of a cache has no place for
+            return RetentionCache.copy(cache)
         measured = cls(cache.model, cache.scorer, cache.policy, store=cache.store, disk=cache.disk)
         tensors, numbers = cache.copy().state()
         measured.load(tensors, numbers)

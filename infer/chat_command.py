@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from locret.cli.command import parse_options, run, warnings_as_lines
 from locret.infer.chat_options import ChatOptions
-from locret.infer.infer_options import GenerationOptions, ModelOptions, PolicyOptions
+from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, PolicyOptions
 from locret.load_options import ScorerOptions
 from locret.nearest import nearest
 
 if TYPE_CHECKING:
     from locret import Chat, LongContextModel
 
-OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyOptions, ChatOptions, GenerationOptions)
+OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, ChatOptions, GenerationOptions)
 DESCRIPTION = "Talk about a document of any length in a fixed amount of memory."
 
 
@@ -56,7 +56,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 
 def _load(
-    model: ModelOptions,
+    model: PlacedModelOptions,
     scorer: ScorerOptions,
     policy: PolicyOptions,
     about: ChatOptions,
@@ -99,6 +99,8 @@ def _load(
     )
     final, _ = sizing.final_policy(policy, chosen, recommended, planned)
     sizing.check_fits(planned, final)
+    if generation.compile:
+        sizing.check_compiles(planned, final)
     disk = checked_disk(model.disk, final)
     tokenizer = loading.load_tokenizer(model)
     backbone = loading.load_model(model, config, device, dtype)

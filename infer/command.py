@@ -19,15 +19,15 @@ from typing import Any
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.infer.infer_options import (
     GenerationOptions,
-    ModelOptions,
     OutputOptions,
+    PlacedModelOptions,
     PolicyOptions,
     PromptOptions,
 )
 from locret.infer.reading_warnings import warn_of_recency
 from locret.load_options import ScorerOptions
 
-OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
+OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
 DESCRIPTION = "Read a prompt of any length in a fixed amount of memory, and answer it."
 
 
@@ -35,7 +35,7 @@ DESCRIPTION = "Read a prompt of any length in a fixed amount of memory, and answ
 class Options:
     """All options of the command, and the names that the user set."""
 
-    model: ModelOptions
+    model: PlacedModelOptions
     scorer: ScorerOptions
     policy: PolicyOptions
     prompt: PromptOptions
@@ -130,6 +130,7 @@ class _Plan:
 def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     """Resolve everything; None if that was all that was wanted, and has been printed."""
     from locret import loading
+    from locret.cache.cache_file import check_savable
     from locret.cache.layers import checked_disk, find_store
     from locret.infer import sizing
     from locret.scorers import Scorer
@@ -163,6 +164,10 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     )
     policy, chunk_choice = sizing.final_policy(options.policy, options.chosen, recommended, run_of)
     sizing.check_fits(run_of, policy)
+    if options.generation.compile:
+        sizing.check_compiles(run_of, policy)
+    if options.output.save_context is not None:
+        check_savable(policy, options.output.save_context)
     disk = checked_disk(options.model.disk, policy)
     if policy.when == "prompt_end":
         warnings.warn(

@@ -25,11 +25,6 @@ class ModelOptions(BackboneSource):
     attn: str = "auto"
     """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the flash-attn package (half
     precision on CUDA); math: PyTorch's plain kernel, slow, to compare with."""
-    store: str | None = None
-    """What holds the units, if one of your own is to: package.module:Class, file.py:Class, or an announced name."""
-    disk: str | None = None
-    """A new file, or a folder, that holds the second tier (--host-budget) instead of host memory; it is scratch space,
-    which nobody sees and which is given back at the end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,6 +40,17 @@ class ModelOptions(BackboneSource):
     def attn_implementation(self) -> str | None:  # type: ignore[override]
         """What the backbone is loaded with; all but the package are kernels of PyTorch."""
         return self.attn if self.attn == "flash_attention_2" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedModelOptions(ModelOptions):
+    """The backbone, where it runs, and where units are held."""
+
+    store: str | None = None
+    """What holds the units, if one of your own is to: package.module:Class, file.py:Class, or an announced name."""
+    disk: str | None = None
+    """A new file, or a folder, that holds the second tier (--host-budget) instead of host memory; it is scratch space,
+    which nobody sees and which is given back at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,20 +11,23 @@ Options and modifiers are written as in `locret.method_spec`: `snapkv:kernel=7+p
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from locret import lookups, plugins, scorers
 from locret.cache.limits import check_pair
 from locret.method_spec import MethodSpec
 from locret.nearest import nearest
-from locret.policy.policy import RetentionPolicy
+from locret.policy.policy import FOLLOWING, RetentionPolicy
 from locret.scorers import Scorer
 
 FULL, LOCRET, ORIGINAL = "full", "locret", "streaming-original"
 INFLLM = "infllm"
 _WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", "exact_recent", "exact_layers")
 """Fields of a policy that mean something where every unit stays."""
+_FIELDS = frozenset(field.name for field in fields(RetentionPolicy))
+_EVERYWHERE = ("budget", *FOLLOWING)
+"""Numbers that every recipe states, whatever its methods make of them."""
 ANY_BUDGET = 2**40
 """Units that no prompt has, where all of them stay."""
 _ABOUT = {
@@ -73,6 +76,10 @@ class Method:
         except ValueError as error:
             raise ValueError(f"method {self.name}: {error}") from error
 
+    def ignores(self, name: str, value: Any) -> bool:
+        """Return whether a number of the policy means nothing to the method, or is one that it sets itself."""
+        return self.plain or name in self.sets or (name in self.changes and self.changes[name] != value)
+
     def recent(self, budget: int) -> int:
         """Return how many of the newest units the method keeps whatever their scores, out of a budget."""
         return 0 if self.scorer is None else self.scorer.recent(budget)
@@ -110,6 +117,28 @@ def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
     return modified(_of_scorer(spec), spec, where)
 
 
+def check_heard(own: Mapping[str, Any], methods: Collection[Method]) -> None:
+    """Refuse a number that the user chose and that no method takes.
+
+    Args:
+        own: Numbers of the policy that the user chose; one that is the default may stay.
+        methods: What is compared.
+
+    Raises:
+        ValueError: Naming the number and what sets it.
+    """
+    usual = {field.name: field.default for field in fields(RetentionPolicy) if field.name not in _EVERYWHERE}
+    for name in usual:
+        value, flag = own.get(name), f"--{name.replace('_', '-')}"
+        if value not in (None, usual[name]) and all(method.ignores(name, value) for method in methods):
+            one = next(iter(methods))
+            why = f"means nothing to {one.name}" if one.plain else f"is set by {one.name} itself"
+            raise ValueError(
+                f"{flag} {value} {why}, so it would change nothing; drop {flag}, or say it as a modifier of a method, "
+                "such as locret+recall:host_budget=512 or full+4bit"
+            )
+
+
 def modified(method: Method, spec: MethodSpec, where: str) -> Method:
     """Return a method with the modifiers and the spelling of a spec; a method without a scorer has no options.
 
@@ -129,7 +158,14 @@ def modified(method: Method, spec: MethodSpec, where: str) -> Method:
     if not (method.plain and spec.modifiers):
         return named
     # What every unit is read with is known to our engine alone.
-    return replace(named, plain=False, keeps_all=True, scorer=scorers.get("streaming"), adapt=_everything)
+    return replace(
+        named,
+        plain=False,
+        keeps_all=True,
+        scorer=scorers.get("streaming"),
+        adapt=_everything,
+        sets=_FIELDS - {*_WITHOUT_EVICTION, "chunk_size"},
+    )
 
 
 def _everything(policy: RetentionPolicy) -> RetentionPolicy:
@@ -165,7 +201,7 @@ def _of_lookup(spec: MethodSpec, where: str) -> Method:
 
     about = (type(lookup).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
     scorer = scorers.get("streaming", sinks=0)
-    sets = frozenset((*usual, "recall_by", "budget"))
+    sets = _FIELDS - {*_WITHOUT_EVICTION, "chunk_size"}
     return Method(spec.name, about[:1].lower() + about[1:], scorer, adapt=adapt, sets=sets)
 
 
@@ -176,9 +212,8 @@ def _infllm(by: str) -> Method:
     def adapt(policy: RetentionPolicy) -> RetentionPolicy:
         return RetentionPolicy(budget=policy.budget, recall_by=by)
 
-    fixed = ("recall", "recall_by", "host_budget", "positions", "when", "layer_budgets", "head_budgets", "memory")
     about = "the best blocks of old tokens beside a window and the first tokens (InfLLM)"
-    return Method(INFLLM, about, scorers.get("streaming"), adapt=adapt, sets=frozenset(fixed))
+    return Method(INFLLM, about, scorers.get("streaming"), adapt=adapt, sets=_FIELDS - {"budget"})
 
 
 def _of_scorer(spec: MethodSpec) -> Method:

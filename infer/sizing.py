@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from locret import RetainingHeads, RetentionPolicy
+from locret import RetainingHeads, RetentionPolicy, lookups
 from locret.backbone.adapters import describe
-from locret.cache.limits import Limits, check_pair, planned_bytes, planned_host_bytes
+from locret.cache.compiled_step import obstacle
+from locret.cache.limits import Limits, check_named, check_pair, planned_bytes, planned_host_bytes
 from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.infer_options import PolicyOptions
@@ -215,6 +216,8 @@ def _within_free_memory(
 
 
 def _least_budget(flags: PolicyOptions, chosen: Collection[str]) -> int:
+    if "recall_by" in chosen and flags.recalls_blocks:
+        return lookups.least_budget(flags.recall_by)
     return flags.stabilizers + 1 if "stabilizers" in chosen and flags.stabilizers is not None else 1
 
 
@@ -226,6 +229,7 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
     Raises:
         ValueError: Naming the option that asks for too much, and what would fit.
     """
+    check_named(policy)
     check_pair(run._rates, policy)
     needed = 0 if run.on_disk else run.host_bytes(policy) or 0
     if needed > (there := chunk_size.total_bytes(torch.device("cpu"))):
@@ -255,6 +259,16 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
         f"--max-new-tokens {run.new_tokens}, --num-beams {run.num_beams} and --budget {policy.budget} together need a "
         f"cache of {needed:,} bytes, but {run.device} has room for {max(0, has):,} next to the weights; lower them"
     )
+
+
+def check_compiles(run: PlannedRun, policy: RetentionPolicy) -> None:
+    """Refuse what no compiled step can write, as far as that is known before anything is read.
+
+    Raises:
+        ValueError: Saying why, and what to change.
+    """
+    if (reason := obstacle(describe(run.config), run._rates, policy, ())) is not None:
+        raise ValueError(f"--compile: generation cannot be compiled here: {reason}; leave out --compile")
 
 
 def follow_line(policy: RetentionPolicy) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from locret import loading
+from locret.cache.limits import check_named
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
 from locret.infer.evaluation import feasible, output_folder, runner
@@ -20,7 +21,7 @@ from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, Rep
 from locret.infer.evaluation.processes import Processes
 from locret.infer.evaluation.runner import Case, Run
 from locret.infer.infer_options import ModelOptions
-from locret.infer.methods import ANY_BUDGET
+from locret.infer.methods import ANY_BUDGET, check_heard
 from locret.infer.reading_warnings import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.load_options import ScorerOptions
@@ -103,7 +104,7 @@ class Job:
         longest = max(case.tokens for case in self.cases) or None
         planned = []
         for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
-            grows = policy.plans_by_length or policy.host_grows or policy.budget == ANY_BUDGET
+            grows = policy.plans_by_length or policy.budget == ANY_BUDGET
             run = PlannedRun(
                 config=self.config,
                 scorer=self.heads,
@@ -171,6 +172,9 @@ def prepare(
     longest = max(case.tokens for case in cases) or positions or _UNKNOWN
     runs = runner.plan_runs(methods, allotments, longest, chosen)
     _check_used(budgets, found, runs, chosen)
+    for run in runs:
+        if run.policy is not None:
+            check_named(run.policy)
     job = Job(
         model=model,
         scorer=scorer,
@@ -325,6 +329,7 @@ def _check_used(budgets: BudgetOptions, selections: Sequence[Selection], runs: S
     """Refuse options that change nothing, now that prompts and policies are known."""
     numbers = {name: getattr(budgets, name) for name in chosen if hasattr(budgets, name)}
     check_used(numbers, [run.policy for run in runs if run.policy is not None])
+    check_heard(numbers, {run.method.name: run.method for run in runs}.values())
     limits = {one.facts.get("prompt", {}).get("limit_from", "length") for one in selections}
     if "lengths" in chosen and "length" not in limits:
         named = ", ".join(one.task.name for one in selections)

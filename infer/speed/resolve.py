@@ -13,8 +13,10 @@ import torch
 
 from locret import RetainingHeads, RetentionPolicy, loading
 from locret.cache.compiled_step import obstacle
+from locret.cache.limits import check_named
 from locret.infer import chunk_size
 from locret.infer.infer_options import ModelOptions
+from locret.infer.methods import Method, check_heard
 from locret.infer.sizing import AUTO, PlannedRun
 from locret.infer.speed import methods
 from locret.infer.speed.bench_options import MOST_PASSES, BenchOptions
@@ -77,7 +79,11 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     )
     if options.chunk_size == AUTO:
         plan = with_chosen_chunk(plan, policy_of)
-    check_used(own, [one.policy(plan.policy) for one in _deciding(plan)])
+    policies = [one.policy(plan.policy) for one in _deciding(plan)]
+    check_used(own, policies)
+    for policy in policies:
+        check_named(policy)
+    check_heard(own, [one.method if isinstance(one, methods.Bounded) else _plain(one.name) for one in plan.methods])
     _check(plan)
     return plan
 
@@ -173,6 +179,10 @@ def with_chosen_chunk(plan: BenchPlan, policy_of: Callable[[int], RetentionPolic
 
 def _with_heads(method: methods.BenchMethod) -> bool:
     return isinstance(method, methods.Bounded) and method.has_heads
+
+
+def _plain(name: str) -> Method:
+    return Method(name, "reads without scores and eviction", plain=True)
 
 
 def _deciding(plan: BenchPlan) -> list[methods.Bounded]:

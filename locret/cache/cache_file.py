@@ -61,11 +61,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     cache.check_whole()
     if not cache.seen:
         raise ValueError(f"{path}: the cache has read nothing yet; call locret.prefill before saving it")
-    if cache.policy.recalls_blocks:
-        raise ValueError(
-            f"{path}: a file has no place for the blocks that recall_by={cache.policy.recall_by} holds; keep the "
-            "cache, or take another recall_by"
-        )
+    check_savable(cache.policy, path)
     check_replaceable(path)
     kept = _notes(notes or {})
     tensors, numbers = cache.state()
@@ -83,6 +79,19 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     metadata = {"state": text, "notes": kept, "checksum": checksum(text, units)}
     with written_whole(path) as fresh:
         save_file(units, fresh, metadata=metadata)
+
+
+def check_savable(policy: RetentionPolicy, path: str | Path) -> None:
+    """Refuse to save what a file has no place for, known before anything is read.
+
+    Raises:
+        ValueError: If the policy keeps blocks.
+    """
+    if policy.recalls_blocks:
+        raise ValueError(
+            f"{path}: a file has no place for the blocks that recall_by={policy.recall_by} holds; keep the cache, or "
+            "take another recall_by"
+        )
 
 
 def check_replaceable(path: str | Path) -> None:

@@ -87,8 +87,9 @@ class HostTier:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the lookup's index; 0 before it is made."""
-        return sum(tensor.nbytes for tensor in _tensors_of(self._index))
+        """Bytes of the lookup's index, but for what it shares with the units; 0 before it is made."""
+        shared = {buffer.untyped_storage().data_ptr() for buffer in self.store._buffers().values()}
+        return sum(t.nbytes for t in _tensors_of(self._index) if t.untyped_storage().data_ptr() not in shared)
 
     @property
     def fast_nbytes(self) -> int:
@@ -181,22 +182,24 @@ class HostTier:
         ranks = self.lookup.choose(ask)
         there = None
         if ranks is None:
-            found, values = keys[:, :, None], store.all_values()[:, :, None]
             there = (positions != NO_UNIT)[:, :, None] if ask.padded else None
         else:
             if ranks.shape[1] == 1:
                 ranks = ranks.expand(-1, keys.shape[1], -1, -1)
-            found, values = store.fetch(ranks.clamp_min(0))
             if ask.padded or bool((ranks < 0).any()):
                 of_head = positions.repeat_interleave(ranks.shape[1] // positions.shape[1], dim=1)
                 there = of_head.gather(2, ranks.clamp_min(0).flatten(2)).view(ranks.shape) != NO_UNIT
                 there &= ranks >= 0
+        found, values = self._fetched(ranks, query.device)
+        return Recalled(found, values, None if there is None else there.to(query.device))
+
+    def _fetched(self, ranks: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return keys and values of units, (B, heads, queries, R, D), on the device; what is held as codes moves so."""
+        held = self.store.as_held(None if ranks is None else ranks.clamp_min(0))
         if not self.resident:
-            self.moved += found.nbytes + values.nbytes
-        if query.is_cuda:
-            found, values = _sent(found, query.device), _sent(values, query.device)
-            there = None if there is None else there.to(query.device)
-        return Recalled(found, values, there)
+            self.moved += sum(tensor.nbytes for tensor in held.values())
+        keys, values = self.store.as_states({name: _sent(tensor, device) for name, tensor in held.items()})
+        return (keys[:, :, None], values[:, :, None]) if ranks is None else (keys, values)
 
     def _remembered(self, query: Tensor) -> Tensor:
         """Return the newest queries, with (B, N, L, D) those that come now."""
@@ -260,6 +263,7 @@ class HostTier:
         self.store.join(stores, max(store.fill for store in stores))
         queries = [tier.queries for tier in tiers if tier.queries is not None]
         self.queries = torch.cat(queries) if queries else None
+        self.moved += sum(tier.moved - self.moved for tier in tiers)  # each has gone on counting from here
         self.forget()
 
     def state(self) -> dict[str, Tensor]:
@@ -299,7 +303,9 @@ class HostTier:
 
 def _sent(states: Tensor, device: torch.device) -> Tensor:
     """Return states on the device; the host does not wait for the copy, which only pinned memory allows."""
-    return states if states.is_cuda else states.pin_memory().to(device, non_blocking=True)
+    if states.device == device or device.type != "cuda":
+        return states.to(device)
+    return states.pin_memory().to(device, non_blocking=True)
 
 
 def _tensors_of(index: Any) -> Iterator[Tensor]:

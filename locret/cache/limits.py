@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from locret import lookups, scorers
+from locret import lookups, mergers, prefill_attention, scorers
 from locret.backbone.adapters import Backbone
 from locret.cache.rounding import forms_of
 from locret.policy.budget import cache_bytes, host_bytes
 from locret.policy.growth import adaptive_sizes
-from locret.policy.policy import EVERYTHING, RetentionPolicy
+from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.schedule import Schedule, decode_budgets, plan, protected
 from locret.policy.selectors import Stay
 from locret.scorers import Scorer
@@ -56,6 +56,19 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             f"refit=True fits values to a layer's queries when it evicts, but scorer {scorer.name} rates tokens when "
             "all layers are done and their queries are gone; leave refit out or choose another scorer"
         )
+
+
+def check_named(policy: RetentionPolicy) -> None:
+    """Refuse what a policy names and is not there, or is no good, before a backbone is loaded.
+
+    Raises:
+        ValueError: Naming it.
+        OSError: If a file cannot be read.
+    """
+    if (strategy := prefill_attention.get(policy.prefill_attention)) is not None:
+        strategy.check_file()
+    if policy.merge != NO_MERGER:
+        mergers.get(policy.merge).check_file()
 
 
 def check_slots(policy: RetentionPolicy, slots: int) -> None:
@@ -158,6 +171,11 @@ class Limits:
         found = None if policy.host_budget is None or policy.recalls_blocks else lookups.get(policy.recall_by)
         if found is not None:
             found.check(policy.recall)
+        if not policy.exact_bits and policy.exact_layers > (most := (layers - 1) // 2):
+            raise ValueError(
+                f"exact_layers={policy.exact_layers} leaves none of {layers} layers for key_bits={policy.key_bits} and "
+                f"value_bits={policy.value_bits}; give at most {most}, or 16 bits"
+            )
         every = range(layers)
         self.resident = tuple(found is not None and found.resident(nth, layers) for nth in every)
         """Whether the second tier of each layer lies in the fast tier's memory."""

@@ -18,6 +18,7 @@ from locret.backbone.attention import Recalled, View
 from locret.backbone.rotary import Rotary, rotate, unrotate
 from locret.cache.rounding import COUNT, PLACE, Coder, Form
 from locret.cache.store import DenseStore, Ranks, Workspace
+from locret.lookups.base import Keys, RoundedKeys
 from locret.policy.selectors import Kept, KeptPerHead
 
 _BLOCK = 1024
@@ -219,38 +220,52 @@ class QuantisedStore(DenseStore):
             return self.rotary.table(starts[0], length, like)
         return self.rotary.at(_consecutive(starts, length, like.device), like)
 
-    def all_keys(self) -> Tensor:
-        """See `DenseStore`; in memory of their own."""
-        like = self.fixed["exact_keys"]
-        keys = like.new_empty(*like.shape[:2], self.fill, like.shape[-1])
-        for start in range(0, self.fill, _BLOCK):
-            span = slice(start, min(start + _BLOCK, self.fill))
-            self._read_keys(span, None, out=keys[:, :, span])
-        return keys
-
-    def all_values(self) -> Tensor:
-        """See `DenseStore`; in memory of their own."""
-        return self._read("values", slice(0, self.fill))
-
-    def fetch(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
+    def all_keys(self) -> Keys:
         """See `DenseStore`."""
-        buffers, like = self._buffers(), self.fixed["exact_keys"]
-        batch, heads, _, dim = like.shape
-        where, times = self._where(ranks).flatten(), ranks.shape[1] // heads
-        parts = {n: b.flatten(0, 2).index_select(0, where) for n, b in buffers.items() if n not in self.dtypes}
-        found = []
-        for name in _PARTS:
-            frame = self.fixed.get(_FRAMES[name])
-            frame = None if frame is None else frame.repeat_interleave(times, dim=1)
-            own = tuple(
-                parts[n].view(batch, ranks.shape[1], -1, parts[n].shape[-1]) for n in _PARTS[name] if n in parts
-            )
-            found.append(self._coder(name).decode(own, dim, frame).to(like.dtype))
-        keys, values = found
-        if self.following is not None:
+        return _KeysInCodes(self)
+
+    def as_held(self, ranks: Tensor | None) -> dict[str, Tensor]:
+        """See `DenseStore`: codes and scales."""
+        return {**self.held_of("keys", ranks), **self.held_of("values", ranks)}
+
+    def as_states(self, held: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """See `DenseStore`."""
+        return self.states_of("keys", held), self.states_of("values", held)
+
+    def held_of(self, name: str, ranks: Tensor | slice | None) -> dict[str, Tensor]:
+        """Return what is held of keys, or values, of units by ranks, of a span of slots, or of all."""
+        buffers = self._buffers()
+        parts = [part for part in _PARTS[name] if part in buffers]
+        if name == "keys" and self.following is not None:
             assert self.form.placed
-            keys = rotate(keys, *self.rotary.at(parts["places"].view(keys.shape[:-1]), keys))
-        return keys.view(*ranks.shape, dim), values.view(*ranks.shape, dim)
+            parts.append("places")
+        if not isinstance(ranks, Tensor):
+            return {part: buffers[part][:, :, slice(0, self.fill) if ranks is None else ranks] for part in parts}
+        where = self._where(ranks).flatten()
+        return {
+            part: buffers[part].flatten(0, 2).index_select(0, where).view(*ranks.shape, *buffers[part].shape[3:])
+            for part in parts
+        }
+
+    def states_of(self, name: str, held: Mapping[str, Tensor]) -> Tensor:
+        """Return keys as queries attend to them, or values, (B, heads, ..., D), of what is held of them."""
+        like, shape = self.fixed["exact_keys"], held[name].shape[:-1]
+        parts = [held[part].flatten(2, -2) for part in _PARTS[name] if part in held]
+        units, device = parts[0].shape[2], parts[0].device
+        frame = self.fixed.get(_FRAMES[name])
+        if frame is not None:
+            frame = frame.to(device, non_blocking=True).repeat_interleave(shape[1] // frame.shape[1], dim=1)
+        states = like.new_empty((*shape[:2], units, like.shape[-1]), device=device)
+        for start in range(0, units, _BLOCK):
+            span = slice(start, start + _BLOCK)
+            own = tuple(part[:, :, span] for part in parts)
+            decoded = self._coder(name).decode(own, like.shape[-1], frame).to(like.dtype)
+            if name == "keys" and "places" in held:
+                places = held["places"].flatten(2)[:, :, span]
+                rotate(decoded, *self.rotary.at(places, decoded), out=states[:, :, span])
+            else:
+                states[:, :, span] = decoded
+        return states.view(*shape, like.shape[-1])
 
     def lend_room(self, recalled: Recalled) -> None:
         """See `DenseStore`: slots hold codes, so there is no room for states."""
@@ -359,6 +374,23 @@ class QuantisedStore(DenseStore):
         twin.fixed = {name: tensor.clone() for name, tensor in self.fixed.items()}
         twin._newest = None
         return twin
+
+
+class _KeysInCodes(RoundedKeys):
+    """Keys of a store of codes."""
+
+    def __init__(self, store: QuantisedStore) -> None:
+        like = store.fixed["exact_keys"]
+        self._store, self.device = store, like.device
+        self.shape = (*like.shape[:2], store.fill, like.shape[-1])  # type: ignore[assignment]
+
+    def span(self, start: int, end: int) -> Tensor:
+        """See `RoundedKeys`."""
+        return self._store.states_of("keys", self._store.held_of("keys", slice(start, end)))
+
+    def at(self, ranks: Tensor) -> Tensor:
+        """See `RoundedKeys`."""
+        return self._store.states_of("keys", self._store.held_of("keys", ranks))
 
 
 def _consecutive(starts: Sequence[int], length: int, device: torch.device) -> Tensor:

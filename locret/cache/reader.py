@@ -83,13 +83,13 @@ class Reader:
         cache.check_reach(max(capacity) + max(host), None if prompt_tokens is None else prompt_tokens + new_tokens)
         self.limits.begin(schedule)
         self.torn = True
+        cache.reserve_slots(capacity, host)  # first: the second tier takes what an earlier answer leaves
         for nth, layer in enumerate(self.layers):
             layer.unsettle(cache.next_position)
             if self.policy.when == "chunk":
                 layer.evict(self.limits.before_reading(nth), cache.next_position)
             if self.scorer.fade != 1 and layer.fill:
                 layer.store.columns["scores"].mul_(self.scorer.fade)
-        cache.reserve_slots(capacity, host)
         self._new_tokens = new_tokens
 
     @property

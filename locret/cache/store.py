@@ -19,6 +19,7 @@ from torch import Tensor
 
 from locret.backbone.attention import Recalled, View
 from locret.backbone.rotary import Rotary, rotate, unrotate
+from locret.lookups.base import Keys
 from locret.policy.budget import unit_bytes
 from locret.policy.selectors import Kept, KeptPerHead
 
@@ -481,13 +482,20 @@ class DenseStore(Store):
 
         Heads are KV heads, or a multiple of them: several for each KV head, one after another.
         """
+        return self.as_states(self.as_held(ranks))
+
+    def as_held(self, ranks: Tensor | None) -> dict[str, Tensor]:
+        """Return what `as_states` needs of units by (B, heads, ...) ranks, heads as of `fetch`, or of all units."""
         assert self.keys is not None
         assert self.values is not None
-        where = self._where(ranks).flatten()
-        keys, values = (
-            buffer.flatten(0, 2).index_select(0, where).view(*ranks.shape, -1) for buffer in (self.keys, self.values)
-        )
-        return keys, values
+        if ranks is None:
+            return {"keys": self.keys[:, :, : self.fill], "values": self.values[:, :, : self.fill]}
+        where, buffers = self._where(ranks).flatten(), {"keys": self.keys, "values": self.values}
+        return {n: b.flatten(0, 2).index_select(0, where).view(*ranks.shape, -1) for n, b in buffers.items()}
+
+    def as_states(self, held: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values (B, heads, ..., D) of what `as_held` returned, on the device where that is now."""
+        return held["keys"], held["values"]
 
     def _where(self, ranks: Tensor) -> Tensor:
         """Return where units of (B, heads, ...) ranks are, counting slots through all rows and KV heads."""
@@ -498,15 +506,10 @@ class DenseStore(Store):
             first = first.repeat_interleave(ranks.shape[1] // heads)
         return first.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) + ranks
 
-    def all_keys(self) -> Tensor:
-        """Return (B, K, units, D), as queries attend to them where none is new."""
+    def all_keys(self) -> Keys:
+        """Return (B, K, units, D), as queries attend to them where none is new; codes are decoded as they are read."""
         assert self.keys is not None
         return self.keys[:, :, : self.fill]
-
-    def all_values(self) -> Tensor:
-        """Return (B, K, units, D)."""
-        assert self.values is not None
-        return self.values[:, :, : self.fill]
 
     def lend_room(self, recalled: Recalled) -> View | None:
         """Return what one new token attends to, the recalled units behind those held; None where there is no room."""

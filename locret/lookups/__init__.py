@@ -79,3 +79,12 @@ def in_blocks(spec: str, budget: int) -> InfLLM:
         ValueError: As `find` does, or if the budget is too small for them.
     """
     return registry.get("lookup", (InfLLM,), spec).completed(budget)
+
+
+def least_budget(spec: str) -> int:
+    """Return the smallest budget that a lookup of blocks can work with.
+
+    Raises:
+        ValueError: As `find` does.
+    """
+    return registry.get("lookup", (InfLLM,), spec).least_budget

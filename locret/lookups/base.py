@@ -4,13 +4,70 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from locret.registry import Chosen
+
+DECODED = 4096
+"""Units whose keys are decoded at once, where a tier holds codes."""
+
+
+class RoundedKeys(ABC):
+    """Keys of a tier that holds codes: states only while they are looked at."""
+
+    shape: tuple[int, int, int, int]
+    """B, K, H, D."""
+    device: torch.device
+    """Where the tier is."""
+
+    @abstractmethod
+    def span(self, start: int, end: int) -> Tensor:
+        """Return the (B, K, end - start, D) keys of neighbouring units."""
+
+    @abstractmethod
+    def at(self, ranks: Tensor) -> Tensor:
+        """Return the keys (B, K, ..., D) of units by (B, K, ...) ranks."""
+
+
+Keys = Tensor | RoundedKeys
+"""(B, K, H, D) of the second tier."""
+
+
+def spans(keys: Keys, multiple: int = 1, first: int = 0) -> Iterator[slice]:
+    """Yield spans of units from `first` on that are looked at together.
+
+    States come at once, codes a few thousand at a time, and always whole multiples of a page but for the last.
+    """
+    units = keys.shape[2]
+    size = max(1, DECODED // multiple) * multiple if isinstance(keys, RoundedKeys) else units
+    for start in range(first, units, size):
+        yield slice(start, min(start + size, units))
+
+
+def blocks(keys: Keys, multiple: int = 1, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the keys of these spans."""
+    for span in spans(keys, multiple, first):
+        yield span, keys.span(span.start, span.stop) if isinstance(keys, RoundedKeys) else keys[:, :, span]
+
+
+def keys_at(keys: Keys, ranks: Tensor) -> Tensor:
+    """Return the keys (B, K, ..., D) of units by (B, K, ...) ranks."""
+    if isinstance(keys, RoundedKeys):
+        return keys.at(ranks)
+    found = keys.gather(2, ranks.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[-1]))
+    return found.unflatten(2, ranks.shape[2:])
+
+
+def logits_of(query: Tensor, keys: Keys) -> Tensor:
+    """Return the products (B, K, Q, H) of (B, K, Q, D) queries with all keys."""
+    found = [query @ part.transpose(-1, -2) for _, part in blocks(keys)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen, which takes longer to make: there is one per layer and token
@@ -21,7 +78,7 @@ class Ask:
     """(B, N, L, D), post-rotary."""
     window: Tensor
     """(B, N, W, D) the newest queries, those of `query` last, as many as the lookup wants; zeros before the first."""
-    keys: Tensor
+    keys: Keys
     """(B, K, H, D) of the second tier, post-rotary, ascending in position, on the tier's device."""
     positions: Tensor
     """(B, K, H) original positions; -1 where a row holds fewer units than others."""
@@ -50,7 +107,7 @@ class Lookup(Chosen):
     reading: ClassVar[bool] = False
     """Whether the chunks of a text recall too, from what was evicted before; with original positions only."""
 
-    def index(self, keys: Tensor, positions: Tensor) -> Any:
+    def index(self, keys: Keys, positions: Tensor) -> Any:
         """Return what speeds up the search, built once for units that do not change.
 
         Args:

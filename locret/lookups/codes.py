@@ -22,15 +22,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.lookups.base import Ask, Lookup
+from locret.lookups.base import DECODED, Ask, Keys, Lookup, blocks, keys_at
 
 _BITS = (2, 4, 8)
 _MOST = 65504.0
 """Largest number of half precision."""
 _LOGITS = 1 << 23
 """Logits that exist at once, over all heads."""
-_DECODED = 4096
-"""Units whose codes are numbers at once."""
 
 
 class CodedKeys:
@@ -42,24 +40,31 @@ class CodedKeys:
         bits: Bits of a code: 2, 4 or 8.
     """
 
-    def __init__(self, keys: Tensor, there: Tensor, bits: int) -> None:
+    def __init__(self, keys: Keys, there: Tensor, bits: int) -> None:
         self.bits, self.dim = bits, keys.shape[-1]
-        weights = there[..., None].float()
-        self.mean = (keys.float() * weights).sum(2, keepdim=True) / weights.sum(2, keepdim=True).clamp_min(1)
+        weights, total = there[..., None].float(), 0.0
+        for span, part in blocks(keys):
+            total = total + (part.float() * weights[:, :, span]).sum(2, keepdim=True)
+        self.mean = total / weights.sum(2, keepdim=True).clamp_min(1)
         """(B, K, 1, D), float32."""
+        parts = zip(*(self._rounded(part) for _, part in blocks(keys)), strict=True)
+        self.packed, self.low, self.step = (torch.cat(part, dim=2) for part in parts)
+        """(B, K, H, D * bits / 8), and (B, K, H, 1): each unit's least number, and what lies between its codes."""
+
+    def _rounded(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes, least numbers and steps of some units."""
         turned = (keys.float() - self.mean) @ turn(self.dim).to(keys.device)
         low, high = turned.amin(-1, keepdim=True), turned.amax(-1, keepdim=True)
-        step = (high - low) / (2**bits - 1)
-        self.low, self.step = low.clamp(-_MOST, _MOST).half(), step.clamp(2.0**-24, _MOST).half()
-        """(B, K, H, 1) each unit's least number, and what lies between neighbouring codes."""
-        levels = (turned - self.low.float()) / self.step.float()
-        codes = levels.round().clamp(0, 2**bits - 1).to(torch.uint8)
-        each = 8 // bits
+        step = (high - low) / (2**self.bits - 1)
+        low, step = low.clamp(-_MOST, _MOST).half(), step.clamp(2.0**-24, _MOST).half()
+        levels = (turned - low.float()) / step.float()
+        codes = levels.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
+        each = 8 // self.bits
         if spare := -self.dim % each:
             codes = torch.cat([codes, codes.new_zeros(*codes.shape[:-1], spare)], dim=-1)
-        shifts = torch.arange(each, device=codes.device) * bits
-        self.packed = (codes.unflatten(-1, (-1, each)).int() << shifts).sum(-1).to(torch.uint8)
-        """(B, K, H, D * bits / 8)."""
+        shifts = torch.arange(each, device=codes.device) * self.bits
+        packed = (codes.unflatten(-1, (-1, each)).int() << shifts).sum(-1).to(torch.uint8)
+        return packed, low, step
 
     def to(self, device: torch.device) -> CodedKeys:
         """Move there, for good."""
@@ -72,8 +77,8 @@ class CodedKeys:
         bias = query @ self.mean[:, :, None].transpose(-1, -2)
         turned = query @ turn(self.dim).to(query.device)
         total, found = turned.sum(-1, keepdim=True), []
-        for start in range(0, self.packed.shape[2], _DECODED):
-            span = slice(start, start + _DECODED)
+        for start in range(0, self.packed.shape[2], DECODED):
+            span = slice(start, start + DECODED)
             low, step = (part[:, :, None, span, 0].float().unsqueeze(-2) for part in (self.low, self.step))
             products = turned @ self._codes(span)[:, :, None].transpose(-1, -2)
             found.append((products * step + total * low + bias).amax(2))
@@ -116,7 +121,7 @@ class CodesLookup(Lookup):
         if self.oversample < 1:
             raise ValueError(f"lookup {self.name}: oversample={self.oversample} is too small; it must be 1 or more")
 
-    def index(self, keys: Tensor, positions: Tensor) -> CodedKeys:
+    def index(self, keys: Keys, positions: Tensor) -> CodedKeys:
         """Return the keys in codes."""
         return CodedKeys(keys, positions >= 0, self.bits)
 
@@ -140,8 +145,6 @@ class CodesLookup(Lookup):
         """Return those of the (B, K, L, C) candidates that have the largest exact logits."""
         if ranks.shape[-1] == ask.count:
             return ranks
-        dim = ask.keys.shape[-1]
-        keys = ask.keys.gather(2, ranks.flatten(2)[..., None].expand(-1, -1, -1, dim)).unflatten(2, ranks.shape[2:])
-        logits = torch.einsum("bkgld,bklcd->bkglc", query, keys.float()).amax(2)
+        logits = torch.einsum("bkgld,bklcd->bkglc", query, keys_at(ask.keys, ranks).float()).amax(2)
         there = ask.positions.gather(2, ranks.flatten(2)).view(ranks.shape) >= 0
         return ranks.gather(3, logits.masked_fill(~there, -torch.inf).topk(ask.count, dim=-1).indices)

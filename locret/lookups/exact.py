@@ -1,7 +1,8 @@
 """Exact logits: each query recalls the units of the second tier that it would attend to the most.
 
 Formula:   per KV head the units with the largest q . k of any query head of its group.
-Cost:      one product with all keys of the tier per query; no index.
+Cost:      one product with all keys of the tier per query; no index. Codes are decoded a block of units at a time, and
+           the best so far are all that a block leaves.
 """
 
 # B batch, N query heads, K KV heads, G query heads per KV head, L queries, H units of the tier, R recalled, D head dim
@@ -14,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.lookups.base import Ask, Lookup
+from locret.lookups.base import Ask, Keys, Lookup, blocks
 
 _LOGITS = 1 << 24
 """Logits that exist at once, over all heads."""
@@ -31,7 +32,7 @@ class ExactLookup(Lookup):
         return best_of(ask.query.to(ask.keys.device), ask.keys, ask.count, ask.positions if ask.padded else None)
 
 
-def best_of(query: Tensor, keys: Tensor, count: int, positions: Tensor | None = None) -> Tensor:
+def best_of(query: Tensor, keys: Keys, count: int, positions: Tensor | None = None) -> Tensor:
     """Return the units with the largest logits.
 
     Args:
@@ -44,14 +45,22 @@ def best_of(query: Tensor, keys: Tensor, count: int, positions: Tensor | None = 
         (B, K, L, count) int64 ranks.
     """
     batch, heads, length, dim = query.shape
-    kv_heads, units = keys.shape[1:3]
-    keys, group = keys.transpose(-1, -2), heads // kv_heads
-    rows = max(1, _LOGITS // (batch * heads * units))
-    found = []
-    for start in range(0, length, rows):
-        block = query[:, :, start : start + rows].reshape(batch, kv_heads, -1, dim)
-        logits = (block @ keys).view(batch, kv_heads, group, -1, units).amax(2)
-        if positions is not None:
-            logits = logits.masked_fill(positions[:, :, None] < 0, -torch.inf)
-        found.append(logits.topk(count, dim=-1).indices)
-    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+    kv_heads, rows = keys.shape[1], 0
+    best: list[tuple[Tensor, Tensor]] = []
+    for span, part in blocks(keys):
+        turned, units = part.transpose(-1, -2), part.shape[2]
+        rows = rows or max(1, _LOGITS // (batch * heads * units))
+        for nth, start in enumerate(range(0, length, rows)):
+            block = query[:, :, start : start + rows].reshape(batch, kv_heads, -1, dim)
+            logits = (block @ turned).view(batch, kv_heads, heads // kv_heads, -1, units).amax(2)
+            if positions is not None:
+                logits = logits.masked_fill(positions[:, :, None, span] < 0, -torch.inf)
+            found, ranks = logits.topk(min(count, units), dim=-1)
+            if not span.start:
+                best.append((found, ranks))
+                continue
+            both = torch.cat([best[nth][0], found], dim=-1).topk(min(count, span.stop), dim=-1)
+            ranks = torch.cat([best[nth][1], ranks + span.start], dim=-1).gather(-1, both.indices)
+            best[nth] = both.values, ranks
+    chosen = [ranks for _, ranks in best]
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=2)

@@ -133,8 +133,14 @@ class InfLLM(Chosen):
             made = self._around(local)
             if made.units <= budget:
                 return made
-        least = self._around(1).units
-        raise ValueError(f"recall_by={self.name} needs {least} units on the device, but budget={budget}; raise budget")
+        raise ValueError(
+            f"recall_by={self.name} needs {self.least_budget} units on the device, but budget={budget}; raise budget"
+        )
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget that `completed` takes."""
+        return self._around(self.local or 1).units
 
     def _around(self, local: int) -> InfLLM:
         block = self.block or min(128, max(8, local // 32))

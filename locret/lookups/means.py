@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from locret.lookups.base import Ask, Lookup
+from locret.lookups.base import Ask, Keys, Lookup
 from locret.lookups.pages import check_page, in_pages, units_first, units_of_best
 
 
@@ -32,11 +33,13 @@ class MeansLookup(Lookup):
         super().__post_init__()
         check_page(self.name, self.page)
 
-    def index(self, keys: Tensor, positions: Tensor) -> Tensor:
+    def index(self, keys: Keys, positions: Tensor) -> Tensor:
         """Return (B, K, P, D) mean keys."""
-        keys, there = units_first(keys, positions), units_first((positions >= 0)[..., None], positions)
-        counts = in_pages(there.to(keys.dtype), self.page, 0).sum(3)
-        return in_pages(keys.masked_fill(~there, 0), self.page, 0).sum(3) / counts.clamp_min(1)
+        means = []
+        for part, empty in units_first(keys, positions, self.page):
+            counts = in_pages((~empty).to(part.dtype), self.page, 0).sum(3)
+            means.append(in_pages(part.masked_fill(empty, 0), self.page, 0).sum(3) / counts.clamp_min(1))
+        return torch.cat(means, dim=2)
 
     def index_bytes(self, units: int, head_dim: int, element_size: int) -> int:
         """Return the bytes of the means."""

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from locret.lookups.base import Ask, Lookup, check_tokens
+from locret.lookups.base import Ask, Keys, Lookup, check_tokens, logits_of
 
 PUBLISHED: Mapping[int, tuple[int, ...]] = MappingProxyType({32: (2, 8, 18), 48: (6, 11, 30), 80: (4, 19, 41)})
 """Filter layers by number of layers: Llama-3-8B-262K, Yi-9B-200K, Llama-3.1-70B."""
@@ -89,6 +89,11 @@ class OmniKVLookup(Lookup):
             self._refuse(f'selector="{self.selector}" is unknown; choose one of {", ".join(SELECTORS)}')
         if self.window < 1:
             self._refuse(f"window={self.window} is too small; give 1 or more")
+        if self.window != type(self).window and not self._looks_back:
+            self._refuse(
+                f'window={self.window} is what uniform and exp look from, but selector="{self.selector}" looks from '
+                "the newest query alone; leave window out, or take one of those"
+            )
         if self.prefill < 0:
             self._refuse(f"prefill={self.prefill} is negative; use 0 to read densely")
         if self.tokens is not None and self.memory is not None:
@@ -182,10 +187,9 @@ class OmniKVLookup(Lookup):
 
     # -- what is chosen -----------------------------------------------------------------------------------------------
 
-    def index(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Return (B, K or 1, H) positions: one row of them where all heads hold the same tokens."""
-        same = bool((positions == positions[:, :1]).all())
-        return positions[:, :1] if same else positions
+    def index(self, keys: Keys, positions: Tensor) -> bool:
+        """Return whether all heads hold the same tokens."""
+        return bool((positions == positions[:, :1]).all())
 
     def choose(self, ask: Ask) -> Tensor | None:
         """See `Lookup`; ranks are (B, 1, 1, R), or (B, K, 1, R) where heads hold different tokens."""
@@ -197,7 +201,7 @@ class OmniKVLookup(Lookup):
             ask.shared.pop(_CHOSEN, None)
         if ask.nth in dense_layers(filters, ask.layers) or _SCORES not in ask.shared:
             return None
-        positions: Tensor = ask.index
+        positions = _positions(ask)
         of, ranks = ask.shared.get(_CHOSEN, (None, None))
         if of is None or of.shape != positions.shape or not torch.equal(of, positions.to(of.device)):
             ranks = self._best(ask.shared[_SCORES].to(positions.device), positions, self._count(ask))
@@ -206,7 +210,7 @@ class OmniKVLookup(Lookup):
 
     def _scores(self, ask: Ask) -> Tensor:
         """Return (B, T) scores of the text's tokens; -inf for those that are no candidates."""
-        query, positions = ask.query, ask.index
+        query, positions = ask.query, _positions(ask)
         if ask.generating:
             query = ask.window if self._looks_back else ask.query[:, :, -1:]
         length, units = query.shape[2], ask.keys.shape[2]
@@ -218,7 +222,7 @@ class OmniKVLookup(Lookup):
         total: Tensor | float = 0.0
         for start in range(0, length, rows):
             block = grouped[:, :, :, start : start + rows].flatten(2, 3)
-            logits = (block @ ask.keys.transpose(-1, -2)).float() * ask.scaling
+            logits = logits_of(block, ask.keys).float() * ask.scaling
             logits = logits.masked_fill((ask.positions < 0)[:, :, None], -torch.inf)
             shares = logits if self.selector == "raw" and ask.generating else logits.softmax(-1)
             shares = shares.unflatten(2, (grouped.shape[2], -1)).amax(2)  # (B, K, W, H)
@@ -232,6 +236,11 @@ class OmniKVLookup(Lookup):
         found = scores[:, None].expand(-1, positions.shape[1], -1).gather(2, positions.clamp(0, last).long())
         found = found.masked_fill((positions < 0) | (positions > last), -torch.inf)
         return found.topk(count, dim=-1).indices.sort(dim=-1).values[:, :, None]
+
+
+def _positions(ask: Ask) -> Tensor:
+    """Return (B, K or 1, H) positions: one row of them where all heads hold the same tokens."""
+    return ask.positions[:, :1] if ask.index else ask.positions
 
 
 def _by_token(shares: Tensor, positions: Tensor, weights: Tensor) -> Tensor:

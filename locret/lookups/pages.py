@@ -11,13 +11,14 @@ Cost:      an index of 2 / page of the keys is read for each query; no key is re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from locret.lookups.base import Ask, Lookup
+from locret.lookups.base import Ask, Keys, Lookup, blocks, keys_at, spans
 
 _BOUNDS = 1 << 24
 """Bounds that exist at once, over all heads."""
@@ -44,12 +45,15 @@ class PagesLookup(Lookup):
         super().__post_init__()
         check_page(self.name, self.page)
 
-    def index(self, keys: Tensor, positions: Tensor) -> Bounds:
+    def index(self, keys: Keys, positions: Tensor) -> Bounds:
         """Return the bounds of all pages."""
-        keys, there = units_first(keys, positions), units_first((positions >= 0)[..., None], positions)
-        low = in_pages(keys.masked_fill(~there, torch.inf), self.page, torch.inf).amin(3)
-        high = in_pages(keys.masked_fill(~there, -torch.inf), self.page, -torch.inf).amax(3)
-        return Bounds(low.nan_to_num(posinf=0.0), high.nan_to_num(neginf=0.0))  # pages without a unit are never chosen
+        lows, highs = [], []
+        for part, empty in units_first(keys, positions, self.page):
+            low = in_pages(part.masked_fill(empty, torch.inf), self.page, torch.inf).amin(3)
+            high = in_pages(part.masked_fill(empty, -torch.inf), self.page, -torch.inf).amax(3)
+            lows.append(low.nan_to_num(posinf=0.0))  # pages without a unit are never chosen
+            highs.append(high.nan_to_num(neginf=0.0))
+        return Bounds(torch.cat(lows, dim=2), torch.cat(highs, dim=2))
 
     def index_bytes(self, units: int, head_dim: int, element_size: int) -> int:
         """Return the bytes of the bounds."""
@@ -76,13 +80,19 @@ def check_page(name: str, page: int) -> None:
         raise ValueError(f"lookup {name}: page={page} is too small; it must be 1 or more")
 
 
-def units_first(states: Tensor, positions: Tensor) -> Tensor:
-    """Return (B, K, H, ...) states, empty slots of short rows behind the units, so that pages begin with a unit."""
-    empty = (positions < 0).sum(-1, keepdim=True)
+def units_first(keys: Keys, positions: Tensor, page: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield keys and, (B, K, units, 1), which of them are none, by whole pages.
+
+    Empty slots of short rows are behind the units, so that pages begin with a unit.
+    """
+    units, empty = positions.shape[-1], (positions < 0).sum(-1, keepdim=True)
+    slots = torch.arange(units, device=positions.device)
     if not empty.any():
-        return states
-    order = (torch.arange(positions.shape[-1], device=positions.device) + empty) % positions.shape[-1]
-    return states.gather(2, order[..., None].expand_as(states))
+        for span, part in blocks(keys, page):
+            yield part, (slots[span] < 0)[None, None, :, None]
+        return
+    for span in spans(keys, page):
+        yield keys_at(keys, (slots[span] + empty) % units), (slots[span] >= units - empty)[..., None]
 
 
 def in_pages(keys: Tensor, page: int, padding: float) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from locret.lookups.base import Ask, Lookup, check_tokens
+from locret.lookups.base import Ask, Keys, Lookup, blocks, check_tokens
 
 
 class _Pages(NamedTuple):
@@ -84,19 +84,24 @@ class QuestLookup(Lookup):
             "recall": self.tokens or 1024,
         }
 
-    def index(self, keys: Tensor, positions: Tensor) -> _Pages:
+    def index(self, keys: Keys, positions: Tensor) -> _Pages:
         """Return the bounds of all pages."""
         units = keys.shape[2]
         first = (positions[:, 0] < 0).sum(-1).tolist()
         counts = [-(-(units - start) // self.page) for start in first]
-        low, high = (keys.new_zeros(*keys.shape[:2], max(counts), keys.shape[3]) for _ in range(2))
-        for row, (start, pages) in enumerate(zip(first, counts, strict=True)):
-            # The last page is filled up with its last key, which changes no bound.
-            missing = pages * self.page - (units - start)
-            filled = torch.cat([keys[row, :, start:], keys[row, :, -1:].expand(-1, missing, -1)], dim=1)
-            filled = filled.unflatten(1, (pages, self.page))
-            low[row, :, :pages], high[row, :, :pages] = filled.amin(2), filled.amax(2)
-        return _Pages(low, high, first, counts)
+        bounds: list[Tensor] = []
+        for row, start in enumerate(first):
+            done = 0
+            for _, part in blocks(keys, self.page, start):
+                if not bounds:
+                    bounds = [part.new_zeros(*keys.shape[:2], max(counts), keys.shape[3]) for _ in range(2)]
+                # The last page is filled up with its last key, which changes no bound.
+                own, missing = part[row], -part.shape[2] % self.page
+                filled = torch.cat([own, own[:, -1:].expand(-1, missing, -1)], dim=1).unflatten(1, (-1, self.page))
+                pages = slice(done, done + filled.shape[1])
+                bounds[0][row, :, pages], bounds[1][row, :, pages] = filled.amin(2), filled.amax(2)
+                done = pages.stop
+        return _Pages(*bounds, first, counts)
 
     def index_bytes(self, units: int, head_dim: int, element_size: int) -> int:
         """Return the bytes of the bounds."""
@@ -120,5 +125,6 @@ class QuestLookup(Lookup):
             wanted = min(max(3, tokens // self.page), wanted)
         chosen = bounds.topk(wanted, dim=-1).indices.sort(dim=-1).values
         first = torch.tensor(found.first, device=chosen.device)[:, None, None, None]
-        ranks: Tensor = first + chosen[..., None] * self.page + torch.arange(self.page, device=chosen.device)
+        within = torch.arange(min(self.page, units), device=chosen.device)
+        ranks: Tensor = first + chosen[..., None] * self.page + within
         return ranks.masked_fill(ranks >= units, -1).view(batch, heads, 1, -1)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import attention_modules, device_of
 from locret.mergers.base import Merged, Merger, Units, take
-from locret.mergers.kernels import MergingKernel, MergingKernels
+from locret.mergers.kernels import WHAT, MergingKernel, MergingKernels
 
 WORST = torch.finfo(torch.float32).min
 """Score of a merged slot."""
@@ -39,14 +39,25 @@ class LoCoMerger(Merger):
     kernels: str
     """Folder or Hub repository of trained merging kernels (locret kernels trains them)."""
 
+    def check_file(self) -> None:
+        """See `Merger`."""
+        self._load()
+
     def prepare(self, model: nn.Module) -> MergingKernels:
         """Load the kernels, each onto its layer's device."""
-        kernels = MergingKernels.from_pretrained(self.kernels)
+        kernels = self._load()
         kernels.check_matches(model)
         for index, module in enumerate(attention_modules(model)):
             if index in kernels.config.layers:
                 kernels[index].to(device_of(module))
         return kernels.requires_grad_(False)
+
+    def _load(self) -> MergingKernels:
+        try:
+            return MergingKernels.from_pretrained(self.kernels)
+        except ValueError as error:
+            about = str(error).replace("retaining heads", WHAT).replace("locret-train", "locret kernels")
+            raise ValueError(f"merge {self.name}: {about}") from None
 
     def slots(self, prepared: Any) -> int:
         """See `Merger`."""

@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from families import build, prompt
+from lookup_runs import LAYERS, fresh, method
 from torch import Tensor
 
 from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, lookups, prefill, reference
+from locret.cli.option_help import field_docs
 from locret.data import tasks
 from locret.lookups import Ask, Lookup
 from locret.lookups.codes import CodedKeys, turn
@@ -133,6 +135,24 @@ def test_a_cache_plans_the_bytes_of_its_indexes(spec: str, tokens: int) -> None:
     prefill(model, prompt(tokens), cache)
     assert cache.memory().index == cache.memory().index_planned == planned
     assert (planned > 0) == (spec != "exact")
+
+
+@pytest.mark.parametrize("codes", [{}, {"key_bits": 4}])
+@pytest.mark.parametrize("spec", ["quest", "omnikv", "omnikv:selector=exp"])
+def test_a_cache_plans_the_bytes_of_a_methods_index(spec: str, codes: dict[str, int]) -> None:
+    model = build("llama", **LAYERS)
+    cache = fresh(model, method(spec, 6, **codes))
+    for tokens in (90, 33):
+        prefill(model, prompt(tokens), cache, new_tokens=3)
+        generate(model, cache=cache, max_new_tokens=3, **GREEDY)
+        memory = cache.memory()
+        assert memory.index == memory.index_planned
+        assert (memory.planned, memory.host_planned) == (memory.actual, memory.host)
+        assert (memory.index > 0) == (spec == "quest")
+
+
+def test_help_names_every_lookup() -> None:
+    assert all(f'"{name}' in field_docs(RetentionPolicy)["recall_by"] for name in lookups.names())
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])

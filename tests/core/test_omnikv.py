@@ -183,6 +183,7 @@ def test_bytes_of_every_tier_are_planned_and_counted(tiny: Any, tokens: int) -> 
     workspace = 513 * backbone.num_kv_heads * backbone.head_dim * 4
     assert memory.actual == (3 * (tokens - 9) + 5 * 513) * unit + workspace + window
     assert memory.peak == memory.planned == memory.actual
+    assert memory.index == memory.index_planned == 0  # positions are looked at where they are
     before = cache.memory().moved
     generate(tiny, cache=cache, max_new_tokens=3, do_sample=False, eos_token_id=-1)
     share = int(0.25 * (tokens - 9))  # (0.7 - 0.6) / (1 - 0.6)
@@ -225,6 +226,7 @@ def test_layers_share_one_set_of_tokens_and_heads_that_differ_take_the_best_they
         ("memory=1.5", "memory=1.5 is no share"),
         ("tokens=9,memory=0.5", "tokens=9 and memory=0.5 both say"),
         ("window=0", "window=0 is too small"),
+        ("window=4", "window=4 is what uniform and exp look from"),
         ("prefill=-1", "prefill=-1 is negative"),
         ("filters=2", 'has no option "filters"; did you mean filter_layers'),
     ],
@@ -247,3 +249,25 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_read(options: st
     policy = RetentionPolicy(budget=8, host_budget=64, recall=8, recall_by=f"omnikv:{options}")
     with pytest.raises(ValueError, match=says):
         RetentionCache(build("llama", **LAYERS), "random", policy)
+
+
+@pytest.mark.parametrize("codes", [{}, {"key_bits": 4}])
+@pytest.mark.parametrize("selector", ["exp", "uniform"])
+@pytest.mark.parametrize("tokens", [3, 17])
+def test_remembered_queries_of_a_second_tier_without_units_are_saved(
+    selector: str, codes: dict[str, int], tokens: int, tmp_path: Path
+) -> None:
+    model = build("llama", **LAYERS)
+    cache = fresh(model, method(f"omnikv:selector={selector}", 6, **codes))
+    prefill(model, prompt(tokens), cache)
+    assert cache.memory().host_units == 0
+    save_cache(cache, tmp_path / "a.ctx")
+    again = load_cache(tmp_path / "a.ctx", model, "streaming:sinks=0")
+    remembered = [
+        (ours.host.queries, theirs.host.queries) for ours, theirs in zip(cache.governed, again.governed, strict=True)
+    ]
+    assert sum(ours is not None and torch.equal(ours, theirs) for ours, theirs in remembered) == 1
+    for one in (cache, again):
+        prefill(model, prompt(30, seed=2), one)
+    ours, theirs = (torch.stack(answered(model, one, None).logits) for one in (cache, again))
+    assert torch.equal(ours, theirs)

@@ -16,12 +16,23 @@ from test_scorers import make, padded, policy_of
 from test_stores import DIM, HEADS, ROWS, Filled
 from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, reference, save_cache, scorers
+from locret import (
+    RetentionCache,
+    RetentionPolicy,
+    generate,
+    load_cache,
+    lookups,
+    prefill,
+    reference,
+    save_cache,
+    scorers,
+)
 from locret.backbone.rotary import rotate
 from locret.cache.compiled_step import check_can_compile
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import Channel, Coder, Form, Rotated, Rounding, Token, form_of, forms_of
 from locret.cache.store import POSITIONS, SCORES, DenseStore, Ranks, Workspace
+from locret.lookups.base import Ask, blocks
 from locret.policy.policy import BITS
 
 FEW = [bits for bits in BITS if bits < 16]
@@ -105,7 +116,8 @@ def test_with_sixteen_bits_ranks_of_two_tiers_are_those_of_the_plain_store() -> 
     assert isinstance(other.store, DenseStore)
     for ours, theirs in zip(one.store.fetch(asked), other.store.fetch(asked), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(one.store.all_keys(), other.store.all_keys(), atol=1e-5, rtol=0)
+    keys = (next(blocks(made.store.all_keys()))[1] for made in (one, other))
+    torch.testing.assert_close(*keys, atol=1e-5, rtol=0)
     for made in (one, other):
         made.store.unrotate(60, ranks)
     same(one, other)
@@ -485,3 +497,89 @@ def test_rounding_by_channel_is_the_slow_one(bits: int, dim: int) -> None:
     slow = reference.rounded_by_channel(later[0, 0], bits, 7, first[0, 0])
     close = (fast[0, 0] - slow).abs() < 1e-3
     assert close.float().mean() > 0.97  # a number halfway between two codes may fall to either side
+
+
+# -- a second tier in codes -------------------------------------------------------------------------------------------
+
+
+def of_second_tier(model: Any, tokens: int = 90, rows: int = 1, disk: Any = None, **changes: Any) -> RetentionCache:
+    codes = {"key_bits": 4, "value_bits": 2, "host_budget": "all", "recall": 6}
+    cache = RetentionCache(model, "key_norm", policy(**{**codes, **changes}), disk=disk)
+    ids, mask = prompt(tokens, batch=rows), torch.ones(rows, tokens, dtype=torch.long)
+    mask[-1, : 40 * (rows - 1)] = 0
+    prefill(model, ids, cache, attention_mask=mask)
+    return cache
+
+
+@pytest.mark.parametrize("positions", ["compact", "original"])
+@pytest.mark.parametrize("spec", ["exact", "codes:oversample=3", "pages:page=5", "means", "quest:page=5", "omnikv"])
+def test_keys_in_codes_are_scanned_in_blocks_for_the_choice_of_all_at_once(
+    spec: str, positions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("locret.lookups.base.DECODED", 8)
+    cache = of_second_tier(build("llama"), rows=2, positions=positions)
+    tier = cache.governed[-1].host
+    assert tier is not None
+    tier.store.sort()
+    held, units = tier.store.held(POSITIONS), tier.fill
+    scanned = tier.store.all_keys()
+    sizes: list[int] = []
+    whole = torch.cat([keys for _, keys in blocks(scanned)], dim=2)
+    decode = QuantisedStore.states_of
+
+    def watched(store: QuantisedStore, name: str, held: dict[str, Tensor]) -> Tensor:
+        sizes.append(held[name][0, 0, ..., 0].numel())
+        return decode(store, name, held)
+
+    monkeypatch.setattr(QuantisedStore, "states_of", watched)
+    lookup, query = lookups.get(spec), torch.randn(2, 4, 1, whole.shape[-1], generator=torch.Generator().manual_seed(0))
+    found = []
+    for keys in (scanned, whole):
+        ask = {"query": query, "window": query, "keys": keys, "positions": held, "padded": True, "count": 11}
+        ask |= {"index": lookup.index(keys, held), "scaling": 0.3, "layers": 8, "generating": True, "shared": {}}
+        filters = lookup.choose(Ask(nth=2, **ask))  # of omnikv: leaves its scores
+        assert filters is None or spec != "omnikv"
+        ranks = lookup.choose(Ask(nth=7, **ask))
+        assert ranks is not None
+        found.append(ranks.sort(dim=-1).values)
+    assert torch.equal(*found)
+    assert units == 60
+    assert 0 < max(sizes) <= (33 if spec.startswith("codes") else 8)  # candidates of codes are looked at together
+
+
+@pytest.mark.parametrize(("positions", "places"), [("compact", 4), ("original", 0)])
+def test_what_is_recalled_moves_as_codes_and_scales(positions: str, places: int) -> None:
+    model = build("llama")
+    cache = of_second_tier(model, positions=positions)
+    before = cache.memory().moved
+    generate(model, cache=cache, max_new_tokens=3, **GREEDY)
+    recalled = cache.memory().moved - before
+    form = form_of(cache.policy, 0, len(cache.backbone.layers))
+    assert form is not None
+    unit = form.keys.unit_bytes(cache.backbone.head_dim, 4) + form.values.unit_bytes(cache.backbone.head_dim, 4)
+    per_token = len(cache.backbone.layers) * cache.backbone.num_kv_heads * 6 * (unit + places)
+    assert recalled % per_token == 0
+    assert recalled // per_token in (2, 3)
+
+
+@pytest.mark.parametrize("tokens", [20, 90])
+@pytest.mark.parametrize("bits", [{"value_bits": 16}, {"key_bits": 3, "host_budget": 19, "rounding": "rotated"}])
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_a_disk_holds_codes_as_planned_and_changes_no_answer(
+    bits: dict[str, Any], tokens: int, positions: str, tmp_path: Path
+) -> None:
+    model, answers = build("llama"), []
+    for disk in (tmp_path / "scratch", None):
+        cache = of_second_tier(model, tokens, disk=disk, positions=positions, **bits)
+        for more in (None, prompt(31, seed=2)):
+            if more is not None:
+                prefill(model, more, cache, new_tokens=5)
+            memory = cache.memory()
+            assert (memory.disk, memory.host) == (memory.disk_planned, memory.host_planned)
+            assert (memory.host if disk else memory.disk) == 0
+            assert memory.host + memory.disk > 0 or (more is None and tokens == 20)
+            options = {"output_logits": True, "return_dict_in_generate": True, **GREEDY}
+            out: Any = generate(model, cache=cache, max_new_tokens=5, **options)
+            answers.append(torch.stack(out.logits))
+    assert torch.equal(answers[0], answers[2])
+    assert torch.equal(answers[1], answers[3])

@@ -105,9 +105,20 @@ def test_bytes_of_every_tier_are_planned_and_counted(tokens: int) -> None:
     workspace = 513 * backbone.num_kv_heads * backbone.head_dim * 4
     assert memory.actual == (2 * (tokens - 2) + 5 * 513) * unit + workspace
     assert memory.peak == memory.planned == memory.actual
+    assert memory.index == memory.index_planned > 0
     generate(tiny, cache=cache, max_new_tokens=3, do_sample=False, eos_token_id=-1)
     # Six pages of 16 for every query head, in three layers and three steps.
     assert cache.memory().moved - memory.moved == 3 * 3 * 96 * backbone.num_heads * 2 * backbone.head_dim * 4
+
+
+def test_a_page_is_never_larger_than_the_tier() -> None:
+    model, moved = build("llama", **LAYERS), []
+    for page in (50, 100_000):
+        cache = fresh(model, method(f"quest:page={page},tokens=8"))
+        prefill(model, prompt(40), cache)
+        answered(model, cache, None)
+        moved.append(cache.memory().moved)
+    assert moved[0] == moved[1] > 0
 
 
 @pytest.mark.parametrize(

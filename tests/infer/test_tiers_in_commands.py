@@ -141,13 +141,17 @@ def test_an_answer_is_measured_with_both_tiers(capsys: pytest.CaptureFixture[str
         (["--host-budget", "64", "--recall", "4", "--recall-by", "exakt"], 'lookup "exakt" is unknown'),
         (["--host-budget", "1K", "--recall", "4"], 'host_budget="1K" is neither a number of units nor "all"'),
         (["--host-budget", "1000000000000", "--recall", "4"], "bytes of host memory, but this machine has"),
+        (["--host-budget", "64", "--recall", "4", "--compile"], "compiled here: recall=4 looks up units of the second"),
+        (["--key-bits", "4", "--exact-layers", "3"], "exact_layers=3 leaves none of 5 layers for key_bits=4 and"),
+        (["--merge", "foo"], 'merge "foo" is unknown; did you mean d2o or kvmerger or loco?'),
+        (["--merge", "loco:kernels=/nope"], "there is no folder '/nope'; give a folder of merging kernels"),
     ],
 )
 def test_what_has_no_effect_or_cannot_be_is_refused_before_weights_are_loaded(
     flags: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("locret.loading.load_model", lambda *_: pytest.fail("weights were loaded"))
-    with pytest.raises(ValueError, match="recall|host") as caught:
+    with pytest.raises(ValueError, match="recall|host|exact|merge") as caught:
         infer([*MODEL, "--prompt-file", shipped.find("recipes/infer/pass_key.txt"), "--budget", "32", *flags])
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -207,6 +211,68 @@ def test_a_method_of_another_paper_that_contradicts_itself_is_refused(name: str,
     with pytest.raises(ValueError, match="quest|exact|full|infllm") as caught:
         methods.get(name)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "flags", "sentence"),
+    [
+        ("omnikv,full", ["--host-budget", "64", "--recall", "4"], "--host-budget 64 is set by omnikv itself"),
+        ("locret+recall", ["--host-budget", "64", "--recall", "8"], "--host-budget 64 is set by locret+recall itself"),
+        ("infllm", ["--key-bits", "4"], "--key-bits 4 is set by infllm itself"),
+        (
+            "full",
+            ["--key-bits", "4"],
+            "--key-bits 4 means nothing to full, so it would change nothing; drop --key-bits",
+        ),
+        ("full,locret+loco:kernels=/nope", [], "there is no folder '/nope'; give a folder of merging kernels"),
+        ("full,locret+minference:patterns=/nope", [], "there is no file /nope; make one with `locret patterns`"),
+        ("locret+4bit:exact_layers=9", [], "exact_layers=9 leaves none of"),
+        ("quest+pyramid", [], "quest sets layer_budgets itself; drop +pyramid"),
+    ],
+)
+def test_what_no_method_takes_is_refused_by_an_evaluation_and_a_benchmark(
+    names: str, flags: list[str], sentence: str
+) -> None:
+    for compare, line in (
+        (evaluate, [*MODEL, "--tasks", "passkey", "--lengths", "300"]),
+        (bench, ["--shape", "tiny", "--lengths", "300"]),
+    ):
+        with pytest.raises(ValueError, match="full|omnikv|locret|infllm|merge|prefill|exact|quest") as caught:
+            compare([*line, "--budget", "64", "--methods", names, *flags, "--dry-run"])
+        assert sentence in str(caught.value)
+
+
+def test_an_evaluation_has_no_option_for_a_place_that_it_does_not_use() -> None:
+    for flag in ("--disk", "--store"):
+        with pytest.raises(ValueError, match=f"{flag} is unknown"):
+            evaluate([*MODEL, "--tasks", "passkey", "--lengths", "300", flag, "anywhere", "--dry-run"])
+
+
+def test_blocks_are_planned_asked_several_times_and_not_saved(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(Path(shipped.find("recipes/infer/pass_key.txt")).read_text(encoding="utf-8")[:2000])
+    line = ["--model", "checkpoints/tiny", "--scorer", "streaming", "--recall-by", "infllm", "--prompt-file", str(text)]
+    line += ["--max-new-tokens", "4", "--quiet"]
+    for budget in (["--budget", "96"], ["--kv-memory", "1MiB"]):
+        assert infer([*line, *budget, "--question", "What?", "--dry-run"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert infer([*line, *budget, "--question", "What?", "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert record["policy"] == plan["policy"]
+        assert plan["planned_host_bytes"] == record["planned_host_bytes"] == record["host_bytes"] > 0
+        assert plan["planned_cache_bytes"] == record["planned_cache_bytes"] == record["peak_cache_bytes"] <= 2**20
+    assert infer([*line, "--budget", "96", "--question", "What?", "--question", "Which pass key?", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["answers"]
+    assert infer([*line, "--budget", "96", "--question", "Which pass key?", "--question", "Who?", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answers"][0]["answer"] == second["answer"]
+    assert first["host_bytes"] == first["planned_host_bytes"] > 0
+    monkeypatch.setattr("locret.loading.load_model", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match="a file has no place for the blocks"):
+        infer([*line, "--budget", "96", "--save-context", str(tmp_path / "context")])
+    with pytest.raises(ValueError, match="even a budget of 21 takes"):
+        infer([*line, "--kv-memory", "100KiB", "--question", "What?"])
 
 
 def test_modifiers_are_those_that_there_are() -> None:
