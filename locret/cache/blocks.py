@@ -283,7 +283,7 @@ class Blocks:
             setattr(self, name, torch.cat([getattr(tier, name) for tier in tiers]))
         self.counts = [tier.counts[0] for tier in tiers]
         self._in_use = [tier._in_use[0] for tier in tiers]
-        self.moved += sum(tier.moved for tier in tiers)
+        self.moved += sum(tier.moved - self.moved for tier in tiers)  # each has gone on counting from here
 
     def copy(self) -> Self:
         """Return an independent copy."""

@@ -87,8 +87,9 @@ class HostTier:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the lookup's index; 0 before it is made."""
-        return sum(tensor.nbytes for tensor in _tensors_of(self._index))
+        """Bytes of the lookup's index, but for what it shares with the units; 0 before it is made."""
+        shared = {buffer.untyped_storage().data_ptr() for buffer in self.store._buffers().values()}
+        return sum(t.nbytes for t in _tensors_of(self._index) if t.untyped_storage().data_ptr() not in shared)
 
     @property
     def fast_nbytes(self) -> int:
@@ -262,6 +263,7 @@ class HostTier:
         self.store.join(stores, max(store.fill for store in stores))
         queries = [tier.queries for tier in tiers if tier.queries is not None]
         self.queries = torch.cat(queries) if queries else None
+        self.moved += sum(tier.moved - self.moved for tier in tiers)  # each has gone on counting from here
         self.forget()
 
     def state(self) -> dict[str, Tensor]:

@@ -183,6 +183,7 @@ def test_bytes_of_every_tier_are_planned_and_counted(tiny: Any, tokens: int) -> 
     workspace = 513 * backbone.num_kv_heads * backbone.head_dim * 4
     assert memory.actual == (3 * (tokens - 9) + 5 * 513) * unit + workspace + window
     assert memory.peak == memory.planned == memory.actual
+    assert memory.index == memory.index_planned == 0  # positions are looked at where they are
     before = cache.memory().moved
     generate(tiny, cache=cache, max_new_tokens=3, do_sample=False, eos_token_id=-1)
     share = int(0.25 * (tokens - 9))  # (0.7 - 0.6) / (1 - 0.6)

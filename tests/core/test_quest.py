@@ -105,6 +105,7 @@ def test_bytes_of_every_tier_are_planned_and_counted(tokens: int) -> None:
     workspace = 513 * backbone.num_kv_heads * backbone.head_dim * 4
     assert memory.actual == (2 * (tokens - 2) + 5 * 513) * unit + workspace
     assert memory.peak == memory.planned == memory.actual
+    assert memory.index == memory.index_planned > 0
     generate(tiny, cache=cache, max_new_tokens=3, do_sample=False, eos_token_id=-1)
     # Six pages of 16 for every query head, in three layers and three steps.
     assert cache.memory().moved - memory.moved == 3 * 3 * 96 * backbone.num_heads * 2 * backbone.head_dim * 4

@@ -176,6 +176,20 @@ def test_a_tier_that_an_answer_filled_is_saved_in_order_and_no_larger_than_it_ma
     assert torch.equal(answer(model, again, prompt(9)), answer(model, cache, prompt(9)))
 
 
+@pytest.mark.parametrize("spec", ["exact", "infllm:local=12,block=4,init=3,topk=2"])
+def test_a_ragged_batch_moves_what_its_rows_move(model: Any, spec: str) -> None:
+    blocks = RetentionPolicy(budget=48, chunk_size=9, recall_by=spec) if spec != "exact" else policy()
+    scorer, rows = "key_norm" if spec == "exact" else "streaming", [prompt(tokens, seed=tokens) for tokens in (71, 34)]
+    ids, mask = padded(rows)
+    cache, alone = RetentionCache(model, scorer, blocks), [RetentionCache(model, scorer, blocks) for _ in rows]
+    prefill(model, ids, cache, attention_mask=mask)
+    prefill(model, prompt(29, batch=2), cache)
+    for index, (row, own) in enumerate(zip(rows, alone, strict=True)):
+        prefill(model, row, own)
+        prefill(model, prompt(29, batch=2)[index : index + 1], own)
+    assert cache.memory().moved == sum(own.memory().moved for own in alone) > 0
+
+
 def test_a_ragged_batch_reads_on(model: Any) -> None:
     rows = [prompt(tokens, seed=tokens) for tokens in (71, 34)]
     ids, mask = padded(rows)
