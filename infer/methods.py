@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from locret import lookups, plugins, scorers
+from locret import lookups, method_spec, plugins, scorers
 from locret.cache.limits import check_pair
 from locret.method_spec import MethodSpec
 from locret.nearest import nearest
@@ -112,6 +112,10 @@ def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
     if spec.name in lookups.names():
         return modified(_of_lookup(spec, where), spec, where)
     if not (spec.name in names() or plugins.is_reference(spec.name) or spec.name.endswith(".py")):
+        if spec.name in method_spec.MODIFIERS:
+            raise ValueError(
+                f'{where} "{spec.name}" is a modifier; write it behind a method, such as {LOCRET}+{spec.name}'
+            )
         near = nearest(spec.name, known) or known
         raise ValueError(f'{where} "{spec.name}" is unknown; did you mean {" or ".join(near)}?')
     return modified(_of_scorer(spec), spec, where)

@@ -323,11 +323,6 @@ def form_of(policy: RetentionPolicy, nth: int, layers: int) -> Form | None:
 def forms_of(policy: RetentionPolicy, layers: int, *, host: bool = False) -> list[Form | None]:
     """Return the form of every full-attention layer, in the fast tier or the second one, which has no newest units."""
     forms = [form_of(policy, nth, layers) for nth in range(layers)]
-    if not policy.exact_bits and not any(forms):
-        raise ValueError(
-            f"exact_layers={policy.exact_layers} leaves all {layers} full-attention layers as they are, so that "
-            f"key_bits={policy.key_bits} and value_bits={policy.value_bits} would do nothing; lower exact_layers"
-        )
     return [replace(form, recent=0) if host and form is not None else form for form in forms]
 
 

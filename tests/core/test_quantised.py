@@ -30,7 +30,7 @@ from locret import (
 from locret.backbone.rotary import rotate
 from locret.cache.compiled_step import check_can_compile
 from locret.cache.quantised import QuantisedStore
-from locret.cache.rounding import Channel, Coder, Form, Rotated, Rounding, Token, form_of, forms_of
+from locret.cache.rounding import Channel, Coder, Form, Rotated, Rounding, Token, form_of
 from locret.cache.store import POSITIONS, SCORES, DenseStore, Ranks, Workspace
 from locret.lookups.base import Ask, blocks
 from locret.policy.policy import BITS
@@ -478,12 +478,6 @@ def test_the_published_baselines_can_be_said() -> None:
         False,
         True,
     ]
-
-
-def test_exact_layers_that_leave_nothing_to_round_are_refused() -> None:
-    assert forms_of(policy(key_bits=2, exact_layers=2), 5).count(None) == 4
-    with pytest.raises(ValueError, match="exact_layers=3 leaves all 5 full-attention layers as they are"):
-        forms_of(policy(key_bits=2, exact_layers=3), 5)
 
 
 @pytest.mark.parametrize("dim", [8, 20])

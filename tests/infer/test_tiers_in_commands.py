@@ -229,6 +229,7 @@ def test_a_method_of_another_paper_that_contradicts_itself_is_refused(name: str,
         ("full,locret+loco:kernels=/nope", [], "there is no folder '/nope'; give a folder of merging kernels"),
         ("full,locret+minference:patterns=/nope", [], "there is no file /nope; make one with `locret patterns`"),
         ("locret+4bit:exact_layers=9", [], "exact_layers=9 leaves none of"),
+        ("minference", [], '"minference" is a modifier; write it behind a method, such as locret+minference'),
         ("quest+pyramid", [], "quest sets layer_budgets itself; drop +pyramid"),
     ],
 )
