@@ -295,5 +295,11 @@ def described(kind: str, read: Any, what: str = "") -> str:
     cache, memory = read.cache, read.memory()
     return (
         f"{kind}({read.name!r}: {what}{cache.seen:,} tokens read, {memory.units:,} units per KV head, "
-        f"{memory.actual:,} bytes, scorer {cache.scorer.name}, budget {cache.policy.budget:,})"
+        f"{memory.actual:,} bytes{beside(memory)}, scorer {cache.scorer.name}, budget {cache.policy.budget:,})"
     )
+
+
+def beside(memory: CacheMemory) -> str:
+    """Return what a line about a cache says of its second tier; empty if there is none."""
+    where = {"in host memory": memory.host, "on disk": memory.disk}
+    return "".join(f" beside {size:,} {place}" for place, size in where.items() if size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from locret import mergers, prefill_attention, shipped
+from locret.infer.chat_command import command as chat
 from locret.infer.command import command as infer
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.allotment import Allotment
@@ -273,6 +275,20 @@ def test_blocks_are_planned_asked_several_times_and_not_saved(
         infer([*line, "--budget", "96", "--save-context", str(tmp_path / "context")])
     with pytest.raises(ValueError, match="even a budget of 21 takes"):
         infer([*line, "--kv-memory", "100KiB", "--question", "What?"])
+
+
+def test_a_conversation_says_what_lies_beside(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text, tiers = tmp_path / "text.txt", ["--host-budget", "16", "--recall", "4"]
+    text.write_text(Path(shipped.find("recipes/infer/pass_key.txt")).read_text(encoding="utf-8")[:1000])
+    for flags, part in ((tiers, f"planned beside {16 * UNIT:,} in host memory\n"), ([], "planned\n")):
+        monkeypatch.setattr("sys.stdin", io.StringIO("/memory\n"))
+        assert chat([*MODEL, "--prompt-file", str(text), *FLAGS, *flags, "--quiet"]) == 0
+        assert capsys.readouterr().out.endswith(part)
+    on_disk = [*MODEL, "--prompt-file", str(text), *FLAGS, *tiers, "--disk", str(tmp_path)]
+    assert infer([*on_disk, "--question", "What?", "--question", "Who?", "--max-new-tokens", "1"]) == 0
+    assert f" bytes beside {16 * UNIT:,} on disk, scorer" in capsys.readouterr().err
 
 
 def test_modifiers_are_those_that_there_are() -> None:
