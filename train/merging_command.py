@@ -71,8 +71,7 @@ class KernelOptions:
             )
         if policy.has_host or policy.refit or not policy.exact_bits:
             raise ValueError(
-                "--policy must leave out host_budget, refit, key_bits and value_bits, which do not go with merging; drop "
-                "them"
+                "--policy has host_budget, refit, key_bits or value_bits, which do not go with merging; drop them"
             )
         slots = max(1, policy.budget // 8) if self.slots is None else self.slots
         if not 1 <= slots <= policy.budget - policy.stabilizers:

@@ -133,7 +133,7 @@ def test_kernels_come_back_as_they_were(tmp_path: Path) -> None:
     ("spec", "message"),
     [
         ("loco", "merge loco needs its option kernels; write loco:kernels=VALUE"),
-        ("loco:kernels=nowhere/at/all", "there is no folder 'nowhere/at/all'"),
+        ("loco:kernels=nowhere/at/all", "merge loco: there is no folder 'nowhere/at/all'"),
     ],
 )
 def test_kernels_that_are_not_there_are_refused(spec: str, message: str) -> None:
