@@ -295,11 +295,12 @@ def described(kind: str, read: Any, what: str = "") -> str:
     cache, memory = read.cache, read.memory()
     return (
         f"{kind}({read.name!r}: {what}{cache.seen:,} tokens read, {memory.units:,} units per KV head, "
-        f"{memory.actual:,} bytes{beside(memory)}, scorer {cache.scorer.name}, budget {cache.policy.budget:,})"
+        f"{memory.actual:,} bytes{second_tier(memory)}, scorer {cache.scorer.name}, budget {cache.policy.budget:,})"
     )
 
 
-def beside(memory: CacheMemory) -> str:
-    """Return what a line about a cache says of its second tier; empty if there is none."""
-    where = {"in host memory": memory.host, "on disk": memory.disk}
-    return "".join(f" beside {size:,} {place}" for place, size in where.items() if size)
+def second_tier(memory: CacheMemory) -> str:
+    """Return what the second tier holds and takes, as the end of a sentence about the first; empty without one."""
+    held = {"in host memory": memory.host, "on disk": memory.disk}
+    shown = [f"{size:,} bytes {where}" for where, size in held.items() if size]
+    return f", beside {memory.host_units:,} units in {' and '.join(shown)}" if shown else ""

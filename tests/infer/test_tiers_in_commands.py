@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from locret import mergers, prefill_attention, shipped
-from locret.infer.chat_command import command as chat
 from locret.infer.command import command as infer
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.allotment import Allotment
@@ -35,6 +33,7 @@ UNIT = 2 * KEY + 4 * 5 * (4 + 4)  # with its value, its score and its position
 def plan_of(names: str, **changes: Any) -> BenchPlan:
     given: dict[str, Any] = {"shape": "tiny", "lengths": "300", "methods": names, "new_tokens": 4, "threads": 1}
     given |= NUMBERS | changes
+    given = {name: value for name, value in given.items() if value is not None}
     return make_plan(BenchOptions(**given), set(given))
 
 
@@ -173,7 +172,8 @@ def test_what_has_no_effect_or_cannot_be_is_refused_before_weights_are_loaded(
     ],
 )
 def test_methods_of_other_papers_are_planned_and_counted_alike(name: str) -> None:
-    plan = plan_of(name, **({"stabilizers": None, "budget": 64} if name == "infllm" else {}))
+    own: dict[str, Any] = {"stabilizers": None, "local_len": None} if name.startswith(("q", "o", "i", "full")) else {}
+    plan = plan_of(name, **own, **({"chunk_size": None, "budget": 64} if name == "infllm" else {}))
     setup, method = make_setup(plan), plan.methods[0]
     planned, peaks = plan.planned_bytes(method, 300), measure_peaks(setup, method, 300)
     # The workspace of an eviction is planned, and where every unit stays as it is there is none.
@@ -221,6 +221,8 @@ def test_a_method_of_another_paper_that_contradicts_itself_is_refused(name: str,
         ("omnikv,full", ["--host-budget", "64", "--recall", "4"], "--host-budget 64 is set by omnikv itself"),
         ("locret+recall", ["--host-budget", "64", "--recall", "8"], "--host-budget 64 is set by locret+recall itself"),
         ("infllm", ["--key-bits", "4"], "--key-bits 4 is set by infllm itself"),
+        ("infllm,full+4bit", ["--local-len", "4"], "--local-len 4 is set by infllm itself"),
+        ("infllm", ["--chunk-size", "64"], "--chunk-size 64 is set by infllm itself"),
         (
             "full",
             ["--key-bits", "4"],
@@ -229,6 +231,7 @@ def test_a_method_of_another_paper_that_contradicts_itself_is_refused(name: str,
         ("full,locret+loco:kernels=/nope", [], "there is no folder '/nope'; give a folder of merging kernels"),
         ("full,locret+minference:patterns=/nope", [], "there is no file /nope; make one with `locret patterns`"),
         ("locret+4bit:exact_layers=9", [], "exact_layers=9 leaves none of"),
+        ("minference", [], '"minference" is a modifier; write it behind a method, such as locret+minference'),
         ("quest+pyramid", [], "quest sets layer_budgets itself; drop +pyramid"),
     ],
 )
@@ -275,20 +278,6 @@ def test_blocks_are_planned_asked_several_times_and_not_saved(
         infer([*line, "--budget", "96", "--save-context", str(tmp_path / "context")])
     with pytest.raises(ValueError, match="even a budget of 21 takes"):
         infer([*line, "--kv-memory", "100KiB", "--question", "What?"])
-
-
-def test_a_conversation_says_what_lies_beside(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    text, tiers = tmp_path / "text.txt", ["--host-budget", "16", "--recall", "4"]
-    text.write_text(Path(shipped.find("recipes/infer/pass_key.txt")).read_text(encoding="utf-8")[:1000])
-    for flags, part in ((tiers, f"planned beside {16 * UNIT:,} in host memory\n"), ([], "planned\n")):
-        monkeypatch.setattr("sys.stdin", io.StringIO("/memory\n"))
-        assert chat([*MODEL, "--prompt-file", str(text), *FLAGS, *flags, "--quiet"]) == 0
-        assert capsys.readouterr().out.endswith(part)
-    on_disk = [*MODEL, "--prompt-file", str(text), *FLAGS, *tiers, "--disk", str(tmp_path)]
-    assert infer([*on_disk, "--question", "What?", "--question", "Who?", "--max-new-tokens", "1"]) == 0
-    assert f" bytes beside {16 * UNIT:,} on disk, scorer" in capsys.readouterr().err
 
 
 def test_modifiers_are_those_that_there_are() -> None:
