@@ -223,11 +223,14 @@ class Conversation:
 
     def _do_memory(self, _: str) -> None:
         """/memory: say what the cache holds and takes."""
+        from locret.conversation.chat import second_tier
+
         chat = self._current()
         memory, policy = chat.memory(), chat.cache.policy
         print(
             f"{chat.cache.seen:,} tokens read, {memory.units:,} units per KV head held with a budget of "
-            f"{policy.budget:,}; {memory.actual:,} bytes now, {memory.peak:,} at most, {memory.planned:,} planned",
+            f"{policy.budget:,}; {memory.actual:,} bytes now, {memory.peak:,} at most, {memory.planned:,} planned"
+            f"{second_tier(memory)}",
             flush=True,
         )
 

@@ -273,7 +273,7 @@ def _ask_saved(options: Options, path: str, asked: Sequence[str]) -> None:
         model = loading.load_model(options.model, config, device, dtype)
         lm = LongContextModel(model, tokenizer, scorer)
         try:
-            context = lm.load(path, allow_other_scorer=options.prompt.allow_other_scorer)
+            context = lm.load(path, allow_other_scorer=options.prompt.allow_other_scorer, disk=options.model.disk)
         except ValueError as error:
             raise ValueError(str(error).replace("allow_other_scorer=True", "--allow-other-scorer")) from error
         if output.picture:
@@ -292,7 +292,7 @@ def _check_not_read(options: Options, path: str) -> None:
         ValueError: Naming the option.
     """
     reading = {field.name for field in fields(PolicyOptions)}
-    reading |= {"system", "template", "save_context", "dry_run", "store", "disk"}
+    reading |= {"system", "template", "save_context", "dry_run", "store"}
     if given := sorted(reading & options.chosen):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"--context {path} has been read already, so {flags} would do nothing; leave that out")
@@ -460,8 +460,8 @@ def _summary(record: dict[str, Any]) -> str:
 def _second_tier(record: dict[str, Any]) -> str:
     held = {"in host memory": record["host_bytes"], "on disk": record["disk_bytes"]}
     shown = [f"{size / 2**20:,.1f} MiB {where}" for where, size in held.items() if size]
-    moved = record["moved_bytes"] / 2**20
-    return f", beside {' and '.join(shown)}, of which {moved:,.1f} MiB were fetched in turns" if shown else ""
+    fetched = f"; {record['moved_bytes'] / 2**20:,.1f} MiB fetched from there"
+    return f", beside {' and '.join(shown)}{fetched}" if shown else ""
 
 
 def _resolved(options: Options) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class PolicyOptions(PolicyFlags):
     """Prompt tokens per forward pass (the paper's B); auto: as many as help and fit into the memory that is free."""
     kv_memory: str | None = None
     """Instead of --budget: bytes that the whole cache may take, such as 2GiB, or auto for what is free next to the
-    weights; the largest budget that fits is used, with auto at most that of the prompt, which is then counted first."""
+    weights; the largest budget that fits is used, with auto at most that of the prompt, which is then counted first.
+    What --host-budget keeps is not part of it."""
     budget_share: float | None = None
     """Instead of --budget: share of the prompt's tokens, such as 0.1; the prompt is tokenised as a whole first."""
     exclusive: ClassVar = (("budget", "kv_memory", "budget_share"),)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from locret import lookups, plugins, scorers
+from locret import lookups, method_spec, plugins, scorers
 from locret.cache.limits import check_pair
 from locret.method_spec import MethodSpec
 from locret.nearest import nearest
@@ -27,7 +27,7 @@ _WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", 
 """Fields of a policy that mean something where every unit stays."""
 _FIELDS = frozenset(field.name for field in fields(RetentionPolicy))
 _EVERYWHERE = ("budget", *FOLLOWING)
-"""Numbers that every recipe states, whatever its methods make of them."""
+"""Numbers that every recipe states, whatever some of its methods make of them."""
 ANY_BUDGET = 2**40
 """Units that no prompt has, where all of them stay."""
 _ABOUT = {
@@ -112,6 +112,10 @@ def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
     if spec.name in lookups.names():
         return modified(_of_lookup(spec, where), spec, where)
     if not (spec.name in names() or plugins.is_reference(spec.name) or spec.name.endswith(".py")):
+        if spec.name in method_spec.MODIFIERS:
+            raise ValueError(
+                f'{where} "{spec.name}" is a modifier; write it behind a method, such as {LOCRET}+{spec.name}'
+            )
         near = nearest(spec.name, known) or known
         raise ValueError(f'{where} "{spec.name}" is unknown; did you mean {" or ".join(near)}?')
     return modified(_of_scorer(spec), spec, where)
@@ -136,6 +140,18 @@ def check_heard(own: Mapping[str, Any], methods: Collection[Method]) -> None:
             raise ValueError(
                 f"{flag} {value} {why}, so it would change nothing; drop {flag}, or say it as a modifier of a method, "
                 "such as locret+recall:host_budget=512 or full+4bit"
+            )
+    for name in FOLLOWING:
+        value = own.get(name)
+        # The plain cache is fed in chunks where it is timed, and hears nothing of the rest.
+        hearing = [method for method in methods if not method.plain or name == "chunk_size"]
+        if value in (None, getattr(RetentionPolicy, name)) or not hearing:
+            continue
+        if all(name in method.sets for method in hearing):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{flag} {value} is set by {hearing[0].name} itself, so it would change nothing; drop {flag}, or add a "
+                "method that takes it"
             )
 
 

@@ -68,6 +68,17 @@ class SearchOptions:
         folder = os.path.dirname(os.path.abspath(self.out))
         if not os.path.isdir(folder):
             raise ValueError(f"--out {self.out}: there is no folder {folder}; make it first")
+        if os.path.exists(self.out) and os.path.getsize(self.out):
+            _check_replaceable(self.out)
+
+
+def _check_replaceable(file: str) -> None:
+    from locret.prefill_attention.minference import read_patterns
+
+    try:
+        read_patterns(file)
+    except ValueError:
+        raise ValueError(f"--out {file} is there already and holds no patterns; choose another file") from None
 
 
 def search(source: SourceOptions, options: SearchOptions) -> dict[str, Any]:

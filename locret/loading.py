@@ -322,6 +322,7 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
                 stacklevel=2,
             )
         spec = method_spec.parse(scorers.FALLBACK if options.scorer is None else options.scorer, "--scorer")
+        _check_is_scorer(spec)
         scorer = scorers.make(spec, options.scorer_options)
         return scorer, {"positions": scorer.positions, **spec.changes}
     try:
@@ -329,6 +330,22 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
     except ValueError as error:
         raise ValueError(f"--heads {options.heads}: {error}") from error
     return heads, heads.config.policy or {}
+
+
+def _check_is_scorer(spec: method_spec.MethodSpec) -> None:
+    """Refuse a method of `locret-eval` that is no scorer, and say how it is written here.
+
+    Raises:
+        ValueError: With the flags that mean it.
+    """
+    instead = {
+        "locret": "means trained heads; give --heads, and say the rest by flags, such as --host-budget 1024 --recall 8",
+        "full": "keeps every unit; give a --budget of the prompt's length instead",
+        "infllm": "is a lookup; give --scorer streaming --recall-by infllm",
+        **dict.fromkeys(("omnikv", "quest"), f"is a lookup; give --host-budget all --recall N --recall-by {spec.name}"),
+    }
+    if spec.name in instead:
+        raise ValueError(f'--scorer "{spec}": {spec.name} {instead[spec.name]}')
 
 
 def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, config: Any) -> None:

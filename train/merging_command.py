@@ -69,11 +69,15 @@ class KernelOptions:
             raise ValueError(
                 '--policy must evict chunk by chunk with positions="compact" and no merge of its own; the kernels merge'
             )
-        slots = self.slots or max(1, policy.budget // 8)
+        if policy.has_host or policy.refit or not policy.exact_bits:
+            raise ValueError(
+                "--policy has host_budget, refit, key_bits or value_bits, which do not go with merging; drop them"
+            )
+        slots = max(1, policy.budget // 8) if self.slots is None else self.slots
         if not 1 <= slots <= policy.budget - policy.stabilizers:
             raise ValueError(
-                f"--slots {self.slots} is not between 1 and the {policy.budget - policy.stabilizers} units of "
-                f"--policy.budget {policy.budget} that are not stabilizers; lower it"
+                f"--slots {slots} is not between 1 and the {policy.budget - policy.stabilizers} units of "
+                f"--policy.budget {policy.budget} that are not stabilizers; change it"
             )
         object.__setattr__(self, "slots", slots)
 

@@ -9,6 +9,7 @@ from locret.infer.evaluation.runner import Case, Run
 from locret.method_spec import file_name
 
 _NO_BUDGET = "a method with a budget, such as --methods random"
+_NO_STEPS = "a method that evicts, such as --methods random"
 _NO_TEXTS = "a task whose texts are generated here, such as --tasks passkey"
 _ONE_CHUNK = "a prompt longer than --chunk-size and --local-len together; lower --chunk-size or raise --lengths"
 
@@ -33,9 +34,12 @@ def left_out(drawn: Collection[str], cases: Sequence[Case], runs: Sequence[Run])
         missing(["accuracy_by_budget.png"], "several budgets, such as --budget 64,128" if bounded else _NO_BUDGET)
     if not any(name.startswith("heat_map_") for name in drawn):
         missing(["heat_map_*.png"], "a task with a single needle, such as --tasks passkey")
-    steps = [name for method in bounded if (name := f"retention_steps_{file_name(method)}.png") not in drawn]
-    if steps or not bounded:
-        missing(["retention_steps_*.png"] if len(steps) == len(bounded) else steps, needed or _ONE_CHUNK)
+    # A policy of its own (quest, infllm) makes of the budget something that steps of the first tier do not show.
+    shown = dict.fromkeys(run.method.name for run in runs if run.policy is not None and run.method.adapt is None)
+    steps = [name for method in shown if (name := f"retention_steps_{file_name(method)}.png") not in drawn]
+    if steps or not shown:
+        reason = needed or (_ONE_CHUNK if shown else _NO_STEPS)
+        missing(["retention_steps_*.png"] if len(steps) == len(shown) else steps, reason)
     if "consistency.png" not in drawn:
         missing(["consistency.png"], needed or f"a length of at most {MOST_TOKENS:,} tokens")
     return [

@@ -101,7 +101,8 @@ def planned_bytes(
         )
     schedule, columns = limits.plan(prompt_tokens), column_bytes(scorer)
     capacity, forms = limits.capacity(schedule, new_tokens), forms_of(policy, len(backbone.layers))
-    held = cache_bytes(backbone, capacity, element_size, column_bytes=columns, forms=forms)
+    still = limits.still(capacity)
+    held = cache_bytes(backbone, capacity, element_size, column_bytes=columns, forms=forms, still=still)
     beside = limits.beside(limits.host_capacity(schedule, [0] * len(backbone.layers), new_tokens))
     queries = limits.remembered_queries * backbone.num_heads * backbone.head_dim * element_size
     forms = forms_of(policy, len(backbone.layers), host=True)
@@ -241,6 +242,13 @@ class Limits:
         if self._answering is not None:
             evicted = max(evicted, seen + new_tokens - self.answering(nth, 1).budget)
         return evicted
+
+    def still(self, slots: Sequence[int]) -> bool:
+        """Return whether no unit ever leaves its slot, or is turned there, where layers have at most so many slots."""
+        policy = self.policy
+        uniform = policy.layer_budgets == policy.head_budgets == "uniform" and policy.memory == "fixed"
+        alone = policy.decode_budget is None and not policy.recalls_blocks and not self.scorer.by_features
+        return policy.positions == "original" and uniform and alone and max(slots, default=0) <= policy.budget
 
     def beside(self, host: Sequence[int]) -> list[int]:
         """Return those slots of second tiers that lie in the fast tier's memory."""

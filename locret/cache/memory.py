@@ -89,7 +89,8 @@ class Account:
             return near_bytes(shape, self.scorer, self.policy, slots, size, rows)
         queries = rows * self.limits.remembered_queries * shape.num_heads * shape.head_dim * size
         forms = forms_of(self.policy, len(shape.layers))
-        held = cache_bytes(shape, slots, size, rows, column_bytes(self.scorer), forms)
+        still = self.limits.still(slots)
+        held = cache_bytes(shape, slots, size, rows, column_bytes(self.scorer), forms, still=still)
         return held + queries + self.second(rows, begun=begun, resident=True)
 
     def second(self, rows: int, *, begun: bool, resident: bool = False) -> int:

@@ -388,7 +388,7 @@ class _KeysInCodes(RoundedKeys):
     def __init__(self, store: QuantisedStore) -> None:
         like = store.fixed["exact_keys"]
         self._store, self.device = store, like.device
-        self.shape = (*like.shape[:2], store.fill, like.shape[-1])  # type: ignore[assignment]
+        self.shape = (*like.shape[:2], store.fill, like.shape[-1])
 
     def span(self, start: int, end: int) -> Tensor:
         """See `RoundedKeys`."""

@@ -295,5 +295,12 @@ def described(kind: str, read: Any, what: str = "") -> str:
     cache, memory = read.cache, read.memory()
     return (
         f"{kind}({read.name!r}: {what}{cache.seen:,} tokens read, {memory.units:,} units per KV head, "
-        f"{memory.actual:,} bytes, scorer {cache.scorer.name}, budget {cache.policy.budget:,})"
+        f"{memory.actual:,} bytes{second_tier(memory)}, scorer {cache.scorer.name}, budget {cache.policy.budget:,})"
     )
+
+
+def second_tier(memory: CacheMemory) -> str:
+    """Return what the second tier holds and takes, as the end of a sentence about the first; empty without one."""
+    held = {"in host memory": memory.host, "on disk": memory.disk}
+    shown = [f"{size:,} bytes {where}" for where, size in held.items() if size]
+    return f", beside {memory.host_units:,} units in {' and '.join(shown)}" if shown else ""

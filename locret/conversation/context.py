@@ -389,37 +389,45 @@ class LongContextModel:
 
     # -- on disk ------------------------------------------------------------------------------------------------------
 
-    def load(self, path: str | Path, *, allow_other_scorer: bool = False) -> Context:
+    def load(
+        self, path: str | Path, *, allow_other_scorer: bool = False, disk: Disk | str | Path | None = None
+    ) -> Context:
         """Return a context that `Context.save` has written.
 
         Args:
             path: The file.
             allow_other_scorer: Accept another scorer than the text was read with: what was kept stays.
+            disk: A new file, or a folder, for its second tier; if not given, that of this model.
 
         Raises:
             ValueError: If the file is none, or was made with another backbone or scorer.
             OSError: If the file cannot be read.
         """
-        read, turns, _ = self._load(path, allow_other_scorer)
+        read, turns, _ = self._load(path, allow_other_scorer, disk)
         if turns:
             raise ValueError(f"{path} holds a conversation; load it with load_chat, or go on with locret-chat")
         return Context(*read)
 
-    def load_chat(self, path: str | Path, *, allow_other_scorer: bool = False) -> Chat:
+    def load_chat(
+        self, path: str | Path, *, allow_other_scorer: bool = False, disk: Disk | str | Path | None = None
+    ) -> Chat:
         """Return a conversation that `Chat.save` has written, or a new one about a saved context.
 
         Args:
             path: The file.
             allow_other_scorer: As in `load`.
+            disk: As in `load`.
 
         Raises:
             ValueError: If the file is none, or was made with another backbone or scorer.
             OSError: If the file cannot be read.
         """
-        read, _, unread = self._load(path, allow_other_scorer)
+        read, _, unread = self._load(path, allow_other_scorer, disk)
         return Chat(*read, unread=unread)
 
-    def _load(self, path: str | Path, allow_other_scorer: bool) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
+    def _load(
+        self, path: str | Path, allow_other_scorer: bool, disk: Disk | str | Path | None
+    ) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
         notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
         if notes is None:
             raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
@@ -428,7 +436,8 @@ class LongContextModel:
         if notes.get("tokenizer", ours := vocabulary_fingerprint(self.tokenizer)) != ours:
             raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
         turns = tuple(Message(role, content) for role, content in notes["turns"])
-        cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=self.disk)
+        where = self.disk if disk is None else disk
+        cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=where)
         transcript = Transcript(self.tokenizer, notes["template"], notes["system"], turns)
         stream = TokenStream(self.tokenizer, context=notes["context"], pending=notes["pending"])
         return (self, cache, stream, transcript, notes["name"]), turns, tuple(notes["unread"])

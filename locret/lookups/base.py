@@ -61,7 +61,7 @@ def keys_at(keys: Keys, ranks: Tensor) -> Tensor:
     if isinstance(keys, RoundedKeys):
         return keys.at(ranks)
     found = keys.gather(2, ranks.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[-1]))
-    return found.unflatten(2, ranks.shape[2:])
+    return found.view(*ranks.shape, -1)
 
 
 def logits_of(query: Tensor, keys: Keys) -> Tensor:

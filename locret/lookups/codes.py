@@ -42,10 +42,9 @@ class CodedKeys:
 
     def __init__(self, keys: Keys, there: Tensor, bits: int) -> None:
         self.bits, self.dim = bits, keys.shape[-1]
-        weights, total = there[..., None].float(), 0.0
-        for span, part in blocks(keys):
-            total = total + (part.float() * weights[:, :, span]).sum(2, keepdim=True)
-        self.mean = total / weights.sum(2, keepdim=True).clamp_min(1)
+        weights = there[..., None].float()
+        sums = [(part.float() * weights[:, :, span]).sum(2, keepdim=True) for span, part in blocks(keys)]
+        self.mean = torch.stack(sums).sum(0) / weights.sum(2, keepdim=True).clamp_min(1)
         """(B, K, 1, D), float32."""
         parts = zip(*(self._rounded(part) for _, part in blocks(keys)), strict=True)
         self.packed, self.low, self.step = (torch.cat(part, dim=2) for part in parts)

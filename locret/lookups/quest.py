@@ -101,7 +101,7 @@ class QuestLookup(Lookup):
                 pages = slice(done, done + filled.shape[1])
                 bounds[0][row, :, pages], bounds[1][row, :, pages] = filled.amin(2), filled.amax(2)
                 done = pages.stop
-        return _Pages(*bounds, first, counts)
+        return _Pages(bounds[0], bounds[1], first, counts)
 
     def index_bytes(self, units: int, head_dim: int, element_size: int) -> int:
         """Return the bytes of the bounds."""

@@ -40,6 +40,8 @@ def cache_bytes(
     rows: int = 1,
     column_bytes: int = 0,
     forms: Sequence[Form | None] | None = None,
+    *,
+    still: bool = False,
 ) -> int:
     """Return the bytes of a cache: its layers' buffers, and the workspace they share.
 
@@ -50,11 +52,12 @@ def cache_bytes(
         rows: Rows of the batch.
         column_bytes: Bytes per unit of the columns that a scorer declares.
         forms: How each layer holds its units; None: as they are.
+        still: Whether units never leave their slots nor are turned there; only those in codes need a workspace then.
     """
     key = backbone.head_dim * element_size
     heads = rows * backbone.num_kv_heads
     sliding = (backbone.num_layers - len(capacities)) * heads * ((backbone.window or 0) + 1) * 2 * key
-    copies = [slots * (1 if form is None else form.states) for slots, form in _formed(capacities, forms)]
+    copies = [slots * (int(not still) if form is None else form.states) for slots, form in _formed(capacities, forms)]
     scored = host_bytes(backbone, capacities, element_size, rows, column_bytes, forms)
     return scored + heads * max(copies, default=0) * key + sliding
 

@@ -16,6 +16,7 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, lo
 from locret.mergers.base import take
 from locret.mergers.kernels import MergingKernel, MergingKernels
 from locret.mergers.loco import WORST, fold
+from locret.train import merging_command
 from locret.train.merging_step import merging_step
 
 
@@ -132,7 +133,7 @@ def test_kernels_come_back_as_they_were(tmp_path: Path) -> None:
     ("spec", "message"),
     [
         ("loco", "merge loco needs its option kernels; write loco:kernels=VALUE"),
-        ("loco:kernels=nowhere/at/all", "there is no folder 'nowhere/at/all'"),
+        ("loco:kernels=nowhere/at/all", "merge loco: there is no folder 'nowhere/at/all'"),
     ],
 )
 def test_kernels_that_are_not_there_are_refused(spec: str, message: str) -> None:
@@ -203,3 +204,21 @@ def test_without_convolution_nothing_is_made_up_for() -> None:
     torch.testing.assert_close(loss, torch.tensor(1.0), rtol=1e-3, atol=1e-3)
     with pytest.raises(ValueError, match="^a text of 20 tokens has no chunk behind its first eviction with budget=20"):
         merging_step(model, heads, kernels, prompt(20), policy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--slots", "0"], "--slots 0 is not between 1 and the 48 units of --policy.budget 64"),
+        (["--policy.key-bits", "4"], "which do not go with merging; drop them"),
+        (["--policy.host-budget", "8", "--policy.recall", "2"], "which do not go with merging; drop them"),
+        (["--policy.refit"], "which do not go with merging; drop them"),
+    ],
+)
+def test_what_does_not_go_with_kernels_is_refused_before_training(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    given = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads", "--dataset", "rows.jsonl"]
+    given += ["--output", str(tmp_path / "kernels"), "--policy.budget", "64"]
+    with pytest.raises(ValueError, match=message):
+        merging_command.command([*given, *options])

@@ -164,6 +164,17 @@ def test_the_command_refuses_what_cannot_be(tmp_path: Path, options: list[str], 
     assert not (tmp_path / "patterns.json").exists()
 
 
+def test_only_patterns_are_replaced(tmp_path: Path) -> None:
+    book = text(tmp_path)
+    before = Path(book).read_bytes()
+    with pytest.raises(ValueError, match="is there already and holds no patterns; choose another file"):
+        pattern_search.command([*TINY, "--text", book, "--out", book])
+    assert Path(book).read_bytes() == before
+    patterns = tmp_path / "patterns.json"
+    patterns.write_text('[{"0": ["stream_llm", 100, 800, 1.0]}]')
+    assert pattern_search.command([*TINY, "--text", book, "--out", str(patterns), "--dry-run"]) == 0
+
+
 def test_a_dry_run_lists_the_candidates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [*TINY, "--text", text(tmp_path), "--out", str(tmp_path / "patterns.json"), "--dry-run"]
     assert pattern_search.command(given) == 0

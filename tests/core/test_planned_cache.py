@@ -296,3 +296,21 @@ def test_a_saved_cache_answers_and_reads_on_like_the_first(model: Any, kind: str
     copies = [prefill(model, more, one.copy()) for one in (cache, loaded)]
     assert torch.equal(*copies)
     assert torch.equal(prefill(model, more, cache), copies[0]), "reading a copy leaves the first cache's plan alone"
+
+
+@pytest.mark.parametrize("codes", [{}, {"key_bits": 4, "exact_layers": 1}])
+@pytest.mark.parametrize(("scorer", "budget"), [("streaming", 80), ("streaming", 500), ("heads", 80)])
+def test_where_every_unit_stays_in_its_slot_no_workspace_is_planned(
+    scorer: str, budget: int, codes: dict[str, int]
+) -> None:
+    model = build("llama", num_hidden_layers=4, layer_types=["full_attention"] * 4)
+    heads = RetainingHeads.for_model(model, hidden_dim=16, seed=3)
+    rules = RetentionPolicy(**{**NUMBERS, "budget": budget, "positions": "original", **codes})
+    cache = RetentionCache(model, heads if scorer == "heads" else scorer, rules)
+    for tokens in (40, 35, 90):
+        prefill(model, prompt(tokens, seed=tokens), cache, new_tokens=2)
+        generate(model, cache=cache, max_new_tokens=2, do_sample=False, eos_token_id=None)
+        memory = cache.memory()
+        # Of heads, what waits for a score while an answer is written needs a little of it.
+        assert memory.planned == memory.actual or (scorer == "heads" and memory.planned > memory.actual)
+    assert (cache.memory().units < 167) == (budget == 80)

@@ -70,4 +70,23 @@ def test_contexts_and_chats_of_one_model_share_a_disk(tmp_path: Path) -> None:
     assert "71432" in again.ask("What is the pass key?")
     assert again.cache.disk is context.cache.disk is chat.cache.disk is lm.disk
     assert [file.name for file in tmp_path.iterdir()] == ["a.ctx"]
+    assert f"{context.memory().disk:,} bytes on disk" in repr(context)
     assert context.to_dynamic_cache(host=True).get_seq_length() == context.memory().units + context.memory().host_units
+
+
+def test_a_saved_second_tier_is_loaded_onto_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, scratch = tmp_path / "a.ctx", str(tmp_path / "scratch")
+    model = LongContextModel.from_pretrained(find("checkpoints/tiny"), heads=find("checkpoints/tiny-heads"), budget=48)
+    plain = model.read("The pass key is 71432. ", progress=False)
+    plain.save(tmp_path / "plain.ctx")
+    with pytest.raises(ValueError, match="holds a second tier, but there is none"):
+        model.load(tmp_path / "plain.ctx", disk=scratch)
+    saved = ["--budget", "32", "--recall", "8", "--host-budget", "256", "--save-context", str(path), "--quiet"]
+    command.command([*BASE, *saved])
+    loaded = model.load(path, disk=scratch).memory()
+    assert loaded.disk == loaded.disk_planned > 0 == loaded.host
+    capsys.readouterr()
+    command.command([*BASE[:4], "--context", str(path), "--disk", scratch, "--question", "Which key?", "--json"])
+    reading = json.loads(capsys.readouterr().out)["reading"]
+    assert reading["disk"] == loaded.disk
+    assert reading["host"] == 0

@@ -87,6 +87,8 @@ def test_without_heads_and_scorer_a_fallback_decides_and_one_warning_says_so(
 @pytest.mark.parametrize(
     ("options", "part"),
     [
+        (("--scorer", "quest:page=8"), "quest is a lookup; give --host-budget all --recall N --recall-by quest"),
+        (("--scorer", "locret+recall"), "locret means trained heads; give --heads"),
         (("--scorer", "streamin"), 'scorer "streamin" is unknown; did you mean streaming'),
         (("--scorer", "streaming", "--scorer-options.sink", 3), "scorer streaming: "),
         (("--scorer", "streaming", "--budget", 0, "--model", "org/not-asked-for"), "budget=0 is too small"),
