@@ -84,11 +84,16 @@ def _cells(file: str, name: str | None) -> Iterable[dict[str, Any]]:
         yield {**found, **task_score(tasks.get(task_name), records)}
 
 
+_NO_PROGRAM = ("multistep",)
+"""Families without a program of their own: files named like their tasks come from the benchmark they ask about."""
+
+
 def _task(file: str, name: Any) -> Task:
     if isinstance(name, str):
         return tasks.get(name)
     stem = Path(file).name.split(".")[0].removeprefix("preds_")
-    known = [one for one in tasks.names(None) if "/" in one and one.partition("/")[2] == stem]
+    families = ((one, *one.partition("/")[::2]) for one in tasks.names(None) if "/" in one)
+    known = [one for one, family, own in families if own == stem and family not in _NO_PROGRAM]
     if len(known) != 1:
         what = f"may be {' or '.join(known)}" if known else "is named after no task"
         raise ValueError(f"--score-predictions {file} {what}; give --tasks, such as --tasks longbench/qasper")

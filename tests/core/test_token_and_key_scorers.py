@@ -109,7 +109,7 @@ def test_sinks_are_counted_in_the_text_however_short_a_pass_is(monkeypatch: pyte
     assert len(seen) > 6
     for row in cache.split(2):
         # Whatever else goes, the first four tokens of each row's own text are still there.
-        row.governed[0].evict(Stay(5, 0, scorer.sink_tokens(5, 0)))
+        row.governed[0].evict(Stay(5, 0, scorer.sink_tokens(5, 0)), row.next_position)
         assert row.kept_positions(0)[0, :, :4].tolist() == [[0, 1, 2, 3]] * 2
 
 

@@ -21,6 +21,7 @@ KEYS = {
     "answer", "prompt_tokens", "new_tokens", "kept_units", "final_units", "planned_cache_bytes", "peak_cache_bytes",
     "peak_device_bytes", "prefill_seconds", "decode_seconds", "prefill_tokens_per_second",
     "decode_tokens_per_second", "finished", "model", "scorer", "policy", "device", "dtype", "versions",
+    "planned_host_bytes", "host_bytes", "planned_disk_bytes", "disk_bytes", "moved_bytes",
 }  # fmt: skip
 Infer = Callable[..., Any]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from locret import lookups
 from locret.cli.command import run
 from locret.infer.speed import methods
 from locret.infer.speed.lab.harness import ReadingOptions, compared, interleave, program, ratio_table, reading, where
@@ -20,7 +21,7 @@ from locret.infer.speed.runs import make_setup
 class CostOptions(ReadingOptions):
     """What is measured, and how often."""
 
-    scorers: str = ",".join(name for name in methods.names() if name not in ("full", "floor"))
+    scorers: str = ",".join(name for name in methods.names() if name not in ("full", "floor", *lookups.names()))
     """Methods of locret-bench to measure; heads have fresh weights, which cost what trained ones cost."""
     stabilizers: int | None = 128
     """Newest units kept after every chunk but the last."""
