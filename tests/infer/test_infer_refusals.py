@@ -56,7 +56,7 @@ def refused(outcome: Any, *parts: str, code: int = 2) -> None:
         (("--top-p", 1.5, "--temperature", 1), ("--top-p 1.5",)),
         (("--top-k", -1), ("--top-k -1",)),
         (("--compile", "--num-beams", 3), ("--compile writes one answer", "--num-beams 3", "drop one")),
-        (("--compile", "--decode-budget", 100), ("cannot be compiled", "decode_budget=100", "leave out compile")),
+        (("--compile", "--decode-budget", 100), ("cannot be compiled", "decode_budget=100", "leave out --compile")),
         (("--repetition-penalty", 0), ("--repetition-penalty 0.0",)),
         (("--picture", "no/such/folder/kept.png"), ("--picture", "there is no folder")),
         (("--adapter", "no/such/adapter"), ("--adapter no/such/adapter cannot be put on",)),
