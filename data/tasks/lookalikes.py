@@ -9,6 +9,7 @@ is compared with that.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ from locret.data.text.embedded_tokenizer import NAMES, VARIABLES
 from locret.data.text.filler import Filler, FillerOptions
 
 
-class _Mixed(Filler):
+class _Mixed(Filler, ABC):
     """Filler of which a share are look-alikes of a task's own facts."""
 
     def __init__(self, rng: random.Random, options: FillerOptions | None, percent: int, digits: int) -> None:
@@ -31,9 +32,9 @@ class _Mixed(Filler):
         """Return the next sentence; it never states what is asked for."""
         return self.lookalike() if 100 * self.rng.random() < self.percent else super().sentence()
 
+    @abstractmethod
     def lookalike(self) -> str:
         """Return a sentence that a rule made for the task could take for a fact."""
-        raise NotImplementedError
 
     def value(self) -> str:
         """Return a number of as many digits as the facts have."""
