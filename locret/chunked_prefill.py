@@ -64,6 +64,15 @@ def prefill(
     return logits
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def read_turn(model: nn.Module, input_ids: Tensor, cache: RetentionCache, *, new_tokens: int = 0) -> None:
+    """Read what follows a text, such as a question, as the policy's `turns` says; arguments as for `prefill`."""
+    prompt = checked(model, cache, input_ids)
+    feed_held_back(model, cache)
+    read_prompt(model, prompt, cache, new_tokens=new_tokens, turn=True)
+
+
 def checked(
     model: nn.Module, cache: RetentionCache, input_ids: Any, attention_mask: Any = None, *, seen: int = 0
 ) -> Prompt:
@@ -108,28 +117,50 @@ def read_prompt(
     new_tokens: int = 0,
     progress: bool = False,
     hold_last: bool = False,
+    turn: bool = False,
     on_chunk: Callable[[RetentionCache], None] | None = None,
 ) -> Tensor | None:
-    """Do what `prefill` says; with `hold_last` leave the last token for the caller to feed, and return None."""
+    """Do what `prefill` says.
+
+    Args:
+        model: As for `prefill`, like all that is not named here.
+        prompt: What was checked.
+        cache: Filled in place.
+        new_tokens: As for `prefill`.
+        progress: As for `prefill`.
+        hold_last: Leave the last token for the caller to feed.
+        turn: It is a turn about what has been read: nothing is evicted for it where the policy and its length allow.
+        on_chunk: As for `prefill`.
+
+    Returns:
+        (B, vocabulary) logits of the last prompt token; None with `hold_last`, or where nothing was evicted for a turn.
+    """
     cache.check_whole()
     device, known = input_device(model), vocabulary(model)
     if not isinstance(prompt.ids, Tensor):
-        return _read(model, Stream(prompt.ids, device, known), cache, new_tokens, progress, hold_last, on_chunk)
+        stream = Stream(prompt.ids, device, known)
+        if turn and _add_turn(model, stream, cache, new_tokens, hold_last):
+            return None
+        return _read(model, stream, cache, new_tokens, progress, hold_last, on_chunk)
     ids, mask = prompt.ids, prompt.mask
     # Layers that share memory by what they retain do so for each row on its own.
     apart = cache.policy.memory == "adaptive" and ids.shape[0] > 1
+    if turn and mask is None and _add_turn(model, Stream(ids, device, known), cache, new_tokens, hold_last):
+        return None
     if cache.pad is None and not apart and mask is None:
         return _read(model, Stream(ids, device, known), cache, new_tokens, progress, hold_last, on_chunk)
     cache.reserve_disk(ids.shape[1], new_tokens, 2 * ids.shape[0])  # one by one, and all of them once more
     logits, rows, width = [], cache.split(ids.shape[0]), cache.seen + ids.shape[1]
     for index, row in enumerate(rows):
         kept = ids[index] if mask is None else ids[index, ids.shape[1] - int(mask[index].sum()) :]
-        logits.append(_read(model, Stream(kept[None], device, known), row, 0, progress, False))
+        stream = Stream(kept[None], device, known)
+        if not (turn and _add_turn(model, stream, row, 0, hold_last=False)):
+            logits.append(_read(model, stream, row, 0, progress, False))
     cache.join(rows, width, new_tokens)
     if hold_last:
         cache.take_back()
         return None
-    return torch.cat(logits)  # type: ignore[arg-type]
+    return torch.cat(logits) if logits and not turn else None  # type: ignore[arg-type]
 
 
 def feed_held_back(model: nn.Module, cache: RetentionCache) -> None:
@@ -137,6 +168,23 @@ def feed_held_back(model: nn.Module, cache: RetentionCache) -> None:
     if cache.held_back and cache.last_tokens is not None:
         with answering(model, cache):
             find_decoder(model)(input_ids=cache.last_tokens, past_key_values=cache, use_cache=True)
+
+
+def _add_turn(model: nn.Module, stream: Stream, cache: RetentionCache, new_tokens: int, hold_last: bool) -> bool:
+    """Feed a turn after what is held, evicting nothing for it; return whether there was room for that."""
+    room = cache.turn_room
+    length = stream.available(room + 1)
+    if not 0 < length <= room:
+        return False
+    tokens = stream.take(length)
+    cache.check_reach(max(layer.held for layer in cache.governed) + length + new_tokens, length + new_tokens)
+    cache.reserve(0, length + new_tokens)
+    fed = tokens[:, :-1] if hold_last else tokens
+    if fed.shape[1]:
+        with answering(model, cache):
+            find_decoder(model)(input_ids=fed, past_key_values=cache, use_cache=True)
+    cache.last_tokens = None if hold_last else tokens[:, -1:].clone()
+    return True
 
 
 def _read(

@@ -44,6 +44,10 @@ def generate(
 ) -> Tensor:
     """Continue a prompt with `model.generate`, reading first what the cache has not seen yet.
 
+    What follows a text that the cache has read, such as a question about it, is taken as the policy's `turns` says: by
+    default all units stay and its tokens are added, so that the answer is that of any engine which holds the same units
+    (see `RetentionCache.to_dynamic_cache`).
+
     Args:
         model: The backbone of the cache.
         input_ids: (B, N) ids of the whole conversation, of which the cache may have read a beginning, in any form that
@@ -87,7 +91,7 @@ def generate(
             _read_rest(model, prompt, cache, new_tokens, progress, hold_last=copies == 1)
         else:
             feed_held_back(model, cache)
-            read_prompt(model, prompt, cache, new_tokens=new_tokens, progress=progress)
+            read_prompt(model, prompt, cache, new_tokens=new_tokens, progress=progress, turn=True)
     if copies > 1:
         cache = cache.copy()
         cache.batch_repeat_interleave(copies)
@@ -159,7 +163,13 @@ def _read_rest(
     if missing > (1 if hold_last and seen else 0):
         rest = None if mask is None or mask[:, seen:].all() else mask[:, seen:]
         read_prompt(
-            model, Prompt(ids[:, seen:], rest), cache, new_tokens=new_tokens, progress=progress, hold_last=hold_last
+            model,
+            Prompt(ids[:, seen:], rest),
+            cache,
+            new_tokens=new_tokens,
+            progress=progress,
+            hold_last=hold_last,
+            turn=True,
         )
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -104,6 +105,11 @@ class RotationCheck:
 def _rope_types(decoder: Any) -> list[str]:
     rope_type = decoder.rotary_emb.rope_type
     return list(rope_type.values()) if isinstance(rope_type, dict) else [rope_type]
+
+
+def rotary_parameters(decoder: Any) -> dict[str, Any]:
+    """Return how a backbone rotates keys, as plain data."""
+    return json.loads(json.dumps(decoder.config.rope_parameters or {}, default=str))  # type: ignore[no-any-return]
 
 
 def uses_long_factors(decoder: Any) -> bool:

@@ -141,6 +141,8 @@ class RetentionCache(Cache):
         """Tokens read or generated so far, padding included."""
         self.next_position = 0
         """Rotary position of the coming token: how far positions reach."""
+        self.text_end = 0
+        """Tokens up to where the last text that was read ends, padding included; what follows it are turns."""
         self.last_tokens: Tensor | None = None
         """(B, 1) the prompt's last token, while it is the newest unit."""
         self.held_back = False
@@ -261,6 +263,17 @@ class RetentionCache(Cache):
                 f"scorer {self.scorer.name} returned scores that are NaN or infinite, so what was kept means nothing; "
                 "mend it and start again with cache.fresh()"
             )
+
+    @property
+    def turn_room(self) -> int:
+        """Tokens that a turn may have to be read as it is, without eviction; 0: it is read like more text."""
+        policy = self.policy
+        if not self.seen or policy.turns != "local" or policy.recalls_blocks:
+            return 0
+        room = policy.chunk_size - max(self.seen - self.text_end, 0)
+        if policy.decode_budget is not None:
+            room = min(room, policy.decode_budget - max(layer.fill for layer in self.governed))
+        return max(room, 0)
 
     def check_reach(self, units: int, tokens: int | None) -> None:
         """Refuse compact positions beyond those that always have the same frequencies.
@@ -506,6 +519,7 @@ class RetentionCache(Cache):
             row = self.copy()
             row.select_rows(torch.tensor([index]))
             row.seen -= 0 if self.pad is None else int(self.pad[index])
+            row.text_end -= 0 if self.pad is None else int(self.pad[index])
             row.next_position -= 0 if self.shift is None else int(self.shift[index])
             row.pad = row.shift = None
             for layer in row.layers:
@@ -535,6 +549,7 @@ class RetentionCache(Cache):
         self.suspect = torch.stack(suspects).any() if suspects else None
         following = torch.tensor([row.next_position for row in rows], device=device)
         self.seen, self.next_position, self.held_back = width, int(following.max()), False
+        self.text_end = width - max(row.seen - row.text_end for row in rows)
         self.pad, self.shift = self.seen - seen, self.next_position - following
         last_tokens = [row.last_tokens for row in rows if row.last_tokens is not None]
         self.last_tokens = torch.cat(last_tokens) if last_tokens else None
@@ -594,7 +609,7 @@ class RetentionCache(Cache):
             tensor = getattr(self, attribute)
             if tensor is not None:
                 tensors[f"rows.{name}"] = tensor.contiguous()
-        names = ("seen", "held_back", "fed_again", "next_position")
+        names = ("seen", "held_back", "fed_again", "next_position", "text_end")
         counters = {name: getattr(self, name) for name in names}
         return tensors, {**counters, "layers": layers}
 
@@ -606,6 +621,7 @@ class RetentionCache(Cache):
         self.seen, self.held_back = numbers["seen"], numbers["held_back"]
         self.fed_again = numbers.get("fed_again", False)  # files of earlier versions do not say
         self.next_position = numbers["next_position"]
+        self.text_end = numbers.get("text_end", self.seen)
         for name, attribute in _PER_ROW.items():
             if f"rows.{name}" in tensors:
                 setattr(self, attribute, tensors[f"rows.{name}"].to(rows))

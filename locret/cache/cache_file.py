@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from locret._version import __version__
-from locret.backbone.adapters import unwrap
+from locret.backbone.adapters import Backbone, find_decoder, unwrap
+from locret.backbone.rotary import rotary_parameters
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk
+from locret.cache.export import check_one_row, check_prefix
 from locret.cache.rounding import forms_of
 from locret.cache.saved_units import (
     Reading,
@@ -26,7 +28,7 @@ from locret.cache.saved_units import (
     checksum,
     dtype_name,
 )
-from locret.field_values import shown
+from locret.field_values import checked_values, shown
 from locret.files import written_whole
 from locret.heads.fingerprint import any_fingerprint
 from locret.heads.heads import RetainingHeads
@@ -37,6 +39,7 @@ FORMAT = "locret-cache-1"
 _MOST_NOTES = 16 * 2**20
 """Characters of notes; a safetensors header, where they are written, may take 100 MB."""
 
+CONTEXT_WRITERS = "context.save, chat.save or --save-context"
 OTHER_SCORER = "allow_other_scorer=True to rate further text in the other way"
 
 
@@ -71,6 +74,8 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
         "backbone": asdict(cache.backbone),
         "policy": cache.policy.to_dict(),
         "weights": any_fingerprint(cache.model),
+        "vocab_size": unwrap(cache.model).config.get_text_config().vocab_size,
+        "rotary": rotary_parameters(find_decoder(cache.model)),
         "scorer": _identity(cache),
         "columns": {name: dtype_name(dtype) for name, dtype in cache.scorer.columns.items()},
         **numbers,
@@ -252,7 +257,7 @@ def _described(scorer: Mapping[str, Any]) -> str:
 
 
 def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCache) -> dict[str, Tensor]:
-    """Read the tensors, shapes first: a header that lies cannot make us allocate."""
+    """Read the tensors of a file that is to be loaded into a cache."""
     ours = {name: dtype_name(dtype) for name, dtype in cache.scorer.columns.items()}
     columns = state.get("columns", ours)
     if not isinstance(columns, dict) or not all(isinstance(dtype, str) for dtype in columns.values()):
@@ -271,6 +276,13 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         host_budget=cache.policy.host_budget,
         windows=cache.remembered,
     )
+    tensors = _checked_units(path, state, reading)
+    dtype = next(cache.model.parameters()).dtype
+    return {name: tensor.to(dtype) if name == "rows._context" else tensor for name, tensor in tensors.items()}
+
+
+def _checked_units(path: str | Path, state: Mapping[str, Any], reading: Reading) -> dict[str, Tensor]:
+    """Read the tensors, shapes first: a header that lies cannot make us allocate."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -283,8 +295,62 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
             raise ValueError("its checksum is another")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
-    dtype = next(cache.model.parameters()).dtype
-    return {name: tensor.to(dtype) if name == "rows._context" else tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def read_prefix(path: str | Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int, int]:
+    """Return the units of a saved cache as an ordinary prefix, without its backbone.
+
+    Returns:
+        Keys and values of each layer, (units, KV heads, head dim), keys rotated to 0, 1, ...; the token ids that the
+        backbone knows; the tokens that were read.
+
+    Raises:
+        ValueError: If the file is no cache, is damaged, or what it holds is no ordinary prefix.
+    """
+    state, _ = _header(path, CONTEXT_WRITERS)
+    try:
+        policy, backbone = RetentionPolicy.from_dict(state.get("policy"), "policy"), _saved_backbone(state)
+        check_counters(state, backbone)
+        vocab_size, columns = state.get("vocab_size"), state.get("columns")
+        if not isinstance(vocab_size, int) or not isinstance(columns, dict):
+            raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
+        check_prefix(policy, backbone, {counters["fill"] for counters in state["layers"]}, host=False)
+        if not policy.exact_bits or not all(counters["rotated"] for counters in state["layers"]):
+            raise ValueError(
+                "its units are in codes, or not rotated; load it with its backbone and export it from there"
+            )
+        if state["layers"][0]["fill"] != state["next_position"]:
+            raise ValueError("its units do not begin at position 0; load it with its backbone and export it from there")
+        with safe_open(path, framework="pt") as file:
+            wide = file.get_slice("rows._context").get_shape()[-1] if "rows._context" in file.keys() else 0  # noqa: SIM118
+        reading = Reading(
+            backbone=backbone,
+            ragged=False,
+            compact=True,
+            vocab_size=vocab_size,
+            hidden_size=wide,
+            columns=columns,
+            host_budget=policy.host_budget,
+        )
+        tensors = _checked_units(path, state, reading)
+        check_one_row(len(tensors["layers.0.keys"]))
+        keys, values = (
+            tuple(tensors[f"layers.{i}.{name}"][0].transpose(0, 1).contiguous() for i in range(backbone.num_layers))
+            for name in ("keys", "values")
+        )
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return keys, values, vocab_size, state["seen"]
+
+
+def _saved_backbone(state: Mapping[str, Any]) -> Backbone:
+    values = state.get("backbone")
+    try:
+        given = checked_values(Backbone, values, "backbone")
+        return Backbone(**{**given, "layers": tuple(given["layers"])})
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"it does not say which backbone it was made with ({error}); save the cache again") from error
 
 
 def _header(path: str | Path, writer: str = "save_cache") -> tuple[dict[str, Any], dict[str, Any]]:

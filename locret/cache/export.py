@@ -8,15 +8,17 @@ prompt of that many tokens; slot i may hold another token in each head. Nobody h
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from locret.backbone.adapters import find_decoder
+from locret.backbone.adapters import Backbone, find_decoder
 from locret.backbone.rotary import Rotary, unrotate, uses_long_factors
 from locret.cache.store import POSITIONS
+from locret.policy.policy import RetentionPolicy
 
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
@@ -39,9 +41,27 @@ def _check_ordinary(cache: RetentionCache, host: bool) -> None:
     Raises:
         ValueError: Saying why, and what to do instead.
     """
-    policy, backbone = cache.policy, cache.backbone
     if not cache.seen:
         raise ValueError("the cache has read nothing yet; call locret.prefill before exporting it")
+    if cache.pad is not None:
+        raise ValueError("rows of different lengths are no prefix of one length; export each row of cache.split(rows)")
+    units = {layer.held if host else layer.fill for layer in cache.governed}
+    check_prefix(cache.policy, cache.backbone, units, host=host)
+    if uses_long_factors(decoder := find_decoder(cache.model)):
+        original = decoder.config.rope_parameters["original_max_position_embeddings"]
+        if max(units) < original:
+            raise ValueError(
+                f"{cache.backbone.model_type} rotates keys in another way below {original} tokens, and the prefix "
+                f"would have {max(units)}; raise budget to at least {original}, or answer with locret.generate"
+            )
+
+
+def check_prefix(policy: RetentionPolicy, backbone: Backbone, units: Set[int], *, host: bool) -> None:
+    """Refuse a policy that leaves no prefix, and numbers of `units` in layers that make none.
+
+    Raises:
+        ValueError: Saying why, and what to do instead.
+    """
     if policy.recalls_blocks:
         raise ValueError(f"recall_by={policy.recall_by} gives far units one position, which no ordinary prefix has")
     if host and policy.host_budget is None:
@@ -56,21 +76,21 @@ def _check_ordinary(cache: RetentionCache, host: bool) -> None:
             f"some layers of {backbone.model_type} slide over a window and hold other units than the rest, so there is "
             "no prefix of one length; save the context with save_cache instead"
         )
-    if cache.pad is not None:
-        raise ValueError("rows of different lengths are no prefix of one length; export each row of cache.split(rows)")
-    units = {layer.held if host else layer.fill for layer in cache.governed}
     if policy.head_budgets != "uniform" or len(units) > 1:
         raise ValueError(
             f'head_budgets="{policy.head_budgets}" and layer_budgets="{policy.layer_budgets}" leave heads or layers '
             "with different numbers of units, and a prefix has one length; read the text with uniform budgets"
         )
-    if uses_long_factors(decoder := find_decoder(cache.model)):
-        original = decoder.config.rope_parameters["original_max_position_embeddings"]
-        if max(units) < original:
-            raise ValueError(
-                f"{backbone.model_type} rotates keys in another way below {original} tokens, and the prefix would have "
-                f"{max(units)}; raise budget to at least {original}, or answer with locret.generate"
-            )
+
+
+def check_one_row(rows: int) -> None:
+    """Refuse a batch where one context is wanted.
+
+    Raises:
+        ValueError: If there are several rows.
+    """
+    if rows > 1:
+        raise ValueError(f"it holds {rows} rows, and a context is one; export each row of cache.split(rows)")
 
 
 def _units(layer: RetentionLayer, rotary: Rotary, base: int, host: bool) -> tuple[Tensor, Tensor]:

@@ -137,6 +137,7 @@ class Reader:
     def end(self) -> None:
         """From here on tokens are generated."""
         self.answering, self._last, self.torn = True, False, False
+        self.cache.text_end = self.cache.seen
         self.cache.end_reading(self._new_tokens)
 
     # -- what a forward pass asks and tells ---------------------------------------------------------------------------

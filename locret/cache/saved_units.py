@@ -95,6 +95,9 @@ def check_counters(numbers: Mapping[str, Any], backbone: Backbone) -> None:
         # `fed_again` is newer than the first files.
         if not isinstance(numbers.get(name, False if name == "fed_again" else None), bool):
             raise ValueError(f"{name} is {shown(numbers.get(name))} instead of true or false")
+    _whole(
+        numbers.get("text_end", numbers["seen"]), "text_end", 0, numbers["seen"] + 1
+    )  # its last token may be held back
     if numbers["next_position"] > numbers["seen"]:
         raise ValueError(f"next_position is {numbers['next_position']} after {numbers['seen']} tokens")
     layers = numbers.get("layers")

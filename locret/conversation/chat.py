@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.cache.memory import CacheMemory
-from locret.chunked_prefill import prefill
+from locret.chunked_prefill import read_turn
 from locret.conversation.document import is_text
 from locret.conversation.templates import decode, vocabulary_fingerprint
 from locret.conversation.text_stream import TokenStream
@@ -200,7 +200,7 @@ class Chat:
         transcript, stream = self._transcript.copy(), self._stream.copy()
         ids = [*self._unread, *stream.rest(transcript.ask(text))]
         self._torn = True
-        prefill(self.lm.model, torch.tensor([ids]), self.cache, new_tokens=new_tokens)
+        read_turn(self.lm.model, torch.tensor([ids]), self.cache, new_tokens=new_tokens)
         self._transcript, self._stream, self._asked = transcript, stream, text
 
     def write_answer(self, settings: dict[str, Any], streamer: BaseStreamer | None) -> list[int]:

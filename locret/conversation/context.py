@@ -19,7 +19,7 @@ from transformers import DynamicCache, GenerationConfig
 from locret import loading, scorers, shipped
 from locret.backbone.adapters import unwrap
 from locret.cache.cache import RetentionCache
-from locret.cache.cache_file import load_cache, read_notes
+from locret.cache.cache_file import CONTEXT_WRITERS, load_cache, read_notes
 from locret.cache.disk import Disk
 from locret.cache.memory import CacheMemory
 from locret.cache.store import Store
@@ -45,7 +45,6 @@ EMBEDDED_KNOWS = (
     "the embedded backbone knows only texts that locret generates, such as recipes/infer/pass_key.txt; for texts of "
     "your own give a language model of the Hub"
 )
-CONTEXT_WRITERS = "context.save, chat.save or --save-context"
 _MORE_OPTIONS = ("compile", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
 _NOT_HERE = {
     "max_length": "say how long an answer may be with max_new_tokens",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 POSITIONS = ("compact", "original")
 MOMENTS = ("chunk", "prompt_end")
+TURNS = ("local", "text")
 LAYER_BUDGETS = ("uniform", "pyramid")
 MEMORIES = ("fixed", "linear", "sqrt", "square", "square_sqrt", "adaptive")
 HEAD_BUDGETS = ("uniform", "adaptive")
@@ -93,6 +94,10 @@ class RetentionPolicy:
     """Units evicted at once when generation reaches decode_budget."""
     when: str = "chunk"
     """Evict after every "chunk", in bounded memory; or once at "prompt_end", with memory that grows with the prompt."""
+    turns: str = "local"
+    """What follows a finished read, such as a question about it: "local", all units stay and its tokens are added, as
+    in any engine, up to chunk_size tokens since that read; "text", it is read like more text and competes for the
+    budget, as in the original package."""
     layer_budgets: str = "uniform"
     """The budget of each layer: "uniform"; or "pyramid", more in the first layers and less in the last (PyramidKV)."""
     pyramid_beta: int = 20
@@ -161,6 +166,8 @@ class RetentionPolicy:
             )
         if self.when not in MOMENTS:
             raise ValueError(f'when="{self.when}" is unknown; choose one of {", ".join(MOMENTS)}')
+        if self.turns not in TURNS:
+            raise ValueError(f'turns="{self.turns}" is unknown; choose one of {", ".join(TURNS)}')
         if self.positions not in POSITIONS:
             raise ValueError(f'positions="{self.positions}" is unknown; choose one of {", ".join(POSITIONS)}')
         self._check_schedule()

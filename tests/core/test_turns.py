@@ -1,0 +1,127 @@
+"""What follows a finished read: by default all units stay, as in any engine that was handed them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
+from locret.engines.prefix import Prefix
+
+POLICY = RetentionPolicy(budget=64, chunk_size=96, stabilizers=16, local_len=16)
+NEEDING_MORE = {"oracle", "retaining_heads"}
+
+
+@pytest.fixture(scope="module")
+def lm() -> LongContextModel:
+    return LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY)
+
+
+@pytest.fixture(scope="module")
+def plain() -> torch.nn.Module:
+    """The backbone as any other code has it, never seen by a cache of ours."""
+    return AutoModelForCausalLM.from_pretrained("checkpoints/tiny").eval()
+
+
+def ids(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(10, 900, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def continued(plain: torch.nn.Module, cache: RetentionCache, question: Tensor, new: int) -> Tensor:
+    """What transformers writes after the exported units and a question."""
+    prefix = cache.to_dynamic_cache()
+    full = torch.cat([torch.zeros(1, prefix.get_seq_length(), dtype=torch.long), question], dim=1)
+    options = {"past_key_values": prefix, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    return plain.generate(full, attention_mask=torch.ones_like(full), **options)[:, full.shape[1] :]
+
+
+@pytest.mark.parametrize("name", ["heads", *(name for name in scorers.names() if name not in NEEDING_MORE)])
+def test_generate_writes_what_any_engine_writes_with_the_same_units(
+    lm: LongContextModel, plain: torch.nn.Module, name: str
+) -> None:
+    cache = RetentionCache(lm.model, lm.scorer if name == "heads" else name, POLICY)
+    text, question = ids(400), ids(40, seed=1)
+    prefill(lm.model, text, cache)
+    wanted = continued(plain, cache, question, 8)
+    with torch.inference_mode():  # a copy is usable there too
+        twin = cache.copy()
+        got = generate(lm.model, torch.cat([text, question], 1), cache=twin, max_new_tokens=8, min_new_tokens=8)
+    assert torch.equal(got[:, 440:], wanted)
+    assert {layer.fill for layer in twin.governed} == {cache.memory().units + 40 + 7}
+
+
+@pytest.mark.parametrize("policy", [{"decode_budget": 200}, {"host_budget": 100, "recall": 4}, {"when": "prompt_end"}])
+def test_no_policy_evicts_for_a_short_turn(lm: LongContextModel, policy: dict[str, object]) -> None:
+    scorer = "snapkv" if "when" in policy else lm.scorer
+    cache = RetentionCache(lm.model, scorer, RetentionPolicy(**{**POLICY.to_dict(), **policy}))
+    text = ids(400)
+    prefill(lm.model, text, cache)
+    before = [cache.kept_positions(layer) for layer in range(4)]
+    generate(lm.model, torch.cat([text, ids(40, 1)], 1), cache=cache, max_new_tokens=4)
+    for layer, kept in enumerate(before):
+        assert torch.equal(cache.kept_positions(layer)[..., : kept.shape[-1]], kept)
+
+
+def test_turns_as_text_compete_for_the_budget_and_long_ones_always_do(lm: LongContextModel) -> None:
+    for turns, length, units in (("text", 40, 80), ("local", 96, 80 + 96), ("local", 97, 80)):
+        cache = RetentionCache(lm.model, lm.scorer, RetentionPolicy(**{**POLICY.to_dict(), "turns": turns}))
+        text = ids(400)
+        prefill(lm.model, text, cache)
+        generate(lm.model, torch.cat([text, ids(length, 1)], 1), cache=cache, max_new_tokens=1)
+        # The one new token is never fed.
+        assert cache.memory().units == units, (turns, length)
+
+
+def test_a_conversation_is_compacted_when_its_turns_take_more_than_a_chunk(lm: LongContextModel) -> None:
+    cache, read = RetentionCache(lm.model, lm.scorer, POLICY), ids(400)
+    prefill(lm.model, read, cache)
+    held = []
+    for turn in range(6):
+        read = torch.cat([read, ids(30, turn)], dim=1)
+        read = generate(lm.model, read, cache=cache, max_new_tokens=5, min_new_tokens=5)
+        held.append(cache.memory().units)
+    most = POLICY.budget + POLICY.local_len + POLICY.chunk_size + 5
+    assert max(held) <= most
+    assert held[1] > held[0]  # the first turns are all there
+    assert any(later < earlier for earlier, later in zip(held, held[1:], strict=False))
+
+
+def test_rows_of_a_batch_take_their_turns_as_they_would_alone(lm: LongContextModel) -> None:
+    texts, question = [ids(300, 3), ids(220, 4)], ids(20, 5).repeat(2, 1)
+    batch = torch.cat([torch.nn.functional.pad(text, (300 - text.shape[1], 0)) for text in texts])
+    mask = (torch.arange(300) >= torch.tensor([[0], [80]])).long()
+    cache = RetentionCache(lm.model, lm.scorer, POLICY)
+    prefill(lm.model, batch, cache, mask)
+    both = torch.cat([batch, question], 1)
+    whole = torch.cat([mask, torch.ones_like(question)], 1)
+    got = generate(lm.model, both, cache=cache, attention_mask=whole, max_new_tokens=6, min_new_tokens=6)[:, 320:]
+    for row, text in enumerate(texts):
+        alone = RetentionCache(lm.model, lm.scorer, POLICY)
+        prefill(lm.model, text, alone)
+        asked = torch.cat([text, question[:1]], 1)
+        wanted = generate(lm.model, asked, cache=alone, max_new_tokens=6, min_new_tokens=6)[:, asked.shape[1] :]
+        assert torch.equal(got[row : row + 1], wanted)
+
+
+def test_unknown_turns_are_refused() -> None:
+    with pytest.raises(ValueError, match='turns="later" is unknown; choose one of local, text'):
+        RetentionPolicy(turns="later")
+
+
+def test_a_prefix_is_the_same_from_a_context_and_from_its_file(lm: LongContextModel, tmp_path: Path) -> None:
+    context = lm.read(ids(400)[0].tolist(), name="ids")
+    context.save(tmp_path / "a.ctx")
+    ours, theirs = Prefix.of(context), Prefix.from_file(tmp_path / "a.ctx")
+    exported = context.to_dynamic_cache()
+    assert torch.equal(ours.keys[2], exported.layers[2].keys[0].transpose(0, 1))
+    assert ours.digest == theirs.digest
+    assert ours.placeholders == theirs.placeholders
+    assert len(ours.placeholders) == ours.units == 80
+    assert max(ours.placeholders) < ours.vocab_size == theirs.vocab_size
+    assert ours.tokens == theirs.tokens == context.cache.seen
+    other = lm.read(ids(400, 9)[0].tolist(), name="ids")
+    assert Prefix.of(other).placeholders[:4] != ours.placeholders[:4]
