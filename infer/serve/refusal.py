@@ -1,0 +1,43 @@
+"""What a request is refused with: a status and one sentence, in the shape that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class Refusal(Exception):
+    """A request that is refused.
+
+    Args:
+        status: HTTP status, 4xx or 503.
+        message: One sentence: the setting, its value, and the way out.
+        param: The field of the request that has to change.
+        code: A word for programs.
+        headers: Further headers of the response, such as Retry-After.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """Return what the response holds."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
