@@ -31,7 +31,8 @@ def test_the_wheel_holds_one_package_with_recipes_and_the_embedded_pair(wheel: P
     tables = {path for kind in ("json", "yaml") for path in (clone / "data").rglob(f"*.{kind}")}
     # What is to be pushed to the Hub is copied from the repository.
     recipes = {path for path in (clone / "recipes").rglob("*.*") if "custom_generate" not in path.parts}
-    shipped = {*recipes, *(clone / "checkpoints").glob("tiny*/*"), *tables}
+    pages = {path for kind in ("html", "css", "js") for path in (clone / "infer" / "serve").rglob(f"*.{kind}")}
+    shipped = {*recipes, *(clone / "checkpoints").glob("tiny*/*"), *tables, *pages}
     assert {name for name in inside if not name.endswith(".py")} == {
         "locret/py.typed",
         *(f"locret/{file.relative_to(clone)}" for file in shipped),
