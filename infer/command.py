@@ -133,6 +133,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     from locret.cache.cache_file import check_savable
     from locret.cache.layers import checked_disk, find_store
     from locret.infer import sizing
+    from locret.policy.resolve import check_no_turns
     from locret.scorers import Scorer
 
     dry_run = options.output.dry_run
@@ -163,6 +164,8 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
         trust_remote_code=options.model.trust_remote_code,
     )
     policy, chunk_choice = sizing.final_policy(options.policy, options.chosen, recommended, run_of)
+    if not _apart(options, asked):
+        check_no_turns({"turns": options.policy.turns})
     sizing.check_fits(run_of, policy)
     if options.generation.compile:
         sizing.check_compiles(run_of, policy)

@@ -22,7 +22,7 @@ from locret.backbone.adapters import find_decoder, unwrap
 from locret.cache.reader import answering
 from locret.infer.infer_options import ModelOptions
 from locret.load_options import ScorerOptions
-from locret.policy.resolve import check_used, resolve
+from locret.policy.resolve import check_no_turns, check_used, resolve
 from locret.scorers.sirllm import surprisal_of
 
 _MODEL_KEYS = {field.name for field in fields(ModelOptions)} - {"model", "device"}
@@ -73,6 +73,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         own = {k: v for k, v in settings.items() if k in _POLICY_KEYS}
         self.policy = resolve(own, recommended)
         check_used(own, [self.policy])
+        check_no_turns(own)
         dtype = loading.resolve_dtype(model.dtype, config, self._device)
         self.model = loading.load_model(model, config, self._device, dtype)
         self.max_gen_toks, self._name = int(max_gen_toks), pretrained

@@ -25,7 +25,7 @@ from locret.infer.methods import ANY_BUDGET, check_heard
 from locret.infer.reading_warnings import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.load_options import ScorerOptions
-from locret.policy.resolve import check_used
+from locret.policy.resolve import check_no_turns, check_used
 
 _OF_ROWS = ("data_dir", "data_revision", "skip_bad_rows", "max_prompt", "template")
 """Options of published tasks alone."""
@@ -329,6 +329,7 @@ def _check_used(budgets: BudgetOptions, selections: Sequence[Selection], runs: S
     """Refuse options that change nothing, now that prompts and policies are known."""
     numbers = {name: getattr(budgets, name) for name in chosen if hasattr(budgets, name)}
     check_used(numbers, [run.policy for run in runs if run.policy is not None])
+    check_no_turns(numbers)
     check_heard(numbers, {run.method.name: run.method for run in runs}.values())
     limits = {one.facts.get("prompt", {}).get("limit_from", "length") for one in selections}
     if "lengths" in chosen and "length" not in limits:

@@ -24,7 +24,7 @@ from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
 from locret.load_options import ScorerOptions
-from locret.policy.resolve import check_used, resolve
+from locret.policy.resolve import check_no_turns, check_used, resolve
 from locret.scorers import Scorer
 
 
@@ -81,6 +81,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         plan = with_chosen_chunk(plan, policy_of)
     policies = [one.policy(plan.policy) for one in _deciding(plan)]
     check_used(own, policies)
+    check_no_turns(own)
     for policy in policies:
         check_named(policy)
     check_heard(own, [one.method if isinstance(one, methods.Bounded) else _plain(one.name) for one in plan.methods])

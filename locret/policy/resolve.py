@@ -72,6 +72,16 @@ def check_used(own: Mapping[str, Any], policies: Collection[RetentionPolicy]) ->
             raise ValueError(f"{flag} {value} changes nothing without --{missing[0]}; add that, or drop {flag}")
 
 
+def check_no_turns(own: Mapping[str, Any]) -> None:
+    """Refuse to say how a turn is read where every prompt is read as a whole, its question included.
+
+    Raises:
+        ValueError: If the user chose it.
+    """
+    if (value := own.get("turns")) not in (None, RetentionPolicy.turns):
+        raise ValueError(f"--turns {value} changes nothing here, where a question is read with its text; drop --turns")
+
+
 def resolve_options(
     options: Any, chosen: Collection[str], recommended: Mapping[str, Any], budget: int | None = None
 ) -> RetentionPolicy:

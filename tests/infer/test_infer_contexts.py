@@ -165,6 +165,19 @@ def test_a_recipe_may_hold_questions(infer: Infer, pair: list[object], saved: Pa
     assert len(answers(infer("--config", recipe, *pair, "--json"))) == 2
 
 
+def test_how_a_turn_is_read_can_be_chosen_only_where_there_is_one(
+    infer: Infer, pair: list[object], text: Path, tmp_path: Path
+) -> None:
+    refused = infer(*pair, "--prompt-file", text, *questions(ASKED[0]), "--turns", "text")
+    assert refused.code == 2
+    assert "--turns text changes nothing here, where a question is read with its text" in refused.err
+    units = {}
+    for turns in ("local", "text"):
+        said = infer(*pair, "--prompt-file", text, *questions(*ASKED), "--turns", turns, "--budget", 40, "--json")
+        units[turns] = json.loads(said.out)["answers"][0]["final_units"]
+    assert units["text"] < units["local"]
+
+
 def test_a_policy_of_its_own_is_kept_with_the_context(
     infer: Infer, pair: list[object], text: Path, tmp_path: Path
 ) -> None:
