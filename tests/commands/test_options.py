@@ -305,7 +305,7 @@ def test_names_of_other_tools_lead_to_options_and_hide_none(name: str, monkeypat
     seen: dict[str, Any] = {}
 
     def look(prog: str, description: str, classes: list[type], argv: Any = None) -> Any:
-        seen.update(cli._options(classes))
+        seen.update(cli.options_of(classes))
         raise SystemExit(0)
 
     module = import_module(COMMANDS[name][0])
@@ -384,6 +384,6 @@ def test_every_field_that_a_recipe_can_have_is_documented() -> None:
         assert lines
     assert {f.name for f in fields(Things)} == set(option_help.field_docs(Things))
     assert option_help.field_docs(Things)["rate"] == "A share of 100 % of what there is."
-    shown = option_help.text(cli._options([Things]), "tool", "Try.", [Things])
+    shown = option_help.text(cli.options_of([Things]), "tool", "Try.", [Things])
     assert "A share of 100 % of what there is. (default: 0.5)" in shown
     assert yaml.safe_load("a: 1") == {"a": 1}

@@ -30,6 +30,8 @@ STOREYS = (
         "registry",
         "cli",
         "load_options",
+        "publish_options",
+        "hub",
     ),
     ("backbone",),
     ("prefill_attention", "lookups"),
