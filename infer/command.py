@@ -23,6 +23,7 @@ from locret.infer.infer_options import (
     PlacedModelOptions,
     PolicyOptions,
     PromptOptions,
+    QuestionOptions,
 )
 from locret.infer.reading_warnings import warn_of_recency
 from locret.load_options import ScorerOptions
@@ -344,7 +345,7 @@ def _ask_each(options: Options, context: Any, asked: Sequence[str]) -> list[dict
     return records
 
 
-def questions_of(prompt: PromptOptions) -> list[str]:
+def questions_of(prompt: QuestionOptions) -> list[str]:
     """Return the questions of the command line or of a file.
 
     Raises:

@@ -191,8 +191,12 @@ def _loading(
     placed, prompt = PlacedModelOptions(**_values(model)), PromptOptions()
     if about is not None:
         placed = replace(placed, disk=about.disk)
-        more = {"allow_other_scorer": about.allow_other_scorer, "questions": about.questions}
-        prompt = PromptOptions(context=about.context[0], question=about.question, **more)
+        prompt = PromptOptions(
+            context=about.context[0],
+            question=about.question,
+            questions=about.questions,
+            allow_other_scorer=about.allow_other_scorer,
+        )
     report = OutputOptions(json=output.json, quiet=output.quiet)
     return infer.Options(placed, scorer, PolicyOptions(), prompt, generation or GenerationOptions(), report, given)
 

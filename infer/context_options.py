@@ -76,6 +76,7 @@ class ComposeOptions(ContextFile, ReportOptions):
         _check_named(self.context)
         if len(self.context) < 2:
             raise ValueError(f"--context {self.context[0]} is one context; give two or more, in their order")
+        _check_budget(self.budget)
         if self.budget is None and self.shares != "fair":
             raise ValueError(f"--shares {self.shares} divides a --budget, which is not given; add it, or drop --shares")
 
@@ -101,6 +102,9 @@ class ShrinkOptions(ContextFile, ReportOptions):
     budget: int
     """Most units per KV head."""
 
+    def __post_init__(self) -> None:
+        _check_budget(self.budget)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PullOptions:
@@ -122,3 +126,8 @@ class PullOptions:
 def _check_named(contexts: list[str]) -> None:
     if not contexts or any(not context.strip() for context in contexts):
         raise ValueError("--context is empty; give a saved context")
+
+
+def _check_budget(budget: int | None) -> None:
+    if budget is not None and budget < 1:
+        raise ValueError(f"--budget {budget} is too small; give 1 unit per KV head or more")

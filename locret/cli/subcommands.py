@@ -9,6 +9,7 @@ from typing import Any
 
 from locret._version import __version__
 from locret.cli import command as cli
+from locret.cli import option_values
 from locret.nearest import nearest
 
 
@@ -65,7 +66,7 @@ def chosen(prog: str, about: Mapping[str, str], arguments: Sequence[str]) -> tup
     if name not in about:
         near = nearest(name, about)
         hint = f"did you mean {' or '.join(near)}?" if near else f"`{prog}` lists all"
-        raise ValueError(f"there is no command {cli.option_values.shown(name)!r}; {hint}")
+        raise ValueError(f"there is no command {option_values.shown(name)!r}; {hint}")
     return name, rest
 
 

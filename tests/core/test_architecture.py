@@ -25,6 +25,7 @@ STOREYS = (
         "field_values",
         "files",
         "tables",
+        "pictures",
         "method_spec",
         "plugins",
         "registry",
