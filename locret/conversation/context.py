@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -256,21 +256,37 @@ class LongContextModel:
         system: str | None = None,
         progress: bool = True,
         new_tokens: int = 0,
+        feed: Callable[[Iterator[list[int]]], Iterable[list[int]]] | None = None,
+        on_chunk: Callable[[RetentionCache], None] | None = None,
     ) -> Context:
-        """Read a document into an empty cache of this model; see `read`."""
+        """Read a document into an empty cache of this model; see `read`.
+
+        Args:
+            cache: Filled in place.
+            document: What to read.
+            system: As in `read`.
+            progress: As in `read`.
+            new_tokens: As for `prefill`.
+            feed: Takes the token ids as they are made, and hands them on.
+            on_chunk: Called with the cache after every chunk.
+        """
         transcript, stream = self._transcript(system), TokenStream(self.tokenizer)
         bar = ReadingBar(document, progress, lambda: stream.pending)
         warn = PositionWarning(self.backbone, cache.policy)
 
-        def on_chunk(cache: RetentionCache) -> None:
+        def after_chunk(cache: RetentionCache) -> None:
             warn(cache)
             bar(cache)
+            if on_chunk is not None:
+                on_chunk(cache)
 
-        blocks = bar.blocks(self._ids(document, transcript, stream, bar))
+        blocks: Iterable[list[int]] = bar.blocks(self._ids(document, transcript, stream, bar))
+        if feed is not None:
+            blocks = feed(iter(blocks))
         bar.start()
         try:
             prompt = as_prompt(blocks, cache.policy, cache.policy.prefill_units)
-            prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=on_chunk)
+            prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=after_chunk)
             warn(cache)
             bar.end()
         finally:
@@ -427,6 +443,17 @@ class LongContextModel:
     def _load(
         self, path: str | Path, allow_other_scorer: bool, disk: Disk | str | Path | None
     ) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
+        told = self.told(path)
+        where = self.disk if disk is None else disk
+        cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=where)
+        return (self, cache, told.stream, told.transcript, told.name), told.transcript.turns, told.unread
+
+    def told(self, path: str | Path) -> Told:
+        """Return how the text of a saved context or chat goes on, without its units.
+
+        Raises:
+            ValueError: If the file is none, is damaged there, or was made with another tokenizer.
+        """
         notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
         if notes is None:
             raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
@@ -435,11 +462,9 @@ class LongContextModel:
         if notes.get("tokenizer", ours := vocabulary_fingerprint(self.tokenizer)) != ours:
             raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
         turns = tuple(Message(role, content) for role, content in notes["turns"])
-        where = self.disk if disk is None else disk
-        cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=where)
         transcript = Transcript(self.tokenizer, notes["template"], notes["system"], turns)
         stream = TokenStream(self.tokenizer, context=notes["context"], pending=notes["pending"])
-        return (self, cache, stream, transcript, notes["name"]), turns, tuple(notes["unread"])
+        return Told(stream, transcript, notes["name"], tuple(notes["unread"]))
 
     @property
     def _vocabulary(self) -> int:
@@ -448,6 +473,16 @@ class LongContextModel:
 
     def __repr__(self) -> str:
         return f"LongContextModel({self.name}, scorer {self.scorer.name}, budget {self.policy.budget:,})"
+
+
+class Told(NamedTuple):
+    """How the text of a saved context or chat goes on."""
+
+    stream: TokenStream
+    transcript: Transcript
+    name: str
+    unread: tuple[int, ...]
+    """Tokens of the last answer that its cache does not hold."""
 
 
 _Parts = tuple[LongContextModel, RetentionCache, TokenStream, Transcript, str]
