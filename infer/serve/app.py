@@ -6,6 +6,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from locret._version import __version__
+from locret.infer.serve import page, watch_routes
+from locret.infer.serve.metrics import CountRequests
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.state import ServerState
 
@@ -18,6 +20,9 @@ def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="Locret", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = state
     app.add_exception_handler(Refusal, _refused)
+    app.add_middleware(CountRequests, metrics=state.metrics)
+    for part in (page, watch_routes):
+        app.include_router(part.router)
     return app
 
 

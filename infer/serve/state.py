@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import HTTPConnection
 
 from locret.infer.serve.engine import Engine
+from locret.infer.serve.metrics import Metrics
 
 if TYPE_CHECKING:
     from locret.conversation.context import LongContextModel
@@ -36,6 +37,8 @@ class ServerState:
     """Seconds that a request may take from its arrival to its last token."""
     started: float = field(default_factory=time.time)
     """Seconds since the epoch."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """What has been counted."""
     draining: bool = False
     """Whether the server is about to end, so that new requests are refused."""
 

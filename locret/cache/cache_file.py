@@ -324,12 +324,14 @@ def _checked_units(path: str | Path, state: Mapping[str, Any], reading: Reading)
     return tensors
 
 
-def read_prefix(path: str | Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int, int]:
+def read_prefix(
+    path: str | Path,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int, int, str, dict[str, Any]]:
     """Return the units of a saved cache as an ordinary prefix, without its backbone.
 
     Returns:
         Keys and values of each layer, (units, KV heads, head dim), keys rotated to 0, 1, ...; the token ids that the
-        backbone knows; the tokens that were read.
+        backbone knows; the tokens that were read; the backbone's model_type, and how it rotates keys.
 
     Raises:
         ValueError: If the file is no cache, is damaged, or what it holds is no ordinary prefix.
@@ -338,8 +340,8 @@ def read_prefix(path: str | Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...
     try:
         policy, backbone = RetentionPolicy.from_dict(state.get("policy"), "policy"), _saved_backbone(state)
         check_counters(state, backbone)
-        vocab_size, columns = state.get("vocab_size"), state.get("columns")
-        if not isinstance(vocab_size, int) or not isinstance(columns, dict):
+        vocab_size, columns, rotary = (state.get(name) for name in ("vocab_size", "columns", "rotary"))
+        if not isinstance(vocab_size, int) or not isinstance(columns, dict) or not isinstance(rotary, dict):
             raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
         check_prefix(policy, backbone, {counters["fill"] for counters in state["layers"]}, host=False)
         if not policy.exact_bits or not all(counters["rotated"] for counters in state["layers"]):
@@ -367,7 +369,7 @@ def read_prefix(path: str | Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...
         )
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{path}: {error}") from error
-    return keys, values, vocab_size, state["seen"]
+    return keys, values, vocab_size, state["seen"], backbone.model_type, rotary
 
 
 def _saved_backbone(state: Mapping[str, Any]) -> Backbone:

@@ -8,14 +8,17 @@ Needs no backbone: an engine's process reads a saved context with this and nothi
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from locret.backbone.adapters import find_decoder
+from locret.backbone.rotary import rotary_parameters
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import read_prefix
 from locret.cache.export import check_one_row
@@ -33,12 +36,16 @@ class Prefix:
         values: For each layer (U, K, D).
         vocab_size: Token ids that the backbone knows.
         tokens: Tokens that were read.
+        model_type: The backbone's, which tells an engine in which order it holds a head.
+        rotary: How the backbone rotates keys, as its config says it.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     vocab_size: int
     tokens: int
+    model_type: str = ""
+    rotary: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, read: RetentionCache | Context) -> Prefix:
@@ -56,7 +63,8 @@ class Prefix:
             for name in ("keys", "values")
         )
         vocab_size = int(cache.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-        return cls(keys, values, vocab_size, cache.seen)
+        rotary = rotary_parameters(find_decoder(cache.model))
+        return cls(keys, values, vocab_size, cache.seen, cache.backbone.model_type, rotary)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Prefix:

@@ -123,5 +123,8 @@ def test_a_prefix_is_the_same_from_a_context_and_from_its_file(lm: LongContextMo
     assert len(ours.placeholders) == ours.units == 80
     assert max(ours.placeholders) < ours.vocab_size == theirs.vocab_size
     assert ours.tokens == theirs.tokens == context.cache.seen
+    assert ours.model_type == theirs.model_type == "llama"
+    assert ours.rotary == theirs.rotary
+    assert ours.rotary["rope_theta"] == 1000000.0
     other = lm.read(ids(400, 9)[0].tolist(), name="ids")
     assert Prefix.of(other).placeholders[:4] != ours.placeholders[:4]
