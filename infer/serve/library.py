@@ -142,8 +142,8 @@ class Library:
     ) -> None:
         if auto_bytes < plan.moving:
             raise ValueError(
-                f"--auto-contexts {auto_bytes:,} bytes cannot hold one context, which takes up to {plan.moving:,}; give "
-                "more"
+                f"--auto-contexts {auto_bytes:,} bytes cannot hold one context, which takes up to {plan.moving:,}; "
+                "give more"
             )
         self.folder, self.lm, self.plan = Path(folder).resolve(), lm, plan
         self.auto_bytes, self.max_upload, self.max_waiting = auto_bytes, max_upload, max_waiting
@@ -568,16 +568,16 @@ class Library:
                     self._automatic.pop(key, None)
 
         with self._lock:
-            entry = self._automatic.get(key)  # type: ignore[assignment]
-            if entry is None or entry.state != "ready":
-                if entry is None:
-                    self._check_waiting()
-                    path = self.folder / AUTO / f"{key}{SUFFIX}"
-                    job = Job(self._told(make), ended)
-                    entry = Entry(key, path, source=source, created=time.time(), job=job, library=self)
-                    self._automatic[key] = entry
-                    job.start()
-        if (running := entry.job) is not None:
+            if key in self._automatic:
+                entry = self._automatic[key]
+                running = entry.job
+            else:
+                self._check_waiting()
+                path, running = self.folder / AUTO / f"{key}{SUFFIX}", Job(self._told(make), ended)
+                entry = Entry(key, path, source=source, created=time.time(), job=running, library=self)
+                self._automatic[key] = entry
+                running.start()
+        if running is not None:
             while not running.done.wait(0.05):
                 if cancelled():
                     running.cancel()
@@ -656,9 +656,7 @@ class Library:
             if isinstance(error, OSError):  # the disk's trouble, not the file's
                 return Refusal(503, f"context {entry.name} cannot be read: {self._public(error)}")
             entry.status, entry.message = "damaged", self._public(error)
-        return Refusal(
-            409, f"context {entry.name} cannot be asked: {entry.message}", param="context", code="damaged"
-        )
+        return Refusal(409, f"context {entry.name} cannot be asked: {entry.message}", param="context", code="damaged")
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -796,7 +794,9 @@ def check_name(name: str) -> None:
 
 def full_disk(error: OSError) -> Refusal:
     """Return what to say where the disk takes no more."""
-    return Refusal(507, f"the text cannot be stored ({error.strerror}); make room on the server's disk", code="no_space")
+    return Refusal(
+        507, f"the text cannot be stored ({error.strerror}); make room on the server's disk", code="no_space"
+    )
 
 
 @contextmanager

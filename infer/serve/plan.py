@@ -141,8 +141,8 @@ def _check_policy(lm: LongContextModel) -> None:
         )
     if policy.plans_by_length:
         raise ValueError(
-            f"--memory {policy.memory} plans by a text's length, so a server would have to hold the text; take --memory "
-            "fixed"
+            f"--memory {policy.memory} plans by a text's length, so a server would have to hold the text; take "
+            "--memory fixed"
         )
     if policy.has_host:
         raise ValueError(

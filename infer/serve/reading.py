@@ -182,9 +182,7 @@ class Reader:
             job.begin()
             yield
 
-    def text(
-        self, job: Job, upload: Upload, *, source: str, system: str | None, ids: Path | None
-    ) -> Context:
+    def text(self, job: Job, upload: Upload, *, source: str, system: str | None, ids: Path | None) -> Context:
         """Read a text as it is uploaded; call it within `slot`.
 
         Args:
@@ -262,9 +260,7 @@ def kept_shares(cache: RetentionCache, columns: int = COLUMNS) -> tuple[float, .
     return tuple(round(share, 4) for share in (counts * columns / (heads * cache.seen)).clamp(max=1).tolist())
 
 
-def _fed(
-    blocks: Iterator[list[int]], turn: Turn, keep: Callable[[list[int]], None]
-) -> Iterator[list[int]]:
+def _fed(blocks: Iterator[list[int]], turn: Turn, keep: Callable[[list[int]], None]) -> Iterator[list[int]]:
     """Pass token ids on; while more are waited for, the turn is others'."""
     while True:
         turn.let_go()

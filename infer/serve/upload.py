@@ -46,7 +46,7 @@ class Upload:
         self._failure: str | None = None
         self._ended = False
         self._last = time.monotonic()
-        self._file = open(path, "xb", buffering=0)
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed when the upload ends)
 
     @property
     def digest(self) -> str:
@@ -152,8 +152,8 @@ class Upload:
             self._decoder.decode(data, final=final)
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"the text is not UTF-8 ({error.reason} after {self.written:,} bytes or more); convert it, for instance "
-                "with `iconv -t UTF-8`"
+                f"the text is not UTF-8 ({error.reason} after {self.written:,} bytes or more); convert it, for "
+                "instance with `iconv -t UTF-8`"
             ) from None
 
     def _close(self) -> None:
