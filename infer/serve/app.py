@@ -6,7 +6,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from locret._version import __version__
-from locret.infer.serve import page, watch_routes
+from locret.infer.serve import context_routes, page, watch_routes
 from locret.infer.serve.metrics import CountRequests
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.state import ServerState
@@ -21,7 +21,7 @@ def make_app(state: ServerState) -> FastAPI:
     app.state.server = state
     app.add_exception_handler(Refusal, _refused)
     app.add_middleware(CountRequests, metrics=state.metrics)
-    for part in (page, watch_routes):
+    for part in (page, watch_routes, context_routes):
         app.include_router(part.router)
     return app
 

@@ -204,7 +204,7 @@ class Library:
         """
         with self._lock:
             entry = self._entries.get(name)
-        if entry is None or (entry.job is None and not entry.path.exists()):
+        if entry is None or (entry.job is None and _changed(entry)):
             self._find()
             with self._lock:
                 entry = self._entries.get(name)

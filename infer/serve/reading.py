@@ -44,7 +44,7 @@ class Progress:
     tokens: int = 0
     """Tokens read."""
     bytes: int = 0
-    """Bytes of the text that were taken so far; some of them may wait to become tokens."""
+    """About how many bytes of the text they are."""
     total: int | None = None
     """Bytes of the text, if known."""
     units: int = 0
@@ -199,7 +199,14 @@ class Reader:
         """
         document = Document(source, upload.pieces(job.check), size=upload.total, unit="bytes")
         watch = _Watch(job, upload)
+        job.progress = Progress(total=upload.total)
         with self.turns.turn(job.check) as turn, _kept_ids(ids) as keep:
+
+            def feed(blocks: Iterator[list[int]]) -> Iterator[list[int]]:
+                for block in _between_turns(blocks, turn):
+                    watch.tokens += len(block)
+                    keep(block)
+                    yield block
 
             def on_chunk(cache: RetentionCache) -> None:
                 watch(cache)
@@ -210,7 +217,7 @@ class Reader:
                 document,
                 system=system,
                 progress=False,
-                feed=lambda blocks: _fed(blocks, turn, keep),
+                feed=feed,
                 on_chunk=on_chunk,
             )
         watch(context.cache, last=True)
@@ -234,14 +241,17 @@ class _Watch:
 
     def __init__(self, job: Job, upload: Upload | None) -> None:
         self._job, self._upload, self._counted = job, upload, 0.0
+        self.tokens = 0
+        """Tokens of the text that was taken, read or not."""
 
     def __call__(self, cache: RetentionCache, *, last: bool = False) -> None:
         kept, now = self._job.progress.kept, time.monotonic()
         if last or now - self._counted >= _SHOWN:
             kept, self._counted = kept_shares(cache), now
+        taken = 0 if self._upload is None else self._upload.given
         self._job.progress = Progress(
             tokens=cache.seen,
-            bytes=0 if self._upload is None else self._upload.given,
+            bytes=taken if last else int(taken * min(1.0, cache.seen / max(1, self.tokens))),
             total=None if self._upload is None else self._upload.total,
             units=max(layer.fill for layer in cache.governed),
             seconds=self._job.seconds,
@@ -260,13 +270,11 @@ def kept_shares(cache: RetentionCache, columns: int = COLUMNS) -> tuple[float, .
     return tuple(round(share, 4) for share in (counts * columns / (heads * cache.seen)).clamp(max=1).tolist())
 
 
-def _fed(blocks: Iterator[list[int]], turn: Turn, keep: Callable[[list[int]], None]) -> Iterator[list[int]]:
+def _between_turns(blocks: Iterator[list[int]], turn: Turn) -> Iterator[list[int]]:
     """Pass token ids on; while more are waited for, the turn is others'."""
     while True:
         turn.let_go()
         block = next(blocks, None)
-        if block is not None:
-            keep(block)
         turn.take()
         if block is None:
             return
