@@ -28,7 +28,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from locret.infer.serve import kept
-from locret.infer.serve.library import IDS, Entry, Library, full_disk
+from locret.infer.serve.library import Entry, Library, full_disk
 from locret.infer.serve.reading import COLUMNS
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.state import state_of
@@ -236,7 +236,7 @@ def passages(
             f"the text of context {name} is not kept, so its passages cannot be shown; upload it to a server that "
             "keeps texts",
         )
-    tokenizer, ids = _library(request).lm.tokenizer, entry.path.with_suffix(IDS)
+    tokenizer, ids = _library(request).lm.tokenizer, entry.ids
     found = _looked(entry, lambda: kept.passages(kept.positions_of(entry.path), entry.tokens, ids, tokenizer, count))
     data = [
         {

@@ -1,6 +1,6 @@
 """Contexts on disk by name: found, read, forked, composed, shrunk, deleted, and loaded within the memory of the plan.
 
-A context is one file, `NAME.ctx`, that appears whole or not at all; `NAME.ids` beside it are the token ids of its text,
+A context is one file, `NAME.ctx`, that appears whole or not at all; the token ids of its text are in the folder `texts`,
 if they are kept. What is read without a name, so that a conversation goes on, is in the folder `auto` under the digest
 of its token ids, and goes when the disk's share is used up, least recently used first.
 """
@@ -29,6 +29,8 @@ from safetensors import SafetensorError, safe_open
 
 from locret.cache.cache_file import check_header, load_cache, save_cache
 from locret.conversation.chat import save
+from locret.conversation.compose import compose
+from locret.conversation.context import saved_turns
 from locret.engines.prefix import Prefix
 from locret.files import PARTIAL, locked, written_whole
 from locret.infer.serve.plan import MemoryPlan
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 SUFFIX, IDS = ".ctx", ".ids"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """What a context may be called: no name is a path, hidden, or longer than a file system takes."""
-AUTO, UPLOADS = "auto", ".uploads"
+AUTO, TEXTS, UPLOADS = "auto", "texts", ".uploads"
 _WAIT = 60.0
 """Seconds that a request waits for memory that other requests use."""
 _FORGOTTEN = 100
@@ -95,9 +97,14 @@ class Entry:
         return Progress(tokens=self.tokens, units=self.units) if self.job is None else self.job.progress
 
     @property
+    def ids(self) -> Path:
+        """File of the token ids of its text, 4 bytes each, if they are kept."""
+        return self.path.parent / TEXTS / f"{self.name}{IDS}"
+
+    @property
     def has_text(self) -> bool:
         """Whether the token ids of its text are there."""
-        ids = self.path.with_suffix(IDS)
+        ids = self.ids
         return self.state == "ready" and ids.is_file() and ids.stat().st_size == array("I").itemsize * self.tokens
 
     def prefix(self) -> Prefix:
@@ -178,7 +185,7 @@ class Library:
         for job in jobs:
             job.cancel()
         shutil.rmtree(self.folder / UPLOADS, ignore_errors=True)
-        for folder in (self.folder / AUTO, self.folder / UPLOADS):
+        for folder in (self.folder / AUTO, self.folder / TEXTS):
             with suppress(OSError):
                 folder.rmdir()
         self._held.close()
@@ -299,10 +306,8 @@ class Library:
         entry = self.get(name)
 
         def make(job: Job) -> None:
-            for suffix in (IDS, SUFFIX):
-                if (file := entry.path.with_suffix(suffix)).is_file():
-                    with written_whole(self.folder / f"{new}{suffix}") as fresh:
-                        _copy(file, fresh)
+            self._copy_text(entry, new)
+            _copy(entry.path, self.folder / f"{new}{SUFFIX}")
 
         return self._made_now(new, entry.source, make)
 
@@ -318,8 +323,6 @@ class Library:
         Raises:
             Refusal: As `get` for each of them, and if the new name is no name or taken.
         """
-        from locret.conversation.compose import compose
-
         entries = [self.get(name) for name in names]
         if len(entries) < 2:
             raise Refusal(400, "compose joins two or more contexts; name them in a list", param="contexts")
@@ -345,10 +348,7 @@ class Library:
         def make(job: Job) -> None:
             with self.reader.slot(job, _composing([entry])):
                 small = self._load(entry).shrink(budget)
-                ids = entry.path.with_suffix(IDS)
-                if entry.has_text:
-                    with written_whole(self.folder / f"{new}{IDS}") as fresh:
-                        _copy(ids, fresh)
+                self._copy_text(entry, new)
                 self._save(new, small, {"of": [name]}, None)
 
         return self._begin(new, entry.source, make)
@@ -365,8 +365,8 @@ class Library:
         with self._lock:
             self._entries.pop(name, None)
             self._loaded.forget(entry.key)
-            for suffix in (SUFFIX, IDS):
-                entry.path.with_suffix(suffix).unlink(missing_ok=True)
+            for file in (entry.path, entry.ids):
+                _remove(file)
 
     # -- contexts without a name --------------------------------------------------------------------------------------
 
@@ -487,11 +487,16 @@ class Library:
     # -- onto disk ----------------------------------------------------------------------------------------------------
 
     def _save(self, name: str, context: Context, notes: dict[str, Any], ids: Path | None) -> None:
-        if ids is not None and ids.is_file():
-            os.replace(ids, self.folder / f"{name}{IDS}")
+        if ids is not None:
+            (self.folder / TEXTS).mkdir(exist_ok=True)
+            os.replace(ids, self.folder / TEXTS / f"{name}{IDS}")
         path = self.folder / f"{name}{SUFFIX}"
         with self._moving:
             save(path, context.cache, context.name, context._stream, context._transcript, upload=notes)
+
+    def _copy_text(self, entry: Entry, new: str) -> None:
+        if entry.has_text:
+            _copy(entry.ids, self.folder / TEXTS / f"{new}{IDS}")
 
     def _save_automatic(self, key: str, cache: RetentionCache, base: str, read: int = 0) -> None:
         folder = self.folder / AUTO
@@ -548,7 +553,7 @@ class Library:
             if job.state == "ready":
                 self._examine(entry)
                 return
-            (self.folder / f"{name}{IDS}").unlink(missing_ok=True)
+            entry.ids.unlink(missing_ok=True)
             entry.status, entry.message, entry.job = "failed", job.message, None
             failed = [other for other in self._entries.values() if other.state == "failed"]
             for other in sorted(failed, key=lambda other: other.created)[:-_FORGOTTEN]:
@@ -663,10 +668,11 @@ class Library:
     def _clean(self) -> None:
         """Remove what a killed server was about to write; `locked` has removed half-written files of the folder."""
         shutil.rmtree(self.folder / UPLOADS, ignore_errors=True)
-        for partial in (self.folder / AUTO).glob(PARTIAL):
-            shutil.rmtree(partial, ignore_errors=True)
-        for ids in self.folder.glob(f"*{IDS}"):
-            if not ids.with_suffix(SUFFIX).exists():
+        for folder in (self.folder / AUTO, self.folder / TEXTS):
+            for partial in folder.glob(PARTIAL):
+                shutil.rmtree(partial, ignore_errors=True)
+        for ids in (self.folder / TEXTS).glob(f"*{IDS}"):
+            if not (self.folder / f"{ids.name.removesuffix(IDS)}{SUFFIX}").exists():
                 ids.unlink(missing_ok=True)
 
     def _find(self) -> None:
@@ -709,10 +715,10 @@ class Library:
                 entry.key, entry.notes = path.stem, dict(notes["automatic"])
             else:
                 check_name(entry.name)
-                told = self.lm.told(path)
-                if told.transcript.turns:
+                _, transcript, entry.source, _ = saved_turns(path, self.lm.tokenizer, state["vocab_size"])
+                if transcript.turns:
                     raise ValueError("it holds a conversation; save its context instead")
-                entry.source, entry.notes = told.name, dict(notes["conversation"].get("upload") or {})
+                entry.notes = dict(notes["conversation"].get("upload") or {})
                 identity = [metadata["state"], metadata["notes"], metadata.get("checksum", "")]
                 entry.key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         except Refusal as refusal:
@@ -808,12 +814,21 @@ def refused(param: str | None = None) -> Iterator[None]:
         raise Refusal(400, " ".join(str(error).split()), param=param) from error
 
 
-def _copy(file: Path, fresh: Path) -> None:
+def _copy(file: Path, new: Path) -> None:
     """Copy a file that nobody will change: where the file system can, both are one."""
-    try:
-        os.link(file, fresh)
-    except OSError:
-        shutil.copyfile(file, fresh)
+    with written_whole(new) as fresh:
+        try:
+            os.link(file, fresh)
+        except OSError:
+            shutil.copyfile(file, fresh)
+
+
+def _remove(file: Path) -> None:
+    """Remove a file, or what somebody has put in its place."""
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file, ignore_errors=True)
+    else:
+        file.unlink(missing_ok=True)
 
 
 def _changed(entry: Entry) -> bool:

@@ -372,6 +372,19 @@ def read_prefix(
     return keys, values, vocab_size, state["seen"], backbone.model_type, rotary
 
 
+def read_backbone(path: str | Path) -> tuple[Backbone, dict[str, Any]]:
+    """Return the backbone that a saved cache was made with, and how it rotates keys, without reading the units.
+
+    Raises:
+        ValueError: If the file is not a saved cache, or does not say.
+    """
+    state, _ = _header(path, CONTEXT_WRITERS)
+    rotary = state.get("rotary")
+    if not isinstance(rotary, dict):
+        raise ValueError(f"{path} does not say how its keys are rotated; save it once more with its backbone")
+    return _saved_backbone(state), rotary
+
+
 def _saved_backbone(state: Mapping[str, Any]) -> Backbone:
     values = state.get("backbone")
     try:
