@@ -1,8 +1,8 @@
 """Contexts on disk by name: found, read, forked, composed, shrunk, deleted, and loaded within the memory of the plan.
 
-A context is one file, `NAME.ctx`, that appears whole or not at all; the token ids of its text are in the folder `texts`,
-if they are kept. What is read without a name, so that a conversation goes on, is in the folder `auto` under the digest
-of its token ids, and goes when the disk's share is used up, least recently used first.
+A context is one file, `NAME.ctx`, that appears whole or not at all; the token ids of its text are in the folder
+`texts`, if they are kept. What is read without a name, so that a conversation goes on, is in the folder `auto`, under
+the digest of its token ids, and goes when it has no more room on the disk, least recently used first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import stat
 import threading
 import time
 import uuid
-import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from locret.conversation.compose import compose
 from locret.conversation.context import saved_turns
 from locret.engines.prefix import Prefix
 from locret.files import PARTIAL, locked, written_whole
+from locret.infer.serve.loaded import Loaded
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.reading import Job, Progress, Reader
 from locret.infer.serve.refusal import Refusal
@@ -50,6 +50,8 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 AUTO, TEXTS, UPLOADS = "auto", "texts", ".uploads"
 _WAIT = 60.0
 """Seconds that a request waits for memory that other requests use."""
+_COPIES = 3.5
+"""Of contexts that are joined: themselves, a copy of each, the whole, and what joining works with; measured."""
 _FORGOTTEN = 100
 """Failed contexts that are remembered, so that one can see why."""
 
@@ -160,7 +162,7 @@ class Library:
         self.reader = Reader(lm, plan.reading, plan.reader, self.turns)
         self._entries: dict[str, Entry] = {}
         self._automatic: OrderedDict[str, Entry] = OrderedDict()
-        self._loaded = _Loaded(plan.loaded)
+        self._loaded = Loaded(plan.loaded)
         self._lock = threading.RLock()
         self._moving = threading.Lock()
         """Held by who writes a context to disk or reads one, as memory is planned for one at a time."""
@@ -328,7 +330,7 @@ class Library:
             raise Refusal(400, "compose joins two or more contexts; name them in a list", param="contexts")
 
         def make(job: Job) -> None:
-            with self.reader.slot(job, _composing(entries)):
+            with self._working(job, entries):
                 parts = [self._load(entry) for entry in entries]
                 with self.turns.turn(job.check):
                     whole = compose(parts, budget, shares, name=source)
@@ -346,7 +348,7 @@ class Library:
         entry = self._to_shrink(name, budget)
 
         def make(job: Job) -> None:
-            with self.reader.slot(job, _composing([entry])):
+            with self._working(job, [entry]):
                 small = self._load(entry).shrink(budget)
                 self._copy_text(entry, new)
                 self._save(new, small, {"of": [name]}, None)
@@ -383,7 +385,7 @@ class Library:
         key = _digest(entry.key, f"shrunk to {budget}", [])
 
         def make(job: Job) -> None:
-            with self.reader.slot(job, _composing([entry])):
+            with self._working(job, [entry]):
                 self._save_automatic(key, self._load(entry).shrink(budget).cache, entry.key)
 
         return self._made_automatic(key, entry.source, make, lambda: False)
@@ -475,6 +477,27 @@ class Library:
                 param="context",
             )
         return wanted
+
+    @contextmanager
+    def _working(self, job: Job, entries: Sequence[Entry]) -> Iterator[None]:
+        """Hold the memory that it takes to join or cut contexts, until the block ends.
+
+        Raises:
+            ValueError: If that is never free.
+        """
+        wanted = int(_COPIES * sum(entry.size for entry in entries))
+        if wanted > self.plan.loaded and wanted > self.plan.reading:
+            raise ValueError(
+                f"this takes {wanted:,} bytes, but --kv-memory leaves {self.plan.loaded:,} for contexts in memory and "
+                f"{self.plan.reading:,} for readers; take fewer contexts, shrink them, or start the server with more"
+            )
+        if wanted > self.plan.loaded:
+            with self.reader.slot(job, wanted):
+                yield
+        else:
+            with self._loaded.taken(wanted, job.check):
+                job.begin()
+                yield
 
     def _load_cache(self, entry: Entry) -> RetentionCache:
         with self._moving:
@@ -730,59 +753,6 @@ class Library:
         return entry
 
 
-class _Loaded:
-    """Prefixes in memory: those that are used count as long as somebody has them, and the others until room is needed.
-
-    Args:
-        total: Bytes there are.
-    """
-
-    def __init__(self, total: int) -> None:
-        self.total, self.used = total, 0
-        self._held: OrderedDict[str, Prefix] = OrderedDict()
-        self._known: weakref.WeakValueDictionary[str, Prefix] = weakref.WeakValueDictionary()
-        self._changed = threading.Condition()  # of a lock that is reentrant: a finalizer may run anywhere
-
-    def get(self, key: str) -> Prefix | None:
-        """Return a prefix, if it is in memory."""
-        with self._changed:
-            if (prefix := self._known.get(key)) is not None:
-                self._held[key] = prefix
-                self._held.move_to_end(key)
-            return prefix
-
-    def make_room(self, wanted: int) -> bool:
-        """Forget what was used least recently until so many bytes are free; return whether they are."""
-        with self._changed:
-            while self.used + wanted > self.total and self._held:
-                self._held.popitem(last=False)
-            return self.used + wanted <= self.total
-
-    def put(self, key: str, prefix: Prefix) -> Prefix:
-        """Take a prefix in."""
-        size = sum(tensor.nbytes for tensor in (*prefix.keys, *prefix.values))
-        with self._changed:
-            self.used += size
-            weakref.finalize(prefix, self._gone, size).atexit = False
-            self._held[key] = self._known[key] = prefix
-        return prefix
-
-    def forget(self, key: str) -> None:
-        """Do not keep a prefix for later."""
-        with self._changed:
-            self._held.pop(key, None)
-
-    def wait(self, seconds: float) -> None:
-        """Wait until something has changed, or so long."""
-        with self._changed:
-            self._changed.wait(seconds)
-
-    def _gone(self, size: int) -> None:
-        with self._changed:
-            self.used -= size
-            self._changed.notify_all()
-
-
 def check_name(name: str) -> None:
     """Refuse what is no name of a context.
 
@@ -837,11 +807,6 @@ def _changed(entry: Entry) -> bool:
     except OSError:
         return True
     return (status.st_size, status.st_mtime) != (entry.size, entry.created)
-
-
-def _composing(entries: Sequence[Entry]) -> int:
-    """Return the bytes that contexts take while they are joined: themselves, a copy each, and the whole."""
-    return 3 * sum(entry.size for entry in entries)
 
 
 def _digest(base: str, what: str, ids: Sequence[int]) -> str:
