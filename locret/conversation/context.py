@@ -20,6 +20,7 @@ from locret import loading, scorers, shipped
 from locret.backbone.adapters import unwrap
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import CONTEXT_WRITERS, load_cache, read_notes
+from locret.cache.compose import shrunk
 from locret.cache.disk import Disk
 from locret.cache.memory import CacheMemory
 from locret.cache.store import Store
@@ -513,6 +514,20 @@ class Context:
     def fork(self) -> Context:
         """Return an independent copy."""
         return Context(self.lm, self.cache.copy(), self._stream.copy(), self._transcript.copy(), self.name)
+
+    def shrink(self, budget: int) -> Context:
+        """Return a smaller context at once, from the scores that its units have; this one does not change.
+
+        The last local tokens stay, and what the scorer keeps by right, as at the end of a read. Nothing is read again:
+        it is what an eviction to that budget leaves now.
+
+        Args:
+            budget: Most units per KV head, local tokens included.
+
+        Raises:
+            ValueError: If it is no number of units, or a rule of its own decides what stays.
+        """
+        return Context(self.lm, shrunk(self.cache, budget), self._stream.copy(), self._transcript.copy(), self.name)
 
     def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
         """Return what was kept as an ordinary prefix for other code; see `RetentionCache.to_dynamic_cache`."""
