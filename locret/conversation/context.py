@@ -6,7 +6,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -259,21 +259,37 @@ class LongContextModel:
         system: str | None = None,
         progress: bool = True,
         new_tokens: int = 0,
+        feed: Callable[[Iterator[list[int]]], Iterable[list[int]]] | None = None,
+        on_chunk: Callable[[RetentionCache], None] | None = None,
     ) -> Context:
-        """Read a document into an empty cache of this model; see `read`."""
+        """Read a document into an empty cache of this model; see `read`.
+
+        Args:
+            cache: Filled in place.
+            document: What to read.
+            system: As in `read`.
+            progress: As in `read`.
+            new_tokens: As for `prefill`.
+            feed: Takes the token ids as they are made, and hands them on.
+            on_chunk: Called with the cache after every chunk.
+        """
         transcript, stream = self._transcript(system), TokenStream(self.tokenizer)
         bar = ReadingBar(document, progress, lambda: stream.pending)
         warn = PositionWarning(self.backbone, cache.policy)
 
-        def on_chunk(cache: RetentionCache) -> None:
+        def after_chunk(cache: RetentionCache) -> None:
             warn(cache)
             bar(cache)
+            if on_chunk is not None:
+                on_chunk(cache)
 
-        blocks = bar.blocks(self._ids(document, transcript, stream, bar))
+        blocks: Iterable[list[int]] = bar.blocks(self._ids(document, transcript, stream, bar))
+        if feed is not None:
+            blocks = feed(iter(blocks))
         bar.start()
         try:
             prompt = as_prompt(blocks, cache.policy, cache.policy.prefill_units)
-            prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=on_chunk)
+            prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=after_chunk)
             warn(cache)
             bar.end()
         finally:
