@@ -179,13 +179,39 @@ def load_cache(
     """
     state, _ = _header(path)
     try:
-        saved_policy = RetentionPolicy.from_dict(state.get("policy"), "policy")
-        cache = RetentionCache(model, scorer, saved_policy, disk=disk)
-        _check_backbone(state, cache)
-        _check_scorer(state, cache, allow_other_scorer)
+        cache = _empty(state, model, scorer, allow_other_scorer, disk)
         cache.load(_read_units(path, state, cache), state)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    return cache
+
+
+def check_header(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scorer | str) -> dict[str, Any]:
+    """Return the counters and settings of a saved cache, without reading its units; arguments as for `load_cache`.
+
+    Raises:
+        ValueError: If `load_cache` would refuse the file for what its header says.
+        OSError: If the file cannot be read.
+    """
+    state, _ = _header(path)
+    try:
+        _empty(state, model, scorer, False, None)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return state
+
+
+def _empty(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    scorer: RetainingHeads | Scorer | str,
+    allow_other_scorer: bool,
+    disk: Disk | str | Path | None,
+) -> RetentionCache:
+    """Return an empty cache for what a file holds, which fits its backbone and scorer."""
+    cache = RetentionCache(model, scorer, RetentionPolicy.from_dict(state.get("policy"), "policy"), disk=disk)
+    _check_backbone(state, cache)
+    _check_scorer(state, cache, allow_other_scorer)
     return cache
 
 
@@ -208,7 +234,7 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
         warnings.warn(
             f"whether {cache.backbone.model_type} has the weights that this cache was made with is unknown ({why}); "
             "with other weights its answers mean nothing",
-            stacklevel=4,
+            stacklevel=5,
         )
     elif ours != theirs:
         raise ValueError(
@@ -344,6 +370,19 @@ def read_prefix(
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{path}: {error}") from error
     return keys, values, vocab_size, state["seen"], backbone.model_type, rotary
+
+
+def read_backbone(path: str | Path) -> tuple[Backbone, dict[str, Any]]:
+    """Return the backbone that a saved cache was made with, and how it rotates keys, without reading the units.
+
+    Raises:
+        ValueError: If the file is not a saved cache, or does not say.
+    """
+    state, _ = _header(path, CONTEXT_WRITERS)
+    rotary = state.get("rotary")
+    if not isinstance(rotary, dict):
+        raise ValueError(f"{path} does not say how its keys are rotated; save it once more with its backbone")
+    return _saved_backbone(state), rotary
 
 
 def _saved_backbone(state: Mapping[str, Any]) -> Backbone:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -20,6 +20,7 @@ from locret import loading, scorers, shipped
 from locret.backbone.adapters import unwrap
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import CONTEXT_WRITERS, load_cache, read_notes
+from locret.cache.compose import shrunk
 from locret.cache.disk import Disk
 from locret.cache.memory import CacheMemory
 from locret.cache.store import Store
@@ -256,21 +257,37 @@ class LongContextModel:
         system: str | None = None,
         progress: bool = True,
         new_tokens: int = 0,
+        feed: Callable[[Iterator[list[int]]], Iterable[list[int]]] | None = None,
+        on_chunk: Callable[[RetentionCache], None] | None = None,
     ) -> Context:
-        """Read a document into an empty cache of this model; see `read`."""
+        """Read a document into an empty cache of this model; see `read`.
+
+        Args:
+            cache: Filled in place.
+            document: What to read.
+            system: As in `read`.
+            progress: As in `read`.
+            new_tokens: As for `prefill`.
+            feed: Takes the token ids as they are made, and hands them on.
+            on_chunk: Called with the cache after every chunk.
+        """
         transcript, stream = self._transcript(system), TokenStream(self.tokenizer)
         bar = ReadingBar(document, progress, lambda: stream.pending)
         warn = PositionWarning(self.backbone, cache.policy)
 
-        def on_chunk(cache: RetentionCache) -> None:
+        def after_chunk(cache: RetentionCache) -> None:
             warn(cache)
             bar(cache)
+            if on_chunk is not None:
+                on_chunk(cache)
 
-        blocks = bar.blocks(self._ids(document, transcript, stream, bar))
+        blocks: Iterable[list[int]] = bar.blocks(self._ids(document, transcript, stream, bar))
+        if feed is not None:
+            blocks = feed(iter(blocks))
         bar.start()
         try:
             prompt = as_prompt(blocks, cache.policy, cache.policy.prefill_units)
-            prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=on_chunk)
+            prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=after_chunk)
             warn(cache)
             bar.end()
         finally:
@@ -427,19 +444,10 @@ class LongContextModel:
     def _load(
         self, path: str | Path, allow_other_scorer: bool, disk: Disk | str | Path | None
     ) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
-        notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
-        if notes is None:
-            raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
-        _check_notes(notes, path, self._vocabulary)
-        # Files of earlier versions do not say.
-        if notes.get("tokenizer", ours := vocabulary_fingerprint(self.tokenizer)) != ours:
-            raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
-        turns = tuple(Message(role, content) for role, content in notes["turns"])
+        stream, transcript, name, unread = saved_turns(path, self.tokenizer, self._vocabulary)
         where = self.disk if disk is None else disk
         cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=where)
-        transcript = Transcript(self.tokenizer, notes["template"], notes["system"], turns)
-        stream = TokenStream(self.tokenizer, context=notes["context"], pending=notes["pending"])
-        return (self, cache, stream, transcript, notes["name"]), turns, tuple(notes["unread"])
+        return (self, cache, stream, transcript, name), transcript.turns, unread
 
     @property
     def _vocabulary(self) -> int:
@@ -523,6 +531,20 @@ class Context:
         """Return an independent copy."""
         return Context(self.lm, self.cache.copy(), self._stream.copy(), self._transcript.copy(), self.name)
 
+    def shrink(self, budget: int) -> Context:
+        """Return a smaller context at once, from the scores that its units have; this one does not change.
+
+        The last local tokens stay, and what the scorer keeps by right, as at the end of a read. Nothing is read again:
+        it is what an eviction to that budget leaves now.
+
+        Args:
+            budget: Most units per KV head, local tokens included.
+
+        Raises:
+            ValueError: If it is no number of units, or a rule of its own decides what stays.
+        """
+        return Context(self.lm, shrunk(self.cache, budget), self._stream.copy(), self._transcript.copy(), self.name)
+
     def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
         """Return what was kept as an ordinary prefix for other code; see `RetentionCache.to_dynamic_cache`."""
         return self.cache.to_dynamic_cache(host=host)
@@ -551,6 +573,35 @@ class Context:
 
     def __repr__(self) -> str:
         return described("Context", self)
+
+
+def saved_turns(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int
+) -> tuple[TokenStream, Transcript, str, tuple[int, ...]]:
+    """Return how a saved context or conversation goes on, without its units.
+
+    Args:
+        path: The file.
+        tokenizer: The one that it was made with.
+        vocabulary: Token ids there are.
+
+    Returns:
+        How its text goes on, what has been said, what it is called, and the tokens that its cache does not hold yet.
+
+    Raises:
+        ValueError: If the file is none, is damaged, or was made with another tokenizer.
+    """
+    notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
+    if notes is None:
+        raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
+    _check_notes(notes, path, vocabulary)
+    # Files of earlier versions do not say.
+    if notes.get("tokenizer", ours := vocabulary_fingerprint(tokenizer)) != ours:
+        raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
+    turns = tuple(Message(role, content) for role, content in notes["turns"])
+    transcript = Transcript(tokenizer, notes["template"], notes["system"], turns)
+    stream = TokenStream(tokenizer, context=notes["context"], pending=notes["pending"])
+    return stream, transcript, notes["name"], tuple(notes["unread"])
 
 
 def _users_level() -> int:
