@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from locret.cache.cache_file import load_cache, read_notes, save_cache
     from locret.chunked_prefill import prefill
     from locret.conversation.chat import Chat
+    from locret.conversation.compose import compose
     from locret.conversation.context import Context, LongContextModel
     from locret.generation import generate
     from locret.heads.heads import RetainingHead, RetainingHeads
@@ -28,6 +29,7 @@ __all__ = [
     "RetentionCache",
     "RetentionPolicy",
     "__version__",
+    "compose",
     "generate",
     "load_cache",
     "prefill",
@@ -49,6 +51,7 @@ __getattr__ = on_demand(
         "RetainingHeads": "locret.heads.heads",
         "RetentionCache": "locret.cache.cache",
         "RetentionPolicy": "locret.policy.policy",
+        "compose": "locret.conversation.compose",
         "generate": "locret.generation",
         "load_cache": "locret.cache.cache_file",
         "prefill": "locret.chunked_prefill",

@@ -359,6 +359,19 @@ class QuantisedStore(DenseStore):
         self.following = following or None
         self._lags = [max(following) - one for one in following] or None
 
+    def chain(self, stores: Sequence[DenseStore]) -> None:
+        """See `Store`; the newest units that are held as they are besides are those of the last store."""
+        others = [store for store in stores if isinstance(store, QuantisedStore)]
+        super().chain(stores)
+        frames = {name: self.fixed[name] for name in _FRAMES.values() if name in self.fixed}
+        self.fixed = {**others[-1].fixed, **frames}
+
+    def _like_ours(self, store: DenseStore) -> dict[str, Tensor]:
+        held = super()._like_ours(store)
+        if store is not self and any(frame in self.fixed for frame in _FRAMES.values()):
+            held |= self._coded(*store.as_states(store.as_held(None)))  # codes mean something in their own frame only
+        return held
+
     def state(self) -> dict[str, Tensor]:
         """See `Store`."""
         held = {**super().state(), **self.fixed}

@@ -282,6 +282,16 @@ class RaggedStore(Store):
         self.fill, self.capacity = max(store.fill for store in stores), capacity
         self._fill_from([(store, 0) for store in stores], capacity)
 
+    def chain(self, stores: Sequence[RaggedStore]) -> None:
+        """See `Store`."""
+        counts, fill = torch.stack([store.counts for store in stores]).sum(0), sum(store.fill for store in stores)
+        segments = [(store._buffers(), store.segments[0]) for store in stores]
+        packed = {
+            name: torch.cat([held[name][0, spans[head]] for head in range(counts.shape[1]) for held, spans in segments])
+            for name in self._buffers()
+        }
+        self.load({**packed, "counts": counts}, fill)
+
     def state(self) -> dict[str, Tensor]:
         """Return everything held, head after head and row after row."""
         packed = {}

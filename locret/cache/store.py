@@ -259,6 +259,17 @@ class Store(ABC):
     def join(self, stores: Sequence[Self], capacity: int) -> None:
         """Become a batch of the only rows of other stores, aligned to the right."""
 
+    def chain(self, stores: Sequence[Self]) -> None:
+        """Become the only rows of stores, of which this may be one, one after another; keys are not rotated.
+
+        Raises:
+            ValueError: If this kind of store cannot.
+        """
+        raise ValueError(
+            f"store {self.name} does not say how units of several texts follow each other, so contexts cannot be "
+            "composed in it; leave the store out, or give it a method `chain`"
+        )
+
     # -- whole stores -------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -566,6 +577,16 @@ class DenseStore(Store):
             joined[name], self.row_start = aligned(parts, EMPTY.get(name, 0), capacity - self.fill, self.empty)
         if joined:
             self._set_buffers(joined)
+
+    def chain(self, stores: Sequence[DenseStore]) -> None:
+        """See `Store`."""
+        every = [self._like_ours(store) for store in stores]
+        self._set_buffers({name: torch.cat([held[name] for held in every], dim=2) for name in every[0]})
+        self.fill = self.capacity = sum(store.fill for store in stores)
+
+    def _like_ours(self, store: DenseStore) -> dict[str, Tensor]:
+        """Return what another store holds as this one would hold it."""
+        return {name: buffer[:, :, : store.fill] for name, buffer in store._buffers().items()}
 
     def state(self) -> dict[str, Tensor]:
         """See `Store`."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -20,6 +21,7 @@ from locret import loading, scorers, shipped
 from locret.backbone.adapters import unwrap
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import CONTEXT_WRITERS, load_cache, read_notes
+from locret.cache.compose import shrunk
 from locret.cache.disk import Disk
 from locret.cache.memory import CacheMemory
 from locret.cache.store import Store
@@ -36,6 +38,7 @@ from locret.load_options import BackboneSource, ScorerOptions
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy, policy_of
 from locret.policy.resolve import resolve
+from locret.publish_options import ContextPushOptions
 from locret.scorers import Scorer
 
 if TYPE_CHECKING:
@@ -256,21 +259,37 @@ class LongContextModel:
         system: str | None = None,
         progress: bool = True,
         new_tokens: int = 0,
+        feed: Callable[[Iterator[list[int]]], Iterable[list[int]]] | None = None,
+        on_chunk: Callable[[RetentionCache], None] | None = None,
     ) -> Context:
-        """Read a document into an empty cache of this model; see `read`."""
+        """Read a document into an empty cache of this model; see `read`.
+
+        Args:
+            cache: Filled in place.
+            document: What to read.
+            system: As in `read`.
+            progress: As in `read`.
+            new_tokens: As for `prefill`.
+            feed: Takes the token ids as they are made, and hands them on.
+            on_chunk: Called with the cache after every chunk.
+        """
         transcript, stream = self._transcript(system), TokenStream(self.tokenizer)
         bar = ReadingBar(document, progress, lambda: stream.pending)
         warn = PositionWarning(self.backbone, cache.policy)
 
-        def on_chunk(cache: RetentionCache) -> None:
+        def after_chunk(cache: RetentionCache) -> None:
             warn(cache)
             bar(cache)
+            if on_chunk is not None:
+                on_chunk(cache)
 
-        blocks = bar.blocks(self._ids(document, transcript, stream, bar))
+        blocks: Iterable[list[int]] = bar.blocks(self._ids(document, transcript, stream, bar))
+        if feed is not None:
+            blocks = feed(iter(blocks))
         bar.start()
         try:
             prompt = as_prompt(blocks, cache.policy, cache.policy.prefill_units)
-            prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=on_chunk)
+            prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=after_chunk)
             warn(cache)
             bar.end()
         finally:
@@ -389,12 +408,18 @@ class LongContextModel:
     # -- on disk ------------------------------------------------------------------------------------------------------
 
     def load(
-        self, path: str | Path, *, allow_other_scorer: bool = False, disk: Disk | str | Path | None = None
+        self,
+        path: str | Path,
+        *,
+        revision: str | None = None,
+        allow_other_scorer: bool = False,
+        disk: Disk | str | Path | None = None,
     ) -> Context:
-        """Return a context that `Context.save` has written.
+        """Return a context that `Context.save` has written, or `Context.push_to_hub` has published.
 
         Args:
-            path: The file.
+            path: The file, or org/name on the Hub.
+            revision: Branch, tag or commit on the Hub.
             allow_other_scorer: Accept another scorer than the text was read with: what was kept stays.
             disk: A new file, or a folder, for its second tier; if not given, that of this model.
 
@@ -402,6 +427,9 @@ class LongContextModel:
             ValueError: If the file is none, or was made with another backbone or scorer.
             OSError: If the file cannot be read.
         """
+        from locret.conversation.published import find_context
+
+        path = find_context(path, revision=revision)
         read, turns, _ = self._load(path, allow_other_scorer, disk)
         if turns:
             raise ValueError(f"{path} holds a conversation; load it with load_chat, or go on with locret-chat")
@@ -427,19 +455,10 @@ class LongContextModel:
     def _load(
         self, path: str | Path, allow_other_scorer: bool, disk: Disk | str | Path | None
     ) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
-        notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
-        if notes is None:
-            raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
-        _check_notes(notes, path, self._vocabulary)
-        # Files of earlier versions do not say.
-        if notes.get("tokenizer", ours := vocabulary_fingerprint(self.tokenizer)) != ours:
-            raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
-        turns = tuple(Message(role, content) for role, content in notes["turns"])
+        stream, transcript, name, unread = saved_turns(path, self.tokenizer, self._vocabulary)
         where = self.disk if disk is None else disk
         cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=where)
-        transcript = Transcript(self.tokenizer, notes["template"], notes["system"], turns)
-        stream = TokenStream(self.tokenizer, context=notes["context"], pending=notes["pending"])
-        return (self, cache, stream, transcript, notes["name"]), turns, tuple(notes["unread"])
+        return (self, cache, stream, transcript, name), transcript.turns, unread
 
     @property
     def _vocabulary(self) -> int:
@@ -523,6 +542,20 @@ class Context:
         """Return an independent copy."""
         return Context(self.lm, self.cache.copy(), self._stream.copy(), self._transcript.copy(), self.name)
 
+    def shrink(self, budget: int) -> Context:
+        """Return a smaller context at once, from the scores that its units have; this one does not change.
+
+        The last local tokens stay, and what the scorer keeps by right, as at the end of a read. Nothing is read again:
+        it is what an eviction to that budget leaves now.
+
+        Args:
+            budget: Most units per KV head, local tokens included.
+
+        Raises:
+            ValueError: If it is no number of units, or a rule of its own decides what stays.
+        """
+        return Context(self.lm, shrunk(self.cache, budget), self._stream.copy(), self._transcript.copy(), self.name)
+
     def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
         """Return what was kept as an ordinary prefix for other code; see `RetentionCache.to_dynamic_cache`."""
         return self.cache.to_dynamic_cache(host=host)
@@ -549,8 +582,92 @@ class Context:
         """
         save(path, self.cache, self.name, self._stream, self._transcript)
 
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = False,
+        license: str | None = None,
+        base_model: str | None = None,
+        heads: str | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload a context with locret",
+        create_pr: bool = False,
+    ) -> str:
+        """Publish the context as a repository with a card and a picture of what was kept, for `LongContextModel.load`.
+
+        Whoever can read the repository can ask the context about its text, and sees the text's last words.
+
+        Args:
+            repo_id: Repository on the Hub, org/name; made if it does not exist.
+            private: Make a new repository private.
+            license: Licence of the text as the Hub spells it.
+            base_model: The backbone on the Hub, for the card; where it was loaded from if that was the Hub.
+            heads: The retaining heads on the Hub, for the card.
+            revision: Branch to push to, made if it does not exist; main by default.
+            commit_message: Message of the commit.
+            create_pr: Open a pull request instead of committing.
+
+        Returns:
+            The URL of the repository, or of the pull request.
+
+        Raises:
+            ValueError: For a name or a licence that the Hub would refuse.
+            OSError: If the Hub refuses or cannot be reached.
+
+        Warns:
+            UserWarning: If others will see it.
+        """
+        from locret.conversation.published import publish
+
+        on_hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.lm.name) and not Path(self.lm.name).exists()
+        with _as_arguments(), tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "context.safetensors")
+            options = ContextPushOptions(
+                context=str(file),
+                repo=repo_id,
+                private=private,
+                license=license,
+                base_model=base_model or (self.lm.name if on_hub else None),
+                heads=heads,
+                revision=revision,
+                commit_message=commit_message,
+                create_pr=create_pr,
+            )
+            self.save(file)
+            return str(publish(options)["url"])
+
     def __repr__(self) -> str:
         return described("Context", self)
+
+
+def saved_turns(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int
+) -> tuple[TokenStream, Transcript, str, tuple[int, ...]]:
+    """Return how a saved context or conversation goes on, without its units.
+
+    Args:
+        path: The file.
+        tokenizer: The one that it was made with.
+        vocabulary: Token ids there are.
+
+    Returns:
+        How its text goes on, what has been said, what it is called, and the tokens that its cache does not hold yet.
+
+    Raises:
+        ValueError: If the file is none, is damaged, or was made with another tokenizer.
+    """
+    notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
+    if notes is None:
+        raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
+    _check_notes(notes, path, vocabulary)
+    # Files of earlier versions do not say.
+    if notes.get("tokenizer", ours := vocabulary_fingerprint(tokenizer)) != ours:
+        raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
+    turns = tuple(Message(role, content) for role, content in notes["turns"])
+    transcript = Transcript(tokenizer, notes["template"], notes["system"], turns)
+    stream = TokenStream(tokenizer, context=notes["context"], pending=notes["pending"])
+    return stream, transcript, notes["name"], tuple(notes["unread"])
 
 
 def _users_level() -> int:

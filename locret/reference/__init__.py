@@ -17,6 +17,7 @@ from locret.reference.attention_scorers import (
     snapkv_of_imdc,
     tova,
 )
+from locret.reference.compose import Text, composed
 from locret.reference.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
 from locret.reference.head_split import select_over_heads
 from locret.reference.infllm import infllm
@@ -60,11 +61,13 @@ from locret.reference.token_and_key_scorers import (
 )
 
 __all__ = [
+    "Text",
     "adaptive_sizes",
     "answer_with_recall",
     "attend",
     "attention",
     "best_units",
+    "composed",
     "context_scores",
     "d2o",
     "decremental_chunks",

@@ -1,0 +1,322 @@
+"""Caches cut to a smaller budget, and texts that were read apart joined in one cache: their units one after another.
+
+Nothing is read again. With compact positions a unit is rotated to its rank, so the units of a second text get the ranks
+that follow those of the first; scores, which travel with units, decide which of them stay within a budget.
+"""
+
+# K KV heads, S slots
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import torch
+
+from locret.backbone.adapters import find_decoder
+from locret.backbone.rotary import long_factors, rotate
+from locret.cache.cache import RetentionCache
+from locret.cache.export import check_one_row
+from locret.cache.layer import RetentionLayer
+from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore
+from locret.field_values import shown
+from locret.policy.policy import RetentionPolicy
+from locret.policy.schedule import layer_budgets
+from locret.policy.selectors import Kept, KeptOverHeads, KeptPerHead, Stay, select_kept, select_over_heads
+
+FAIR, BY_SCORE = "fair", "score"
+SHARES = (FAIR, BY_SCORE)
+_HOW_IT_IS_READ = {
+    *("budget", "chunk_size", "stabilizers", "local_len", "memory", "decremental", "min_chunk", "prefill_attention"),
+    *("when", "merge", "refit"),
+}
+"""Fields of a policy in which texts of one cache may differ: what they decide is over when a text has been read."""
+
+Shares = str | Sequence[float]
+
+
+class Part(NamedTuple):
+    """A cache of one text that becomes part of another, and is used up."""
+
+    cache: RetentionCache
+    skip: int = 0
+    """Tokens at its beginning that the joined text does not have again."""
+
+
+def check_budget(budget: object) -> None:
+    """Refuse what is no number of units.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+        raise ValueError(f"budget={shown(budget)} is no number of units per KV head; give a whole number of 1 or more")
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def shrunk(cache: RetentionCache, budget: int) -> RetentionCache:
+    """Return a copy that holds at most `budget` units per KV head, chosen by the scores that they have.
+
+    The last local tokens stay, and what the scorer keeps by right, as at the end of a read. With a second tier what
+    goes competes for that.
+
+    Raises:
+        ValueError: If `budget` is no number of units, a read of the cache was interrupted, or a rule of its own decides
+            what stays.
+    """
+    check_budget(budget)
+    _check_by_score(cache)
+    twin = cache.copy()
+    with long_factors(find_decoder(cache.model)):
+        _unsettle(twin)
+        _cut(twin, _stays(twin, budget))
+        _settle(twin)
+    return _with_budget(twin, budget)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def joined(parts: Sequence[Part], budget: int | None = None, shares: Shares = FAIR) -> RetentionCache:
+    """Join texts that were read apart in one cache, in their order.
+
+    Args:
+        parts: Caches of one row each, of one backbone and scorer; they are used up.
+        budget: Units per KV head of the whole; None: all stay, but for those of tokens that are skipped.
+        shares: Within a budget: "fair", as many for each text, and what a short one does not need is for the others;
+            "score", the best of all; or a number for each text, in proportion to which it is divided.
+
+    Raises:
+        ValueError: If the caches, or the numbers, do not go together.
+    """
+    caches = [part.cache for part in parts]
+    check_together(caches)
+    weights = checked_shares(shares, len(parts), budget)
+    whole, offset = caches[0], 0
+    with long_factors(find_decoder(whole.model)):
+        for cache, skip in parts:
+            _unsettle(cache)
+            _skip(cache, skip)
+            _move(cache, offset - skip)
+            offset += cache.seen - skip
+        last, stays = caches[-1], None if budget is None else _stays(caches[-1], budget)
+        if stays is not None and weights is not None:
+            _share(caches, stays, weights)
+        for nth, layer in enumerate(whole.governed):
+            layer.store.chain([cache.governed[nth].store for cache in caches])
+        whole.seen = whole.text_end = offset
+        for name in ("last_tokens", "newest_hidden", "held_back", "fed_again"):
+            setattr(whole, name, getattr(last, name))
+        whole.digest = None  # of ids that nobody has seen in a row
+        if stays is not None:
+            _cut(whole, stays)
+        _settle(whole)
+    whole.check_reach(max(layer.held for layer in whole.governed), 0)
+    held = sum(layer.fill for layer in whole.governed)
+    return _with_budget(whole, -(-held // len(whole.governed)) if budget is None else budget)
+
+
+def check_together(caches: Sequence[RetentionCache]) -> None:
+    """Refuse caches whose units cannot be held by one.
+
+    Raises:
+        ValueError: Saying what differs, and what to do instead.
+    """
+    first = caches[0]
+    for cache in caches:
+        check_one_row(cache.rows)
+        if not cache.seen or cache.pad is not None:
+            raise ValueError("one of the caches has read nothing, or is padded; give caches that have read one text")
+        if find_decoder(cache.model) is not find_decoder(first.model):
+            raise ValueError("they were read by two backbones; load them with one, if it has the same weights")
+        if cache.scorer.identity(cache.prepared) != first.scorer.identity(first.prepared):
+            raise ValueError(
+                f"their units were rated by the scorers {first.scorer.name} and {cache.scorer.name}, with options of "
+                "their own, and such scores cannot be compared; read the texts with one scorer"
+            )
+        for field in fields(RetentionPolicy):
+            ours, theirs = getattr(first.policy, field.name), getattr(cache.policy, field.name)
+            if field.name not in _HOW_IT_IS_READ and ours != theirs:
+                raise ValueError(
+                    f"they were read with {field.name}={shown(ours)} and {field.name}={shown(theirs)}; read the texts "
+                    f"with one {field.name}"
+                )
+    _check_by_score(first)
+    policy, backbone = first.policy, first.backbone
+    if policy.has_host:
+        raise ValueError(
+            f"host_budget={policy.host_budget} holds the evicted units of one text; compose contexts that were read "
+            "without host_budget, or read the texts as one"
+        )
+    if not backbone.uniform:
+        raise ValueError(
+            f"some layers of {backbone.model_type} hold only the last tokens of a text, so the texts cannot be put one "
+            "after another; read them as one"
+        )
+    if not policy.exact_bits and policy.positions == "original":
+        raise ValueError(
+            'with positions="original" the codes of key_bits and value_bits are those of rotated keys, which cannot '
+            'be moved; read the texts with positions="compact"'
+        )
+
+
+def checked_shares(shares: Shares, texts: int, budget: int | None) -> list[float] | None:
+    """Return the weight of each text; None: the scores decide.
+
+    Raises:
+        ValueError: If they are neither names nor a positive number for each text, or have nothing to divide.
+    """
+    if budget is not None:
+        check_budget(budget)
+    if isinstance(shares, str):
+        if shares not in SHARES:
+            raise ValueError(f"shares={shares!r} is unknown; choose one of {', '.join(SHARES)}, or a number for each")
+        return [1.0] * texts if shares == FAIR else None
+    numbers = list(shares) if isinstance(shares, Sequence) else None
+    if numbers is None or not all(type(one) in (int, float) and 0 < one < float("inf") for one in numbers):
+        raise ValueError(f"shares={shown(shares)} is no list of positive numbers; give one for each context")
+    if len(numbers) != texts:
+        raise ValueError(f"shares={shown(shares)} has {len(numbers)} numbers for {texts} contexts; give one for each")
+    if budget is None:
+        raise ValueError(f"shares={shown(shares)} divides nothing without a budget; give budget as well")
+    return [float(one) for one in numbers]
+
+
+def divided(budget: int, held: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Divide units among texts that hold so many, in proportion to weights; what one does not need the others get.
+
+    Returns:
+        Units of each text, at most what it holds; together the budget, or all that is held.
+    """
+    units, left = [0] * len(held), min(budget, sum(held))
+    while left:
+        open_to = [nth for nth, most in enumerate(held) if units[nth] < most]
+        total = sum(weights[nth] for nth in open_to)
+        given = {nth: min(int(left * weights[nth] / total), held[nth] - units[nth]) for nth in open_to}
+        if not any(given.values()):  # less than one for each: the first, by weight, get one each
+            given = dict.fromkeys(sorted(open_to, key=lambda nth: -weights[nth])[:left], 1)
+        for nth, more in given.items():
+            units[nth] += more
+        left -= sum(given.values())
+    return units
+
+
+def _check_by_score(cache: RetentionCache) -> None:
+    if cache.policy.recalls_blocks:
+        raise ValueError(
+            f"recall_by={cache.policy.recall_by} holds tokens and blocks by a rule of its own, so no score says which "
+            "of them could go, or go elsewhere; read the text with another recall_by"
+        )
+
+
+def _resized(policy: RetentionPolicy, budget: int) -> RetentionPolicy:
+    """Return a policy with another budget; the other numbers stay as far as they fit."""
+    return replace(
+        policy,
+        budget=budget,
+        chunk_size=int(policy.chunk_size),
+        stabilizers=int(policy.stabilizers) if policy.stabilizers < budget else budget // 4,
+        local_len=min(policy.local_len, budget),
+    )
+
+
+def _with_budget(cache: RetentionCache, budget: int) -> RetentionCache:
+    """Move what a cache holds to one with another budget."""
+    policy = _resized(cache.policy, budget)
+    whole = RetentionCache(cache.model, cache.scorer, policy, store=cache.store, disk=cache.disk)
+    whole.load(*cache.state())
+    return whole
+
+
+def _unsettle(cache: RetentionCache) -> None:
+    for layer in cache.governed:
+        layer.unsettle(cache.next_position)
+
+
+def _settle(cache: RetentionCache) -> None:
+    """Rotate keys to where they are now."""
+    compact = cache.policy.positions == "compact" and cache.backbone.uniform
+    cache.next_position = max(layer.reach for layer in cache.governed) if compact else cache.seen
+    for layer in cache.governed:
+        layer.settle(cache.next_position)
+
+
+def _stays(cache: RetentionCache, budget: int) -> list[Stay]:
+    """Return what stays in each layer, as at the end of a read; the local tokens are part of the budget."""
+    policy, scorer, layers = cache.policy, cache.scorer, len(cache.governed)
+    own = min(budget, scorer.recent(budget))
+    return [
+        _stay(cache, units, policy.local_len) for units in layer_budgets(_resized(policy, budget), layers, None, own)
+    ]
+
+
+def _stay(cache: RetentionCache, units: int, local: int, *, first: bool = True) -> Stay:
+    recent = min(units, max(local, cache.scorer.recent(units)))
+    return Stay(units, recent, cache.scorer.sink_tokens(units, recent) if first else 0)
+
+
+def _cut(cache: RetentionCache, stays: Sequence[Stay]) -> None:
+    for layer, stay in zip(cache.governed, stays, strict=True):
+        layer.evict(stay, cache.next_position)
+
+
+def _share(caches: Sequence[RetentionCache], stays: Sequence[Stay], weights: Sequence[float]) -> None:
+    """Cut each cache to its share of what stays; local tokens are those of the last."""
+    last = caches[-1]
+    for nth, stay in enumerate(stays):
+        layers = [cache.governed[nth] for cache in caches]
+        shares = divided(stay.budget, [layer.fill for layer in layers], weights)
+        for cache, layer, units in zip(caches, layers, shares, strict=True):
+            local = last.policy.local_len if cache is last else 0
+            layer.evict(_stay(cache, units, local, first=cache is caches[0]), cache.next_position)
+
+
+def _skip(cache: RetentionCache, tokens: int) -> None:
+    """Drop the units of the first tokens of a text, and elsewhere the worst, so that heads hold as many as before."""
+    if not tokens:
+        return
+    most = [_most_of(layer, tokens) for layer in cache.governed]
+    if len({layer.fill for layer in cache.governed}) == 1:  # layers that hold as many go on to
+        most = [max(most)] * len(most)
+    for layer, count in zip(cache.governed, most, strict=True):
+        layer.store.keep(_without(layer, tokens, count), turned=False)
+
+
+def _most_of(layer: RetentionLayer, tokens: int) -> int:
+    """Return how many units per KV head a layer has to drop to be rid of the first tokens."""
+    positions = layer.store.held(POSITIONS)
+    count_K = ((positions != NO_UNIT) & (positions < tokens)).sum(-1)
+    return int(count_K.max()) if isinstance(layer.store, DenseStore) else -(-int(count_K.sum()) // count_K.shape[1])
+
+
+def _without(layer: RetentionLayer, tokens: int, count: int) -> Kept:
+    """Return what stays of a layer that drops `count` units per KV head, those of the first tokens before all."""
+    store, units = layer.store, layer.fill - count
+    if units < 1:
+        raise ValueError(
+            f"one of them holds nothing but the {tokens} tokens that all begin with, such as the system message; read "
+            "it with a larger budget, or a shorter system message"
+        )
+    if isinstance(store, DenseStore):
+        scores = store.held(SCORES).masked_fill(store.held(POSITIONS) < tokens, -torch.inf)
+        return KeptPerHead(select_kept(scores, units), layer.fill)
+    ((scores_U, positions_U, counts),) = store.rows()  # type: ignore[attr-defined]
+    scores_U = scores_U.masked_fill(positions_U < tokens, -torch.inf)
+    kept, per_head = select_over_heads(scores_U, positions_U, counts, units)
+    return KeptOverHeads((kept,), per_head[None].to("cpu"), (len(scores_U),))
+
+
+def _move(cache: RetentionCache, distance: int) -> None:
+    """Let a text begin that many tokens later."""
+    for layer in cache.governed:
+        layer.store.columns[POSITIONS] += distance
+        keys = layer.store.keys
+        if cache.policy.positions == "original" and distance and keys is not None:
+            like = keys.new_empty(0, dtype=torch.float32)
+            cos, sin = layer.store.rotary.at(torch.tensor([abs(distance)], device=keys.device), like)
+            magnitude = (
+                cos[..., :1] ** 2 + sin[..., :1] ** 2
+            ).sqrt()  # scaled tables carry a factor, as keys do already
+            turn = cos / magnitude, (sin if distance > 0 else -sin) / magnitude
+            keys.copy_(rotate(keys.float(), *turn).to(keys.dtype))

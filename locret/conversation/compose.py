@@ -1,0 +1,99 @@
+"""Contexts of texts that were read apart, joined so that they are asked together; and what two chats added to one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from locret.cache.compose import FAIR, Part, Shares, check_together, checked_shares, joined
+from locret.chunked_prefill import feed_held_back, read_turn
+from locret.conversation.context import Context
+from locret.conversation.templates import encode, leading_special_ids
+from locret.field_values import shown
+
+if TYPE_CHECKING:
+    from locret.cache.cache import RetentionCache
+    from locret.conversation.context import LongContextModel
+
+SEPARATOR = "\n\n"
+"""What is between two documents in the user's turn, as between a document and a question."""
+
+
+def compose(
+    contexts: Sequence[Context], budget: int | None = None, shares: Shares = FAIR, *, name: str | None = None
+) -> Context:
+    """Join contexts that were read apart, in their order, so that one can ask about all of them.
+
+    The documents follow each other in the user's first turn, with an empty line between two of them. Of every context
+    but the first, the units of what comes before its document (the begin of text, the user's tag, a system message)
+    are dropped, and what waits at the end of every context but the last is read now; nothing else is read again. The
+    contexts do not change.
+
+    Args:
+        contexts: Contexts of one model, read with one policy but for how many units stay, and one system message.
+        budget: Units per KV head of the whole, chosen by the scores that they have; None: all that are held.
+        shares: Within a budget: "fair", as many for each context, and what a short one does not need is for the others;
+            "score", the best of all; or a number for each context, in proportion to which it is divided.
+        name: What to call it; else the names of the contexts.
+
+    Raises:
+        ValueError: If they do not go together, or a number makes no sense.
+
+    Examples:
+        >>> a, b = lm.read(["first.txt", "second.txt"])
+        >>> locret.compose([a, b], budget=512).ask("What do both of them say?")
+    """
+    contexts = _checked(contexts)
+    lm, last = contexts[0].lm, contexts[-1]
+    check_together([context.cache for context in contexts])
+    checked_shares(shares, len(contexts), budget)
+    parts = []
+    for nth, context in enumerate(contexts):
+        cache = context.cache.copy()
+        feed_held_back(lm.model, cache)
+        if nth < len(contexts) - 1:
+            _add(lm, cache, context._stream.copy().rest(SEPARATOR))
+        parts.append(Part(cache, opening_tokens(context) if nth else 0))
+    whole = joined(parts, budget, shares)
+    called = " + ".join(context.name for context in contexts) if name is None else name
+    return Context(lm, whole, last._stream.copy(), contexts[0]._transcript.copy(), called)
+
+
+def opening_tokens(context: Context) -> int:
+    """Return how many tokens of a context come before its document."""
+    tokenizer, opening = context.lm.tokenizer, context._transcript.opening()
+    special = len(leading_special_ids(tokenizer)) if context._transcript.template != "chat" else 0
+    alone = encode(tokenizer, opening)
+    # A tokenizer may join the end of the opening with the document's first word.
+    followed = [encode(tokenizer, opening + word) for word in ("A", "1", "(")]
+    return special + min(_shared(alone, ids) for ids in followed)
+
+
+def _shared(ids: Sequence[int], others: Sequence[int]) -> int:
+    agree = [one == other for one, other in zip(ids, others, strict=False)]
+    return (*agree, False).index(False)
+
+
+def _checked(contexts: Sequence[Context]) -> list[Context]:
+    contexts = list(contexts) if isinstance(contexts, Sequence) and not isinstance(contexts, str) else []
+    if len(contexts) < 2 or not all(isinstance(context, Context) for context in contexts):
+        raise ValueError("compose joins two or more contexts; give them in a list, as lm.read and lm.load return them")
+    first = contexts[0]
+    for context in contexts[1:]:
+        if context.lm is not first.lm:
+            raise ValueError(f"{first.name!r} and {context.name!r} belong to two models; load both with one")
+        ours, theirs = first._transcript, context._transcript
+        for what, one, other in (("template", ours.template, theirs.template), ("system", ours.system, theirs.system)):
+            if one != other:
+                raise ValueError(
+                    f"{first.name!r} and {context.name!r} were read with {what}={shown(one)} and {what}="
+                    f"{shown(other)}, but one conversation has one; read them with the same"
+                )
+    return contexts
+
+
+def _add(lm: LongContextModel, cache: RetentionCache, ids: list[int]) -> None:
+    if ids:
+        read_turn(lm.model, torch.tensor([ids]), cache)

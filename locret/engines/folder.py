@@ -1,0 +1,125 @@
+"""The contexts of a folder as an engine's process knows them: found by name, or by the ids a prompt begins with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from locret.engines.prefix import Prefix
+
+_LEAD = 16
+"""Ids by which a context is recognised; those of another one differ, as they are drawn from a digest."""
+
+Stamp = tuple[int, int]
+"""When a file was changed, in nanoseconds, and its bytes: a file with another stamp is read again."""
+
+
+def stamp_of(path: str | Path) -> Stamp:
+    """Return the stamp of a file.
+
+    Raises:
+        OSError: If there is none.
+    """
+    stat = os.stat(path)
+    return stat.st_mtime_ns, stat.st_size
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A file of the folder."""
+
+    path: Path
+    stamp: Stamp
+    ids: tuple[int, ...] = ()
+    """What stands for the context in a prompt; none if the file is no context."""
+    wrong: str = ""
+    """Why it cannot be asked here."""
+
+
+class ContextFolder:
+    """The contexts in a folder, read once for each change of a file; of their units nothing stays in memory.
+
+    Those in folders below count too; what is hidden is left alone.
+
+    Args:
+        folder: Where the files are.
+        check: Raises ValueError for a context that the engine cannot use.
+
+    Raises:
+        ValueError: If there is no such folder.
+    """
+
+    def __init__(self, folder: str | Path, check: Callable[[Path, Prefix], None]) -> None:
+        self.folder, self._check = Path(folder).expanduser(), check
+        if not self.folder.is_dir():
+            raise ValueError(f"contexts={str(folder)!r} is no folder; give the one that contexts are saved in")
+        self._files: dict[str, Listed] = {}
+        self._by_lead: dict[tuple[int, ...], Listed] = {}
+
+    def refresh(self) -> None:
+        """Look for files that are new, changed or gone.
+
+        Raises:
+            OSError: If the folder cannot be listed.
+        """
+        now = dict(_stamps(self.folder))
+        if now == {name: listed.stamp for name, listed in self._files.items()}:
+            return
+        known = self._files
+        self._files = {
+            name: known[name] if name in known and known[name].stamp == stamp else self._listed(name, stamp)
+            for name, stamp in sorted(now.items())
+        }
+        self._by_lead = {listed.ids[:_LEAD]: listed for listed in self._files.values() if listed.ids}
+
+    def _listed(self, name: str, stamp: Stamp) -> Listed:
+        path = self.folder / name
+        try:
+            prefix = Prefix.from_file(path)
+        except (ValueError, OSError) as error:
+            return Listed(path, stamp, wrong=str(error))
+        ids = tuple(prefix.placeholders)
+        try:
+            self._check(path, prefix)
+        except ValueError as error:
+            return Listed(path, stamp, ids, str(error))
+        return Listed(path, stamp, ids)
+
+    def named(self, name: str) -> Listed:
+        """Return the file of that name below the folder, with or without its ending.
+
+        Raises:
+            ValueError: If there is none, or several.
+        """
+        if name in self._files:
+            return self._files[name]
+        found = [listed for file, listed in self._files.items() if os.path.splitext(file)[0] == name]
+        if not found:
+            raise ValueError(f"there is no context {name!r} in {self.folder}")
+        if len(found) > 1:
+            raise ValueError(f"{name!r} may be {' or '.join(one.path.name for one in found)}; name it with its ending")
+        return found[0]
+
+    def beginning(self, ids: Sequence[int]) -> Listed | None:
+        """Return the context whose ids a prompt begins with; only the first few of them have been compared."""
+        for length in {len(lead) for lead in self._by_lead}:
+            if listed := self._by_lead.get(tuple(ids[:length])):
+                return listed
+        return None
+
+
+def _stamps(folder: Path, below: str = "") -> Iterator[tuple[str, Stamp]]:
+    with os.scandir(folder / below) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            try:
+                if entry.is_dir():
+                    yield from _stamps(folder, f"{below}{entry.name}/")
+                elif entry.is_file():
+                    stat = entry.stat()
+                    yield f"{below}{entry.name}", (stat.st_mtime_ns, stat.st_size)
+            except FileNotFoundError:  # gone since the folder was listed
+                continue

@@ -1,0 +1,355 @@
+"""Contexts that were read apart are asked together, and one that was read is made smaller, without reading again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import locret
+from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill
+from locret.backbone.adapters import find_decoder
+from locret.cache.compose import Part, divided, joined, shrunk
+from locret.engines.prefix import Prefix
+from locret.reference.compose import Text, composed
+
+NUMBERS = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 5}
+POLICY = RetentionPolicy(budget=96, chunk_size=128, stabilizers=16, local_len=16)
+FIRST = "The grass is green. " * 30 + "The tower is made of stone. " * 20
+SECOND = "The sky is blue. " * 30 + "The river runs to the sea. " * 20
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def lm() -> LongContextModel:
+    loaded = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY)
+    loaded._knows_little = False
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def both(lm: LongContextModel) -> list[Context]:
+    return lm.read([FIRST, SECOND])
+
+
+def read(family: str, tokens: int, seed: int, **changes: Any) -> RetentionCache:
+    model = MODELS.setdefault(family, build(family))
+    cache = RetentionCache(model, changes.pop("scorer", "key_norm"), RetentionPolicy(**{**NUMBERS, **changes}))
+    prefill(model, prompt(tokens, seed=seed), cache)
+    return cache
+
+
+MODELS: dict[str, Any] = {}
+
+
+def as_text(cache: RetentionCache, layer: int, skip: int) -> Text:
+    held = cache.to_dynamic_cache().layers[layer]
+    scores, positions = cache.kept_scores(layer)[0], cache.kept_positions(layer)[0]
+    return Text(held.keys[0], held.values[0], scores, positions, cache.seen, skip)
+
+
+def frequencies(cache: RetentionCache) -> Tensor:
+    return find_decoder(cache.model).rotary_emb.inv_freq.double()  # type: ignore[no-any-return, union-attr]
+
+
+# -- the oracle -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3-partial", "qwen3", "llama-yarn", "llama-mqa"])
+@pytest.mark.parametrize(
+    ("budget", "shares"), [(None, "fair"), (40, "fair"), (40, "score"), (9, "fair"), (999, "score")]
+)
+def test_joined_units_are_those_of_the_oracle(family: str, budget: int | None, shares: str) -> None:
+    caches = [read(family, tokens, seed) for seed, tokens in enumerate((71, 50, 22))]
+    skips = [0, 6, 3]
+    texts = [[as_text(cache, nth, skip) for cache, skip in zip(caches, skips, strict=True)] for nth in range(3)]
+    dropped = [max(int((layer[nth].positions < layer[nth].skip).sum(-1).max()) for layer in texts) for nth in range(3)]
+    assert dropped[1] > 0
+    copies = [cache.copy() for cache in caches]
+    whole = joined([Part(*part) for part in zip(copies, skips, strict=True)], budget, shares)
+    exported = whole.to_dynamic_cache()
+    for nth, layer in enumerate(texts):
+        wanted = composed(layer, frequencies(whole), dropped, budget, fair=shares == "fair", local=5)
+        for ours, theirs in zip((exported.layers[nth].keys, exported.layers[nth].values), wanted, strict=False):
+            torch.testing.assert_close(ours[0], theirs.float(), atol=2e-5, rtol=0)
+        assert torch.equal(whole.kept_positions(nth)[0], wanted[2])
+    assert whole.seen == whole.text_end == 71 + 50 - 6 + 22 - 3
+    assert whole.next_position == exported.get_seq_length() == whole.memory().units
+
+
+def test_the_first_layer_of_a_composed_context_is_that_of_one_read_of_both(lm: LongContextModel) -> None:
+    """Its keys know of no other token, so with everything kept it is all the same."""
+    everything = RetentionPolicy(budget=2000, chunk_size=2000)
+    whole = LongContextModel(lm.model, lm.tokenizer, lm.scorer, everything)
+    apart = locret.compose(whole.read([FIRST, SECOND]))
+    together = whole.read(FIRST.strip() + "\n\n" + SECOND.strip())
+    assert apart.cache.seen == together.cache.seen
+    ours, theirs = apart.to_dynamic_cache().layers[0], together.to_dynamic_cache().layers[0]
+    torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=0)
+    assert torch.equal(apart.question_ids("Who?"), together.question_ids("Who?"))
+    assert torch.equal(apart.cache.kept_positions(3), together.cache.kept_positions(3))
+
+
+# -- what a composed context does -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"budget": 150}, {"budget": 150, "shares": "score"}, {"shares": [2, 1], "budget": 90}]
+)
+def test_it_is_asked_like_any_context_and_by_any_engine(
+    both: list[Context], options: dict[str, Any], tmp_path: Path
+) -> None:
+    before = [Prefix.of(context).digest for context in both]
+    whole = locret.compose(both, **options)
+    assert [Prefix.of(context).digest for context in both] == before
+    prefix, ids = whole.to_dynamic_cache(), whole.question_ids("What is the tower made of?")
+    assert prefix.get_seq_length() == options.get("budget", whole.memory().units)
+    full = torch.cat([torch.zeros(1, prefix.get_seq_length(), dtype=torch.long), ids], dim=1)
+    plain = AutoModelForCausalLM.from_pretrained("checkpoints/tiny").eval()
+    theirs = plain.generate(full, attention_mask=torch.ones_like(full), past_key_values=prefix, **GREEDY)
+    fork = whole.fork()
+    seen = torch.zeros(1, fork.cache.seen, dtype=torch.long)
+    ours = generate(fork.lm.model, torch.cat([seen, ids], 1), cache=fork.cache, **GREEDY)
+    assert torch.equal(ours[:, -8:], theirs[:, -8:])
+    whole.save(tmp_path / "a.ctx")
+    again = whole.lm.load(tmp_path / "a.ctx")
+    assert again.ask("Who?", max_new_tokens=8) == whole.ask("Who?", max_new_tokens=8)
+    assert Prefix.from_file(tmp_path / "a.ctx").digest == Prefix.of(whole).digest
+    chat = whole.chat()
+    chat.say("Who?", max_new_tokens=4)
+    chat.say("x " * 200, max_new_tokens=4)  # longer than a chunk: read like a text, within the budget
+    assert chat.memory().units <= whole.cache.policy.budget + POLICY.local_len + 4
+    assert whole.memory().actual <= whole.memory().planned
+
+
+def test_units_are_shared_as_asked_and_openings_do_not_repeat(both: list[Context]) -> None:
+    first = both[0].cache.seen
+    offset = first + len(both[0]._stream.copy().rest("\n\n"))
+    whole = locret.compose(both)
+    assert whole.name == "text + text"
+    assert whole.cache.seen == offset + both[1].cache.seen - 2  # <bos><user>
+    for layer in range(4):
+        # The second opening would be where the separator is.
+        assert bool((whole.cache.kept_positions(layer).diff(dim=-1) > 0).all())
+    for shares, wanted in (("fair", 50), ([3, 1], 75), ([1, 9], 10)):
+        cut = locret.compose(both, 100, shares, name="two")
+        assert cut.name == "two"
+        assert {int(n) for n in (cut.cache.kept_positions(2) < offset).sum(-1).flatten()} == {wanted}
+    by_score = locret.compose(both, 100, "score").cache.kept_positions(2)
+    assert len({int(n) for n in (by_score < offset).sum(-1).flatten()}) > 1
+    newest = torch.arange(whole.cache.seen - POLICY.local_len, whole.cache.seen)
+    assert torch.equal(by_score[0, 0, -POLICY.local_len :], newest)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_budgets": "adaptive"},
+        {"key_bits": 8, "value_bits": 8},
+        {"key_bits": 8, "value_bits": 4, "rounding": "rotated", "exact_recent": 8},
+        {"key_bits": 4, "exact_layers": 1, "rounding": "token"},
+        {"layer_budgets": "pyramid"},
+        {"positions": "original"},
+        {"positions": "original", "head_budgets": "adaptive"},
+        {"merge": "kvmerger"},
+        {"decode_budget": 90, "decode_interval": 8},
+    ],
+)
+@pytest.mark.parametrize(("budget", "shares"), [(None, "fair"), (30, "fair"), (30, "score")])
+def test_every_store_and_policy_holds_both(changes: dict[str, Any], budget: int | None, shares: str) -> None:
+    parts = [Part(read("llama", 60, seed, **changes), skip) for seed, skip in ((0, 0), (1, 4))]
+    before = [part.cache.copy() for part in parts]
+    whole = joined(parts, budget, shares)
+    assert whole.seen == 116
+    for layer in range(3):
+        positions, scores = whole.kept_positions(layer), whole.kept_scores(layer)
+        there = positions != -1
+        for head in range(2):
+            for own, distance in ((before[0], 0), (before[1], 56)):
+                kept = positions[0, head][there[0, head]]
+                kept = kept[(kept >= 60) == bool(distance)] - distance
+                where = torch.isin(own.kept_positions(layer)[0, head], kept)
+                assert int(where.sum()) == len(kept)
+                mine = scores[0, head][there[0, head]]
+                mine = mine[(positions[0, head][there[0, head]] >= 60) == bool(distance)]
+                assert torch.equal(own.kept_scores(layer)[0, head][where], mine)
+    if budget is not None:
+        assert sum(layer.fill for layer in whole.governed) <= budget * 3
+    generate(whole.model, torch.cat([prompt(116, seed=5), prompt(9)], 1), cache=whole, max_new_tokens=3)
+    prefill(whole.model, prompt(40), whole)
+
+
+@pytest.mark.parametrize("rounding", ["channel", "rotated", "token"])
+def test_codes_of_two_texts_are_nearly_the_units_that_they_stand_for(rounding: str) -> None:
+    held = []
+    for bits in (16, 8):
+        changes = {"budget": 80, "key_bits": bits, "value_bits": bits, "rounding": rounding}
+        whole = joined([Part(read("llama", 60, seed, **changes), 4 * seed) for seed in (0, 1)])
+        views = (layer.store.view(whole.next_position) for layer in whole.governed)  # layers share a workspace
+        held.append([states.clone() for view in views for states in (view.keys, view.values)])
+    for ours, theirs in zip(*held, strict=True):
+        assert ours.shape[2] == theirs.shape[2] == 116
+        assert float((ours - theirs).abs().max()) <= 0.05 * float(ours.abs().max())
+
+
+def test_moved_units_of_original_positions_are_rotated_to_where_they_are() -> None:
+    parts = [read("llama", 60, seed, positions="original") for seed in (0, 1)]
+    own = parts[1].copy()
+    whole = joined([Part(parts[0]), Part(parts[1])])
+    for nth, layer in enumerate(whole.governed):
+        keys = layer.store.state()["keys"][0]
+        theirs = own.governed[nth].store.state()["keys"][0]
+        cos, sin = layer.store.rotary.at(torch.tensor([60]), keys)
+        half = keys.shape[-1] // 2
+        turned = theirs * cos + torch.cat([-theirs[..., half:], theirs[..., :half]], -1) * sin
+        torch.testing.assert_close(keys[:, -theirs.shape[1] :], turned, atol=1e-5, rtol=0)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_contexts_that_do_not_go_together_are_refused(lm: LongContextModel, both: list[Context]) -> None:
+    other = LongContextModel(lm.model, lm.tokenizer, lm.scorer, POLICY)
+    bits = LongContextModel(lm.model, lm.tokenizer, lm.scorer, RetentionPolicy(**{**POLICY.to_dict(), "key_bits": 8}))
+    host = LongContextModel(
+        lm.model, lm.tokenizer, lm.scorer, RetentionPolicy(**{**POLICY.to_dict(), "host_budget": 50, "recall": 4})
+    )
+    told = lm.read(FIRST, system="Be brief.")
+    rounded = bits.read(SECOND)
+    rounded.lm = lm
+    cases: list[tuple[Any, str]] = [
+        ([], "compose joins two or more contexts"),
+        ([both[0]], "compose joins two or more contexts"),
+        ("ab", "compose joins two or more contexts"),
+        ([both[0], both[1].chat()], "compose joins two or more contexts"),
+        ([both[0], other.read(SECOND)], "belong to two models; load both with one"),
+        ([both[0], told], r"were read with system=None and system='Be brief\.'"),
+        ([both[0], rounded], "they were read with key_bits=16 and key_bits=8; read the texts with one key_bits"),
+        (host.read([FIRST, SECOND]), "host_budget=50 holds the evicted units of one text"),
+    ]
+    for contexts, said in cases:
+        with pytest.raises(ValueError, match=said):
+            locret.compose(contexts)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget": 0}, "budget=0 is no number of units"),
+        ({"budget": 2.5}, r"budget=2\.5 is no number of units"),
+        ({"budget": True}, "budget=True is no number of units"),
+        ({"budget": 50, "shares": "even"}, "shares='even' is unknown; choose one of fair, score"),
+        ({"budget": 50, "shares": [1]}, r"shares=\[1\] has 1 numbers for 2 contexts"),
+        ({"budget": 50, "shares": [1, 0]}, r"shares=\[1, 0\] is no list of positive numbers"),
+        ({"budget": 50, "shares": [1, float("nan")]}, "is no list of positive numbers"),
+        ({"budget": 50, "shares": 3}, "shares=3 is no list of positive numbers"),
+        ({"shares": [1, 2]}, r"shares=\[1, 2\] divides nothing without a budget"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(both: list[Context], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        locret.compose(both, **options)
+
+
+def test_what_no_layer_can_join_is_refused() -> None:
+    sliding = [Part(read("gemma3", 60, seed, scorer="random")) for seed in (0, 1)]
+    with pytest.raises(ValueError, match="hold only the last tokens of a text"):
+        joined(sliding)
+    opening = [Part(read("llama", 60, 0)), Part(read("llama", 26, 1), 26)]
+    with pytest.raises(ValueError, match="holds nothing but the 26 tokens that all begin with"):
+        joined(opening)
+
+
+# -- shares -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 60), st.lists(st.integers(0, 30), min_size=1, max_size=5), st.data())
+def test_a_budget_is_divided_whole(budget: int, held: list[int], data: st.DataObject) -> None:
+    weights = data.draw(st.lists(st.floats(1e-3, 1e3), min_size=len(held), max_size=len(held)))
+    units = divided(budget, held, weights)
+    assert sum(units) == min(budget, sum(held))
+    assert all(0 <= own <= most for own, most in zip(units, held, strict=True))
+    fair = divided(budget, held, [1.0] * len(held))
+    for own, most in zip(fair, held, strict=True):  # who gets less than another has all of its own
+        assert own == most or own >= max(fair) - 1
+
+
+# -- shrink -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [100, 60, 17, 16, 5, 1])
+def test_a_shrunk_context_is_what_an_eviction_leaves(both: list[Context], budget: int) -> None:
+    large = both[0]
+    scores = [large.cache.kept_scores(layer) for layer in range(4)]
+    positions = [large.cache.kept_positions(layer) for layer in range(4)]
+    before = Prefix.of(large)
+    small = large.shrink(budget)
+    assert Prefix.of(large).digest == before.digest
+    local = min(POLICY.local_len, budget)
+    for layer in range(4):
+        for head in range(scores[layer].shape[1]):
+            ranks = list(range(scores[layer].shape[-1]))
+            newest = ranks[len(ranks) - local :]
+            best = sorted(ranks[: -local or None], key=lambda r: (-float(scores[layer][0, head, r]), -r))  # noqa: B023
+            kept = sorted([*best[: budget - local], *newest])
+            assert positions[layer][0, head, kept].tolist() == small.cache.kept_positions(layer)[0, head].tolist()
+    assert small.memory().units == Prefix.of(small).units == budget
+    assert small.memory().actual < large.memory().actual
+    assert small.cache.policy.budget == budget
+    assert small.ask("Who?", max_new_tokens=4) is not None
+    small.chat().say("x " * 200, max_new_tokens=4)
+
+
+def test_shrinking_keys_keeps_them_what_they_were(both: list[Context]) -> None:
+    large, small = both[0].to_dynamic_cache(), both[0].shrink(50).to_dynamic_cache()
+    cache = both[0].cache
+    text = as_text(cache, 2, 0)
+    wanted = composed([text], frequencies(cache), [0], 50, fair=False, local=POLICY.local_len)
+    torch.testing.assert_close(small.layers[2].keys[0], wanted[0].float(), atol=2e-5, rtol=0)
+    assert large.get_seq_length() == 112
+    assert both[0].shrink(5000).memory().units == 112
+    for budget in (0, -3, 2.5, None, True):
+        with pytest.raises(ValueError, match="is no number of units per KV head"):
+            both[0].shrink(budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_budgets": "adaptive"},
+        {"host_budget": 12, "recall": 3},
+        {"host_budget": "all", "recall": 3},
+        {"key_bits": 4, "value_bits": 4},
+        {"positions": "original"},
+        {"layer_budgets": "pyramid"},
+        {"when": "prompt_end"},
+        {"memory": "linear"},
+        {"merge": "d2o"},
+        {"stabilizers": 23},
+    ],
+)
+def test_every_context_can_be_made_smaller(changes: dict[str, Any]) -> None:
+    cache = read("llama", 60, 0, **changes)
+    held = [layer.held for layer in cache.governed]
+    small = shrunk(cache, 14)
+    assert sum(layer.fill for layer in small.governed) == 14 * 3
+    if "host_budget" in changes:
+        most = 12 if changes["host_budget"] == 12 else 46
+        assert all(layer.host is not None and layer.host.fill == most for layer in small.governed)
+    assert held == [layer.held for layer in cache.governed]
+    generate(small.model, torch.cat([prompt(60), prompt(9, seed=3)], 1), cache=small, max_new_tokens=3)
+    prefill(small.model, prompt(40), small)
+
+
+def test_a_sliding_backbone_can_be_made_smaller() -> None:
+    small = shrunk(read("gemma3", 60, 0, scorer="random"), 14)
+    assert [layer.fill for layer in small.governed] == [14]
+    generate(small.model, torch.cat([prompt(60), prompt(9, seed=3)], 1), cache=small, max_new_tokens=3)

@@ -1,0 +1,89 @@
+"""The page's files: served with what keeps foreign text harmless, well-formed, and asking only its own server."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from locret.infer.serve import page
+
+FOLDER = Path(page.__file__).parent
+VOID = {"meta", "link", "input", "br"}
+
+
+class Markup(HTMLParser):
+    """Elements of the page in their order; refuses what is not closed where it was opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.feed((FOLDER / "index.html").read_text(encoding="utf-8"))
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture
+def client() -> TestClient:
+    app = FastAPI()
+    app.include_router(page.router)
+    return TestClient(app)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/", "text/html"), ("/page/page.css", "text/css"), ("/page/page.js", "text/javascript")]
+)
+def test_every_file_is_served_with_its_kind_and_a_policy(client: TestClient, path: str, kind: str) -> None:
+    response = client.get(path)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == f"{kind}; charset=utf-8"
+    policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
+    assert (policy["default-src"], policy["script-src"], policy["connect-src"]) == ("'none'", "'self'", "'self'")
+    assert policy["frame-ancestors"] == "'none'"
+    assert "unsafe" not in response.headers["content-security-policy"]
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("path", ["/page/__init__.py", "/page/..%2fapp.py", "/page/../app.py", "/page/"])
+def test_nothing_else_of_the_folder_is_served(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+def test_the_page_asks_no_other_host_and_puts_no_text_in_as_html() -> None:
+    text = "".join((FOLDER / name).read_text(encoding="utf-8") for name in ("index.html", "page.css", "page.js"))
+    assert set(re.findall(r"https?://[^\s\"')]+", text)) == {"http://www.w3.org/2000/svg"}
+    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "DOMParser", "srcdoc"):
+        assert way not in text
+    assert not any(name.startswith("on") for _, attributes in Markup().elements for name in attributes)
+    assert not any("style" in attributes for _, attributes in Markup().elements)
+
+
+def test_what_the_script_asks_for_by_id_is_in_the_page_once() -> None:
+    ids = [attributes["id"] for _, attributes in Markup().elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    wanted = set(re.findall(r"\$\(\"([\w-]+)\"\)", (FOLDER / "page.js").read_text(encoding="utf-8")))
+    assert wanted
+    assert wanted <= set(ids)
+
+
+def test_every_field_has_a_label() -> None:
+    elements = Markup().elements
+    labelled = {attributes.get("for") for tag, attributes in elements if tag == "label"}
+    fields = {attributes["id"] for tag, attributes in elements if tag in ("input", "textarea", "progress")}
+    assert fields <= labelled
+    referred = {
+        attributes[name] for _, attributes in elements for name in attributes if name.startswith("aria-labelledby")
+    }
+    assert referred <= {attributes.get("id") for _, attributes in elements}
