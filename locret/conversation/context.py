@@ -529,6 +529,22 @@ class Context:
         """
         return Context(self.lm, shrunk(self.cache, budget), self._stream.copy(), self._transcript.copy(), self.name)
 
+    def merge(self, *chats: Chat) -> Chat:
+        """Return a conversation with what several chats about this context added, one after another.
+
+        Their turns are put onto the context as if each had followed the one before, so that one can ask about all of
+        them. Only what the template writes between two turns is read. Neither context nor chats change.
+
+        Args:
+            *chats: Two or more chats of this context, or forks of one.
+
+        Raises:
+            ValueError: If one of them goes on from something else, or has said nothing.
+        """
+        from locret.conversation.compose import merge  # it makes contexts
+
+        return merge(self, chats)
+
     def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
         """Return what was kept as an ordinary prefix for other code; see `RetentionCache.to_dynamic_cache`."""
         return self.cache.to_dynamic_cache(host=host)
