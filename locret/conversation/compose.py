@@ -61,7 +61,8 @@ def compose(
         parts.append(Part(cache, opening_tokens(context) if nth else 0))
     whole = joined(parts, budget, shares)
     called = " + ".join(context.name for context in contexts) if name is None else name
-    return Context(lm, whole, last._stream.copy(), contexts[0]._transcript.copy(), called)
+    sources = tuple(source for context in contexts for source in context.sources)
+    return Context(lm, whole, last._stream.copy(), contexts[0]._transcript.copy(), called, sources)
 
 
 def merge(context: Context, chats: Sequence[Chat]) -> Chat:
@@ -83,7 +84,7 @@ def merge(context: Context, chats: Sequence[Chat]) -> Chat:
         asked = other.turns[0]
         first.turns += (asked._replace(content=asked.content.removeprefix(f"{DOCUMENT}{SEPARATOR}")), *other.turns[1:])
     last = chats[-1]
-    return Chat(lm, cache, last._stream.copy(), first, context.name, last._unread)
+    return Chat(lm, cache, last._stream.copy(), first, context.name, last._unread, context.sources)
 
 
 def _check_chats(context: Context, chats: Sequence[Chat]) -> None:
