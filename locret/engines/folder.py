@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class Listed:
 class ContextFolder:
     """The contexts in a folder, read once for each change of a file; of their units nothing stays in memory.
 
-    Hidden files are left alone, as are folders.
+    Those in folders below count too; what is hidden is left alone.
 
     Args:
         folder: Where the files are.
@@ -64,12 +64,7 @@ class ContextFolder:
         Raises:
             OSError: If the folder cannot be listed.
         """
-        now = {}
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                if not entry.name.startswith(".") and entry.is_file():
-                    stat = entry.stat()
-                    now[entry.name] = (stat.st_mtime_ns, stat.st_size)
+        now = dict(_stamps(self.folder))
         if now == {name: listed.stamp for name, listed in self._files.items()}:
             return
         known = self._files
@@ -93,14 +88,14 @@ class ContextFolder:
         return Listed(path, stamp, ids)
 
     def named(self, name: str) -> Listed:
-        """Return the file of that name, with or without its ending.
+        """Return the file of that name below the folder, with or without its ending.
 
         Raises:
             ValueError: If there is none, or several.
         """
         if name in self._files:
             return self._files[name]
-        found = [listed for file, listed in self._files.items() if Path(file).stem == name]
+        found = [listed for file, listed in self._files.items() if os.path.splitext(file)[0] == name]
         if not found:
             raise ValueError(f"there is no context {name!r} in {self.folder}")
         if len(found) > 1:
@@ -113,3 +108,18 @@ class ContextFolder:
             if listed := self._by_lead.get(tuple(ids[:length])):
                 return listed
         return None
+
+
+def _stamps(folder: Path, below: str = "") -> Iterator[tuple[str, Stamp]]:
+    with os.scandir(folder / below) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            try:
+                if entry.is_dir():
+                    yield from _stamps(folder, f"{below}{entry.name}/")
+                elif entry.is_file():
+                    stat = entry.stat()
+                    yield f"{below}{entry.name}", (stat.st_mtime_ns, stat.st_size)
+            except FileNotFoundError:  # gone since the folder was listed
+                continue

@@ -4,8 +4,8 @@
         "kv_connector_module_path": "locret.engines.vllm", "kv_connector_extra_config": {"contexts": "FOLDER"}}'
 
 A prompt that begins with the placeholder ids of a context in the folder (`Prefix.placeholders`) is answered from the
-context. A request may also name it, `"kv_transfer_params": {"locret": "book"}`, and then fails if it is not there,
-where vLLM would otherwise take the ids for text. Written against vLLM 0.32.
+context. A request may also name it, `"kv_transfer_params": {"locret": "book"}`, or say `{"locret": true}`, and then
+fails if it is not there, where vLLM would otherwise take the ids for text. Written against vLLM 0.32.
 """
 
 # U units, K KV heads of this worker, D head dim
@@ -139,9 +139,11 @@ class LocretConnector(KVConnectorBase_V1):
                 raise
             _logger.error("the folder of contexts cannot be listed, so what it held before counts: %s", error)
         listed = self._contexts.beginning(ids)
-        if name is not None:
+        if name is True and listed is None:
+            raise ValueError(f"the prompt begins with the placeholders of no context in {self._contexts.folder}")
+        if name is not None and name is not True:
             if not isinstance(name, str):
-                raise ValueError(f"kv_transfer_params.locret={name!r} is no name; give that of a context as text")
+                raise ValueError(f"kv_transfer_params.locret={name!r} is no name; give that of a context, or true")
             named = self._contexts.named(name)
             if not named.ids:
                 raise ValueError(named.wrong)

@@ -103,7 +103,7 @@ def assert_holds(engine, request, prefix, worker=0, heads=slice(None)):
         assert torch.equal(values, wanted_values[:, heads].to(values.dtype))
 
 
-@pytest.mark.parametrize("params", [None, naming("one"), naming("one.ctx")], ids=["ids alone", "named", "file name"])
+@pytest.mark.parametrize("params", [None, naming("one"), naming("one.ctx"), naming(True)])
 def test_units_lie_where_the_request_has_its_first_positions(engine, folder, params):
     engine.free.reverse()  # blocks in no order
     request = about(folder, kv_transfer_params=params)
@@ -159,12 +159,13 @@ def wrong_requests(folder):
         "lora_request": about(folder, lora_request=object()),
         "would be one of no text": about(folder, sampling_params=None),
         "there is no context '../one'": about(folder, kv_transfer_params=naming("../one")),
+        "placeholders of no context": Request("one", [1, 2, 3] * 20, kv_transfer_params=naming(True)),
         "object has no attribute": about(folder, kv_transfer_params="one"),
     }
 
 
 @pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("why", range(10))
+@pytest.mark.parametrize("why", range(11))
 def test_what_is_wrong_fails_alone_and_says_why(engine, folder, why, warm):
     reason, request = list(wrong_requests(folder).items())[why]
     request.request_id, right = "wrong", about(folder, request_id="right")
@@ -255,6 +256,22 @@ def test_a_folder_that_cannot_be_listed_keeps_what_is_known(engine, folder):
     ordinary = Request("ordinary", list(range(40)))
     engine.step(ordinary)
     assert ordinary.outcome == "ok"
+
+
+def test_contexts_in_folders_below(engine, folder):
+    (folder / "auto/.hidden").mkdir(parents=True)
+    (folder / "one.ctx").rename(folder / "auto/first.ctx")
+    (folder / "two.ctx").rename(folder / "auto/.hidden/two.ctx")
+    prefix = Prefix.from_file(folder / "auto/first.ctx")
+    requests = [
+        Request(str(name), [*prefix.placeholders, 5], kv_transfer_params=naming(name))
+        for name in (True, "auto/first", "auto/first.ctx", "first")
+    ]
+    engine.step(*requests)
+    assert [request.outcome for request in requests] == ["ok", "ok", "ok", "error"]
+    hidden = Request("hidden", [*Prefix.from_file(folder / "auto/.hidden/two.ctx").placeholders, 5])
+    engine.step(hidden)
+    assert hidden.external == 0
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])

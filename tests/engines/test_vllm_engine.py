@@ -339,3 +339,34 @@ def test_prompts_made_without_a_backbone(server, books):
         assert prompts.question_ids(asked["question"]) == asked["ids"]
         reply = post(server, prompt=prompts.ids(asked["question"]))
         assert asked["truth"] in reply["choices"][0]["text"]
+
+
+def test_the_engine_of_the_server(server, books):
+    pytest.importorskip("fastapi")
+    from locret.infer.serve.engine import Asked
+    from locret.infer.serve.vllm_engine import VllmEngine
+
+    engine, written = VllmEngine(server, unit_bytes=5120), [[] for _ in books.jobs]
+    prefixes = {name: Prefix.from_file(books.folder / f"{name}.ctx") for name in books.ids}
+    engine.start()
+    try:
+        for steps, (name, asked) in zip(written, books.jobs, strict=True):
+            question = Asked(
+                ids=tuple(asked["ids"]),
+                prefix=prefixes[name],
+                max_new_tokens=16,
+                end_ids=frozenset([2]),
+                top_logprobs=2,
+            )
+            engine.ask(question, steps.append)
+        until = time.monotonic() + 60
+        while not all(steps and steps[-1].finish for steps in written):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert [[step.token for step in steps] for steps in written] == [asked["answer"] for _, asked in books.jobs]
+        assert all(step.top[0] == (step.token, step.logprob) for steps in written for step in steps)
+        assert {steps[-1].finish for steps in written} == {"stop"}
+        assert engine.longest == 9216
+        assert 0 < engine.planned_bytes <= 2**30
+    finally:
+        engine.stop()

@@ -1,0 +1,225 @@
+"""`locret-serve`: an OpenAI-compatible server of contexts, in memory that is promised at the start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locret.cli import interrupts
+from locret.cli.command import parse_options, print_json, run, warnings_as_lines
+from locret.infer.infer_options import ModelOptions
+from locret.infer.serve.serve_options import ServeOptions, bytes_of
+from locret.load_options import ScorerOptions
+from locret.policy.resolve import PolicyFlags
+
+if TYPE_CHECKING:
+    from locret import LongContextModel
+    from locret.infer.serve.state import ServerState
+
+OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, ServeOptions)
+DESCRIPTION = "Serve contexts and answers over HTTP, as OpenAI's clients ask, in memory that is promised at the start."
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        ValueError: For anything the user must change.
+        OSError: If a Hub, a disk or a device's memory fails.
+    """
+    (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, argv)
+    _check_extra()
+    with warnings_as_lines("locret-serve", quiet=options.quiet), ExitStack() as ending:
+        key = options.key
+        sizes = {name: bytes_of(f"--{name.replace('_', '-')}", getattr(options, name)) for name in _SIZES}
+        listening = None if options.dry_run else ending.enter_context(_listening(options))  # refused before loading
+        lm = _load(model, scorer, policy, options, chosen)
+        from locret.infer.serve.plan import MemoryPlan
+
+        plan = MemoryPlan.of(lm, options.kv_memory, readers=options.readers)
+        if listening is None:
+            if options.json:
+                print_json(plan.to_dict())
+            else:
+                print(plan.table())
+            return 0
+        state = _state(lm, plan, options, key, sizes)
+        ending.callback(state.close)
+        _serve(state, listening, options)
+    return 0
+
+
+_SIZES = ("max_body", "max_upload", "auto_contexts")
+
+
+def _check_extra() -> None:
+    """Refuse to start without what only the server needs.
+
+    Raises:
+        ValueError: Naming what is missing.
+    """
+    try:
+        import fastapi
+        import prometheus_client
+        import uvicorn
+    except ImportError as error:
+        raise ValueError(f"locret-serve needs {error.name}, which is not installed; install locret[serve]") from None
+    del fastapi, prometheus_client, uvicorn
+
+
+def _listening(options: ServeOptions) -> socket.socket:
+    """Return a socket that listens where the options say.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError):
+        raise ValueError(
+            f"--host {options.host} is no address of this machine; give one, such as 127.0.0.1 or 0.0.0.0"
+        ) from None
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        raise ValueError(
+            f"--port {options.port} at --host {options.host} cannot be had ({os.strerror(error.errno or 0)}); choose "
+            "another, or 0 for a free one"
+        ) from None
+    return listening
+
+
+def _load(
+    model: ModelOptions, scorer: ScorerOptions, policy: PolicyFlags, options: ServeOptions, chosen: set[str]
+) -> LongContextModel:
+    """Load what the options name.
+
+    Raises:
+        ValueError: If something is missing or does not match.
+    """
+    from locret import LongContextModel, loading
+    from locret.policy.resolve import resolve_options
+
+    device = loading.resolve_device(model.device)
+    scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
+    rates, recommended = loading.load_scorer(scorer)
+    final = resolve_options(policy, chosen, recommended)
+    if final.turns != "local":
+        raise ValueError(
+            f"--turns {final.turns} is not what engines do with a question; leave it out to serve contexts"
+        )
+    config = loading.load_config(model)
+    loading.check_matches(scorer, rates, config)
+    dtype = loading.resolve_dtype(model.dtype, config, device)
+    tokenizer = loading.load_tokenizer(model)
+    backbone = loading.load_model(model, config, device, dtype)
+    return LongContextModel(backbone, tokenizer, rates, final, template=options.template)
+
+
+def _state(
+    lm: LongContextModel, plan: Any, options: ServeOptions, key: str | None, sizes: dict[str, int]
+) -> ServerState:
+    """Return a server that is ready to answer."""
+    from locret.infer.serve.library import Library
+    from locret.infer.serve.state import ServerState
+    from locret.infer.serve.transformers_engine import TransformersEngine
+    from locret.infer.serve.turns import Beside
+
+    library = Library(
+        Path(options.contexts), lm, plan, auto_bytes=sizes["auto_contexts"], max_upload=sizes["max_upload"]
+    )
+    try:
+        engine = Beside(TransformersEngine(lm.model, kv_bytes=plan.engine), library.turns)
+        engine.start()
+    except BaseException:
+        library.close()
+        raise
+    return ServerState(
+        lm=lm,
+        engine=engine,
+        library=library,
+        plan=plan,
+        model=options.name or lm.name,
+        api_key=key,
+        hosts=_hosts(options.host),
+        max_body=sizes["max_body"],
+        max_queue=options.max_queue,
+        max_new_tokens=options.max_new_tokens,
+        timeout=options.timeout,
+    )
+
+
+def _hosts(host: str) -> frozenset[str] | None:
+    """Return the names that requests may address a server on this machine alone by; None where others may ask it."""
+    try:
+        loopback = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    return frozenset({"localhost", "127.0.0.1", "::1", host}) if loopback else None
+
+
+def _serve(state: ServerState, listening: socket.socket, options: ServeOptions) -> None:
+    """Take requests until a signal comes, and let answers end.
+
+    Raises:
+        KeyboardInterrupt: When they have, for the signal.
+    """
+    import uvicorn
+
+    from locret.infer.serve.app import make_app
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            _say(state, listening, options)
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            state.draining = True
+            super().handle_exit(sig, frame)
+
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR if options.quiet else logging.WARNING)
+    config = uvicorn.Config(
+        make_app(state),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=max(1, round(options.drain)),
+    )
+    with interrupts.unwinding():
+        Server(config).run(sockets=[listening])
+
+
+def _say(state: ServerState, listening: socket.socket, options: ServeOptions) -> None:
+    """Tell where the server is; to be read by programs with --json."""
+    host, port = listening.getsockname()[:2]
+    url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    if options.json:
+        print_json({"url": url, "model": state.model, "contexts": str(state.library.folder), **state.plan.to_dict()})
+        sys.stdout.flush()
+    elif not options.quiet:
+        sys.stderr.write(f"{state.plan.table()}\n{state.model} answers at {url}\n")
+
+
+def main() -> None:
+    """Entry point of `locret-serve`."""
+    run(command, prog="locret-serve")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,405 @@
+"""`/v1/contexts`: texts are uploaded, read in the background, listed, looked at, forked, composed, shrunk and deleted.
+
+A context in JSON, as every route here returns it:
+
+    {"object": "context", "name": "book", "state": "reading", "message": "", "source": "book.txt",
+     "created": 1795350109.6, "tokens": 4096, "units": 288, "bytes": 0, "text": false,
+     "made": {}, "progress": {"bytes": 16676, "total": 33352, "seconds": 1.4}, "kept": [0.21, 0.07, ...]}
+
+state is "waiting" (for a reader), "reading", "ready", "failed" or "damaged"; message says why of the last two. bytes
+are those of its file. text: whether the passages that were kept can be shown. made: {"bytes", "sha256", "seconds"} of
+an upload, {"of": [names]} of what was composed or shrunk. progress: null once it is ready; its total is null where it
+is unknown. kept: for 50 stretches of the text which share of each is kept, 0 to 1; null in lists, but while it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from locret.infer.serve import kept
+from locret.infer.serve.library import Entry, Library, full_disk
+from locret.infer.serve.reading import COLUMNS
+from locret.infer.serve.refusal import Refusal
+from locret.infer.serve.state import state_of
+from locret.infer.serve.upload import TooLarge, Upload
+
+router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
+
+_T = TypeVar("_T")
+_LOOK = 0.1
+"""Seconds between two looks at how far a text has been read."""
+_ALIVE = 15.0
+"""Seconds after which a stream without news says that it is there."""
+_GONE = "the client went away before the text had ended; upload it again"
+_TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
+"""Types of a body that is a text; the last is what curl says of --data-binary."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Fork(_Body):
+    """A copy of a context under another name."""
+
+    name: str = Field(description="What to call the copy", max_length=200)
+
+
+class Shrink(_Body):
+    """A smaller context of one that has been read."""
+
+    name: str = Field(description="What to call it", max_length=200)
+    budget: int = Field(description="Units per KV head, fewer than it has", ge=1, le=2**31)
+
+
+class Compose(_Body):
+    """Contexts that were read apart, joined so that they are asked together."""
+
+    name: str = Field(description="What to call the whole", max_length=200)
+    contexts: list[str] = Field(description="Names of the contexts, in their order", min_length=2, max_length=64)
+    budget: int | None = Field(
+        None, description="Units per KV head of the whole; null: all that are held", ge=1, le=2**31
+    )
+    shares: str | list[float] = Field(
+        "fair", description='Within a budget: "fair", "score", or a number for each context', max_length=64
+    )
+
+
+def _library(request: Request) -> Library:
+    library: Library = state_of(request).library
+    return library
+
+
+def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
+    """Return a context in JSON.
+
+    Args:
+        entry: The context.
+        look: Read from its file what is kept.
+    """
+    now, progress = entry.state, entry.progress
+    going = now in ("waiting", "reading")
+    shown = list(progress.kept) if going else None
+    if look and now == "ready":
+        try:
+            shown = kept.shares(kept.positions_of(entry.path), entry.tokens, COLUMNS).mean(0).tolist()
+            shown = [round(share, 4) for share in shown]
+        except (OSError, SafetensorError):  # it was deleted meanwhile
+            shown = None
+    return {
+        "object": "context",
+        "name": entry.name,
+        "state": now,
+        "message": entry.message,
+        "source": entry.source,
+        "created": entry.created,
+        "tokens": progress.tokens,
+        "units": progress.units,
+        "bytes": entry.size,
+        "text": entry.has_text,
+        "made": entry.notes,
+        "progress": {"bytes": progress.bytes, "total": progress.total, "seconds": round(progress.seconds, 3)}
+        if going
+        else None,
+        "kept": shown,
+    }
+
+
+@router.get("", summary="All contexts")
+def listed(request: Request) -> dict[str, Any]:
+    """Return `{"object": "list", "data": [context, ...]}`, in the order of names."""
+    return {"object": "list", "data": [described(entry) for entry in _library(request).entries()]}
+
+
+@router.post("", status_code=202, summary="Upload a text and read it")
+async def upload(
+    request: Request,
+    name: str = Query(description="What to call the context", max_length=200),
+    source: str | None = Query(None, description="What the text is called; else the file's name", max_length=200),
+    system: str | None = Query(None, description="System message that comes before the text", max_length=20_000),
+    wait: bool = Query(False, description="Answer only when it has been read"),
+) -> JSONResponse:
+    """Take a text of any length as the body, UTF-8, or one file of a multipart form, and read it in the background.
+
+    Returns the context: 202 while it is read, 201 with `wait=true` when it is ready.
+    """
+    library = _library(request)
+    length = request.headers.get("content-length", "")
+    receiver = _receiver(request, library, name, source, system, int(length) if length.isdecimal() else None)
+    try:
+        async for data in request.stream():
+            if data:
+                await run_in_threadpool(receiver.take, data)
+        entry = await run_in_threadpool(receiver.end)
+    except ClientDisconnect:
+        receiver.fail(_GONE)
+        raise Refusal(400, _GONE) from None
+    except TooLarge as error:
+        receiver.fail(str(error))
+        raise Refusal(413, str(error)) from error
+    except ValueError as error:
+        receiver.fail(str(error))
+        raise Refusal(400, str(error)) from error
+    except OSError as error:
+        refusal = full_disk(error)
+        receiver.fail(refusal.message)
+        raise refusal from error
+    except BaseException:
+        receiver.fail(_GONE)
+        raise
+    return await _answered(entry, wait)
+
+
+@router.post("/compose", status_code=201, summary="Join contexts so that they are asked together")
+async def compose(
+    request: Request, body: Compose, wait: bool = Query(True, description="Answer only when it is ready")
+) -> JSONResponse:
+    """Join contexts in their order under a new name; returns the context, 202 with `wait=false`."""
+    call = _library(request).compose
+    entry = await run_in_threadpool(lambda: call(body.contexts, body.name, budget=body.budget, shares=body.shares))
+    return await _answered(entry, wait)
+
+
+@router.get("/{name}", summary="One context")
+def show(request: Request, name: str) -> dict[str, Any]:
+    """Return a context, with what is kept of it."""
+    return described(_library(request).find(name), look=True)
+
+
+@router.delete("/{name}", summary="Delete a context, or end the reading of it")
+def delete(request: Request, name: str) -> dict[str, Any]:
+    """Return `{"object": "context.deleted", "name": name, "deleted": true}`. Answers that use it go on."""
+    _library(request).delete(name)
+    return {"object": "context.deleted", "name": name, "deleted": True}
+
+
+@router.get("/{name}/events", summary="How a text is being read, as it happens")
+async def events(request: Request, name: str) -> StreamingResponse:
+    """Return server-sent events: `progress` with the context whenever something has changed, at last `end` with it.
+
+    A context that is deleted meanwhile ends with `{"object": "context.deleted", "name": name, "deleted": true}`.
+    """
+    library, state = _library(request), state_of(request)
+    entry = await run_in_threadpool(library.find, name)
+
+    async def stream() -> AsyncIterator[str]:
+        before, said = "", time.monotonic()
+        while entry.state in ("waiting", "reading") and not state.draining:
+            if (data := json.dumps(described(entry))) != before:
+                before, said = data, time.monotonic()
+                yield f"event: progress\ndata: {data}\n\n"
+            elif time.monotonic() - said > _ALIVE:
+                said = time.monotonic()
+                yield ": reading goes on\n\n"
+            await asyncio.sleep(_LOOK)
+        try:
+            last = await run_in_threadpool(lambda: described(library.find(name), look=True))
+        except Refusal:
+            last = {"object": "context.deleted", "name": name, "deleted": True}
+        yield f"event: end\ndata: {json.dumps(last)}\n\n"
+
+    return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+@router.get("/{name}/picture", summary="What was kept, as a picture", response_class=Response)
+def picture(request: Request, name: str) -> Response:
+    """Return an SVG of what every head has kept along the text."""
+    entry = _library(request).get(name)
+    drawn = _looked(entry, lambda: kept.picture(entry.name, kept.positions_of(entry.path), entry.tokens))
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    return Response(drawn, media_type="image/svg+xml", headers={"Content-Security-Policy": policy})
+
+
+@router.get("/{name}/kept", summary="The passages that most heads have kept")
+def passages(
+    request: Request, name: str, count: int = Query(10, ge=1, le=200, description="Passages wanted")
+) -> dict[str, Any]:
+    """Return `{"object": "list", "data": [{"start", "end", "place", "share", "text"}, ...]}`, in the text's order.
+
+    start and end are tokens, place is where in the text it is, 0 to 1, share the part of all heads that hold it.
+    """
+    entry = _library(request).get(name)
+    if not entry.has_text:
+        raise Refusal(
+            404,
+            f"the text of context {name} is not kept, so its passages cannot be shown; upload it to a server that "
+            "keeps texts",
+        )
+    tokenizer, ids = _library(request).lm.tokenizer, entry.ids
+    found = _looked(entry, lambda: kept.passages(kept.positions_of(entry.path), entry.tokens, ids, tokenizer, count))
+    data = [
+        {
+            "start": one.start,
+            "end": min(one.start + kept.WIDTH, entry.tokens),
+            "place": round(one.start / entry.tokens, 4),
+            "share": one.share,
+            "text": one.text,
+        }
+        for one in found
+    ]
+    return {"object": "list", "data": data}
+
+
+@router.post("/{name}/fork", status_code=201, summary="Copy a context")
+def fork(request: Request, name: str, body: Fork) -> JSONResponse:
+    """Copy a context under another name; returns the copy."""
+    entry = _library(request).fork(name, body.name)
+    return _result(entry)
+
+
+@router.post("/{name}/shrink", status_code=201, summary="Make a smaller context of one")
+async def shrink(
+    request: Request, name: str, body: Shrink, wait: bool = Query(True, description="Answer only when it is ready")
+) -> JSONResponse:
+    """Make a context with fewer units, without reading again; returns it, 202 with `wait=false`."""
+    call = _library(request).shrink
+    entry = await run_in_threadpool(lambda: call(name, body.name, body.budget))
+    return await _answered(entry, wait)
+
+
+async def _answered(entry: Entry, wait: bool) -> JSONResponse:
+    while wait and entry.state in ("waiting", "reading"):
+        await asyncio.sleep(_LOOK / 4)
+    return _result(entry)
+
+
+def _result(entry: Entry) -> JSONResponse:
+    """Return a context that was asked for, or why there is none."""
+    if entry.state == "failed":
+        status = 507 if "make room" in entry.message else 400
+        raise Refusal(status, f"context {entry.name} could not be made: {entry.message}")
+    return JSONResponse(described(entry), 201 if entry.state == "ready" else 202)
+
+
+def _looked(entry: Entry, look: Callable[[], _T]) -> _T:
+    try:
+        return look()
+    except (OSError, SafetensorError, KeyError, IndexError, ValueError) as error:
+        raise Refusal(
+            409, f"the file of context {entry.name} is gone or damaged; delete it, and read it again"
+        ) from error
+
+
+class _Receiver:
+    """Takes a body as it comes; the text begins to be read with its first byte."""
+
+    def __init__(self, library: Library, upload: Upload, name: str, source: str | None, system: str | None) -> None:
+        self.library, self.upload, self.name, self.source, self.system = library, upload, name, source, system
+        self.entry: Entry | None = None
+
+    def take(self, data: bytes) -> None:
+        """Take a part of the body."""
+        self.write(data)
+
+    def write(self, data: bytes) -> None:
+        """Take a part of the text."""
+        self.upload.write(data)
+        if self.entry is None:
+            self.entry = self.library.read(self.name, self.upload, source=self.source, system=self.system)
+
+    def end(self) -> Entry:
+        """Take note that all has come."""
+        self.upload.end()
+        assert self.entry is not None
+        return self.entry
+
+    def fail(self, message: str) -> None:
+        """Give it up."""
+        self.upload.fail(message)
+        if self.entry is None:
+            self.upload.remove()
+
+
+class _FormReceiver(_Receiver):
+    """Takes the one file of a multipart form."""
+
+    def begin(self, boundary: bytes) -> _FormReceiver:
+        """Get ready for parts between such a boundary."""
+        from python_multipart.multipart import MultipartParser
+
+        self._header = [b"", b""]
+        self._files, self._whole = 0, False
+        callbacks: dict[str, Callable[..., None]] = {
+            "on_header_begin": lambda: self._header.__setitem__(slice(None), [b"", b""]),
+            "on_header_field": lambda data, start, end: self._add(0, data[start:end]),
+            "on_header_value": lambda data, start, end: self._add(1, data[start:end]),
+            "on_header_end": self._on_header,
+            "on_part_data": lambda data, start, end: self.write(data[start:end]),
+            "on_end": lambda: setattr(self, "_whole", True),
+        }
+        self._parser = MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
+        return self
+
+    def take(self, data: bytes) -> None:
+        """Take a part of the body."""
+        from python_multipart.exceptions import FormParserError
+
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise ValueError(
+                f"the form cannot be read ({error}); send one file in it, or the text as the body"
+            ) from error
+
+    def end(self) -> Entry:
+        """Take note that all has come."""
+        if not self._whole:
+            raise ValueError("the form breaks off; send one file in it, or the text as the body")
+        return super().end()
+
+    def _add(self, which: int, data: bytes) -> None:
+        self._header[which] += data
+
+    def _on_header(self) -> None:
+        from python_multipart.multipart import parse_options_header
+
+        if self._header[0].lower() != b"content-disposition":
+            return
+        _, options = parse_options_header(self._header[1])
+        self._files += 1
+        if self._files > 1 or b"filename" not in options:
+            raise ValueError(
+                "the form has other parts than one file; send one file, and name, source and system in the query"
+            )
+        self.source = self.source or options[b"filename"].decode("utf-8", "replace")[:200] or None
+
+
+def _receiver(
+    request: Request, library: Library, name: str, source: str | None, system: str | None, total: int | None
+) -> _Receiver:
+    """Return what takes the body of a request.
+
+    Raises:
+        Refusal: If it says that it is no text, or as for `Library.upload`.
+    """
+    from python_multipart.multipart import parse_options_header
+
+    kind, options = parse_options_header(request.headers.get("content-type", "text/plain"))
+    given = kind.decode("latin-1").lower()
+    charset = options.get(b"charset", b"utf-8").decode("latin-1").lower()
+    coding = request.headers.get("content-encoding", "identity").lower()
+    if coding != "identity":
+        raise Refusal(415, f"Content-Encoding {coding[:40]} is not taken; send the text as it is")
+    if charset not in ("utf-8", "utf8", "us-ascii"):
+        raise Refusal(415, f"charset={charset[:40]} is not taken; send the text as UTF-8")
+    if given == "multipart/form-data":
+        if not options.get(b"boundary"):
+            raise Refusal(400, "Content-Type multipart/form-data has no boundary; let the client write that header")
+        taker = _FormReceiver(library, library.upload(name), name, source, system)
+        return taker.begin(options[b"boundary"])
+    if not given.startswith(_TEXTS):
+        raise Refusal(
+            415, f"Content-Type {given[:80]} is no text; send the text as text/plain in UTF-8, or as a file of a form"
+        )
+    return _Receiver(library, library.upload(name, total=total), name, source, system)

@@ -1,0 +1,144 @@
+"""What every request passes before a route sees it: who asks, by which name, and how much."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from locret.field_values import shown
+from locret.infer.serve.refusal import Refusal
+from locret.infer.serve.state import ServerState
+
+OPEN = re.compile(r"/|/healthz|/page/.*|/favicon.ico")
+"""Paths that need no key: they tell nothing but that a server is here."""
+STREAMED = ("POST", "/v1/contexts")
+"""What takes a text as a stream, which the route itself bounds."""
+WAIT_FOR_BODY = 30.0
+"""Seconds without a byte of a body that is not complete."""
+BODIES = 4
+"""Bodies of the largest size that may be held at once, or as many bytes of smaller ones."""
+
+
+class Gate:
+    """ASGI middleware; see the module.
+
+    Args:
+        app: What the requests are for.
+        state: The server's.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self.app, self.state = app, state
+        self.held = 0
+        """Bytes of bodies that are held now."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, body = Headers(scope=scope), bytearray()
+        try:
+            try:
+                self._check(scope["path"], headers)
+                if (scope["method"], scope["path"]) != STREAMED:
+                    await self._take(body, headers, receive)
+                    receive = _replayed(bytes(body), receive)
+            except Refusal as refusal:
+                await JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)(scope, receive, send)
+            except _Left:
+                pass
+            else:
+                await self.app(scope, receive, send)
+        finally:
+            self.held -= len(body)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        """Refuse who may not ask.
+
+        Raises:
+            Refusal: 401, 403, or 503 where the server is about to end.
+        """
+        state = self.state
+        if state.hosts is not None and (name := _host(headers.get("host", ""))) not in state.hosts:
+            raise Refusal(403, f"the Host {shown(name)} is not this server; address it as {min(state.hosts)}")
+        if state.api_key is not None and not OPEN.fullmatch(path):
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            given = key.strip() if scheme.lower() == "bearer" else headers.get("api-key", "")
+            if not hmac.compare_digest(given.encode(), state.api_key.encode()):
+                raise Refusal(
+                    401,
+                    "the API key is missing or another; send it as Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        if state.draining:
+            raise Refusal(503, "the server is about to end; ask it again when it has started", code="ending")
+
+    async def _take(self, body: bytearray, headers: Headers, receive: Receive) -> None:
+        """Receive a body that is not too large.
+
+        Raises:
+            Refusal: 413, 408 or 429.
+        """
+        most = self.state.max_body
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > most:
+            raise self._too_large(declared[:20])
+        while True:
+            try:
+                message = await asyncio.wait_for(receive(), WAIT_FOR_BODY)
+            except asyncio.TimeoutError:
+                raise Refusal(408, f"no byte of the body came for {WAIT_FOR_BODY:g} s; send it again, whole") from None
+            if message["type"] == "http.disconnect":
+                raise _Left
+            part = message.get("body", b"")
+            if len(body) + len(part) > most:
+                raise self._too_large(f"more than {most}")
+            if self.held + len(part) > BODIES * most:
+                raise Refusal(
+                    429, "too many large requests at once; try again in a moment", headers={"Retry-After": "1"}
+                )
+            self.held += len(part)
+            body += part
+            if not message.get("more_body", False):
+                return
+
+    def _too_large(self, size: str) -> Refusal:
+        return Refusal(
+            413,
+            f"the body has {size} bytes, but --max-body allows {self.state.max_body}; upload a long text as a context "
+            "(POST /v1/contexts), which may have any size",
+        )
+
+
+class _Left(Exception):
+    """The client has left before its request was whole."""
+
+
+def _host(header: str) -> str:
+    """Return the name in a Host header, without its port."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return header
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return what hands out a body that has been received, and then what comes after it."""
+    given = False
+
+    async def replayed() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed

@@ -1,0 +1,819 @@
+"""Contexts on disk by name: found, read, forked, composed, shrunk, deleted, and loaded within the memory of the plan.
+
+A context is one file, `NAME.ctx`, that appears whole or not at all; the token ids of its text are in the folder
+`texts`, if they are kept. What is read without a name, so that a conversation goes on, is in the folder `auto`, under
+the digest of its token ids, and goes when it has no more room on the disk, least recently used first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import threading
+import time
+import uuid
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from locret.cache.cache_file import check_header, load_cache, save_cache
+from locret.conversation.chat import save
+from locret.conversation.compose import compose
+from locret.conversation.context import saved_turns
+from locret.engines.prefix import Prefix
+from locret.files import PARTIAL, locked, written_whole
+from locret.infer.serve.loaded import Loaded
+from locret.infer.serve.plan import MemoryPlan
+from locret.infer.serve.reading import Job, Progress, Reader
+from locret.infer.serve.refusal import Refusal
+from locret.infer.serve.turns import Turns
+from locret.infer.serve.upload import Upload
+from locret.nearest import nearest
+
+if TYPE_CHECKING:
+    from locret import RetentionCache
+    from locret.conversation.context import Context, LongContextModel
+
+SUFFIX, IDS = ".ctx", ".ids"
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+"""What a context may be called: no name is a path, hidden, or longer than a file system takes."""
+AUTO, TEXTS, UPLOADS = "auto", "texts", ".uploads"
+_WAIT = 60.0
+"""Seconds that a request waits for memory that other requests use."""
+_COPIES = 3.5
+"""Of contexts that are joined: themselves, a copy of each, the whole, and what joining works with; measured."""
+_FORGOTTEN = 100
+"""Failed contexts that are remembered, so that one can see why."""
+
+State = Literal["waiting", "reading", "ready", "failed", "damaged"]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A context, or what is to become one."""
+
+    name: str
+    path: Path
+    status: State = "ready"
+    """Its state when no job works on it."""
+    message: str = ""
+    """Why it failed or is damaged, in one sentence."""
+    source: str = ""
+    """What its text is called."""
+    tokens: int = 0
+    """Tokens that were read."""
+    units: int = 0
+    """Units per KV head that stayed."""
+    size: int = 0
+    """Bytes of its file."""
+    created: float = 0.0
+    """Seconds since the epoch."""
+    key: str = ""
+    """Digest of what identifies its content; of an automatic one, of the token ids it has read."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What was written beside it: of an upload its bytes, digest and the seconds it took."""
+    job: Job | None = field(default=None, repr=False)
+    """What reads it."""
+    library: Library | None = field(default=None, repr=False)
+
+    @property
+    def state(self) -> State:
+        """Whether it waits to be read, is read, can be asked, or why not."""
+        if (job := self.job) is None:
+            return self.status
+        return "waiting" if job.state == "waiting" else "reading"  # until what was made has been looked at
+
+    @property
+    def progress(self) -> Progress:
+        """How far it has been read."""
+        return Progress(tokens=self.tokens, units=self.units) if self.job is None else self.job.progress
+
+    @property
+    def ids(self) -> Path:
+        """File of the token ids of its text, 4 bytes each, if they are kept."""
+        return self.path.parent / TEXTS / f"{self.name}{IDS}"
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the token ids of its text are there."""
+        ids = self.ids
+        return self.state == "ready" and ids.is_file() and ids.stat().st_size == array("I").itemsize * self.tokens
+
+    def prefix(self) -> Prefix:
+        """Return the units, from memory or from the file; may block.
+
+        Raises:
+            Refusal: If the file is damaged or gone, or no memory becomes free in time.
+        """
+        assert self.library is not None
+        return self.library.prefix(self)
+
+
+class Library:
+    """The contexts of one folder.
+
+    Args:
+        folder: Where they are; made if need be, and held against other servers until `close`.
+        lm: What reads them.
+        plan: How much memory reading and loading may take.
+        auto_bytes: Most bytes on disk of contexts that have no name.
+        max_upload: Most bytes of one text.
+        max_waiting: Most texts that are read or wait to be read.
+        keep_text: Keep the token ids of uploaded texts, so that the passages that were kept can be shown.
+        stall: Seconds without a byte after which an upload is given up.
+
+    Raises:
+        ValueError: If another process holds the folder, or it is a file.
+        OSError: If it cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        lm: LongContextModel,
+        plan: MemoryPlan,
+        *,
+        auto_bytes: int = 8 << 30,
+        max_upload: int = 1 << 30,
+        max_waiting: int = 64,
+        keep_text: bool = True,
+        stall: float = 60.0,
+    ) -> None:
+        if auto_bytes < plan.moving:
+            raise ValueError(
+                f"--auto-contexts {auto_bytes:,} bytes cannot hold one context, which takes up to {plan.moving:,}; "
+                "give more"
+            )
+        self.folder, self.lm, self.plan = Path(folder).resolve(), lm, plan
+        self.auto_bytes, self.max_upload, self.max_waiting = auto_bytes, max_upload, max_waiting
+        self.keep_text, self.stall = keep_text, stall
+        self.turns = Turns()
+        """The readers' turns; `turns.Beside` makes an engine's answers known to them."""
+        self.reader = Reader(lm, plan.reading, plan.reader, self.turns)
+        self._entries: dict[str, Entry] = {}
+        self._automatic: OrderedDict[str, Entry] = OrderedDict()
+        self._loaded = Loaded(plan.loaded)
+        self._lock = threading.RLock()
+        self._moving = threading.Lock()
+        """Held by who writes a context to disk or reads one, as memory is planned for one at a time."""
+        self._closed = False
+        self._held = ExitStack()
+        self._held.enter_context(locked(self.folder, f"--contexts {folder}"))
+        try:
+            self._clean()
+            self._find()
+            self._find_automatic()
+        except BaseException:
+            self._held.close()
+            raise
+
+    def close(self) -> None:
+        """End all that is being read, and let go of the folder; idempotent."""
+        with self._lock:
+            self._closed = True
+            jobs = [entry.job for entry in (*self._entries.values(), *self._automatic.values()) if entry.job]
+        for job in jobs:
+            job.cancel(wait=False)
+        for job in jobs:
+            job.cancel()
+        shutil.rmtree(self.folder / UPLOADS, ignore_errors=True)
+        for folder in (self.folder / AUTO, self.folder / TEXTS):
+            with suppress(OSError):
+                folder.rmdir()
+        self._held.close()
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def entries(self) -> list[Entry]:
+        """Return all contexts with a name, in the order of their names; files that somebody has put there are found."""
+        self._find()
+        with self._lock:
+            return [self._entries[name] for name in sorted(self._entries)]
+
+    def automatic(self) -> list[Entry]:
+        """Return the contexts without a name, the least recently used first."""
+        with self._lock:
+            return list(self._automatic.values())
+
+    def find(self, name: str) -> Entry:
+        """Return a context in any state.
+
+        Raises:
+            Refusal: 404 with the nearest names if there is none.
+        """
+        with self._lock:
+            entry = self._entries.get(name)
+        if entry is None or (entry.job is None and _changed(entry)):
+            self._find()
+            with self._lock:
+                entry = self._entries.get(name)
+        if entry is None:
+            near = nearest(name, tuple(self._entries))
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; GET /v1/contexts lists them"
+            raise Refusal(404, f"there is no context {_shown(name)}{hint}", param="context", code="context_not_found")
+        return entry
+
+    def get(self, name: str) -> Entry:
+        """Return a context that can be asked.
+
+        Raises:
+            Refusal: 404 with the nearest names if there is none, 409 while it is being read, if that failed, or if its
+                file is damaged.
+        """
+        entry = self.find(name)
+        if entry.state in ("waiting", "reading"):
+            raise Refusal(
+                409,
+                f"context {name} is still being read ({entry.progress.tokens:,} tokens so far); ask again when it is "
+                "ready",
+                param="context",
+                code="context_not_ready",
+                headers={"Retry-After": "1"},
+            )
+        if entry.state != "ready":
+            raise Refusal(409, f"context {name} cannot be asked: {entry.message}", param="context", code=entry.state)
+        return entry
+
+    @property
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes in use of what is planned: "reading" and "loaded"."""
+        return {"reading": self.reader.room.used, "loaded": self._loaded.used}
+
+    # -- making contexts ----------------------------------------------------------------------------------------------
+
+    def upload(self, name: str, *, total: int | None = None) -> Upload:
+        """Return what takes the bytes of a text that is to be read; give it to `read`, or remove it.
+
+        Raises:
+            Refusal: If the name is no name or taken (400, 409), the text too long (413), too many wait (429), or the
+                disk is full (507).
+        """
+        self._check_new(name)
+        if total is not None and total > self.max_upload:
+            raise Refusal(
+                413,
+                f"the text has {total:,} bytes, more than the {self.max_upload:,} that the server takes; upload it in "
+                "parts, or start the server with a larger --max-upload",
+            )
+        self._check_waiting()
+        path = self.folder / UPLOADS / uuid.uuid4().hex
+        try:
+            path.parent.mkdir(exist_ok=True)
+            return Upload(path, most=self.max_upload, total=total, stall=self.stall)
+        except OSError as error:
+            raise full_disk(error) from error
+
+    def read(self, name: str, upload: Upload, *, source: str | None = None, system: str | None = None) -> Entry:
+        """Read a text in the background, as it is uploaded.
+
+        Raises:
+            Refusal: If the name is no name or taken (400, 409), or too many wait (429).
+        """
+        temporary = upload.path.with_suffix(IDS)
+        called = source or name
+
+        def make(job: Job) -> None:
+            upload.wait(1, job.check)
+            with self.reader.slot(job):
+                context = self.reader.text(
+                    job, upload, source=called, system=system, ids=temporary if self.keep_text else None
+                )
+                notes = {"bytes": upload.written, "sha256": upload.digest, "seconds": round(job.seconds, 3)}
+                self._save(name, context, notes, temporary if self.keep_text else None)
+
+        def end(job: Job) -> None:
+            if job.state != "ready":
+                upload.fail(job.message)
+            upload.remove()
+            temporary.unlink(missing_ok=True)
+
+        return self._begin(name, called, make, end)
+
+    def fork(self, name: str, new: str) -> Entry:
+        """Copy a context under a new name.
+
+        Raises:
+            Refusal: As `get` for the one, and if the other is no name or taken.
+        """
+        entry = self.get(name)
+
+        def make(job: Job) -> None:
+            self._copy_text(entry, new)
+            _copy(entry.path, self.folder / f"{new}{SUFFIX}")
+
+        return self._made_now(new, entry.source, make)
+
+    def compose(self, names: Sequence[str], new: str, *, budget: int | None = None, shares: Any = "fair") -> Entry:
+        """Join contexts in their order under a new name, in the background.
+
+        Args:
+            names: The contexts, two or more.
+            new: What to call the whole.
+            budget: Units per KV head of the whole; None: all that are held.
+            shares: As for `locret.compose`.
+
+        Raises:
+            Refusal: As `get` for each of them, and if the new name is no name or taken.
+        """
+        entries = [self.get(name) for name in names]
+        if len(entries) < 2:
+            raise Refusal(400, "compose joins two or more contexts; name them in a list", param="contexts")
+
+        def make(job: Job) -> None:
+            with self._working(job, entries):
+                parts = [self._load(entry) for entry in entries]
+                with self.turns.turn(job.check):
+                    whole = compose(parts, budget, shares, name=source)
+                self._save(new, whole, {"of": list(names)}, None)
+
+        source = " + ".join(names)
+        return self._begin(new, source, make)
+
+    def shrink(self, name: str, new: str, budget: int) -> Entry:
+        """Make a smaller context of one, under a new name, in the background.
+
+        Raises:
+            Refusal: As `get` for the one, and if the other is no name or taken, or the budget is not smaller.
+        """
+        entry = self._to_shrink(name, budget)
+
+        def make(job: Job) -> None:
+            with self._working(job, [entry]):
+                small = self._load(entry).shrink(budget)
+                self._copy_text(entry, new)
+                self._save(new, small, {"of": [name]}, None)
+
+        return self._begin(new, entry.source, make)
+
+    def delete(self, name: str) -> None:
+        """Remove a context, whatever its state; what is reading it ends first. Answers that use it go on.
+
+        Raises:
+            Refusal: 404 if there is none.
+        """
+        entry = self.find(name)
+        if entry.job is not None:
+            entry.job.cancel()
+        with self._lock:
+            self._entries.pop(name, None)
+            self._loaded.forget(entry.key)
+            for file in (entry.path, entry.ids):
+                _remove(file)
+
+    # -- contexts without a name --------------------------------------------------------------------------------------
+
+    def shrunk(self, name: str, budget: int) -> Entry:
+        """Return a context with fewer units, which is made once and kept without a name.
+
+        Raises:
+            Refusal: As for `get`, and 400 if it has fewer units than that.
+        """
+        entry = self.get(name)
+        if entry.units == budget:
+            return entry
+        entry = self._to_shrink(name, budget)
+        key = _digest(entry.key, f"shrunk to {budget}", [])
+
+        def make(job: Job) -> None:
+            with self._working(job, [entry]):
+                self._save_automatic(key, self._load(entry).shrink(budget).cache, entry.key)
+
+        return self._made_automatic(key, entry.source, make, lambda: False)
+
+    def longest(self, ids: Sequence[int], base: Entry | None = None) -> tuple[Entry | None, int]:
+        """Return what has read the most of a text, and how many of its tokens; (None, 0) if nothing has.
+
+        Args:
+            ids: Token ids of the text.
+            base: A context that the text follows; None if it follows nothing.
+        """
+        with self._lock:
+            before = "" if base is None else base.key
+            known = {
+                entry.notes["read"]
+                for entry in self._automatic.values()
+                if entry.state == "ready" and entry.notes.get("base") == before and entry.notes["read"] <= len(ids)
+            }
+            for read in sorted(known, reverse=True):
+                if (found := self._automatic.get(_digest(before, "read", ids[:read]))) and found.state == "ready":
+                    self._automatic.move_to_end(found.key)
+                    with suppress(OSError):
+                        os.utime(found.path)
+                    return found, read
+        return base, 0
+
+    def read_on(
+        self, ids: Sequence[int], read: tuple[Entry | None, int], base: Entry | None, cancelled: Callable[[], bool]
+    ) -> Entry:
+        """Read all of a text into a context without a name, chunk by chunk in turns with other readers.
+
+        Args:
+            ids: Token ids of the text, all of which are read.
+            read: What `longest` returned: a copy of it reads what is new.
+            base: As for `longest`.
+            cancelled: Asked between chunks; what has been read is dropped then.
+
+        Raises:
+            Refusal: If too many readers wait (429), the server ends (503), or it failed.
+        """
+        start, done = read
+        before = "" if base is None else base.key
+        key = _digest(before, "read", ids)
+        if start is not None and done == len(ids):
+            return start
+
+        def make(job: Job) -> None:
+            with self.reader.slot(job):
+                cache = self.lm.new_cache() if start is None else self._load_cache(start)
+                self.reader.ids(job, ids[done:], cache)
+                self._save_automatic(key, cache, before, len(ids))
+
+        return self._made_automatic(key, "", make, cancelled)
+
+    # -- into memory --------------------------------------------------------------------------------------------------
+
+    def prefix(self, entry: Entry) -> Prefix:
+        """Return the units of a context, from memory or from its file; see `Entry.prefix`."""
+        deadline = time.monotonic() + _WAIT
+        while (prefix := self._loaded.get(entry.key)) is None:
+            with self._moving:
+                if (prefix := self._loaded.get(entry.key)) is not None:
+                    break
+                try:
+                    if self._loaded.make_room(self._prefix_bytes(entry)):
+                        prefix = self._loaded.put(entry.key, Prefix.from_file(entry.path))
+                        break
+                except (ValueError, OSError) as error:
+                    raise self._damaged(entry, error) from error
+            if time.monotonic() > deadline:
+                raise Refusal(
+                    429,
+                    "contexts that are being asked take all memory there is for them; try again, or start the server "
+                    "with more --kv-memory",
+                    code="no_room",
+                    headers={"Retry-After": "1"},
+                )
+            self._loaded.wait(0.1)
+        return prefix
+
+    def _prefix_bytes(self, entry: Entry) -> int:
+        wanted = entry.units * self.plan.unit
+        if wanted > self.plan.loaded:
+            raise Refusal(
+                400,
+                f"context {entry.name} has {entry.units:,} units and takes {wanted:,} bytes, more than the "
+                f"{self.plan.loaded:,} that --kv-memory leaves for contexts in memory; shrink it, or start the server "
+                "with more",
+                param="context",
+            )
+        return wanted
+
+    @contextmanager
+    def _working(self, job: Job, entries: Sequence[Entry]) -> Iterator[None]:
+        """Hold the memory that it takes to join or cut contexts, until the block ends.
+
+        Raises:
+            ValueError: If that is never free.
+        """
+        wanted = int(_COPIES * sum(entry.size for entry in entries))
+        if wanted > self.plan.loaded and wanted > self.plan.reading:
+            raise ValueError(
+                f"this takes {wanted:,} bytes, but --kv-memory leaves {self.plan.loaded:,} for contexts in memory and "
+                f"{self.plan.reading:,} for readers; take fewer contexts, shrink them, or start the server with more"
+            )
+        if wanted > self.plan.loaded:
+            with self.reader.slot(job, wanted):
+                yield
+        else:
+            with self._loaded.taken(wanted, job.check):
+                job.begin()
+                yield
+
+    def _load_cache(self, entry: Entry) -> RetentionCache:
+        with self._moving:
+            return load_cache(entry.path, self.lm.model, self.lm.scorer)
+
+    def _load(self, entry: Entry) -> Context:
+        with self._moving:
+            return self.lm.load(entry.path)
+
+    # -- onto disk ----------------------------------------------------------------------------------------------------
+
+    def _save(self, name: str, context: Context, notes: dict[str, Any], ids: Path | None) -> None:
+        if ids is not None:
+            (self.folder / TEXTS).mkdir(exist_ok=True)
+            os.replace(ids, self.folder / TEXTS / f"{name}{IDS}")
+        path = self.folder / f"{name}{SUFFIX}"
+        with self._moving:
+            save(path, context.cache, context.name, context._stream, context._transcript, upload=notes)
+
+    def _copy_text(self, entry: Entry, new: str) -> None:
+        if entry.has_text:
+            _copy(entry.ids, self.folder / TEXTS / f"{new}{IDS}")
+
+    def _save_automatic(self, key: str, cache: RetentionCache, base: str, read: int = 0) -> None:
+        folder = self.folder / AUTO
+        folder.mkdir(exist_ok=True)
+        with self._moving:
+            save_cache(cache, folder / f"{key}{SUFFIX}", notes={"automatic": {"base": base, "read": read}})
+
+    def _begin(
+        self, name: str, source: str, make: Callable[[Job], None], end: Callable[[Job], None] | None = None
+    ) -> Entry:
+        """Make a context in the background."""
+
+        def ended(job: Job) -> None:
+            if end is not None:
+                end(job)
+            self._settle(name, entry, job)
+
+        job = Job(self._told(make), ended)
+        with self._lock:
+            self._check_new(name)
+            self._check_waiting()
+            path = self.folder / f"{name}{SUFFIX}"
+            entry = Entry(name, path, source=source, created=time.time(), job=job, library=self)
+            self._entries[name] = entry
+            job.start()
+        return entry
+
+    def _made_now(self, name: str, source: str, make: Callable[[Job], None]) -> Entry:
+        """Make a context at once."""
+        entry = self._begin(name, source, make)
+        assert entry.job is not None
+        entry.job.done.wait()
+        return self.find(name)
+
+    def _told(self, make: Callable[[Job], None]) -> Callable[[Job], None]:
+        """Let messages name contexts, not where the server keeps them."""
+
+        def told(job: Job) -> None:
+            try:
+                make(job)
+            except (ValueError, OSError) as error:
+                raise type(error)(self._public(error)) from error
+
+        return told
+
+    def _public(self, error: Exception) -> str:
+        reason = f"{error.strerror}; make room" if isinstance(error, OSError) and error.strerror else str(error)
+        text = " ".join(reason.split()).replace(f"{self.folder}{os.sep}", "").replace(str(self.folder), "the folder")
+        return text.replace("choose another folder or make room", "make room on the server's disk")
+
+    def _settle(self, name: str, entry: Entry, job: Job) -> None:
+        """Take note of what became of a job."""
+        with self._lock:
+            if job.state == "ready":
+                self._examine(entry)
+                return
+            entry.ids.unlink(missing_ok=True)
+            entry.status, entry.message, entry.job = "failed", job.message, None
+            failed = [other for other in self._entries.values() if other.state == "failed"]
+            for other in sorted(failed, key=lambda other: other.created)[:-_FORGOTTEN]:
+                del self._entries[other.name]
+
+    def _made_automatic(
+        self, key: str, source: str, make: Callable[[Job], None], cancelled: Callable[[], bool]
+    ) -> Entry:
+        """Return a context without a name once it has been made, by this request or another."""
+
+        def ended(job: Job) -> None:
+            with self._lock:
+                if job.state == "ready":
+                    self._examine(entry)
+                    self._bound()
+                else:
+                    self._automatic.pop(key, None)
+
+        with self._lock:
+            if key in self._automatic:
+                entry = self._automatic[key]
+                running = entry.job
+            else:
+                self._check_waiting()
+                path, running = self.folder / AUTO / f"{key}{SUFFIX}", Job(self._told(make), ended)
+                entry = Entry(key, path, source=source, created=time.time(), job=running, library=self)
+                self._automatic[key] = entry
+                running.start()
+        if running is not None:
+            while not running.done.wait(0.05):
+                if cancelled():
+                    running.cancel()
+            if running.state != "ready":
+                status = 503 if running.cancelled else 507 if "make room" in running.message else 400
+                raise Refusal(status, f"reading this failed: {running.message}")
+        with self._lock:
+            if key in self._automatic:
+                self._automatic.move_to_end(key)
+        return entry
+
+    def _bound(self) -> None:
+        """Delete contexts without a name, least recently used first, until the others fit."""
+        sizes = sum(entry.size for entry in self._automatic.values())
+        for key, entry in list(self._automatic.items())[:-1]:
+            if sizes <= self.auto_bytes:
+                return
+            if entry.state == "ready":
+                entry.path.unlink(missing_ok=True)
+                del self._automatic[key]
+                sizes -= entry.size
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _check_new(self, name: str) -> None:
+        """Refuse a name that is none, or taken.
+
+        Raises:
+            Refusal: Saying which.
+        """
+        check_name(name)
+        with self._lock:
+            if self._closed:
+                raise Refusal(503, "the server is about to end; try again later")
+            self._find()
+            entry = self._entries.get(name)
+            if entry is not None and entry.state != "failed":
+                doing = "is being read" if entry.state in ("waiting", "reading") else "is there already"
+                raise Refusal(
+                    409,
+                    f"a context {name} {doing}; choose another name, or delete it first",
+                    param="name",
+                    code="context_exists",
+                )
+
+    def _check_waiting(self) -> None:
+        with self._lock:
+            every = (*self._entries.values(), *self._automatic.values())
+            waiting = sum(entry.state in ("waiting", "reading") for entry in every)
+        if waiting >= self.max_waiting:
+            raise Refusal(
+                429,
+                f"{waiting} texts are read or wait for it, and no more may wait; try again later",
+                code="queue_full",
+                headers={"Retry-After": "10"},
+            )
+
+    def _to_shrink(self, name: str, budget: int) -> Entry:
+        entry = self.get(name)
+        if not 1 <= budget < entry.units:
+            raise Refusal(
+                400,
+                f"budget={budget} is not fewer than the {entry.units:,} units of context {name}; give a number from 1 "
+                f"to {entry.units - 1:,}",
+                param="budget",
+            )
+        return entry
+
+    def _damaged(self, entry: Entry, error: Exception) -> Refusal:
+        """Take note that a file cannot be used, and return what to say."""
+        with self._lock:
+            if not entry.path.exists():
+                self._entries.pop(entry.name, None)
+                self._automatic.pop(entry.key, None)
+                return Refusal(404, f"context {entry.name} was deleted", param="context", code="context_not_found")
+            if isinstance(error, OSError):  # the disk's trouble, not the file's
+                return Refusal(503, f"context {entry.name} cannot be read: {self._public(error)}")
+            entry.status, entry.message = "damaged", self._public(error)
+        return Refusal(409, f"context {entry.name} cannot be asked: {entry.message}", param="context", code="damaged")
+
+    # -- finding ------------------------------------------------------------------------------------------------------
+
+    def _clean(self) -> None:
+        """Remove what a killed server was about to write; `locked` has removed half-written files of the folder."""
+        shutil.rmtree(self.folder / UPLOADS, ignore_errors=True)
+        for folder in (self.folder / AUTO, self.folder / TEXTS):
+            for partial in folder.glob(PARTIAL):
+                shutil.rmtree(partial, ignore_errors=True)
+        for ids in (self.folder / TEXTS).glob(f"*{IDS}"):
+            if not (self.folder / f"{ids.name.removesuffix(IDS)}{SUFFIX}").exists():
+                ids.unlink(missing_ok=True)
+
+    def _find(self) -> None:
+        """Look which files there are."""
+        with self._lock:
+            files = (path for path in self.folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+            found = {path.name.removesuffix(SUFFIX): path for path in files}
+            for name, entry in list(self._entries.items()):
+                if entry.state in ("ready", "damaged") and name not in found:
+                    del self._entries[name]
+            for name, path in found.items():
+                known = self._entries.get(name)
+                if known is None or (known.job is None and _changed(known)):
+                    self._entries[name] = self._examine(Entry(name, path, library=self))
+
+    def _find_automatic(self) -> None:
+        paths = sorted((self.folder / AUTO).glob(f"*{SUFFIX}"), key=lambda path: path.lstat().st_mtime)
+        for path in paths:
+            entry = self._examine(Entry(path.stem, path, library=self))
+            if entry.status == "ready" and isinstance(entry.notes.get("read"), int):
+                self._automatic[entry.key] = entry
+            elif not path.is_symlink():
+                path.unlink(missing_ok=True)
+        self._bound()
+
+    def _examine(self, entry: Entry) -> Entry:
+        """Look at the header of a file: it is ready, or damaged. Its units are checked when they are loaded."""
+        entry.status, entry.message, path = "ready", "", entry.path
+        try:
+            status = path.lstat()
+            entry.size, entry.created = status.st_size, status.st_mtime
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("it is a link, or no file; put the file itself into the folder")
+            state = check_header(path, self.lm.model, self.lm.scorer)
+            entry.tokens, entry.units = state["seen"], state["layers"][0]["fill"]
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+            notes = json.loads(metadata.get("notes", "{}"))
+            if path.parent != self.folder:
+                entry.key, entry.notes = path.stem, dict(notes["automatic"])
+            else:
+                check_name(entry.name)
+                _, transcript, entry.source, _ = saved_turns(path, self.lm.tokenizer, state["vocab_size"])
+                if transcript.turns:
+                    raise ValueError("it holds a conversation; save its context instead")
+                entry.notes = dict(notes["conversation"].get("upload") or {})
+                identity = [metadata["state"], metadata["notes"], metadata.get("checksum", "")]
+                entry.key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        except Refusal as refusal:
+            entry.status, entry.message = "damaged", f"{refusal.message}; rename its file"
+        except (ValueError, OSError, SafetensorError, KeyError, TypeError, IndexError) as error:
+            entry.status, entry.message = "damaged", self._public(error)
+        finally:
+            entry.job = None
+        return entry
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no name of a context.
+
+    Raises:
+        Refusal: If it is none.
+    """
+    if not re.fullmatch(NAME, name) or name.endswith((SUFFIX, IDS)):
+        raise Refusal(
+            400,
+            f"{_shown(name)} is no name of a context; give 1 to 100 letters, digits, dots, dashes and underscores, "
+            "the first of them a letter or digit",
+            param="name",
+        )
+
+
+def full_disk(error: OSError) -> Refusal:
+    """Return what to say where the disk takes no more."""
+    return Refusal(
+        507, f"the text cannot be stored ({error.strerror}); make room on the server's disk", code="no_space"
+    )
+
+
+@contextmanager
+def refused(param: str | None = None) -> Iterator[None]:
+    """Turn what is wrong with a request into a refusal."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refusal(400, " ".join(str(error).split()), param=param) from error
+
+
+def _copy(file: Path, new: Path) -> None:
+    """Copy a file that nobody will change: where the file system can, both are one."""
+    with written_whole(new) as fresh:
+        try:
+            os.link(file, fresh)
+        except OSError:
+            shutil.copyfile(file, fresh)
+
+
+def _remove(file: Path) -> None:
+    """Remove a file, or what somebody has put in its place."""
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file, ignore_errors=True)
+    else:
+        file.unlink(missing_ok=True)
+
+
+def _changed(entry: Entry) -> bool:
+    try:
+        status = entry.path.lstat()
+    except OSError:
+        return True
+    return (status.st_size, status.st_mtime) != (entry.size, entry.created)
+
+
+def _digest(base: str, what: str, ids: Sequence[int]) -> str:
+    total = hashlib.sha256(f"{base} {what} ".encode())
+    total.update(array("Q", ids).tobytes())
+    return total.hexdigest()
+
+
+def _shown(name: str) -> str:
+    return repr(name[:40] + "..." if len(name) > 40 else name)

@@ -1,0 +1,296 @@
+"""OpenAI's routes: chats and completions, whole or as a stream of events, and the models there are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from locret.field_values import shown
+from locret.infer.serve.answers import Piece, TimeLimit
+from locret.infer.serve.engine import Asked
+from locret.infer.serve.prompts import Draft, Prompt
+from locret.infer.serve.refusal import Refusal
+from locret.infer.serve.responses import Answer, ChatForm, CompletionForm, usage
+from locret.infer.serve.schemas import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    ErrorBody,
+    Model,
+    Models,
+)
+from locret.infer.serve.state import ServerState, state_of
+
+LEAST_TEMPERATURE = 1e-3
+"""Below it half-precision logits would overflow; what it would draw is the likeliest token anyway."""
+LONG_BODY = 1 << 16
+"""Bytes of a request from which it is tokenised beside long texts, and not in front of short questions."""
+
+router = APIRouter(prefix="/v1", responses={"4XX": {"model": ErrorBody, "description": "What has to change."}})
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+@router.post("/chat/completions", response_model=ChatCompletion)
+async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    """Answer a conversation, about a context if one is named."""
+    state = state_of(request)
+    if body.top_logprobs and not body.logprobs:
+        raise Refusal(400, "top_logprobs has no effect without logprobs; set logprobs to true", param="top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise Refusal(
+            400,
+            f"max_tokens {body.max_tokens} and max_completion_tokens {body.max_completion_tokens} exclude each other; "
+            "drop one of them",
+            param="max_tokens",
+        )
+    form = ChatForm(state.model, state.lm.tokenizer, body.top is not None)
+    return await _respond(state, request, body, form, 1, lambda: state.prompts.of_chat(body))
+
+
+@router.post("/completions", response_model=Completion)
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    """Continue a text, or that of a context."""
+    state = state_of(request)
+    if body.best_of not in (None, body.choices):
+        raise Refusal(
+            400, f"best_of {body.best_of} has no effect but with the same n; leave it out, or give n", param="best_of"
+        )
+    form = CompletionForm(state.model, state.lm.tokenizer, body.top is not None)
+    return await _respond(state, request, body, form, len(body.prompts), lambda: state.prompts.of_completion(body))
+
+
+@router.get("/models", response_model=Models)
+async def models(request: Request) -> dict[str, Any]:
+    """List the models: the one that this server runs."""
+    return {"object": "list", "data": [_model(state_of(request))]}
+
+
+@router.get("/models/{name:path}", response_model=Model)
+async def model(request: Request, name: str) -> dict[str, Any]:
+    """Describe the model."""
+    _check_model(state_of(request), name)
+    return _model(state_of(request))
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    return {"id": state.model, "object": "model", "created": int(state.started), "owned_by": "locret"}
+
+
+def _check_model(state: ServerState, name: str | None) -> None:
+    if name is not None and name != state.model:
+        raise Refusal(
+            404,
+            f"the model {shown(name)} is not served here; use {shown(state.model)}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+async def _respond(
+    state: ServerState,
+    request: Request,
+    body: ChatRequest | CompletionRequest,
+    form: ChatForm,
+    prompts: int,
+    drafts: Callable[[], list[Draft]],
+) -> Response:
+    """Answer a request, whole or as a stream.
+
+    Args:
+        state: The server's.
+        request: Whose client may leave.
+        body: What it asks.
+        form: The shapes of its response.
+        prompts: How many prompts it has.
+        drafts: Returns them; blocks.
+    """
+    _check_model(state, body.model)
+    if body.stream_options is not None and not body.stream:
+        raise Refusal(
+            400,
+            "stream_options has no effect without stream; set stream to true, or leave it out",
+            param="stream_options",
+        )
+    long = int(request.headers.get("content-length", LONG_BODY)) >= LONG_BODY
+    work = _Work(state, body, prompts, drafts, long)
+    pieces = work.pieces()
+    if body.stream:
+        await _unless_gone(request, anext(pieces))
+        counted = bool(body.stream_options and body.stream_options.include_usage)
+        return StreamingResponse(_events(work, pieces, form, counted), media_type="text/event-stream")
+    await _unless_gone(request, _finished(work, pieces))
+    return JSONResponse(form.whole(work.answers, usage(work.prompts, work.answers)))
+
+
+class _Work:
+    """One request from its text to the last token of its answers.
+
+    Args: As for `_respond`; `long` for a body that takes long to tokenise.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        body: ChatRequest | CompletionRequest,
+        prompts: int,
+        drafts: Callable[[], list[Draft]],
+        long: bool,
+    ) -> None:
+        self.state, self.body, self._drafts, self._long = state, body, drafts, long
+        self.answers = [Answer() for _ in range(prompts * body.choices)]
+        self.prompts: list[Prompt] = []
+        self._began = time.monotonic()
+        self._deadline = self._began + state.timeout
+        self._left = threading.Event()
+
+    async def pieces(self) -> AsyncGenerator[Piece | None, None]:
+        """Yield None when the prompts have been read, and then the pieces of all answers; to leave cancels them.
+
+        Raises:
+            Refusal: If the request cannot be answered, or not now.
+        """
+        try:
+            with self.state.answers.place(len(self.answers)) as place:
+                drafts = await self._within(self._drafts, long=self._long)
+                for draft in drafts:
+                    settled = await self._within(
+                        lambda draft=draft: self.state.prompts.settled(draft, self._left.is_set), long=draft.long
+                    )
+                    self.prompts.append(settled)
+                    self.state.metrics.read(len(settled.ids))
+                asked = [one for prompt in self.prompts for one in self._asked(prompt)]
+                yield None
+                async with aclosing(self.state.answers.write(asked, self.body.stops, place, self._deadline)) as pieces:
+                    async for piece in pieces:
+                        self._take(piece)
+                        yield piece
+        except TimeLimit:
+            raise Refusal(
+                408,
+                f"the request has taken {self.state.timeout:g} s, which is the most that --timeout allows; ask for "
+                "less, or again later",
+                code="timeout",
+            ) from None
+        finally:
+            self._left.set()
+
+    def _take(self, piece: Piece) -> None:
+        answer, metrics = self.answers[piece.choice], self.state.metrics
+        if not answer.count:
+            metrics.began_answer(time.monotonic() - self._began)
+        metrics.wrote(piece.count - answer.count)
+        answer.add(piece)
+
+    async def _within(self, work: Callable[[], _T], *, long: bool) -> _T:
+        """Return what blocking work returns, if it does before the time is over."""
+        pool = self.state.long_work if long else self.state.short_work
+        running = asyncio.get_running_loop().run_in_executor(pool, work)
+        try:
+            return await asyncio.wait_for(running, self._deadline - time.monotonic())
+        except asyncio.TimeoutError:
+            raise TimeLimit from None
+
+    def _asked(self, prompt: Prompt) -> list[Callable[[], Asked]]:
+        """Return what makes the answers that the engine is asked for, which loads the prefix.
+
+        Raises:
+            Refusal: If it could never be answered.
+        """
+        body, room = self.body, self.state.engine.longest - prompt.units - len(prompt.ids)
+        most = body.longest or min(self.state.max_new_tokens, max(room, 1))
+        if most > room:
+            raise Refusal(
+                400,
+                f"max_tokens {most} do not fit: next to this prompt --kv-memory has room for {max(room, 0)}; ask for "
+                "fewer, or start the server with more",
+                param="max_tokens",
+            )
+        draws = body.temperature is None and (body.choices > 1 or bool(body.top_k) or body.top_p not in (None, 1))
+        temperature = 1.0 if draws else body.temperature or 0.0
+        asked = Asked(
+            ids=prompt.ids,
+            max_new_tokens=most,
+            end_ids=self.state.answers.end_ids,
+            temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
+            top_p=body.top_p or 1.0,
+            top_k=body.top_k or 0,
+            seed=body.seed,
+            top_logprobs=body.top,
+        )
+
+        def made(nth: int) -> Asked:
+            seed = None if asked.seed is None else (asked.seed + nth) % 2**63
+            return replace(asked, seed=seed, prefix=None if prompt.holder is None else prompt.holder.prefix())
+
+        return [partial(made, nth) for nth in range(body.choices)]
+
+
+async def _finished(work: _Work, pieces: AsyncGenerator[Piece | None, None]) -> None:
+    async with aclosing(pieces):
+        async for _ in pieces:
+            pass
+
+
+async def _events(
+    work: _Work, pieces: AsyncGenerator[Piece | None, None], form: ChatForm, counted: bool
+) -> AsyncIterator[str]:
+    """Yield the answers as server-sent events; what fails on the way is the last one."""
+    async with aclosing(pieces):
+        try:
+            for chunk in form.opening(len(work.answers)):
+                yield _event(chunk)
+            async for piece in pieces:
+                if piece is not None:
+                    yield _event(form.piece(piece))
+            if counted:
+                yield _event({**form.chunk([]), "usage": usage(work.prompts, work.answers)})
+        except Refusal as refusal:
+            yield _event(refusal.body())
+            return
+        except Exception:  # the status has been sent, so this is where a client can learn of it
+            _log.exception("a stream broke off")
+            yield _event(Refusal(500, "the server has failed; its log says why").body())
+            return
+    yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T] | Any) -> _T:
+    """Return what some work returns; it is cancelled if the client leaves.
+
+    Raises:
+        Refusal: 499, which nobody reads, if the client has left.
+    """
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            result: _T = task.result()
+            return result
+        raise Refusal(499, "the client has left before there was an answer")
+    finally:
+        watch.cancel()
+        if task.cancel():
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

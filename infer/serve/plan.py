@@ -1,0 +1,155 @@
+"""How `--kv-memory` is divided: what it and the weights hold is all that the server takes, whatever is asked of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from locret import RetainingHeads, RetentionPolicy
+from locret.backbone.adapters import unwrap
+from locret.cache.export import check_prefix
+from locret.cache.limits import Limits, column_bytes, planned_bytes
+from locret.conversation.chat import LONGEST_ANSWER
+from locret.infer import chunk_size
+from locret.policy.budget import host_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from locret.conversation.context import LongContextModel
+
+_LOADED = 4
+"""Of what is left when all that is fixed has its place, one part in so many goes to contexts in memory."""
+_COPIES = 2
+"""Of a context on its way to disk or back: what the cache gives or takes, and what the file is written from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of everything beside the weights. `of` makes it."""
+
+    kv_memory: int
+    """What was promised."""
+    engine: int
+    """Keys and values of questions and answers, and contexts that are asked."""
+    readers: int
+    """Texts that are read side by side, in turns."""
+    reader: int
+    """One of their caches."""
+    loaded: int
+    """Contexts that were asked lately, as an engine takes them."""
+    moving: int
+    """One context that is written to disk or read from it."""
+    working: int
+    """What one chunk works with."""
+    units: int
+    """Units per KV head of a context that has been read."""
+    unit: int
+    """One unit in all heads and layers, as an engine takes it."""
+
+    @classmethod
+    def of(
+        cls, lm: LongContextModel, kv_memory: int | str, *, readers: int = 2, engine_tokens: int | None = None
+    ) -> MemoryPlan:
+        """Divide an amount of memory.
+
+        Args:
+            lm: The backbone, and how it reads.
+            kv_memory: Bytes, or a text such as "2GiB".
+            readers: Texts that are read side by side.
+            engine_tokens: Fewest positions that the engine can work with; None: a context, a question of one chunk and
+                an answer; 0 where another process writes the answers.
+
+        Raises:
+            ValueError: If the amount is too small, readers are none, or what is read would be no prefix for an engine.
+        """
+        if readers < 1:
+            raise ValueError(f"--readers {readers} reads nothing; give at least 1")
+        total = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
+        policy, backbone = lm.policy, lm.backbone
+        _check_policy(lm)
+        config, parameter = unwrap(lm.model).config, next(lm.model.parameters())
+        size = parameter.element_size()
+        units = max(Limits(policy, lm.scorer, len(backbone.layers)).plan(None).last.kept)
+        token = backbone.num_layers * 2 * backbone.num_kv_heads * backbone.head_dim * size
+        stored = host_bytes(backbone, [units] * backbone.num_layers, size, column_bytes=column_bytes(lm.scorer))
+        prepared = lm.new_cache().prepared
+        heads = prepared if isinstance(prepared, RetainingHeads) else lm.scorer
+        if engine_tokens is None:
+            engine_tokens = units + policy.chunk_size + LONGEST_ANSWER
+        reader = planned_bytes(backbone, lm.scorer, policy, size, None)
+        moving = _COPIES * stored
+        working = chunk_size.working_bytes(config, heads, parameter.dtype, max(policy.chunk_size, policy.local_len))
+        least_engine, least_loaded = engine_tokens * token, units * token
+        fixed = readers * reader + moving + working
+        if (left := total - fixed - least_engine - least_loaded) < 0:
+            raise ValueError(
+                f"--kv-memory {kv_memory} is too small: {_times(readers, 'reader')} of {reader:,} bytes, "
+                f"{working + moving:,} to work with, {least_loaded:,} for a context in memory and {least_engine:,} for "
+                f"one answer take {total - left:,} bytes; give as much, or lower --readers, --budget or --chunk-size"
+            )
+        loaded = least_loaded + (left // _LOADED if engine_tokens else left)
+        return cls(
+            kv_memory=total,
+            engine=total - fixed - loaded,
+            readers=readers,
+            reader=reader,
+            loaded=loaded,
+            moving=moving,
+            working=working,
+            units=units,
+            unit=token,
+        )
+
+    @property
+    def reading(self) -> int:
+        """The caches of all readers."""
+        return self.readers * self.reader
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the numbers as plain data."""
+        return asdict(self)
+
+    def table(self) -> str:
+        """Return the plan as people read it."""
+        rows = {
+            f"{_times(self.readers, 'reader')} of {self.reader:,}": self.reading,
+            "questions and answers": self.engine,
+            "contexts in memory": self.loaded,
+            "a context on its way to or from disk": self.moving,
+            "what a chunk works with": self.working,
+            "in all (--kv-memory)": self.kv_memory,
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {size:>18,} bytes" for name, size in rows.items())
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _check_policy(lm: LongContextModel) -> None:
+    """Refuse a policy whose cache is not bounded, or is no prefix.
+
+    Raises:
+        ValueError: Saying why.
+    """
+    policy: RetentionPolicy = lm.policy
+    check_prefix(policy, lm.backbone, {1}, host=False)
+    if policy.when != "chunk":
+        raise ValueError(
+            f"--when {policy.when} holds all of a text until its end, so no amount of memory is enough for a server; "
+            "take --when chunk"
+        )
+    if policy.plans_by_length:
+        raise ValueError(
+            f"--memory {policy.memory} plans by a text's length, so a server would have to hold the text; take "
+            "--memory fixed"
+        )
+    if policy.has_host:
+        raise ValueError(
+            f"--host-budget {policy.host_budget} is a second tier, which no engine has; leave it out to serve contexts"
+        )
+    if not policy.exact_bits:
+        raise ValueError(
+            f"--key-bits {policy.key_bits} and --value-bits {policy.value_bits} hold units as codes, which no engine "
+            "takes from a file; leave them out to serve contexts"
+        )

@@ -1,0 +1,150 @@
+"""The shapes in which OpenAI's clients expect answers: whole ones, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from locret.infer.serve.answers import Piece, Written
+from locret.infer.serve.prompts import Prompt
+
+
+@dataclass
+class Answer:
+    """One of the answers to a request, as far as it is written."""
+
+    text: str = ""
+    tokens: list[Written] = field(default_factory=list)
+    finish: str | None = None
+    count: int = 0
+    """Tokens, those without a text of their own included."""
+
+    def add(self, piece: Piece) -> None:
+        """Take the next piece."""
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.count, self.finish = piece.count, piece.finish
+
+
+def usage(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return the tokens of a request, counted as if each prompt had been given whole."""
+    given, written = sum(one.tokens for one in prompts), sum(one.count for one in answers)
+    details = {
+        "cached_tokens": sum(one.cached for one in prompts),
+        "read_tokens": sum(one.read for one in prompts),
+        "units": sum(one.units for one in prompts),
+    }
+    return {
+        "prompt_tokens": given,
+        "completion_tokens": written,
+        "total_tokens": given + written,
+        "prompt_tokens_details": details,
+    }
+
+
+class ChatForm:
+    """Shapes of `/v1/chat/completions`.
+
+    Args:
+        model: Name of the model.
+        tokenizer: The backbone's.
+        logprobs: Whether log-probabilities were asked for.
+    """
+
+    name, prefix = "chat.completion", "chatcmpl"
+
+    def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
+        self.model, self.tokenizer, self.logprobs = model, tokenizer, logprobs
+        self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
+
+    def whole(self, answers: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
+        """Return the response with all answers."""
+        choices = [self._choice(nth, answer) for nth, answer in enumerate(answers)]
+        return {**self._head(self.name, choices), "usage": counts}
+
+    def opening(self, count: int) -> list[dict[str, Any]]:
+        """Return the chunks before the first piece."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return [self.chunk([self._delta(nth, delta, None, None)]) for nth in range(count)]
+
+    def piece(self, piece: Piece) -> dict[str, Any]:
+        """Return the chunk of a piece."""
+        delta = {"content": piece.text} if piece.text or piece.finish is None else {}
+        return self.chunk([self._delta(piece.choice, delta, self._probabilities(piece.tokens), piece.finish)])
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a chunk; without choices it is the last one, which counts tokens."""
+        return self._head(f"{self.name}.chunk", choices)
+
+    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        shown = self._probabilities(answer.tokens)
+        return {"index": nth, "message": message, "logprobs": shown, "finish_reason": answer.finish}
+
+    @staticmethod
+    def _delta(nth: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
+        return {"index": nth, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _probabilities(self, tokens: Sequence[Written]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        content = [
+            {**self._likely(one.id, one.logprob), "top_logprobs": [self._likely(*other) for other in one.top]}
+            for one in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _likely(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    def _text(self, token: int) -> str:
+        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+
+class CompletionForm(ChatForm):
+    """Shapes of `/v1/completions`; arguments as for chats."""
+
+    name, prefix = "text_completion", "cmpl"
+
+    def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
+        super().__init__(model, tokenizer, logprobs)
+        self._offsets = dict[int, int]()
+
+    def opening(self, count: int) -> list[dict[str, Any]]:
+        """Return no chunks."""
+        return []
+
+    def piece(self, piece: Piece) -> dict[str, Any]:
+        """Return the chunk of a piece."""
+        answer = Answer(piece.text, list(piece.tokens), piece.finish)
+        return self.chunk([self._choice(piece.choice, answer)])
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a chunk; without choices it is the last one, which counts tokens."""
+        return self._head(self.name, choices)
+
+    def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
+        shown = self._table(nth, answer.tokens) if self.logprobs else None
+        return {"index": nth, "text": answer.text, "logprobs": shown, "finish_reason": answer.finish}
+
+    def _table(self, nth: int, tokens: Sequence[Written]) -> dict[str, list[Any]]:
+        """Return log-probabilities as columns; offsets go on from piece to piece."""
+        texts, offsets, at = [self._text(one.id) for one in tokens], list[int](), self._offsets.get(nth, 0)
+        for text in texts:
+            offsets.append(at)
+            at += len(text)
+        self._offsets[nth] = at
+        likely = [{self._text(token): logprob for token, logprob in one.top} for one in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": likely,
+            "text_offset": offsets,
+        }

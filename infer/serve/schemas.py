@@ -1,0 +1,380 @@
+"""The bodies of OpenAI's routes: what is taken, exactly, and what comes back.
+
+A field of OpenAI's that has no effect here is taken with the value that asks for nothing, as its clients send it, and
+with no other.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from locret.conversation.document import is_text
+
+MOST_CHOICES = 128
+MOST_STOPS = 16
+MOST_TOP_LOGPROBS = 20
+
+NO_EFFECT = frozenset(
+    (
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "include_obfuscation",
+        "annotations",
+        "audio",
+        "function_call",
+        "refusal",
+        "strict",
+        "parallel_tool_calls",
+        "response_format",
+        "modalities",
+        "store",
+        "service_tier",
+        "reasoning_effort",
+        "verbosity",
+        "functions",
+        "prediction",
+        "web_search_options",
+        "echo",
+        "suffix",
+    )
+)
+"""Fields of OpenAI's that are taken only with the value that asks for nothing."""
+
+
+def _checked_text(value: str) -> str:
+    if not is_text(value):
+        raise ValueError("half characters (lone surrogates) are no text")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_checked_text)]
+Name = Annotated[Text, Field(min_length=1, max_length=200)]
+Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Empty = Annotated[list[Any], Field(max_length=0)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """What a stream carries besides the answer."""
+
+    include_usage: bool | None = None
+    """End with a chunk that counts the tokens."""
+    include_obfuscation: Literal[False] | None = None
+
+
+class _Asked(_Body):
+    """What chats and completions share."""
+
+    model: Name | None = None
+    """Name of the model, as `/v1/models` lists it."""
+    context: Name | None = None
+    """A context that has been read: what is asked follows it."""
+    budget: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Units of the context to ask, if not all."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Longest answer in tokens."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """0, and what is below 0.001, takes the likeliest token; so does a request that says nothing, unless its top_p,
+    top_k or n ask for drawing."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Draw from this many likeliest tokens; 0 is all."""
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    seed: Seed | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    """Texts that end the answer and are not part of it."""
+    user: Text | None = None
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end the answer."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def choices(self) -> int:
+        """How many answers there are to be."""
+        return self.n or 1
+
+
+class TextPart(_Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class FunctionCall(_Body):
+    """A function that the model called."""
+
+    name: Text
+    arguments: Text
+
+
+class ToolCall(_Body):
+    """A call that an earlier answer made."""
+
+    id: Text
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(_Body):
+    """A turn of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Text | None = None
+    refusal: None = None
+    annotations: Empty | None = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        parts = self.content if isinstance(self.content, list) else []
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+
+
+class Function(_Body):
+    """A function that the model may call."""
+
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(_Body):
+    """A tool, for the chat template."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ResponseFormat(_Body):
+    """How the answer is written: as text."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(_Asked):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Newer name of max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    """Handed to the backbone's chat template; calls come back in the answer's text."""
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: ResponseFormat | None = None
+    metadata: dict[str, Text] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    prediction: None = None
+    web_search_options: None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Longest answer in tokens, where it is said."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """Likeliest tokens to name with each token; None if log-probabilities are not asked for."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(_Asked):
+    """Body of `/v1/completions`."""
+
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)]
+    )
+    """A text or its token ids, or several; with a context, what follows its text."""
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    echo: Literal[False] | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Longest answer in tokens, where it is said."""
+        return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """Likeliest tokens to name with each token; None if log-probabilities are not asked for."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+# -- what comes back ---------------------------------------------------------------------------------------------------
+
+
+class Error(BaseModel):
+    """Why a request is refused."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What every refusal holds."""
+
+    error: Error
+
+
+class PromptDetails(BaseModel):
+    """What the tokens of a prompt came from."""
+
+    cached_tokens: int
+    """Tokens that had been read before."""
+    read_tokens: int
+    """Tokens that this request has read into a context of bounded memory."""
+    units: int
+    """Units per KV head that stand for the tokens of the context."""
+
+
+class Usage(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    """Tokens of the whole prompt, those of the context included."""
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TopLogprob(BaseModel):
+    """A token, and how likely it was."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer, and those that were likeliest in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of an answer."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatAnswer(BaseModel):
+    """An answer as a message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One of n answers."""
+
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(BaseModel):
+    """Response of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of an answer, token by token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One of n answers."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(BaseModel):
+    """Response of `/v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Model(BaseModel):
+    """What requests may name as their model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class Models(BaseModel):
+    """Response of `/v1/models`."""
+
+    object: Literal["list"]
+    data: list[Model]

@@ -1,0 +1,116 @@
+"""The options of `locret-serve` that no other command has."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from locret.conversation.templates import TEMPLATES
+from locret.field_values import check_finite
+
+KEY_VARIABLE = "LOCRET_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where the server listens, and how much it takes."""
+
+    contexts: str = "contexts"
+    """Folder of the contexts; made if need be. One server at a time."""
+    kv_memory: str = "2GiB"
+    """Bytes for everything beside the weights: texts that are read, contexts, questions and answers."""
+    readers: int = 2
+    """Texts that are read side by side, in turns; more wait."""
+    engine: Literal["transformers"] = "transformers"
+    """What writes the answers: transformers, in this process."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 takes requests of other machines, for which --api-key is meant."""
+    port: int = 8000
+    """Port to listen at; 0 takes a free one."""
+    api_key: str | None = None
+    """What clients must show as a bearer token. Others on this machine see a command line, so rather set the
+    environment variable LOCRET_API_KEY."""
+    name: str | None = None
+    """Name of the model in requests; else --model."""
+    template: str = "chat"
+    """chat: the tokenizer's chat template; original: the one the original heads were trained on; none: plain text."""
+    max_body: str = "4MiB"
+    """Largest body of a request; longer texts are uploaded as contexts."""
+    max_upload: str = "1GiB"
+    """Longest text that is uploaded."""
+    auto_contexts: str = "8GiB"
+    """Disk that conversations and long prompts may take, which are read into contexts without a name; those used least
+    recently go first."""
+    max_queue: int = 256
+    """Answers that may wait for their first token; further requests get 429."""
+    max_new_tokens: int = 1024
+    """Longest answer in tokens where a request does not say."""
+    timeout: float = 600.0
+    """Seconds that a request may take."""
+    drain: float = 30.0
+    """Seconds that answers have to end after Ctrl-C or SIGTERM."""
+    dry_run: bool = False
+    """Print how --kv-memory is divided, and leave."""
+    json: bool = False
+    """Print one JSON object when requests are taken, or the plan as one, instead of lines for people."""
+    quiet: bool = False
+    """No warnings or hints on standard error."""
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        if self.template not in TEMPLATES:
+            raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"--port {self.port} is no port; give 1 to 65535, or 0 for a free one")
+        if not self.host:
+            raise ValueError("--host is empty; give an address of this machine, such as 127.0.0.1")
+        for name in ("readers", "max_queue", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give 1 or more")
+        if self.timeout <= 0:
+            raise ValueError(f"--timeout {self.timeout:g} leaves no time to answer; give some seconds")
+        if self.drain < 0:
+            raise ValueError(f"--drain {self.drain:g} is negative; give 0 seconds or more")
+        if self.api_key is not None:
+            check_key("--api-key", self.api_key)
+
+    @property
+    def key(self) -> str | None:
+        """What clients must show, from the option or the environment.
+
+        Raises:
+            ValueError: If the variable holds what no client can send.
+        """
+        if self.api_key is not None:
+            return self.api_key
+        if (key := os.environ.get(KEY_VARIABLE)) is None:
+            return None
+        check_key(KEY_VARIABLE, key)
+        return key
+
+
+def check_key(setting: str, key: str) -> None:
+    """Refuse a key that no header can carry.
+
+    Raises:
+        ValueError: Naming the setting, not the key.
+    """
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(
+            f"{setting} is empty or has characters that no header carries; give letters, digits and punctuation"
+        )
+
+
+def bytes_of(setting: str, text: str) -> int:
+    """Return an amount of bytes that a setting names.
+
+    Raises:
+        ValueError: Naming the setting.
+    """
+    from locret.policy.budget import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from None

@@ -1,0 +1,186 @@
+"""Who goes on: texts are read chunk by chunk in turns, and every chunk gives way to answers first.
+
+One chunk runs at a time. An engine answers in a thread of its own, beside a chunk that runs, so a question never waits
+for a text: at worst its first step is slow while the chunk ends. Then no further chunk begins before every answer that
+was asked for has its first token and one step was made, but for so long that reading goes on under any load.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from locret.engines.prefix import Prefix
+from locret.infer.serve.engine import Asked, Engine, Step
+
+PATIENCE = 2.0
+"""Longest pause for answers, in times of the chunk before it: at least a third of the time is left to reading."""
+_LOOK = 0.1
+"""Seconds after which a reader that waits looks whether it is still wanted."""
+
+
+class Turns:
+    """The turns of all readers of one model, and what they know of answers."""
+
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self.patience = patience
+        self.chunks = 0
+        """Chunks that were read."""
+        self._changed = threading.Condition()
+        self._waiting: deque[Turn] = deque()
+        self._running: Turn | None = None
+        self._answers: set[Answering] = set()
+        self._stepped = False
+        self._took = self._ended = 0.0
+
+    @contextmanager
+    def turn(self, check: Callable[[], None]) -> Iterator[Turn]:
+        """Read within the block, chunk by chunk; the first one waits for its turn too.
+
+        Args:
+            check: Called while it waits and after each chunk; raises to end the reading.
+        """
+        turn = Turn(self, check)
+        turn.take()
+        try:
+            yield turn
+        finally:
+            turn.let_go()
+
+    def answering(self) -> Answering:
+        """Take note of an answer that was asked for."""
+        answer = Answering(self)
+        with self._changed:
+            self._answers.add(answer)
+        return answer
+
+    def _pause(self) -> float:
+        """Return how long the next chunk still gives way at most, in seconds."""
+        if not self._answers or (self._stepped and all(answer.begun for answer in self._answers)):
+            return 0.0
+        return max(0.0, self._ended + self.patience * self._took - time.monotonic())
+
+
+class Turn:
+    """One reader's place among the others."""
+
+    def __init__(self, turns: Turns, check: Callable[[], None]) -> None:
+        self._turns, self._check, self._began = turns, check, 0.0
+
+    def take(self) -> None:
+        """Wait until it is this reader's turn; nothing if it is."""
+        turns = self._turns
+        with turns._changed:
+            if turns._running is self:
+                return
+            turns._waiting.append(self)
+            try:
+                while turns._waiting[0] is not self or turns._running is not None or turns._pause():
+                    turns._changed.wait(min(turns._pause() or _LOOK, _LOOK))
+                    self._check()
+                turns._running, self._began = self, time.monotonic()
+            finally:
+                turns._waiting.remove(self)
+                turns._changed.notify_all()
+
+    def let_go(self) -> None:
+        """Leave the turn to others, before something that may take long and is no chunk; nothing if it is theirs."""
+        with self._turns._changed:
+            if self._turns._running is self:
+                self._turns._running = None
+                self._turns._changed.notify_all()
+
+    def chunk(self) -> None:
+        """Take note that a chunk has been read, and wait for the turn of the next one."""
+        self._check()
+        turns = self._turns
+        with turns._changed:
+            turns.chunks += 1
+            turns._ended = time.monotonic()
+            turns._took, turns._stepped = turns._ended - self._began, False
+        self.let_go()
+        self.take()
+
+
+class Answering:
+    """One answer that is being written."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns, self.begun = turns, False
+
+    def stepped(self) -> None:
+        """Take note of a token."""
+        with self._turns._changed:
+            self.begun = self._turns._stepped = True
+            self._turns._changed.notify_all()
+
+    def ended(self) -> None:
+        """Take note that there are no more; idempotent."""
+        with self._turns._changed:
+            self._turns._answers.discard(self)
+            self._turns._changed.notify_all()
+
+
+class Beside:
+    """An engine whose answers the readers give way to.
+
+    Args:
+        engine: What writes them.
+        turns: The readers' turns.
+    """
+
+    def __init__(self, engine: Engine, turns: Turns) -> None:
+        self.engine, self._turns = engine, turns
+
+    @property
+    def longest(self) -> int:
+        """See `Engine`."""
+        return self.engine.longest
+
+    @property
+    def planned_bytes(self) -> int:
+        """See `Engine`."""
+        return self.engine.planned_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """See `Engine`."""
+        return self.engine.used_bytes
+
+    def start(self) -> None:
+        """See `Engine`."""
+        self.engine.start()
+
+    def stop(self) -> None:
+        """See `Engine`."""
+        self.engine.stop()
+
+    def hold(self, prefix: Prefix) -> None:
+        """See `Engine`."""
+        self.engine.hold(prefix)
+
+    def ask(self, asked: Asked, on_step: Callable[[Step], None]) -> Callable[[], None]:
+        """See `Engine`."""
+        answer = self._turns.answering()
+
+        def step(step: Step) -> None:
+            if step.finish is None:
+                answer.stepped()
+            else:
+                answer.ended()
+            on_step(step)
+
+        try:
+            cancel = self.engine.ask(asked, step)
+        except BaseException:
+            answer.ended()
+            raise
+
+        def cancelled() -> None:
+            cancel()
+            answer.ended()
+
+        return cancelled

@@ -1,0 +1,55 @@
+"""What tests of the server share: the embedded backbone with small budgets, a text, and a library of contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import locret
+from locret import LongContextModel, RetentionPolicy
+from locret.infer.serve.library import Entry, Library
+from locret.infer.serve.plan import MemoryPlan
+
+ROOT = Path(locret.__file__).resolve().parent.parent
+KV_MEMORY = 24 << 20
+
+
+@pytest.fixture(scope="session")
+def serving() -> LongContextModel:
+    """Return the embedded backbone with budgets that are small beside the texts of these tests."""
+    policy = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=8)
+    heads = str(ROOT / "checkpoints/tiny-heads")
+    return LongContextModel.from_pretrained(str(ROOT / "checkpoints/tiny"), heads=heads, device="cpu", policy=policy)
+
+
+@pytest.fixture(scope="session")
+def book() -> str:
+    """Return a text of about 1,000 tokens."""
+    return (ROOT / "recipes/infer/pass_key.txt").read_text(encoding="utf-8")[:4000]
+
+
+@pytest.fixture
+def library(serving: LongContextModel, tmp_path: Path) -> Iterator[Library]:
+    """Return an empty library."""
+    opened = Library(tmp_path / "contexts", serving, MemoryPlan.of(serving, KV_MEMORY), stall=5.0)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def read() -> Callable[..., Entry]:
+    """Return what uploads a text to a library and waits until it has been read."""
+
+    def read(library: Library, name: str, text: str, **options: Any) -> Entry:
+        upload = library.upload(name)
+        upload.write(text.encode())
+        upload.end()
+        entry = library.read(name, upload, **options)
+        job = entry.job
+        assert job is None or job.done.wait(60)
+        return entry
+
+    return read

@@ -1,0 +1,103 @@
+"""Tokens become text as they are written: nothing is lost, half characters wait, a stop text ends it wherever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from locret.conversation.templates import decode
+from locret.infer.serve.answers import AnswerText, Piece
+from locret.infer.serve.engine import Step
+
+END = 1
+
+
+def byte_level() -> Any:
+    """Return a tokenizer with a token for each byte, so that most characters are several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: nth for nth, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+BYTES = byte_level()
+WORDS = AutoTokenizer.from_pretrained("checkpoints/tiny")
+
+
+def written(tokenizer: Any, ids: Sequence[int], stops: Sequence[str], *, ends: bool) -> list[Piece]:
+    """Return the pieces of an answer of these tokens, which ends by itself or at its length."""
+    text = AnswerText(tokenizer, stops, frozenset({-1}))
+    steps = [Step(token=one, logprob=-float(nth)) for nth, one in enumerate(ids)]
+    if ends:
+        steps.append(Step(token=-1, finish="stop"))
+    else:
+        steps[-1] = Step(token=ids[-1], finish="length", logprob=1.0 - len(ids))
+    pieces = []
+    for step in steps:
+        piece = text.add(step)
+        pieces += [] if piece is None else [piece]
+        if piece is not None and piece.finish is not None:
+            break
+    return pieces
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to where the first stop text begins that is complete."""
+    ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    first = min((end for end, _ in ends), default=None)
+    return text if first is None else text[: min(at for end, at in ends if end == first)]
+
+
+@given(st.text(min_size=1, max_size=20), st.booleans())
+def test_characters_of_several_tokens_come_whole(text: str, ends: bool) -> None:
+    pieces = written(BYTES, BYTES(text)["input_ids"], [], ends=ends)
+    assert "".join(piece.text for piece in pieces) == text
+    assert all("\ufffd" not in piece.text for piece in pieces) or "\ufffd" in text
+
+
+@given(st.lists(st.integers(0, 255), min_size=1, max_size=12), st.booleans())
+def test_bytes_that_are_no_text_are_not_lost(ids: list[int], ends: bool) -> None:
+    pieces = written(BYTES, ids, [], ends=ends)
+    assert sum(len(piece.tokens) for piece in pieces) == len(ids)
+    assert pieces[-1].finish == ("stop" if ends else "length")
+    readable = decode(BYTES, ids).replace("\ufffd", "")
+    assert "".join(piece.text for piece in pieces).replace("\ufffd", "") == readable
+
+
+@given(st.lists(st.integers(6, 1000), min_size=1, max_size=12), st.booleans())
+def test_words_are_written_as_the_whole_is_decoded(ids: list[int], ends: bool) -> None:
+    pieces = written(WORDS, ids, [], ends=ends)
+    assert "".join(piece.text for piece in pieces) == decode(WORDS, ids)
+
+
+@given(
+    st.text("abc", min_size=1, max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_a_stop_text_ends_the_answer_wherever_tokens_part(text: str, stops: list[str], ends: bool) -> None:
+    pieces = written(BYTES, BYTES(text)["input_ids"], stops, ends=ends)
+    kept = cut(text, stops)
+    assert "".join(piece.text for piece in pieces) == kept
+    assert pieces[-1].finish == ("stop" if ends or kept != text else "length")
+    assert sum(len(piece.tokens) for piece in pieces) == len(kept)  # a token is a character here
+
+
+def test_what_may_become_a_stop_text_is_held_back() -> None:
+    pieces = written(BYTES, BYTES("wait, stay")["input_ids"], ["stop"], ends=True)
+    assert [piece.text for piece in pieces] == ["w", "a", "i", "t", ",", " ", "sta", "y", ""]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, WORDS], ids=["bytes", "words"])
+def test_tokens_keep_their_probabilities_and_order(tokenizer: Any) -> None:
+    ids = tokenizer("The grass is green.", add_special_tokens=False)["input_ids"]
+    tokens = [token for piece in written(tokenizer, ids, ["zz"], ends=False) for token in piece.tokens]
+    assert [token.id for token in tokens] == ids
+    assert [token.logprob for token in tokens] == [-float(nth) for nth in range(len(ids))]

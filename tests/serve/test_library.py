@@ -1,0 +1,425 @@
+"""Contexts on disk: whole or not at all, by names that are no paths, validated, within bytes in memory and on disk."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import KV_MEMORY, ROOT
+
+from locret import LongContextModel, compose
+from locret.engines.prefix import Prefix
+from locret.infer.serve.library import AUTO, UPLOADS, Library
+from locret.infer.serve.plan import MemoryPlan
+from locret.infer.serve.refusal import Refusal
+
+Read = Callable[..., Any]
+
+
+def refusal(call: Callable[[], object]) -> Refusal:
+    """Return what a call is refused with, which is one sentence."""
+    with pytest.raises(Refusal) as caught:
+        call()
+    assert "\n" not in caught.value.message
+    assert caught.value.message
+    return caught.value
+
+
+def again(library: Library, **options: Any) -> Library:
+    """Close a library and open its folder once more."""
+    library.close()
+    return Library(library.folder, library.lm, library.plan, **options)
+
+
+def ids(count: int, start: int = 5) -> list[int]:
+    """Return token ids of no text."""
+    return [start + nth * 7 % 800 for nth in range(count)]
+
+
+def never() -> bool:
+    return False
+
+
+# -- what is read -----------------------------------------------------------------------------------------------------
+
+
+def test_a_context_of_the_library_is_the_one_that_python_reads(library: Library, read: Read, book: str) -> None:
+    entry = read(library, "book", book, source="book.txt")
+    assert (entry.state, entry.source, entry.message) == ("ready", "book.txt", "")
+    ours, theirs = entry.prefix(), Prefix.of(library.lm.read(book + "\n", progress=False))
+    assert (ours.digest, ours.tokens) == (theirs.digest, theirs.tokens)
+    assert (entry.tokens, entry.units) == (theirs.tokens, theirs.units)
+    assert entry.notes["bytes"] == len(book.encode())
+
+
+def test_the_ids_beside_a_context_are_those_that_were_read(library: Library, read: Read, book: str) -> None:
+    entry = read(library, "book", book)
+    assert entry.has_text
+    kept = torch.frombuffer(bytearray(entry.ids.read_bytes()), dtype=torch.int32).tolist()
+    opening = library.lm.tokenizer(library.lm._transcript().opening(), add_special_tokens=False).input_ids
+    assert len(kept) == entry.tokens
+    assert kept[: len(opening)] == opening
+    library = again(library, keep_text=False)
+    assert library.get("book").has_text
+    assert not read(library, "other", book).has_text
+    library.close()
+
+
+def test_contexts_are_there_after_a_restart(library: Library, read: Read, book: str) -> None:
+    read(library, "b", book)
+    read(library, "a", book[:1500])
+    library.fork("a", "c.2_x-y")
+    before = {entry.name: (entry.tokens, entry.key) for entry in library.entries()}
+    library = again(library)
+    after = {entry.name: (entry.tokens, entry.key) for entry in library.entries()}
+    assert list(after) == ["a", "b", "c.2_x-y"]
+    assert after == before
+    assert after["a"] == after["c.2_x-y"] != after["b"]
+    library.close()
+
+
+def test_a_fork_outlives_what_it_was_made_of(library: Library, read: Read, book: str) -> None:
+    entry = read(library, "a", book)
+    digest = entry.prefix().digest
+    copied = library.fork("a", "b")
+    assert copied.has_text
+    library.delete("a")
+    assert [one.name for one in library.entries()] == ["b"]
+    assert library.get("b").prefix().digest == digest
+    assert [path.name for path in library.folder.rglob("[!.]*") if path.is_file()] == ["b.ctx", "b.ids"]
+
+
+def test_shrunk_and_composed_contexts_are_those_of_python(library: Library, read: Read, book: str) -> None:
+    read(library, "a", book)
+    read(library, "b", book[1000:2500])
+    for entry in (library.shrink("a", "small", 24), library.compose(["a", "b"], "both", budget=80)):
+        assert entry.job is None or entry.job.done.wait(30)
+    parts = [library.lm.load(library.get(name).path) for name in ("a", "b")]
+    assert library.get("small").prefix().digest == Prefix.of(parts[0].shrink(24)).digest
+    assert library.get("both").prefix().digest == Prefix.of(compose(parts, 80)).digest
+    assert library.get("small").has_text
+    assert not library.get("both").has_text
+    assert library.get("both").notes == {"of": ["a", "b"]}
+    assert library.shrunk("a", 24).prefix().digest == library.get("small").prefix().digest
+    assert library.shrunk("a", 24) is library.shrunk("a", 24)
+    units = library.get("a").units
+    assert library.shrunk("a", units) is library.get("a")
+    assert "fewer" in refusal(lambda: library.shrunk("a", units + 1)).message
+    assert "fewer" in refusal(lambda: library.shrink("a", "x", units)).message
+
+
+# -- names and files --------------------------------------------------------------------------------------------------
+
+NO_NAMES = [
+    "",
+    ".",
+    "..",
+    ".a",
+    "../a",
+    "a/b",
+    "/etc/passwd",
+    "a\\b",
+    "a b",
+    "a\n",
+    "a\0b",
+    "ä",
+    "-a",
+    "x" * 101,
+    "a.ctx",
+]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_no_name_leaves_the_folder(library: Library, name: str) -> None:
+    refused = refusal(lambda: library.upload(name))
+    assert refused.status == 400
+    assert "is no name of a context" in refused.message
+    assert refusal(lambda: library.find(name)).status == 404
+    assert refusal(lambda: library.delete(name)).status == 404
+
+
+def test_a_name_is_taken_once(library: Library, read: Read, book: str) -> None:
+    read(library, "a", book[:1500])
+    for call in (lambda: library.upload("a"), lambda: library.fork("a", "a"), lambda: library.shrink("a", "a", 8)):
+        refused = refusal(call)
+        assert (refused.status, refused.code) == (409, "context_exists")
+
+
+def test_an_unknown_name_is_refused_with_those_nearby(library: Library, read: Read, book: str) -> None:
+    read(library, "book-one", book[:1500])
+    refused = refusal(lambda: library.get("book-on"))
+    assert refused.status == 404
+    assert "did you mean book-one" in refused.message
+
+
+def test_a_link_out_of_the_folder_is_not_followed(library: Library, read: Read, book: str, tmp_path: Path) -> None:
+    read(library, "a", book[:1500])
+    outside = tmp_path / "outside.ctx"
+    outside.write_bytes((library.folder / "a.ctx").read_bytes())
+    (library.folder / "b.ctx").symlink_to(outside)
+    (library.folder / "c.ctx").mkdir()
+    os.mkfifo(library.folder / "d.ctx")
+    states = {entry.name: entry.state for entry in library.entries()}
+    assert states == {"a": "ready", "b": "damaged", "c": "damaged", "d": "damaged"}
+    refused = refusal(lambda: library.get("b").prefix())
+    assert (refused.status, refused.code) == (409, "damaged")
+    assert str(tmp_path) not in refused.message
+    for name in ("b", "c", "d"):
+        library.delete(name)
+    assert outside.is_file()
+    assert [entry.name for entry in library.entries()] == ["a"]
+
+
+def test_damaged_files_are_listed_with_their_sentence(library: Library, read: Read, book: str) -> None:
+    read(library, "a", book[:1500])
+    whole = (library.folder / "a.ctx").read_bytes()
+    turned = bytearray(whole)
+    turned[-50] ^= 1
+    files = {"empty": b"", "text": b"no context", "short": whole[: len(whole) // 2], "turned": bytes(turned)}
+    files["header"] = whole.replace(b'\\"seen\\"', b'\\"seem\\"', 1)
+    files["sleep"] = whole.replace(b"retaining_heads", b"retaining_heats", 1)
+    for name, data in files.items():
+        (library.folder / f"{name}.ctx").write_bytes(data)
+    for name in files:
+        if name == "turned":
+            assert library.get(name).state == "ready"  # its units are looked at when they are loaded
+            refusal(library.get(name).prefix)
+        entry = library.find(name)
+        assert entry.state == "damaged", name
+        assert entry.message
+        assert str(library.folder) not in entry.message
+        assert refusal(lambda name=name: library.get(name)).status == 409
+    library.delete("turned")
+    (library.folder / "text.ctx").write_bytes(whole)
+    assert library.get("text").state == "ready"
+
+
+def test_a_context_of_another_backbone_is_damaged(library: Library, tiny_llama: Any, book: str, tmp_path: Path) -> None:
+    cache = locret_cache(tiny_llama)
+    from locret import save_cache
+
+    save_cache(cache, library.folder / "other.ctx")
+    entry = library.find("other")
+    assert entry.state == "damaged"
+    assert "another backbone" in entry.message
+
+
+def locret_cache(model: Any) -> Any:
+    """Return a cache of another backbone."""
+    from locret import RetentionCache, RetentionPolicy, prefill
+
+    cache = RetentionCache(model, "streaming", RetentionPolicy(budget=16, chunk_size=16))
+    prefill(model, torch.arange(40)[None] % 60, cache)
+    return cache
+
+
+def test_a_second_library_on_the_folder_is_refused(library: Library) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^--contexts {library.folder} is being written by process {os.getpid()} on "
+    ):
+        Library(library.folder, library.lm, library.plan)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_prefixes_in_memory_stay_within_the_plan(
+    serving: LongContextModel, tmp_path: Path, read: Read, book: str
+) -> None:
+    plan = MemoryPlan.of(serving, KV_MEMORY)
+    each = plan.units * plan.unit
+    plan = MemoryPlan(**{**plan.to_dict(), "loaded": 2 * each})
+    library = Library(tmp_path, serving, plan)
+    for name, start in (("a", 0), ("b", 500), ("c", 1000)):
+        read(library, name, book[start : start + 1500])
+    first, second = library.get("a").prefix(), library.get("b").prefix()
+    assert sum(tensor.nbytes for tensor in (*first.keys, *first.values)) == each
+    assert library.used_bytes["loaded"] == 2 * each
+    found: list[Prefix] = []
+    waiting = threading.Thread(target=lambda: found.append(library.get("c").prefix()))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()  # both are used
+    assert library.used_bytes["loaded"] == 2 * each
+    del second
+    gc.collect()
+    waiting.join(10)
+    assert found
+    assert library.used_bytes["loaded"] == 2 * each
+    assert library.get("a").prefix() is first
+    library.close()
+
+
+def test_a_fork_takes_no_memory_of_its_own(library: Library, read: Read, book: str) -> None:
+    read(library, "a", book[:1500])
+    library.fork("a", "b")
+    assert library.get("a").prefix() is library.get("b").prefix()
+
+
+# -- contexts without a name ------------------------------------------------------------------------------------------
+
+
+def test_the_longest_beginning_that_was_read_is_found(library: Library, read: Read, book: str) -> None:
+    text = ids(900)
+    assert library.longest(text) == (None, 0)
+    short = library.read_on(text[:300], (None, 0), None, never)
+    assert library.longest(text[:299]) == (None, 0)
+    assert library.longest(text) == (short, 300)
+    longer = library.read_on(text[:600], library.longest(text[:600]), None, never)
+    assert (short.tokens, longer.tokens) == (300, 600)
+    assert library.longest(text) == (longer, 600)
+    assert library.longest([*text[:599], 3]) == (short, 300)
+    assert library.read_on(text[:600], library.longest(text[:600]), None, never) is longer
+    base = read(library, "book", book[:1500])
+    assert library.longest(text, base) == (base, 0)
+    after = library.read_on(text[:200], (base, 0), base, never)
+    assert after.tokens == base.tokens + 200
+    assert library.longest(text, base) == (after, 200)
+    assert library.longest(text) == (longer, 600)
+    library = again(library)
+    assert library.longest(text)[0].tokens == 600
+    assert library.longest(text, library.get("book"))[1] == 200
+    library.close()
+
+
+def test_reading_on_is_what_prefill_does(library: Library) -> None:
+    from locret import prefill
+
+    text = ids(700)
+    first = library.read_on(text[:400], (None, 0), None, never)
+    second = library.read_on(text, (first, 400), None, never)
+    cache = library.lm.new_cache()
+    for part in (text[:400], text[400:]):
+        prefill(library.lm.model, torch.tensor([part]), cache)
+    assert second.prefix().digest == Prefix.of(cache).digest
+
+
+def test_the_least_recently_used_goes_and_no_named_one(library: Library, read: Read, book: str) -> None:
+    named = read(library, "named", book[:1500])
+    library = again(library, auto_bytes=3 * named.size + 1000)
+    made = [library.read_on(ids(200, start), (None, 0), None, never) for start in (5, 6, 7)]
+    assert library.longest(ids(200, 5))[1] == 200  # used once more
+    library.read_on(ids(200, 8), (None, 0), None, never)
+    there = [library.longest(ids(200, start))[1] for start in (5, 6, 7, 8)]
+    assert there == [200, 0, 200, 200]
+    assert len(list((library.folder / AUTO).glob("*.ctx"))) == 3
+    assert not made[1].path.exists()
+    assert library.get("named").state == "ready"
+    library.close()
+    with pytest.raises(ValueError, match="--auto-contexts 1,000 bytes cannot hold one context"):
+        Library(library.folder, library.lm, library.plan, auto_bytes=1000)
+
+
+def test_two_who_read_the_same_read_it_once(library: Library) -> None:
+    text, found = ids(500), []
+    threads = [
+        threading.Thread(target=lambda: found.append(library.read_on(text, (None, 0), None, never))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 3
+    assert len(set(map(id, found))) == 1
+    assert library.turns.chunks == len(range(0, 500 - 8, 128))
+
+
+def test_a_cancelled_read_leaves_nothing(library: Library) -> None:
+    refused = refusal(lambda: library.read_on(ids(20_000), (None, 0), None, lambda: library.turns.chunks > 1))
+    assert refused.status == 503
+    assert library.longest(ids(20_000)) == (None, 0)
+    assert library.automatic() == []
+    assert library.used_bytes == {"reading": 0, "loaded": 0}
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+_SERVER = """
+import sys, time, pathlib
+import torch
+torch.set_num_threads(1)
+from conftest import KV_MEMORY, ROOT
+import locret
+from locret import LongContextModel, RetentionPolicy
+from locret.infer.serve.library import Library
+from locret.infer.serve.plan import MemoryPlan
+policy = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=8)
+lm = LongContextModel.from_pretrained(str(ROOT / "checkpoints/tiny"), heads=str(ROOT / "checkpoints/tiny-heads"),
+                                      device="cpu", policy=policy)
+library = Library(sys.argv[1], lm, MemoryPlan.of(lm, KV_MEMORY))
+text = (ROOT / "recipes/infer/pass_key.txt").read_bytes()
+def read(name, data, end=True):
+    upload = library.upload(name)
+    upload.write(data)
+    if end:
+        upload.end()
+    entry = library.read(name, upload)
+    if end:
+        entry.job and entry.job.done.wait()
+    return entry
+read("whole", text[:2000])
+"""
+
+
+def _python(code: str, *arguments: str) -> subprocess.Popen[str]:
+    paths = [str(ROOT), str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def test_a_kill_during_an_upload_and_a_save_loses_no_context(serving: LongContextModel, tmp_path: Path) -> None:
+    """A process of its own reads one text and writes another context when it is killed."""
+    code = _SERVER + (
+        "entry = read('half', text * 20, end=False)\nwhile not entry.progress.tokens: time.sleep(0.01)\n"
+        "import locret.files\n"
+        "def stop(*_):\n    print('now', flush=True)\n    time.sleep(60)\n"
+        "locret.files._finish = stop\n"
+        "read('written', text[:2000])\n"
+    )
+    plan = MemoryPlan.of(serving, KV_MEMORY)
+    with _python(code, str(tmp_path)) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "now\n"
+            with pytest.raises(ValueError, match=f"is being written by process {process.pid} on "):
+                Library(tmp_path, serving, plan)
+        finally:
+            process.kill()
+    assert len(list((tmp_path / UPLOADS).iterdir())) == 3  # two texts, and the ids of one
+    assert list(tmp_path.glob(".*.partial/written.ctx"))
+    library = Library(tmp_path, serving, plan)
+    assert [(entry.name, entry.state) for entry in library.entries()] == [("whole", "ready")]
+    assert library.get("whole").has_text
+    library.get("whole").prefix()
+    library.close()
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["whole.ctx", "whole.ids"]
+
+
+def test_a_full_disk_is_one_sentence_and_nothing_half_written(library: Library, read: Read, book: str) -> None:
+    read(library, "a", book[:1500])
+    before = sorted(path.name for path in library.folder.rglob("*") if path.name != UPLOADS)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        entry = read(library, "b", book)
+        refused = refusal(lambda: library.read_on(ids(300), (None, 0), None, never))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert entry.state == "failed"
+    assert entry.message == "cannot write b.ctx: File too large; make room on the server's disk"
+    assert refused.status == 507
+    time.sleep(0.05)
+    left = {path.name for path in library.folder.rglob("*") if path.name != UPLOADS} - {AUTO}
+    assert sorted(left) == before
+    assert read(library, "b", book).state == "ready"
