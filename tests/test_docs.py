@@ -46,9 +46,8 @@ def commands_of(page: Path) -> list[tuple[str, ...]]:
     lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
     found = []
     for line in lines:
-        words = (
-            shlex.split(line, comments=True) if re.match(r"(locret-\w+ -|locret-context \w|python |accelerate |torchrun )", line) else []
-        )
+        ours = re.match(r"(locret-\w+ -|locret-context \w|python |accelerate |torchrun )", line)
+        words = shlex.split(line, comments=True) if ours else []
         words = words[: words.index(">")] if ">" in words else words
         if words and words[0] in MODULES:
             found.append((MODULES[words[0]], *words[1:]))

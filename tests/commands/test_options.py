@@ -273,6 +273,7 @@ PRINTED = {
     "context ask": ["--model", "checkpoints/tiny", "--context", "a.ctx", "--question", "Why, and who?"],
     "context compose": ["--model", "m", "--context", "a.ctx", "b.ctx", "--output", "c.ctx", "--budget", "9"],
     "context shrink": ["--model", "m", "--context", "a.ctx", "--output", "b.ctx", "--budget", "9"],
+    "context export": ["--context", "a.ctx", "--to", "llamacpp", "--output", "a.bin", "--flash-attention", "false"],
     "context push": ["--context", "a.ctx", "--repo", "org/book", "--private"],
     "context pull": ["--repo", "org/book", "--output", "a.ctx"],
 }
