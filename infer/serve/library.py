@@ -249,6 +249,11 @@ class Library:
         """Bytes in use of what is planned: "reading" and "loaded"."""
         return {"reading": self.reader.room.used, "loaded": self._loaded.used}
 
+    @property
+    def loaded(self) -> int:
+        """Contexts in memory."""
+        return len(self._loaded)
+
     # -- making contexts ----------------------------------------------------------------------------------------------
 
     def upload(self, name: str, *, total: int | None = None) -> Upload:
