@@ -70,7 +70,6 @@ class MemoryPlan:
         config, parameter = unwrap(lm.model).config, next(lm.model.parameters())
         size = parameter.element_size()
         units = max(Limits(policy, lm.scorer, len(backbone.layers)).plan(None).last.kept)
-        check_prefix(policy, backbone, {units}, rotary_parameters(find_decoder(lm.model)), host=False)
         token = backbone.num_layers * 2 * backbone.num_kv_heads * backbone.head_dim * size
         stored = host_bytes(backbone, [units] * backbone.num_layers, size, column_bytes=column_bytes(lm.scorer))
         prepared = lm.new_cache().prepared
@@ -135,7 +134,7 @@ def _check_policy(lm: LongContextModel) -> None:
         ValueError: Saying why.
     """
     policy: RetentionPolicy = lm.policy
-    check_prefix(policy, lm.backbone, {1}, {}, host=False)
+    check_prefix(policy, lm.backbone, {1}, rotary_parameters(find_decoder(lm.model)), host=False)
     if policy.when != "chunk":
         raise ValueError(
             f"--when {policy.when} holds all of a text until its end, so no amount of memory is enough for a server; "
