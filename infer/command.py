@@ -23,6 +23,7 @@ from locret.infer.infer_options import (
     PlacedModelOptions,
     PolicyOptions,
     PromptOptions,
+    QuestionOptions,
 )
 from locret.infer.reading_warnings import warn_of_recency
 from locret.load_options import ScorerOptions
@@ -65,19 +66,19 @@ def command(argv: Sequence[str] | None = None) -> int:
     """
     options = parse(argv)
     with warnings_as_lines("locret-infer", quiet=options.output.quiet):
-        _execute(options)
+        execute(options)
     return 0
 
 
-def _execute(options: Options) -> None:
-    """Do what the options say."""
+def execute(options: Options) -> None:
+    """Do what the options say; `locret-context read` does it too."""
     output, prompt = options.output, options.prompt
     if output.picture:
-        _check_picture(output.picture)
+        check_picture("--picture", output.picture)
     if output.save_context is not None:
         from locret.cache.cache_file import check_replaceable
 
-        _check_target("--save-context", output.save_context)
+        check_target("--save-context", output.save_context)
         check_replaceable(output.save_context)
     asked = questions_of(prompt)
     if prompt.context is not None:
@@ -249,7 +250,8 @@ def _ask_apart(options: Options, plan: _Plan, asked: Sequence[str]) -> None:
             _painter(output.picture, options.scorer)(context.cache)
         if output.save_context is not None:
             context.save(output.save_context)
-        reading = {"prompt_tokens": cache.seen, "prefill_seconds": seconds, **context.memory().to_dict()}
+        saved = {} if output.save_context is None else {"context": output.save_context}
+        reading = {**saved, "prompt_tokens": cache.seen, "prefill_seconds": seconds, **context.memory().to_dict()}
         if not output.quiet and not output.json:
             sys.stderr.write(f"read {cache.seen:,} tokens in {seconds:,.1f} s: {context!r}\n")
         records = _ask_each(options, context, asked)
@@ -259,12 +261,37 @@ def _ask_apart(options: Options, plan: _Plan, asked: Sequence[str]) -> None:
 
 def _ask_saved(options: Options, path: str, asked: Sequence[str]) -> None:
     """Answer each question from a copy of a saved context."""
+    _check_not_read(options, path)
+    for record in ask_saved(options, [path], asked):
+        if options.output.json:
+            print_json(record)
+
+
+def ask_saved(options: Options, paths: Sequence[str], asked: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Answer each question from copies of saved contexts, one after the other; yield a record of each context."""
+    with loaded(options, paths) as (lm, files, setup):
+        for path, file in zip(paths, files, strict=True):
+            context = load_saved(lm, file, options)
+            if options.output.picture:
+                _painter(options.output.picture, options.scorer)(context.cache)
+            if len(paths) > 1 and not options.output.json:
+                print(("\n" if path is not paths[0] else "") + f"# {path}", flush=True)
+            records = _ask_each(options, context, asked)
+            reading = {"context": path, "prompt_tokens": context.cache.seen, **context.memory().to_dict()}
+            yield {"reading": reading, "answers": records, **setup, "policy": context.cache.policy.to_dict()}
+
+
+@contextmanager
+def loaded(options: Options, paths: Sequence[str]) -> Iterator[tuple[Any, list[Any], dict[str, Any]]]:
+    """Give a model for saved contexts, their files, and what a record says of the model; wrong files come first."""
     from locret import loading, read_notes
     from locret.conversation.context import CONTEXT_WRITERS, LongContextModel
+    from locret.conversation.published import find_context
 
-    _check_not_read(options, path)
-    read_notes(path, CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
-    output, device = options.output, loading.resolve_device(options.model.device)
+    files = [find_context(path) for path in paths]
+    for file in files:
+        read_notes(file, CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
+    device = loading.resolve_device(options.model.device)
     heads = loading.chosen_heads(options.scorer.heads, options.model.model)
     options = replace(options, scorer=replace(options.scorer, heads=heads))
     scorer, _ = loading.load_scorer(options.scorer)
@@ -275,17 +302,15 @@ def _ask_saved(options: Options, path: str, asked: Sequence[str]) -> None:
     with _memory_errors(device):
         model = loading.load_model(options.model, config, device, dtype)
         lm = LongContextModel(model, tokenizer, scorer)
-        try:
-            context = lm.load(path, allow_other_scorer=options.prompt.allow_other_scorer, disk=options.model.disk)
-        except ValueError as error:
-            raise ValueError(str(error).replace("allow_other_scorer=True", "--allow-other-scorer")) from error
-        if output.picture:
-            _painter(output.picture, options.scorer)(context.cache)
-        records = _ask_each(options, context, asked)
-    if output.json:
-        reading = {"context": path, "prompt_tokens": context.cache.seen, **context.memory().to_dict()}
-        setup = _setup(options, scorer, context.cache.policy, device, dtype)
-        print_json({"reading": reading, "answers": records, **setup})
+        yield lm, files, _setup(options, scorer, lm.policy, device, dtype)
+
+
+def load_saved(lm: Any, file: Any, options: Options) -> Any:
+    """Return a saved context; a refusal names flags."""
+    try:
+        return lm.load(file, allow_other_scorer=options.prompt.allow_other_scorer, disk=options.model.disk)
+    except ValueError as error:
+        raise ValueError(str(error).replace("allow_other_scorer=True", "--allow-other-scorer")) from error
 
 
 def _check_not_read(options: Options, path: str) -> None:
@@ -320,7 +345,7 @@ def _ask_each(options: Options, context: Any, asked: Sequence[str]) -> list[dict
     return records
 
 
-def questions_of(prompt: PromptOptions) -> list[str]:
+def questions_of(prompt: QuestionOptions) -> list[str]:
     """Return the questions of the command line or of a file.
 
     Raises:
@@ -418,14 +443,15 @@ def _document(options: PromptOptions) -> Any:
     return Document(os.path.basename(name), read_text(name), size=size, unit="bytes")
 
 
-def _check_picture(path: str) -> None:
-    from locret.infer import pictures
+def check_picture(flag: str, path: str) -> None:
+    """Refuse a picture that could not be drawn or written."""
+    from locret import pictures
 
-    pictures.require_matplotlib("--picture")
-    _check_target("--picture", path)
+    pictures.require_matplotlib(flag)
+    check_target(flag, path)
 
 
-def _check_target(flag: str, path: str) -> None:
+def check_target(flag: str, path: str) -> None:
     """Refuse a file that could not be written once all has been read."""
     if not path or os.path.isdir(path):
         raise ValueError(f"{flag} {path} is a folder; give a file" if path else f"{flag} is empty; give a file")
@@ -440,7 +466,7 @@ def _painter(path: str | None, scorer: ScorerOptions) -> Any:
         return None
 
     def paint(cache: Any) -> None:
-        from locret.infer import pictures
+        from locret import pictures
         from locret.scorers import FALLBACK
 
         name = scorer.label or FALLBACK

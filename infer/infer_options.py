@@ -69,20 +69,11 @@ class PolicyOptions(PolicyFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions:
-    """What to read and what to ask."""
+class TextOptions:
+    """What to read."""
 
     prompt_file: str | None = None
     """Text file of any size, UTF-8; - is standard input, as is no file at all if something is piped in."""
-    context: str | None = None
-    """Instead of a text: a saved context (see --save-context), which is asked without reading."""
-    allow_other_scorer: bool = False
-    """Ask a --context with other heads or another scorer than it was read with: what was kept stays."""
-    question: list[str] = field(default_factory=list)
-    """What to ask about the text; without it the text is the whole message. One question is read with the text; of
-    several, --question TEXT for each, each is answered from its own copy of one reading."""
-    questions: str | None = None
-    """File with questions, one per line, or one JSON text or object with a question per line (.jsonl)."""
     system: str | None = field(default=None, metadata={"empty": True})
     """System message."""
     template: str = "chat"
@@ -91,10 +82,39 @@ class PromptOptions:
     def __post_init__(self) -> None:
         if self.template not in TEMPLATES:
             raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionOptions:
+    """What to ask."""
+
+    question: list[str] = field(default_factory=list)
+    """What to ask; of several, --question TEXT for each, each is answered from its own copy of what was read."""
+    questions: str | None = None
+    """File with questions, one per line, or one JSON text or object with a question per line (.jsonl)."""
+
+    def __post_init__(self) -> None:
         if any(not question.strip() for question in self.question):
             raise ValueError("--question is empty; leave it out if the text itself says what to do")
         if self.question and self.questions is not None:
             raise ValueError(f"--question and --questions {self.questions} exclude each other; drop one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(QuestionOptions, TextOptions):
+    """What to read and what to ask."""
+
+    context: str | None = None
+    """Instead of a text: a saved context (see --save-context), which is asked without reading."""
+    allow_other_scorer: bool = False
+    """Ask a --context with other heads or another scorer than it was read with: what was kept stays."""
+    question: list[str] = field(default_factory=list)
+    """What to ask about the text; without it the text is the whole message. One question is read with the text; of
+    several, --question TEXT for each, each is answered from its own copy of one reading."""
+
+    def __post_init__(self) -> None:
+        TextOptions.__post_init__(self)
+        QuestionOptions.__post_init__(self)
         if self.allow_other_scorer and self.context is None:
             raise ValueError("--allow-other-scorer is about --context, which is not given; add it, or drop the flag")
         if self.context is not None and self.prompt_file is not None:
@@ -155,17 +175,31 @@ class GenerationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputOptions:
+class ReportOptions:
+    """What is printed."""
+
+    json: bool = False
+    """Print one JSON object."""
+    quiet: bool = False
+    """No progress, warnings or summary on standard error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOutput(ReportOptions):
+    """What comes out of reading."""
+
+    dry_run: bool = False
+    """Print the resolved options, the planned steps and cache bytes as JSON, and the steps as a table on standard
+    error, without the backbone's weights. The prompt is read only where the plan depends on its length."""
+    picture: str | None = None
+    """PNG file to write: which positions of the text each layer kept. Needs locret[eval]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(ReadingOutput):
     """What comes out besides the answer."""
 
     json: bool = False
     """Print one JSON object with answer, memory and speed, instead of the answer as it is written."""
-    quiet: bool = False
-    """No progress, warnings or summary on standard error."""
-    dry_run: bool = False
-    """Print the resolved options, the planned steps and cache bytes as JSON, and the steps as a table on standard
-    error, without the backbone's weights. The prompt is read only where the plan depends on its length."""
     save_context: str | None = None
     """File to write what has been read to, for --context; without a question that is all."""
-    picture: str | None = None
-    """PNG file to write: which positions of the text each layer kept. Needs locret[eval]."""

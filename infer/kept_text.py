@@ -10,8 +10,8 @@ from torch import Tensor
 
 from locret import RetentionCache
 from locret.conversation.templates import decode
+from locret.pictures import BARS
 
-_BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 12
 """Tokens of a passage."""
 
@@ -28,7 +28,7 @@ def share_of_heads(cache: RetentionCache) -> Tensor:
 def by_tenths(share: Tensor) -> str:
     """Return a bar per tenth of the text: how much of the tenth that kept most each of them kept."""
     kept = torch.stack([part.sum() for part in share.tensor_split(10)])
-    return "".join(_BARS[round(float(one / kept.max()) * (len(_BARS) - 1))] for one in kept)
+    return "".join(BARS[round(float(one / kept.max()) * (len(BARS) - 1))] for one in kept)
 
 
 def passages(share: Tensor, tokenizer: Any, blocks: Iterable[list[int]], count: int = 10) -> list[str]:

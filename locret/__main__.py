@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from locret._version import __version__
+from locret.cli import subcommands
 from locret.cli.command import run
-from locret.nearest import nearest
 
 COMMANDS = {
     "infer": ("locret.infer.command", "read a text of any size in fixed memory, and answer a question about it"),
+    "context": ("locret.infer.context_command", "make, show, ask, join, shrink, export and publish what has been read"),
     "chat": ("locret.infer.chat_command", "talk about a document"),
     "train": ("locret.train.command", "train retaining heads on a frozen backbone"),
     "kernels": ("locret.train.merging_command", "train kernels that merge evicted units"),
@@ -34,28 +34,10 @@ def command(argv: Sequence[str] | None = None) -> int:
         ValueError: If there is no such command, or it refuses its options.
         OSError: If it fails.
     """
-    name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help", "help"):
-        sys.stdout.write(_listing())
-        return 0
-    if name == "--version":
-        sys.stdout.write(f"locret {__version__}\n")
-        return 0
-    if name not in COMMANDS:
-        near = nearest(name, COMMANDS)
-        raise ValueError(
-            f"there is no command {name!r}; " + (f"did you mean {' or '.join(near)}?" if near else "`locret` lists all")
-        )
+    about = {name: text for name, (_, text) in COMMANDS.items()}
+    name, arguments = subcommands.chosen("locret", about, sys.argv[1:] if argv is None else argv)
     code: int | None = import_module(COMMANDS[name][0]).command(arguments)
     return code or 0
-
-
-def _listing() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  locret {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: locret COMMAND [--OPTION VALUE ...]", "", *lines, "", "locret COMMAND --help lists its options.", ""]
-    )
 
 
 def main() -> None:

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from locret import method_spec, scorers
+from locret import hub, method_spec, scorers
 from locret.backbone.adapters import describe
 from locret.field_values import shown
 from locret.files import read_json, shards
-from locret.heads import hub
 from locret.heads.heads import RetainingHeads
 from locret.heads.search import find_heads
 from locret.load_options import ADAPTER_CONFIG, CONFIG, BackboneSource, ScorerOptions

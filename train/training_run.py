@@ -21,7 +21,7 @@ from locret.backbone.adapters import describe
 from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
-from locret.heads.hub import no_token
+from locret.hub import no_token
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.policy.policy import RetentionPolicy
 from locret.train import checkpointing, launch, run_folder

@@ -245,7 +245,7 @@ def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], dr
 
 def _can_draw() -> bool:
     """Return whether pictures can be drawn, and say what to install if not."""
-    from locret.infer import pictures
+    from locret import pictures
 
     try:
         pictures.require_matplotlib("--figures all")

@@ -10,7 +10,7 @@ from typing import Any
 from locret.files import write_text
 from locret.infer.evaluation.consistency import CURVES, Consistency
 from locret.infer.evaluation.figures import new_figure, style
-from locret.infer.pictures import INK, save
+from locret.pictures import INK, save
 
 _TITLES = {
     "itself": "prefix against whole text, within the prefix",

@@ -15,7 +15,7 @@ from typing import Any
 
 from locret.infer.evaluation import series
 from locret.infer.evaluation.series import HeatMap, Line, Panel, Reading
-from locret.infer.pictures import INK, require_matplotlib, save
+from locret.pictures import INK, require_matplotlib, save
 
 # Okabe and Ito's palette without its yellow, which is hard to see as a line on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")

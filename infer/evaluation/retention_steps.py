@@ -22,8 +22,8 @@ from locret.conversation.templates import Message, render
 from locret.data.tasks import Sample
 from locret.infer.evaluation.figures import new_figure
 from locret.infer.evaluation.methods import Prompt
-from locret.infer.pictures import INK, NEEDLE, column_edges, save
 from locret.method_spec import file_name
+from locret.pictures import INK, NEEDLE, column_edges, save
 from locret.scorers import Scorer
 
 ROWS = 200

@@ -9,7 +9,7 @@ from typing import Any
 from locret.infer.evaluation.figures import new_figure, style
 from locret.infer.evaluation.summary import size
 from locret.infer.evaluation.tiers import MEAN, Held, by_task, frontier
-from locret.infer.pictures import INK, save
+from locret.pictures import INK, save
 
 _TITLES = {"fast": "bytes in the fast tier", "total": "bytes in all tiers"}
 _MOST_PANELS = 5

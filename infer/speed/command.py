@@ -119,8 +119,8 @@ def _compare(plan: BenchPlan, pythons: Mapping[str, str]) -> dict[str, Any] | No
 
 def _write(record: Mapping[str, Any], page: str, paths: Mapping[str, Path]) -> None:
     """Write the record in every form that is possible here."""
-    from locret.infer.pictures import require_matplotlib
     from locret.infer.speed import roofline
+    from locret.pictures import require_matplotlib
 
     write_text(paths["json"], json.dumps(record, indent=1) + "\n")
     write_text(paths["md"], page)

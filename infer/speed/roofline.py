@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.infer.evaluation.figures import COLORS, MARKERS, new_figure
-from locret.infer.pictures import INK, save
+from locret.pictures import INK, save
 
 
 def points(record: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from locret.backbone.rotary import rotary_parameters
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk
 from locret.cache.export import check_one_row, check_prefix
+from locret.cache.layer import HOST
 from locret.cache.rounding import forms_of
 from locret.cache.saved_units import (
     Reading,
@@ -409,3 +410,55 @@ def _header(path: str | Path, writer: str = "save_cache") -> tuple[dict[str, Any
     if state.get("format") != FORMAT:
         raise ValueError(f"{path} has format {shown(state.get('format'))} instead of {FORMAT}; save the cache again")
     return state, notes
+
+
+@dataclass(frozen=True)
+class SavedCache:
+    """What a saved cache holds, checked as when it is loaded; nothing can be asked of it without its backbone."""
+
+    state: dict[str, Any]
+    notes: dict[str, Any]
+    backbone: Backbone
+    policy: RetentionPolicy
+    tensors: dict[str, Tensor]
+    """As in the file."""
+
+
+def read_saved(path: str | Path) -> SavedCache:
+    """Read all of a saved cache, and check it, without its backbone.
+
+    Raises:
+        ValueError: If there is no such file, it is no cache, or is damaged.
+        OSError: If the file cannot be read.
+    """
+    state, notes = _header(path, CONTEXT_WRITERS)
+    try:
+        policy, backbone = RetentionPolicy.from_dict(state.get("policy"), "policy"), _saved_backbone(state)
+        check_counters(state, backbone)
+        vocab_size, columns = state.get("vocab_size"), state.get("columns")
+        if not isinstance(vocab_size, int) or not isinstance(columns, dict):
+            raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
+        queries = {index: shapes.get(f"layers.{index}.{HOST}queries", ()) for index in backbone.layers}
+        reading = Reading(
+            backbone=backbone,
+            ragged=policy.head_budgets == "adaptive",
+            compact=policy.positions == "compact",
+            vocab_size=vocab_size,
+            hidden_size=(shapes.get("rows._context") or [0])[-1],
+            columns=columns,
+            forms=forms_of(policy, len(backbone.layers)),
+            host_budget=policy.host_budget,
+            windows={index: shape[2] for index, shape in queries.items() if len(shape) == 4},
+        )
+        tensors = _checked_units(path, state, reading)
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return SavedCache(state, notes, backbone, policy, tensors)
+
+
+def described_scorer(state: Mapping[str, Any]) -> str:
+    """Return the scorer of a saved cache as messages name it."""
+    saved = state.get("scorer")
+    return _described(saved) if isinstance(saved, dict) and isinstance(saved.get("name"), str) else str(saved)

@@ -105,7 +105,7 @@ def parse_options(
         SystemExit: With code 0 once `--help`, `--version`, `--print-config` or `--print-completion` has been answered.
         ValueError: For an unknown flag or key, a value of the wrong type, or one that a dataclass refuses.
     """
-    options = _options(option_classes)
+    options = options_of(option_classes)
     line = _CommandLine(options)
     line.take(list(sys.argv[1:] if argv is None else argv))
     _answer_questions(line.asked, options, prog, description, option_classes)
@@ -256,7 +256,7 @@ def _next(typed: str, value: str | None, waiting: list[str]) -> str:
     return waiting.pop()
 
 
-def _options(classes: Sequence[type]) -> dict[str, Option]:
+def options_of(classes: Sequence[type]) -> dict[str, Option]:
     """Return all options of a command by name, those of a dataclass within a field after the field itself."""
     found: dict[str, Option] = {}
 

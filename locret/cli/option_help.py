@@ -33,11 +33,33 @@ def completion(
     Raises:
         ValueError: For another shell.
     """
+    return _completed(_parser(parser_options, prog, description, classes), shell)
+
+
+def completion_of_all(prog: str, subcommands: Mapping[str, tuple[Any, ...]], shell: str) -> str:
+    """Return a script that completes a command's words, and the options of each.
+
+    Args:
+        prog: Name of the command.
+        subcommands: By their words, the arguments of `text` for each.
+        shell: One of `SHELLS`.
+
+    Raises:
+        ValueError: For another shell.
+    """
+    parser = argparse.ArgumentParser(prog)
+    words = parser.add_subparsers()
+    for name, parts in subcommands.items():
+        words.add_parser(name, help=parts[2], parents=[_parser(*parts)], add_help=False)
+    return _completed(parser, shell)
+
+
+def _completed(parser: argparse.ArgumentParser, shell: str) -> str:
     if shell not in SHELLS:
         raise ValueError(f"--print-completion {shell} is unknown; choose one of {', '.join(SHELLS)}")
     import shtab
 
-    return str(shtab.complete(_parser(parser_options, prog, description, classes), shell=shell))
+    return str(shtab.complete(parser, shell=shell))
 
 
 @cache

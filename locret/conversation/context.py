@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from locret.load_options import BackboneSource, ScorerOptions
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy, policy_of
 from locret.policy.resolve import resolve
+from locret.publish_options import ContextPushOptions
 from locret.scorers import Scorer
 
 if TYPE_CHECKING:
@@ -406,12 +408,18 @@ class LongContextModel:
     # -- on disk ------------------------------------------------------------------------------------------------------
 
     def load(
-        self, path: str | Path, *, allow_other_scorer: bool = False, disk: Disk | str | Path | None = None
+        self,
+        path: str | Path,
+        *,
+        revision: str | None = None,
+        allow_other_scorer: bool = False,
+        disk: Disk | str | Path | None = None,
     ) -> Context:
-        """Return a context that `Context.save` has written.
+        """Return a context that `Context.save` has written, or `Context.push_to_hub` has published.
 
         Args:
-            path: The file.
+            path: The file, or org/name on the Hub.
+            revision: Branch, tag or commit on the Hub.
             allow_other_scorer: Accept another scorer than the text was read with: what was kept stays.
             disk: A new file, or a folder, for its second tier; if not given, that of this model.
 
@@ -419,6 +427,9 @@ class LongContextModel:
             ValueError: If the file is none, or was made with another backbone or scorer.
             OSError: If the file cannot be read.
         """
+        from locret.conversation.published import find_context
+
+        path = find_context(path, revision=revision)
         read, turns, _ = self._load(path, allow_other_scorer, disk)
         if turns:
             raise ValueError(f"{path} holds a conversation; load it with load_chat, or go on with locret-chat")
@@ -570,6 +581,61 @@ class Context:
             OSError: If the file cannot be written; nothing half-written stays.
         """
         save(path, self.cache, self.name, self._stream, self._transcript)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool = False,
+        license: str | None = None,
+        base_model: str | None = None,
+        heads: str | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload a context with locret",
+        create_pr: bool = False,
+    ) -> str:
+        """Publish the context as a repository with a card and a picture of what was kept, for `LongContextModel.load`.
+
+        Whoever can read the repository can ask the context about its text, and sees the text's last words.
+
+        Args:
+            repo_id: Repository on the Hub, org/name; made if it does not exist.
+            private: Make a new repository private.
+            license: Licence of the text as the Hub spells it.
+            base_model: The backbone on the Hub, for the card; where it was loaded from if that was the Hub.
+            heads: The retaining heads on the Hub, for the card.
+            revision: Branch to push to, made if it does not exist; main by default.
+            commit_message: Message of the commit.
+            create_pr: Open a pull request instead of committing.
+
+        Returns:
+            The URL of the repository, or of the pull request.
+
+        Raises:
+            ValueError: For a name or a licence that the Hub would refuse.
+            OSError: If the Hub refuses or cannot be reached.
+
+        Warns:
+            UserWarning: If others will see it.
+        """
+        from locret.conversation.published import publish
+
+        on_hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.lm.name) and not Path(self.lm.name).exists()
+        with _as_arguments(), tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "context.safetensors")
+            options = ContextPushOptions(
+                context=str(file),
+                repo=repo_id,
+                private=private,
+                license=license,
+                base_model=base_model or (self.lm.name if on_hub else None),
+                heads=heads,
+                revision=revision,
+                commit_message=commit_message,
+                create_pr=create_pr,
+            )
+            self.save(file)
+            return str(publish(options)["url"])
 
     def __repr__(self) -> str:
         return described("Context", self)

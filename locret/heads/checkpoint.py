@@ -18,9 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from locret import shipped
+from locret import hub, shipped
 from locret.files import read_json, written_whole
-from locret.heads import hub
 from locret.heads.config import HeadsConfig
 
 C = TypeVar("C", bound=HeadsConfig)

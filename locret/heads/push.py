@@ -6,7 +6,6 @@ The folder is loaded strictly before the first byte leaves, so that nothing is p
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,92 +13,48 @@ from typing import TYPE_CHECKING, Any
 
 from locret import shipped
 from locret.cli.command import parse_options, print_json, run
-from locret.field_values import check_license
+from locret.publish_options import RepositoryOptions
 
 if TYPE_CHECKING:
     from locret.heads.heads import RetainingHeads
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushOptions:
+class PushOptions(RepositoryOptions):
     """What to publish, and where."""
 
     heads: str
     """Folder of retaining heads, as locret-train writes it."""
-    repo: str
-    """Repository on the Hub, org/name; made if it does not exist."""
     license: str | None = None
     """Licence of the heads as the Hub spells it, such as mit or apache-2.0; what the heads record by default."""
     eval_results: str | None = None
     """results.json of locret-eval, or its folder: goes into the card as table and `model-index`."""
-    private: bool = False
-    """Make a new repository private; one that exists keeps its visibility."""
-    revision: str | None = None
-    """Branch to push to, made if it does not exist; main by default."""
     commit_message: str = "Upload retaining heads with locret-push"
     """Message of the commit."""
-    create_pr: bool = False
-    """Open a pull request instead of committing."""
-    dry_run: bool = False
-    """Check the folder and list what would be sent, without any call to the Hub."""
-    json: bool = False
-    """Print one JSON object."""
-
-    def __post_init__(self) -> None:
-        part = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
-        # The Hub refuses the same: '--' and '..' inside, '-' and '.' at the end, a name that looks like a clone URL.
-        if not re.fullmatch(f"{part}/{part}", self.repo) or re.search(r"--|\.\.|[-.]$|[-.]/|\.git$", self.repo):
-            raise ValueError(
-                f"--repo {self.repo} is not a repository name; use org/name with letters, digits, '-', '_', '.'"
-            )
-        check_license(self.license)
-        if self.create_pr and self.revision not in (None, "main"):
-            raise ValueError(
-                f"--create-pr opens a pull request against main, not --revision {self.revision}; drop one of them"
-            )
-        if not self.commit_message.strip():
-            raise ValueError("--commit-message is empty; leave it out for the default, or write one")
 
 
 def push(options: PushOptions) -> dict[str, Any]:
-    """Check and upload a folder of heads.
-
-    Args:
-        options: What the command line says. Token and endpoint come from HF_TOKEN and HF_ENDPOINT, as for any Hub tool.
-
-    Returns:
-        A record with `repo`, `url`, `commit` (None for a dry run) and `files`, a list of `path` and `bytes`.
+    """Check and upload a folder of heads; returns and raises as `locret.hub.upload`.
 
     Raises:
-        ValueError: If the folder does not hold retaining heads that load.
-        OSError: If the Hub refuses or cannot be reached.
+        ValueError: Also if the folder does not hold retaining heads that load.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+    from locret import hub
 
-    from locret.heads import hub
+    return hub.upload(options, _contents(options))
 
-    contents = _contents(options)
-    url = f"{constants.ENDPOINT}/{options.repo}" + (f"/tree/{options.revision}" if options.revision else "")
-    files = [{"path": name, "bytes": _size(content)} for name, content in contents.items()]
-    record: dict[str, Any] = {"repo": options.repo, "url": url, "commit": None, "files": files}
+
+def print_pushed(record: dict[str, Any], options: RepositoryOptions) -> None:
+    """Print what `locret.hub.upload` returned."""
+    if options.json:
+        print_json(record)
+        return
     if options.dry_run:
-        return record
-    if get_token() is None:
-        raise hub.no_token("push to", options.repo)
-    api = HfApi()
-    with hub.one_sentence("push to", options.repo):
-        # None leaves the default of the organisation, which may be private.
-        api.create_repo(options.repo, private=options.private or None, exist_ok=True)
-        if options.revision not in (None, "main"):
-            api.create_branch(options.repo, branch=options.revision, exist_ok=True)
-        commit = api.create_commit(
-            options.repo,
-            [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in contents.items()],
-            commit_message=options.commit_message,
-            revision=options.revision,
-            create_pr=options.create_pr,
-        )
-    return {**record, "url": commit.pr_url or url, "commit": commit.oid}
+        print(f"would push to {record['url']}:")
+    for file in record["files"]:
+        print(f"{file['bytes']:>14,} bytes  {file['path']}")
+    if not options.dry_run:
+        print(record["url"])
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -107,16 +62,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     (options,), _ = parse_options(
         "locret-push", "Publish retaining heads on the Hugging Face Hub.", [PushOptions], argv
     )
-    record = push(options)
-    if options.json:
-        print_json(record)
-        return 0
-    if options.dry_run:
-        print(f"would push to {record['url']}:")
-    for file in record["files"]:
-        print(f"{file['bytes']:>14,} bytes  {file['path']}")
-    if not options.dry_run:
-        print(record["url"])
+    print_pushed(push(options), options)
     return 0
 
 
@@ -186,10 +132,6 @@ def _card(file: Path, heads: RetainingHeads, before: str, repo: str) -> str:
         if getattr(new, name, None) is not None:
             setattr(card.data, name, getattr(new, name))
     return str(card)
-
-
-def _size(content: Path | bytes) -> int:
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locret import shipped
-from locret.heads import hub
+from locret import hub, shipped
 
 TAG = "retaining-heads"
 _MOST = 200

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from locret import LongContextModel
 from locret.__main__ import COMMANDS
 from locret.cli import command as cli
 from locret.cli import recipes
@@ -30,6 +31,8 @@ BASES: dict[str, dict[str, Any]] = {
     "eval": {**TINY, "tasks": "passkey", "methods": "full,locret", "samples": 2, "dry_run": True, "quiet": True},
     "bench": {"shape": "tiny", "methods": "full,locret", "lengths": 512, "dry_run": True, "quiet": True},
     "push": {"heads": "checkpoints/tiny-heads", "repo": "org/name", "dry_run": True},
+    "context read": {**TINY, "prompt_file": "text.txt", "output": "a.ctx", "dry_run": True, "quiet": True},
+    "context push": {"context": "b.ctx", "repo": "org/name", "private": True, "dry_run": True},
 }
 """A command line of each command that is fine, and ends before anything is loaded or written."""
 NOT_YET: dict[str, tuple[str, ...]] = {}
@@ -86,9 +89,9 @@ class Outcome:
 @cache
 def options_of(name: str) -> tuple[str, ...]:
     """Return the names of a command's options."""
-    out = io.StringIO()
+    out, (first, *word) = io.StringIO(), name.split()
     with redirect_stdout(out), pytest.raises(SystemExit):
-        import_module(COMMANDS[name][0]).command(["--help"])
+        import_module(COMMANDS[first][0]).command([*word, "--help"])
     flags = {line.split()[0] for line in out.getvalue().splitlines() if line.startswith("  --")}
     return tuple(sorted(flag[2:].replace("-", "_") for flag in flags))
 
@@ -115,7 +118,8 @@ def call(name: str, arguments: list[str]) -> Outcome:
     prog = f"locret-{name}"
     with redirect_stdout(out), redirect_stderr(err), warnings.catch_warnings(), in_time(" ".join(arguments)[:500]):
         try:
-            cli.run(import_module(COMMANDS[name][0]).command, arguments, prog=prog)
+            first, *word = name.split()
+            cli.run(import_module(COMMANDS[first][0]).command, [*word, *arguments], prog=prog)
         except SystemExit as end:
             code = end.code
     return Outcome(code, out.getvalue(), err.getvalue())
@@ -147,6 +151,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rows.json").write_text(json.dumps(rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        lm = LongContextModel.from_pretrained(**TINY, budget=32, device="cpu")
+        lm.read("text.txt", progress=False).save("b.ctx")
         for name in BASES:  # what is imported and cached counts for no draw
             assert call(name, as_flags(BASES[name])).code == 0
     return folder

@@ -19,6 +19,7 @@ from locret.__main__ import COMMANDS
 from locret.cli import command as cli
 from locret.cli import ecosystem_names, option_help
 from locret.cli.command import parse_options, run
+from locret.infer.context_command import COMMANDS as CONTEXT_COMMANDS
 from locret.policy.policy import RetentionPolicy
 
 ROOT = Path(__file__).parents[2]
@@ -266,18 +267,28 @@ PRINTED = {
     ],
     "demo": [],
     "env": ["--json"],
+    "context read": ["--model", "checkpoints/tiny", "--prompt-file", "book.txt", "--output", "a.ctx"],
+    "context show": ["--context", "a.ctx", "b,c.ctx", "--json"],
+    "context ask": ["--model", "checkpoints/tiny", "--context", "a.ctx", "--question", "Why, and who?"],
+    "context compose": ["--model", "m", "--context", "a.ctx", "b.ctx", "--output", "c.ctx", "--budget", "9"],
+    "context shrink": ["--model", "m", "--context", "a.ctx", "--output", "b.ctx", "--budget", "9"],
+    "context push": ["--context", "a.ctx", "--repo", "org/book", "--private"],
+    "context pull": ["--repo", "org/book", "--output", "a.ctx"],
 }
+EVERY = [*(name for name in COMMANDS if name != "context"), *(f"context {word}" for word in CONTEXT_COMMANDS)]
+"""Commands that have options of their own."""
 
 
 def asked(name: str, *arguments: str) -> tuple[int, str, str]:
     """Return the exit code of a command, and what it prints on both streams."""
     out, err = io.StringIO(), io.StringIO()
+    first, *word = name.split()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
-        run(import_module(COMMANDS[name][0]).command, list(arguments), prog=f"locret {name}")
+        run(import_module(COMMANDS[first][0]).command, [*word, *arguments], prog=f"locret {name}")
     return int(end.value.code or 0), out.getvalue(), err.getvalue()
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_recipe_that_a_command_prints_is_accepted_and_printed_again(name: str, tmp_path: Path) -> None:
     code, recipe, err = asked(name, *PRINTED[name], "--print-config")
     assert code == 0, err
@@ -286,7 +297,7 @@ def test_the_recipe_that_a_command_prints_is_accepted_and_printed_again(name: st
     assert asked(name, "--config", str(file), "--print-config") == (0, recipe, "")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_command_has_version_help_and_completion(name: str) -> None:
     from locret import __version__
 
@@ -300,21 +311,22 @@ def test_every_command_has_version_help_and_completion(name: str) -> None:
     assert asked(name, "--print-completion", "fish")[0] == 2
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", EVERY)
 def test_names_of_other_tools_lead_to_options_and_hide_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     def look(prog: str, description: str, classes: list[type], argv: Any = None) -> Any:
-        seen.update(cli._options(classes))
+        seen.update(cli.options_of(classes))
         raise SystemExit(0)
 
-    module = import_module(COMMANDS[name][0])
+    first, *word = name.split()
+    module = import_module(COMMANDS[first][0])
     monkeypatch.setattr(cli, "parse_options", look)
     for holder in (module, sys.modules.get("locret.train.training_options")):
         if hasattr(holder, "parse_options"):
             monkeypatch.setattr(holder, "parse_options", look)
     with pytest.raises(SystemExit):
-        module.command([])
+        module.command(word)
     options = set(seen)
     assert options
     for alias in ecosystem_names._ALIASES:
@@ -330,6 +342,19 @@ def test_every_name_of_another_tool_is_of_use_to_a_command(alias: str) -> None:
     shown = [asked(name, "--help")[1] for name in ("infer", "train", "eval", "bench", "push")]
     flag = "--" + alias.replace("_", "-")
     assert any(flag in " ".join(text.split()) for text in shown)
+
+
+def test_a_command_of_several_words_has_version_help_and_completion_of_all() -> None:
+    from locret import __version__
+
+    assert asked("context", "--version")[1] == f"locret-context {__version__}\n"
+    assert asked("context", "--help")[1] == asked("context")[1]
+    for shell in option_help.SHELLS:
+        script = asked("context", "--print-completion", shell)[1]
+        assert all(word in script for word in CONTEXT_COMMANDS)
+        assert shell == "tcsh" or all(flag in script for flag in ("--shares", "--base-model"))
+    assert asked("context", "--print-completion", "fish")[0] == 2
+    assert "did you mean shrink?" in asked("context", "shrnk")[2]
 
 
 def test_names_of_other_tools_work_as_flags_and_keys_and_the_impossible_says_what_to_do(tmp_path: Path) -> None:
@@ -378,12 +403,12 @@ def test_locret_lists_and_runs_every_command() -> None:
 
 
 def test_every_field_that_a_recipe_can_have_is_documented() -> None:
-    for name in COMMANDS:
+    for name in EVERY:
         text = asked(name, "--help")[1]
         lines = [line for line in text.splitlines() if line.startswith("  --")]
         assert lines
     assert {f.name for f in fields(Things)} == set(option_help.field_docs(Things))
     assert option_help.field_docs(Things)["rate"] == "A share of 100 % of what there is."
-    shown = option_help.text(cli._options([Things]), "tool", "Try.", [Things])
+    shown = option_help.text(cli.options_of([Things]), "tool", "Try.", [Things])
     assert "A share of 100 % of what there is. (default: 0.5)" in shown
     assert yaml.safe_load("a: 1") == {"a": 1}

@@ -13,6 +13,7 @@ COMMANDS = {
     "locret-eval": "locret.infer.evaluation.command",
     "locret-bench": "locret.infer.speed.command",
     "locret-push": "locret.heads.push",
+    "locret-context": "locret.infer.context_command",
     "compare": "locret.train.compare",
     "question_rows": "locret.data.training.question_rows",
 }

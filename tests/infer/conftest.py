@@ -88,6 +88,17 @@ def infer(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
+def context(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Return a function that runs `locret-context` in this process."""
+    from locret.infer.context_command import command
+
+    def call(*arguments: object) -> Outcome:
+        return _call(command, [str(argument) for argument in arguments], capsys)
+
+    return call
+
+
+@pytest.fixture
 def demo(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """Return a function that runs the demonstration in this process."""
     from locret.infer.demo import command

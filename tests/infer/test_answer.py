@@ -89,7 +89,7 @@ def test_prompt_is_tokenised_as_it_is_asked_for(backbone: Path) -> None:
 @pytest.mark.slow
 def test_importing_the_answer_loads_no_parser_no_data_sets_and_no_plots() -> None:
     code = (
-        "import sys, locret.infer.answer, locret.infer.pictures;"
+        "import sys, locret.infer.answer, locret.pictures;"
         "print(sorted({'datasets', 'peft', 'matplotlib'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

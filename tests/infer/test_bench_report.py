@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from locret.infer import pictures
+from locret import pictures
 from locret.infer.speed import machine, roofline
 from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.command import command

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from locret import pictures
 from locret.cli.command import run
-from locret.infer import pictures
 from locret.infer.evaluation import output_folder, records, runner, summary
 from locret.infer.evaluation.command import command
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from locret import RetentionCache, RetentionPolicy, prefill
-from locret.infer.pictures import Retention, column_edges, kept_shares, require_matplotlib, retention_map, retention_of
+from locret.pictures import Retention, column_edges, kept_shares, require_matplotlib, retention_map, retention_of
 
 
 def made(prompt_tokens: int, layers: int, heads: int, units: int) -> Retention:

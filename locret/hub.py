@@ -1,20 +1,72 @@
-"""Failures of the Hugging Face Hub as one sentence each: which repository, what the Hub said, what to do."""
+"""The Hugging Face Hub: uploads in one commit, and its failures as one sentence each: which repository, what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from huggingface_hub import constants, errors, get_token
+from huggingface_hub import CommitOperationAdd, HfApi, constants, errors, get_token
+
+from locret.publish_options import RepositoryOptions
+
+_NO_HEADS = (
+    "has no config.json or model.safetensors, so it does not hold retaining heads; give a repository that locret-push "
+    "made"
+)
+
+
+def upload(options: RepositoryOptions, contents: Mapping[str, Path | bytes]) -> dict[str, Any]:
+    """Put files into a repository, in one commit; for a dry run only list them.
+
+    Args:
+        options: Which repository, and how. Token and endpoint come from HF_TOKEN and HF_ENDPOINT, as for any Hub tool.
+        contents: The files by their names in the repository.
+
+    Returns:
+        A record with `repo`, `url`, `commit` (None for a dry run) and `files`, a list of `path` and `bytes`.
+
+    Raises:
+        ValueError: If the Hub refuses a name or a file.
+        OSError: If the Hub refuses or cannot be reached.
+    """
+    url = f"{constants.ENDPOINT}/{options.repo}" + (f"/tree/{options.revision}" if options.revision else "")
+    files = [{"path": name, "bytes": _size(content)} for name, content in contents.items()]
+    record: dict[str, Any] = {"repo": options.repo, "url": url, "commit": None, "files": files}
+    if options.dry_run:
+        return record
+    if get_token() is None:
+        raise no_token("push to", options.repo)
+    api = HfApi()
+    with one_sentence("push to", options.repo):
+        # None leaves the default of the organisation, which may be private.
+        api.create_repo(options.repo, private=options.private or None, exist_ok=True)
+        if options.revision not in (None, "main"):
+            api.create_branch(options.repo, branch=options.revision, exist_ok=True)
+        commit = api.create_commit(
+            options.repo,
+            [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in contents.items()],
+            commit_message=options.commit_message,
+            revision=options.revision,
+            create_pr=options.create_pr,
+        )
+    return {**record, "url": commit.pr_url or url, "commit": commit.oid}
+
+
+def _size(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 @contextmanager
-def one_sentence(action: str, repo: str) -> Iterator[None]:
+def one_sentence(action: str, repo: str, *, what: str = "folder", lacks: str = _NO_HEADS) -> Iterator[None]:
     """Translate whatever huggingface_hub raises inside the block.
 
     Args:
         action: What is being done, to follow "cannot": "load", "push to".
         repo: The repository, as the user typed it.
+        what: What could be here in its place.
+        lacks: What to say of a repository that has not the files which are asked for, to follow its name.
 
     Raises:
         ValueError: If the name is not a repository's, or nothing is there to load.
@@ -27,13 +79,13 @@ def one_sentence(action: str, repo: str) -> Iterator[None]:
             f"'{repo}' is not a repository name; use org/name with letters, digits, '-', '_' and '.'"
         ) from None
     except (errors.LocalTokenNotFoundError, errors.OfflineModeIsEnabled, errors.EntryNotFoundError) as error:
-        raise _local_problem(error, action, repo) from error
+        raise _local_problem(error, action, repo, what, lacks) from error
     # httpx raises its own family for connections, and the upload threads wrap whatever they meet in a RuntimeError.
     except (errors.HTTPError, RuntimeError) as error:  # type: ignore[attr-defined]
         cause = error.__cause__ if isinstance(error, RuntimeError) else error
         if not isinstance(cause, errors.HTTPError):  # type: ignore[attr-defined]
             raise
-        raise _refusal(cause, action, repo) from error
+        raise _refusal(cause, action, repo, what) from error
     except ValueError as error:  # such as a model card that the Hub refuses, with its reasons on several lines
         raise ValueError(f"cannot {action} {repo}: {' '.join(str(error).split())}") from error
 
@@ -43,23 +95,20 @@ def no_token(action: str, repo: str) -> PermissionError:
     return PermissionError(f"cannot {action} {repo} without a token; set HF_TOKEN or run `hf auth login`")
 
 
-def _local_problem(error: Exception, action: str, repo: str) -> Exception:
+def _local_problem(error: Exception, action: str, repo: str, what: str, lacks: str) -> Exception:
     if isinstance(error, errors.LocalTokenNotFoundError):
         return no_token(action, repo)
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return ConnectionError(f"cannot {action} {repo} while HF_HUB_OFFLINE is set; unset it, or give a local folder")
+        return ConnectionError(f"cannot {action} {repo} while HF_HUB_OFFLINE is set; unset it, or give a local {what}")
     if isinstance(error, errors.LocalEntryNotFoundError):
         return ConnectionError(
-            f"cannot {action} {repo}: it is neither a folder here nor in the download cache, and the Hub at "
+            f"cannot {action} {repo}: it is neither a {what} here nor in the download cache, and the Hub at "
             f"{constants.ENDPOINT} was not reached; check the name and the connection"
         )
-    return ValueError(
-        f"{repo} on the Hub has no config.json or model.safetensors, so it does not hold retaining heads; "
-        "give a repository that locret-push made"
-    )
+    return ValueError(f"{repo} on the Hub {lacks}")
 
 
-def _refusal(error: Exception, action: str, repo: str) -> Exception:
+def _refusal(error: Exception, action: str, repo: str, what: str) -> Exception:
     response = getattr(error, "response", None)
     where = constants.ENDPOINT
     if response is None:
@@ -74,7 +123,7 @@ def _refusal(error: Exception, action: str, repo: str) -> Exception:
     unseen = isinstance(error, errors.RepositoryNotFoundError) or (status == 401 and get_token() is None)
     if status == 404 or (action == "load" and unseen):
         return ValueError(
-            f"cannot {action} {repo}: it is neither a folder here nor a repository that you can see on the Hub "
+            f"cannot {action} {repo}: it is neither a {what} here nor a repository that you can see on the Hub "
             f"at {where} ({status}); check the name, or set HF_TOKEN if it is private"
         )
     if status == 401:

@@ -9,16 +9,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from locret import RetentionCache
 from locret.files import written_whole
+
+if TYPE_CHECKING:
+    from locret.cache.cache import RetentionCache
 
 # Okabe and Ito's palette: its colours differ for every kind of colour vision.
 KEPT, NEEDLE, INK = "#0072B2", "#D55E00", "#222222"
+BARS = " ▁▂▃▄▅▆▇█"
 COLUMNS = 400
 """Most columns of a map: one column stands for several neighbouring positions of a longer text."""
 
@@ -39,6 +42,17 @@ def retention_of(cache: RetentionCache, title: str) -> Retention:
         layer: [head[head >= 0] for head in cache.kept_positions(layer)[0].cpu()] for layer in cache.backbone.layers
     }
     return Retention(title, kept, cache.seen)
+
+
+def as_lines(retention: Retention, width: int = 60) -> list[str]:
+    """Return a line of bars per layer: how much of each stretch of the text its KV heads kept."""
+    shares = kept_shares(retention, min(width, retention.prompt_tokens))
+    by_layer = [part.mean(0) for part in shares.split([len(heads) for heads in retention.kept.values()])]
+    top = max(float(share.max()) for share in by_layer) or 1.0
+    # A square root as in the map, where a single kept position would not show otherwise.
+    levels = [(share / top).sqrt().mul(len(BARS) - 1).ceil().long().tolist() for share in by_layer]
+    bars = ["".join(BARS[level] for level in one) for one in levels]
+    return [f"{layer:>5} |{bar}|" for layer, bar in zip(retention.kept, bars, strict=True)]
 
 
 def require_matplotlib(setting: str) -> None:

@@ -1,0 +1,282 @@
+"""`locret-context`: what has been read, as a file: make it, look at it, ask it, join and shrink it, hand it on.
+
+What needs no backbone loads none: `show`, `export`, `push` and `pull` work from the file alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locret.cli.command import print_json, run, warnings_as_lines
+from locret.cli.subcommands import Subcommand, run_subcommand
+from locret.heads.push import print_pushed
+from locret.infer import command as infer
+from locret.infer.context_options import (
+    AskOptions,
+    ComposeOptions,
+    PullOptions,
+    ReadOutput,
+    ShowOptions,
+    ShrinkOptions,
+)
+from locret.infer.infer_options import (
+    GenerationOptions,
+    ModelOptions,
+    OutputOptions,
+    PlacedModelOptions,
+    PolicyOptions,
+    PromptOptions,
+    ReportOptions,
+    TextOptions,
+)
+from locret.load_options import ScorerOptions
+from locret.publish_options import ContextPushOptions
+
+if TYPE_CHECKING:
+    from locret import Context
+
+PROG = "locret-context"
+
+
+def read(
+    model: PlacedModelOptions,
+    scorer: ScorerOptions,
+    policy: PolicyOptions,
+    text: TextOptions,
+    output: ReadOutput,
+    given: frozenset[str],
+) -> int:
+    """Read a text into a file, as `locret-infer --save-context` does."""
+    _check_output(output.output)
+    options = infer.Options(
+        model,
+        scorer,
+        policy,
+        PromptOptions(**_values(text)),
+        GenerationOptions(),
+        OutputOptions(
+            json=output.json,
+            quiet=output.quiet,
+            dry_run=output.dry_run,
+            picture=output.picture,
+            save_context=output.output,
+        ),
+        given,
+    )
+    with warnings_as_lines(f"{PROG} read", quiet=output.quiet):
+        infer.execute(options)
+    return 0
+
+
+def show(options: ShowOptions, given: frozenset[str]) -> int:
+    """Print what saved contexts are, and what they kept of their texts."""
+    from locret import pictures
+    from locret.conversation.published import find_context
+    from locret.conversation.saved_context import SavedContext
+
+    if options.plot is not None:
+        infer.check_picture("--plot", options.plot)
+    found = [SavedContext.open(find_context(path)) for path in options.context]
+    retentions = [one.retention(one.path.name) for one in found]
+    if options.plot is not None:
+        pictures.retention_map(retentions, options.plot)
+    if options.json:
+        print_json({"contexts": [one.facts() for one in found]})
+        return 0
+    for number, (one, retention) in enumerate(zip(found, retentions, strict=True)):
+        lines = [("context", str(one.path)), *one.lines()]
+        print("\n" if number else "", end="")
+        print("\n".join(f"{what:<14}{text}" for what, text in lines))
+        print(
+            "\nkept by each layer, from the beginning of the text to its end\n"
+            + "\n".join(pictures.as_lines(retention))
+        )
+    return 0
+
+
+def ask(
+    model: ModelOptions,
+    scorer: ScorerOptions,
+    about: AskOptions,
+    generation: GenerationOptions,
+    output: ReportOptions,
+    given: frozenset[str],
+) -> int:
+    """Answer questions, each from copies of saved contexts."""
+    asked = infer.questions_of(about)
+    options = _loading(model, scorer, output, given, about, generation)
+    with warnings_as_lines(f"{PROG} ask", quiet=output.quiet):
+        records = list(infer.ask_saved(options, about.context, asked))
+    if output.json:
+        print_json({"contexts": records})
+    return 0
+
+
+def compose(model: ModelOptions, scorer: ScorerOptions, output: ComposeOptions, given: frozenset[str]) -> int:
+    """Join saved contexts in one file."""
+    weights = output.weights
+    with _made(model, scorer, output, output.context, given) as contexts:
+        from locret import compose as joined
+
+        parts = list(contexts)
+        _write(joined(parts, output.budget, weights, name=output.name), output)
+    return 0
+
+
+def shrink(model: ModelOptions, scorer: ScorerOptions, output: ShrinkOptions, given: frozenset[str]) -> int:
+    """Write a smaller context, from the scores that units have."""
+    with _made(model, scorer, output, [output.context], given) as contexts:
+        (context,) = contexts
+        _write(context.shrink(output.budget), output)
+    return 0
+
+
+def push(options: ContextPushOptions, given: frozenset[str]) -> int:
+    """Publish a saved context."""
+    from locret.conversation.published import publish
+
+    with warnings_as_lines(f"{PROG} push", quiet=False):
+        print_pushed(publish(options), options)
+    return 0
+
+
+def pull(options: PullOptions, given: frozenset[str]) -> int:
+    """Fetch a published context, check it, and write it to a file."""
+    import shutil
+
+    from locret.conversation.published import download
+    from locret.conversation.saved_context import SavedContext
+    from locret.files import written_whole
+
+    _check_output(options.output)
+    file = download(options.repo, revision=options.revision)
+    saved = SavedContext.open(file)
+    with written_whole(options.output) as fresh:
+        shutil.copyfile(file, fresh)
+    if options.json:
+        print_json({**saved.facts(), "context": options.output, "repo": options.repo})
+    else:
+        print(f"{options.output}: {saved.shown_name}, {saved.tokens:,} tokens, {file.stat().st_size:,} bytes")
+    return 0
+
+
+@contextmanager
+def _made(
+    model: ModelOptions, scorer: ScorerOptions, output: Any, paths: Sequence[str], given: frozenset[str]
+) -> Iterator[Iterator[Context]]:
+    """Give the contexts that something is made of."""
+    _check_output(output.output)
+    options = _loading(model, scorer, output, given)
+    with (
+        warnings_as_lines(f"{PROG} {type(output).__name__.removesuffix('Options').lower()}", quiet=output.quiet),
+        infer.loaded(options, paths) as (lm, files, _),
+    ):
+        yield (infer.load_saved(lm, file, options) for file in files)
+
+
+def _loading(
+    model: ModelOptions,
+    scorer: ScorerOptions,
+    output: ReportOptions,
+    given: frozenset[str],
+    about: AskOptions | None = None,
+    generation: GenerationOptions | None = None,
+) -> infer.Options:
+    """Return what `locret-infer --context` would be called with."""
+    placed, prompt = PlacedModelOptions(**_values(model)), PromptOptions()
+    if about is not None:
+        placed = replace(placed, disk=about.disk)
+        prompt = PromptOptions(
+            context=about.context[0],
+            question=about.question,
+            questions=about.questions,
+            allow_other_scorer=about.allow_other_scorer,
+        )
+    report = OutputOptions(json=output.json, quiet=output.quiet)
+    return infer.Options(placed, scorer, PolicyOptions(), prompt, generation or GenerationOptions(), report, given)
+
+
+def _write(context: Context, output: Any) -> None:
+    context.save(output.output)
+    if output.json:
+        print_json({"context": output.output, "tokens": context.cache.seen, **context.memory().to_dict()})
+    elif not output.quiet:
+        sys.stderr.write(f"wrote {output.output}: {context!r}\n")
+
+
+def _check_output(path: str) -> None:
+    """Refuse a file that could not be written, or is something else, before anything is loaded."""
+    from locret.cache.cache_file import check_replaceable
+
+    infer.check_target("--output", path)
+    check_replaceable(Path(path))
+
+
+def _values(options: Any) -> dict[str, Any]:
+    return {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+MODEL = (ModelOptions, ScorerOptions)
+COMMANDS = {
+    "read": Subcommand(
+        about="Read a text of any size into a context, a file that can be asked later.",
+        classes=(PlacedModelOptions, ScorerOptions, PolicyOptions, TextOptions, ReadOutput),
+        words="prompt_file",
+        act=read,
+    ),
+    "show": Subcommand(
+        about="Show what a context is, and what it kept of its text.", classes=(ShowOptions,), words="context", act=show
+    ),
+    "ask": Subcommand(
+        about="Ask contexts about their texts.",
+        classes=(*MODEL, AskOptions, GenerationOptions, ReportOptions),
+        words="context",
+        act=ask,
+    ),
+    "compose": Subcommand(
+        about="Join contexts that were read apart, so that they are asked together.",
+        classes=(*MODEL, ComposeOptions),
+        words="context",
+        act=compose,
+    ),
+    "shrink": Subcommand(
+        about="Make a smaller context of one, without reading again.",
+        classes=(*MODEL, ShrinkOptions),
+        words="context",
+        act=shrink,
+    ),
+    "push": Subcommand(
+        about="Publish a context on the Hugging Face Hub, with a card and a picture.",
+        classes=(ContextPushOptions,),
+        words="context",
+        act=push,
+    ),
+    "pull": Subcommand(
+        about="Fetch a context from the Hugging Face Hub.", classes=(PullOptions,), words="repo", act=pull
+    ),
+}
+"""What may follow `locret-context`."""
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        ValueError: For anything the user must change.
+        OSError: If a Hub, a disk or a device's memory fails.
+    """
+    return run_subcommand(PROG, COMMANDS, argv)
+
+
+def main() -> None:
+    """Entry point of `locret-context`."""
+    run(command, prog=" ".join([PROG, *(word for word in sys.argv[1:2] if word in COMMANDS)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The options of `locret-context` that no other command has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from locret.infer.infer_options import QuestionOptions, ReadingOutput, ReportOptions
+from locret.publish_options import check_repository
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextFile:
+    """The file that is written."""
+
+    output: str
+    """File of the context; one that is there is replaced, if it is a context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOutput(ContextFile, ReadingOutput):
+    """What comes out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """What is looked at."""
+
+    context: list[str]
+    """Saved contexts, or their repositories on the Hub; a context, a conversation or a cache."""
+    plot: str | None = None
+    """PNG file to write: which positions of the text each layer kept, of several contexts one below the other. Needs
+    locret[eval]."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        _check_named(self.context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskOptions(QuestionOptions):
+    """What is asked, and what about."""
+
+    context: list[str]
+    """Saved contexts, or their repositories on the Hub; of several, each answers every question."""
+    allow_other_scorer: bool = False
+    """Accept other heads or another scorer than a context was read with: what was kept stays."""
+    question: list[str] = field(default_factory=list)
+    """What to ask; of several, --question TEXT for each, each is answered from its own copy of the context."""
+    disk: str | None = None
+    """A new file, or a folder, that holds the second tier (--host-budget) instead of host memory; it is scratch space,
+    which nobody sees and which is given back at the end."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_named(self.context)
+        if not self.question and self.questions is None:
+            raise ValueError(f"--context {' '.join(self.context)} waits for a question; give --question or --questions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposeOptions(ContextFile, ReportOptions):
+    """What is joined."""
+
+    context: list[str]
+    """Saved contexts of one backbone and scorer, in the order of their texts."""
+    budget: int | None = None
+    """Units per KV head of the whole, chosen by their scores; all that the contexts hold if not given."""
+    shares: str = "fair"
+    """Within --budget: fair, as many for each context, and what a short one does not need is for the others; score, the
+    best of all; or a number for each, such as 2,1, in proportion to which it is divided."""
+    name: str | None = None
+    """What to call the whole; the names of its parts if not given."""
+
+    def __post_init__(self) -> None:
+        _check_named(self.context)
+        if len(self.context) < 2:
+            raise ValueError(f"--context {self.context[0]} is one context; give two or more, in their order")
+        _check_budget(self.budget)
+        if self.budget is None and self.shares != "fair":
+            raise ValueError(f"--shares {self.shares} divides a --budget, which is not given; add it, or drop --shares")
+
+    @property
+    def weights(self) -> str | list[float]:
+        """As `locret.compose` takes them."""
+        if self.shares in ("fair", "score"):
+            return self.shares
+        try:
+            return [float(one) for one in self.shares.split(",")]
+        except ValueError:
+            raise ValueError(
+                f"--shares {self.shares} is unknown; choose one of fair, score, or a number for each context, as 2,1"
+            ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkOptions(ContextFile, ReportOptions):
+    """What is made smaller."""
+
+    context: str
+    """A saved context, or its repository on the Hub."""
+    budget: int
+    """Most units per KV head."""
+
+    def __post_init__(self) -> None:
+        _check_budget(self.budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullOptions:
+    """What is fetched."""
+
+    repo: str
+    """Repository on the Hub, org/name."""
+    output: str
+    """File to write."""
+    revision: str | None = None
+    """Branch, tag or commit."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        check_repository(self.repo)
+
+
+def _check_named(contexts: list[str]) -> None:
+    if not contexts or any(not context.strip() for context in contexts):
+        raise ValueError("--context is empty; give a saved context")
+
+
+def _check_budget(budget: int | None) -> None:
+    if budget is not None and budget < 1:
+        raise ValueError(f"--budget {budget} is too small; give 1 unit per KV head or more")

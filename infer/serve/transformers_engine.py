@@ -1,0 +1,95 @@
+"""The server's own engine: transformers' continuous batching in this process, with contexts as shared pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from locret.engines.prefix import Prefix
+from locret.engines.transformers import NoRoom as PagesTaken
+from locret.engines.transformers import PagedContexts, Sampling, Written
+from locret.infer.serve.engine import Asked, NoRoom, Step
+
+
+class TransformersEngine:
+    """An `Engine` over `PagedContexts`.
+
+    Args:
+        model: The backbone that contexts are read with; reading goes on beside the answers.
+        kv_bytes: Memory for contexts and answers.
+        page_size: Units of one page.
+        max_batch_tokens: Tokens that one forward pass takes.
+        max_requests: Answers that one forward pass continues.
+
+    Raises:
+        ValueError: If a setting is impossible, or the backbone is none whose contexts are ordinary prefixes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        kv_bytes: int,
+        page_size: int = 32,
+        max_batch_tokens: int = 512,
+        max_requests: int = 128,
+    ) -> None:
+        self._contexts = PagedContexts(
+            model,
+            kv_bytes=kv_bytes,
+            page_size=page_size,
+            max_batch_tokens=max_batch_tokens,
+            max_requests=max_requests,
+        )
+        self.longest = self._contexts.longest
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes that are allocated at the start and never exceeded."""
+        return self._contexts.planned_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of keys and values that contexts and running answers take now."""
+        return self._contexts.used_bytes
+
+    def start(self) -> None:
+        """Allocate the pages and begin to answer; as in `Engine`."""
+        self._contexts.start()
+
+    def stop(self) -> None:
+        """End all answers, each with an error; as in `Engine`."""
+        self._contexts.stop()
+
+    def hold(self, prefix: Prefix) -> None:
+        """Take in a prefix; as in `Engine`."""
+        try:
+            self._contexts.hold(prefix)
+        except PagesTaken as error:
+            raise NoRoom(str(error)) from error
+
+    def ask(self, asked: Asked, on_step: Callable[[Step], None]) -> Callable[[], None]:
+        """Write an answer; as in `Engine`."""
+
+        def on_token(written: Written) -> None:
+            on_step(Step(**vars(written)))
+
+        sampling = Sampling(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            seed=asked.seed,
+            top_logprobs=asked.top_logprobs,
+        )
+        try:
+            return self._contexts.submit(
+                asked.ids,
+                asked.prefix,
+                max_new_tokens=asked.max_new_tokens,
+                on_token=on_token,
+                end_ids=asked.end_ids,
+                sampling=sampling,
+            )
+        except PagesTaken as error:
+            raise NoRoom(str(error)) from error

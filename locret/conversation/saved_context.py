@@ -1,0 +1,187 @@
+"""What a saved context is, from its file alone: no backbone is loaded to look at it, to draw it, or to publish it."""
+
+# K KV heads, C kept units
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from locret.cache.cache_file import SavedCache, described_scorer, read_saved
+from locret.cache.layer import HOST
+from locret.cache.store import POSITIONS
+from locret.engines.prefix import Prefix
+from locret.pictures import Retention
+
+_SIZES = ("budget", "chunk_size", "stabilizers", "local_len")
+_LONGEST = 200
+"""Characters of a text that are shown."""
+
+
+@dataclass(frozen=True)
+class SavedContext:
+    """A file that `Context.save`, `Chat.save` or `save_cache` wrote, all of it checked.
+
+    Args:
+        path: The file.
+        saved: What it holds.
+    """
+
+    path: Path
+    saved: SavedCache
+
+    @classmethod
+    def open(cls, path: str | Path) -> SavedContext:
+        """Read and check a file.
+
+        Raises:
+            ValueError: If there is none, it is no saved context, or is damaged.
+            OSError: If it cannot be read.
+        """
+        return cls(Path(path), read_saved(path))
+
+    @property
+    def conversation(self) -> Mapping[str, Any]:
+        """What a conversation needs to go on; empty for a cache that was saved on its own."""
+        notes = self.saved.notes.get("conversation")
+        return notes if isinstance(notes, dict) else {}
+
+    @property
+    def name(self) -> str:
+        """What its text was called."""
+        name = self.conversation.get("name")
+        return name if isinstance(name, str) else self.path.name
+
+    @property
+    def shown_name(self) -> str:
+        """The name on one line, without what a terminal or a page could take for more than text."""
+        return shown_text(self.name)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were read."""
+        return int(self.saved.state["seen"])
+
+    @property
+    def scorer(self) -> str:
+        """The name of what rated its units."""
+        scorer = self.saved.state.get("scorer")
+        return str(scorer.get("name") if isinstance(scorer, dict) else scorer)
+
+    @property
+    def dtype(self) -> str:
+        """The type of its keys and values, or how many bits they have in codes."""
+        policy = self.saved.policy
+        if not policy.exact_bits:
+            return f"{policy.key_bits} and {policy.value_bits} bits"
+        first = self.saved.tensors[f"layers.{self.saved.backbone.layers[0]}.keys"]
+        return str(first.dtype).removeprefix("torch.")
+
+    @cached_property
+    def units(self) -> list[int]:
+        """Units per KV head of each full-attention layer, a mean where heads differ."""
+        return [int(self.saved.state["layers"][index]["fill"]) for index in self.saved.backbone.layers]
+
+    @cached_property
+    def host_units(self) -> list[int]:
+        """Units per KV head in the second tier of each full-attention layer."""
+        return [int(self.saved.state["layers"][index].get("host_fill", 0)) for index in self.saved.backbone.layers]
+
+    def bytes_of(self, *, host: bool) -> int:
+        """Return the bytes of the units of one tier, with what belongs to each."""
+        found = (
+            tensor.numel() * tensor.element_size()
+            for name, tensor in self.saved.tensors.items()
+            if name.startswith("layers.") and name.split(".", 2)[2].startswith(HOST) == host
+        )
+        return sum(found)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what there is to say about it, as plain data."""
+        state, backbone, notes, prefix = self.saved.state, self.saved.backbone, self.conversation, self.prefix
+        return {
+            "context": str(self.path),
+            "name": self.name,
+            "tokens": self.tokens,
+            "units": self.units,
+            "bytes": self.bytes_of(host=False),
+            "host_units": self.host_units,
+            "host_bytes": self.bytes_of(host=True),
+            "dtype": self.dtype,
+            "positions": self.saved.policy.positions,
+            "digest": None if isinstance(prefix, str) else prefix.digest.hex(),
+            "no_prefix_because": prefix if isinstance(prefix, str) else None,
+            "backbone": {**asdict(backbone), "layers": list(backbone.layers)},
+            "weights": state.get("weights"),
+            "scorer": state.get("scorer"),
+            "policy": self.saved.policy.to_dict(),
+            "template": notes.get("template"),
+            "system": notes.get("system"),
+            "turns": len(notes.get("turns") or []),
+            "file_bytes": self.path.stat().st_size,
+            "format": state.get("format"),
+            "written_by": state.get("toolkit_version"),
+        }
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return the facts as people read them: what, and how much of it."""
+        policy, backbone, facts = self.saved.policy, self.saved.backbone, self.facts()
+        system = "a system message" if facts["system"] else "no system message"
+        shape = f"{backbone.num_layers} layers of {backbone.num_kv_heads} KV heads, head dim {backbone.head_dim}"
+        weights = str(facts["weights"]).rpartition(":")[2][:12] if facts["weights"] else "not recorded"
+        sizes = [
+            f"{name} {int(getattr(policy, name)):,}" for name in ("budget", "chunk_size", "stabilizers", "local_len")
+        ]
+        found = {
+            "name": self.name,
+            "read": f"{self.tokens:,} tokens, template {facts['template'] or 'none'}, {system}",
+            "held": f"{_span(self.units)} units per KV head, {facts['bytes']:,} bytes, {self.dtype}",
+            "second tier": f"{_span(self.host_units)} units per KV head, {facts['host_bytes']:,} bytes",
+            "said": f"{facts['turns']} turns",
+            "backbone": f"{backbone.model_type}, {shape}, weights {weights}",
+            "scorer": described_scorer(self.saved.state),
+            "policy": ", ".join(sizes),
+            "positions": policy.positions,
+            "other engines": f"no: {self.prefix}"
+            if isinstance(self.prefix, str)
+            else f"a prefix of {self.prefix.units:,} tokens, digest {self.prefix.digest.hex()[:16]}",
+            "file": f"{facts['file_bytes']:,} bytes, {facts['format']}, written by locret {facts['written_by']}",
+        }
+        without = {"second tier": not any(self.host_units), "said": not facts["turns"]}
+        return [(name, shown_text(text)) for name, text in found.items() if not without.get(name)]
+
+    def kept(self, layer: int) -> list[Tensor]:
+        """Return for every KV head of a full-attention layer the (C,) positions in the text that it holds."""
+        positions = self.saved.tensors[f"layers.{layer}.{POSITIONS}"].long()
+        if positions.dim() == 1:  # head after head, row after row
+            counts = self.saved.tensors[f"layers.{layer}.counts"][0].tolist()
+            return list(positions[: sum(counts)].split(counts))
+        return [head[head >= 0] for head in positions[0]]
+
+    def retention(self, title: str) -> Retention:
+        """Return what is drawn of it."""
+        return Retention(title, {layer: self.kept(layer) for layer in self.saved.backbone.layers}, self.tokens)
+
+    @cached_property
+    def prefix(self) -> Prefix | str:
+        """What other engines are handed; where the context is no ordinary prefix, the reason."""
+        try:
+            return Prefix.from_file(self.path)
+        except ValueError as error:
+            return str(error).removeprefix(f"{self.path}: ")
+
+
+def shown_text(text: str) -> str:
+    """Return a text of a file for a terminal or a page: on one line, without control characters, not too long."""
+    line = text if text.isprintable() else ascii(text)[1:-1]
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
+
+
+def _span(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"

@@ -1,0 +1,212 @@
+"""`locret-context`: read, show, ask, compose, shrink, export, push and pull, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from infer_cases import write_text
+
+from locret import LongContextModel, RetentionPolicy
+from locret.infer import context_command
+
+ASKED = "What is the number of Oslo?"
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def lm(backbone: Path, heads: Path) -> LongContextModel:
+    return LongContextModel.from_pretrained(backbone, heads=heads, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("short") / "oslo.txt", 2_000)
+
+
+@pytest.fixture(scope="module")
+def file(lm: LongContextModel, short: Path) -> Path:
+    lm.read(short, progress=False).save(short.with_name("oslo.ctx"))
+    return short.with_name("oslo.ctx")
+
+
+@pytest.fixture
+def pair(backbone: Path, heads: Path) -> list[object]:
+    return ["--model", backbone, "--heads", heads]
+
+
+def test_a_text_is_read_shown_and_asked(context: Run, infer: Run, pair: list, short: Path, tmp_path: Path) -> None:
+    made = context("read", short, "--output", tmp_path / "a.ctx", *pair, "--picture", tmp_path / "a.png")
+    assert (made.code, made.out) == (0, "")
+    assert "tokens read, 72 units per KV head" in made.err
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert context("show", tmp_path / "a.ctx").code == 0
+    few = ["--question", ASKED, "--max-new-tokens", 6]
+    same = infer(*pair, "--context", tmp_path / "a.ctx", *few).out
+    assert context("ask", tmp_path / "a.ctx", *pair, *few).out == same
+    assert context("ask", "--context", tmp_path / "a.ctx", *pair, *few).out == same
+
+
+def test_reading_says_what_it_would_do_and_takes_what_is_piped_in(
+    context: Run, pair: list, short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = context("read", short, "--output", tmp_path / "a.ctx", *pair, "--dry-run", "--budget", 100)
+    assert json.loads(done.out)["policy"]["budget"] == 100
+    assert not (tmp_path / "a.ctx").exists()
+    with short.open() as piped:
+        monkeypatch.setattr("sys.stdin", piped)
+        done = context("read", "-", "--output", tmp_path / "a.ctx", *pair, "--json")
+    assert json.loads(done.out)["reading"]["context"] == str(tmp_path / "a.ctx")
+
+
+def test_what_is_shown_is_what_the_context_holds(
+    context: Run, lm: LongContextModel, file: Path, tmp_path: Path
+) -> None:
+    held = lm.load(file)
+    (facts,) = json.loads(context("show", file, "--json").out)["contexts"]
+    assert (facts["name"], facts["tokens"]) == ("oslo.txt", held.cache.seen)
+    assert facts["units"] == [held.memory().units] * 2
+    assert facts["policy"] == held.cache.policy.to_dict()
+    assert facts["scorer"]["name"] == "retaining_heads"
+    assert (facts["template"], facts["turns"], facts["host_bytes"]) == ("chat", 0, 0)
+    done = context("show", file, "--plot", tmp_path / "kept.png")
+    lines = done.out.splitlines()
+    assert f"read          {held.cache.seen:,} tokens, template chat, no system message" in lines
+    assert any(line.startswith(f"other engines a prefix of {held.memory().units} tokens, digest ") for line in lines)
+    bars = [line for line in lines if line.endswith("|")]
+    assert [line.split()[0] for line in bars] == ["0", "1"]
+    assert all(line[-2] == "█" for line in bars), "the local tokens are all there"
+    assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"),
+    [
+        ({"head_budgets": "adaptive"}, "other engines no: head_budgets="),
+        ({"host_budget": 40, "recall": 4}, "second tier   40 units per KV head, "),
+        ({"key_bits": 4, "value_bits": 8}, " bytes, 4 and 8 bits"),
+        ({"positions": "original"}, "positions     original"),
+    ],
+)
+def test_contexts_of_every_kind_are_shown(
+    context: Run, lm: LongContextModel, short: Path, tmp_path: Path, policy: dict[str, Any], line: str
+) -> None:
+    policies = RetentionPolicy(budget=64, chunk_size=32, stabilizers=16, local_len=8, **policy)
+    read = LongContextModel(lm.model, lm.tokenizer, lm.scorer, policies).read(short, progress=False)
+    read.save(tmp_path / "a.ctx")
+    done = context("show", tmp_path / "a.ctx")
+    assert line in done.out, done
+    kept = json.loads(context("show", tmp_path / "a.ctx", "--json").out)["contexts"][0]
+    assert kept["host_units"] == [policy.get("host_budget", 0)] * 2
+
+
+def test_several_contexts_each_answer_every_question(
+    context: Run, lm: LongContextModel, file: Path, pair: list, tmp_path: Path
+) -> None:
+    shutil.copy(file, tmp_path / "b.ctx")
+    asked = ["--question", ASKED, "--question", "Where?", "--max-new-tokens", 4]
+    printed = context("ask", file, tmp_path / "b.ctx", *pair, *asked).out
+    expected = [lm.load(file).ask(one, max_new_tokens=4) for one in (ASKED, "Where?")]
+    block = f"> {ASKED}\n{expected[0]}\n\n> Where?\n{expected[1]}\n"
+    assert printed == f"# {file}\n{block}\n# {tmp_path / 'b.ctx'}\n{block}"
+    record = json.loads(context("ask", file, tmp_path / "b.ctx", *pair, *asked, "--json").out)
+    answers = [[one["answer"] for one in context["answers"]] for context in record["contexts"]]
+    assert answers == [expected, expected]
+
+
+def test_contexts_are_joined_and_made_smaller(
+    context: Run, lm: LongContextModel, file: Path, pair: list, tmp_path: Path
+) -> None:
+    from locret import compose
+
+    made = context("compose", file, file, "--output", tmp_path / "two.ctx", *pair, "--budget", 90, "--name", "both")
+    assert made.code == 0, made
+    joined = compose([lm.load(file), lm.load(file)], 90)
+    two = lm.load(tmp_path / "two.ctx")
+    assert (two.name, two.ask(ASKED, max_new_tokens=4)) == ("both", joined.ask(ASKED, max_new_tokens=4))
+    made = context("shrink", file, "--budget", 40, "--output", tmp_path / "small.ctx", *pair, "--json")
+    record = json.loads(made.out)
+    assert (record["units"], record["context"]) == (40, str(tmp_path / "small.ctx"))
+    small = lm.load(tmp_path / "small.ctx")
+    assert small.ask(ASKED, max_new_tokens=4) == lm.load(file).shrink(40).ask(ASKED, max_new_tokens=4)
+    shares = ["--shares", "2,1", "--budget", 90]
+    assert context("compose", file, file, "--output", tmp_path / "two.ctx", *pair, *shares).code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", None),
+        ("raed", "there is no command 'raed'; did you mean read?"),
+        ("--context a.ctx", "there is no command '--context'"),
+        ("show", "--context"),
+        ("show no.ctx", "no.ctx does not exist; give a file written by context.save"),
+        ("show {text}", "is not a saved cache"),
+        ("show {file} --context {file}", "and --context set the same; drop one of them"),
+        ("show {file} --plot no/such/a.png", "--plot no/such/a.png: there is no folder"),
+        ("ask {file} --model m", "waits for a question; give --question or --questions"),
+        ("ask no.ctx --model m --question Why?", "no.ctx does not exist"),
+        ("ask {file} {pair} --question Why? --budget 3", "--budget is unknown"),
+        ("read {text} {pair}", "--output is missing; "),
+        ("read {text} {text} {pair} --output a.ctx", "belongs to no option"),
+        ("read {text} {pair} --output {text}", "is there already and is not a saved cache"),
+        ("read {text} {pair} --output no/such/a.ctx", "--output no/such/a.ctx: there is no folder"),
+        ("read no.txt {pair} --output a.ctx", "no.txt"),
+        ("compose {file} --output a.ctx {pair}", "is one context; give two or more"),
+        ("compose {file} {file} --output a.ctx {pair} --shares score", "--shares score divides a --budget"),
+        ("compose {file} {file} --output a.ctx {pair} --budget 9 --shares most", "--shares most is unknown"),
+        ("compose {file} {file} --output a.ctx {pair} --budget 9 --shares 1,2,3", "3 numbers for 2 contexts"),
+        ("shrink {file} --output a.ctx {pair} --budget 0", "--budget 0 is too small; give 1 unit per KV head or more"),
+        ("push {file} --repo book", "--repo book is not a repository name"),
+        ("push {file} --repo org/book --base-model a/b/c", "--base-model a/b/c is not a repository name"),
+        ("push {text} --repo org/book --dry-run", "is not a saved cache"),
+        ("pull book --output a.ctx", "--repo book is not a repository name"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_sentence(
+    context: Run,
+    file: Path,
+    short: Path,
+    pair: list,
+    line: str,
+    message: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = line.format(text=short, file=file, pair=" ".join(map(str, pair))).split()
+    done = context(*words)
+    if message is None:
+        assert done.code == 0
+        assert all(f"locret-context {name} " in done.out for name in context_command.COMMANDS)
+        return
+    assert (done.code, done.out) == (2, ""), done
+    assert message in done.err
+    assert done.err.count("\n") == 1, done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_damaged_file_is_refused_wherever_it_is_given(context: Run, file: Path, pair: list, tmp_path: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 0x40
+    (tmp_path / "bad.ctx").write_bytes(content)
+    for line in (["show"], ["push", "--repo", "org/book", "--dry-run"]):
+        done = context(line[0], tmp_path / "bad.ctx", *line[1:])
+        assert done.code == 2
+        assert "it is damaged" in done.err
+    (tmp_path / "bad.ctx").write_bytes(content[: len(content) // 2])
+    assert context("show", tmp_path / "bad.ctx").code == 2
+
+
+def test_names_of_a_file_cannot_write_to_the_terminal(
+    context: Run, lm: LongContextModel, short: Path, tmp_path: Path
+) -> None:
+    lm.read(short.read_text(), name="a\x1b[2Jb\nc", progress=False).save(tmp_path / "a.ctx")
+    done = context("show", tmp_path / "a.ctx")
+    assert "\x1b" not in done.out
+    assert r"name          a\x1b[2Jb\nc" in done.out
