@@ -249,6 +249,11 @@ class Library:
         """Bytes in use of what is planned: "reading" and "loaded"."""
         return {"reading": self.reader.room.used, "loaded": self._loaded.used}
 
+    @property
+    def loaded(self) -> int:
+        """Contexts in memory."""
+        return len(self._loaded)
+
     # -- making contexts ----------------------------------------------------------------------------------------------
 
     def upload(self, name: str, *, total: int | None = None) -> Upload:
@@ -505,7 +510,7 @@ class Library:
             os.replace(ids, self.folder / TEXTS / f"{name}{IDS}")
         path = self.folder / f"{name}{SUFFIX}"
         with self._moving:
-            save(path, context.cache, context.name, context._stream, context._transcript, upload=notes)
+            save(path, context.cache, context.name, context._stream, context._transcript, context.sources, upload=notes)
 
     def _copy_text(self, entry: Entry, new: str) -> None:
         if entry.has_text:

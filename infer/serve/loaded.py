@@ -27,6 +27,9 @@ class Loaded:
         self._known: weakref.WeakValueDictionary[str, Prefix] = weakref.WeakValueDictionary()
         self._changed = threading.Condition()  # of a lock that is reentrant: a finalizer may run anywhere
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def get(self, key: str) -> Prefix | None:
         """Return a prefix, if it is in memory."""
         with self._changed:

@@ -170,7 +170,7 @@ class _Work:
                         lambda draft=draft: self.state.prompts.settled(draft, self._left.is_set), long=draft.long
                     )
                     self.prompts.append(settled)
-                    self.state.metrics.read(len(settled.ids))
+                    self.state.metrics.asked(len(settled.ids))
                 asked = [one for prompt in self.prompts for one in self._asked(prompt)]
                 yield None
                 async with aclosing(self.state.answers.write(asked, self.body.stops, place, self._deadline)) as pieces:

@@ -1,0 +1,421 @@
+"""A context in llama.cpp: the state of a sequence, and a slot file of llama-server with what a client has to know.
+
+The state, little endian and without padding (llama.cpp's src/llama-context.cpp and src/llama-kv-cache.cpp):
+
+    a blob of version 3 begins with  u32 0xAF143CD8, i32 sequence (not looked at)
+    a file begins with               u32 "ggsq", u32 version, u32 count, i32 token ids
+    u32 streams; for each stream     u32 cells, and for 0 cells nothing more
+      each cell                      i32 position, u32 1, i32 sequence (not looked at)
+                                     u32 whether values are transposed, u32 layers
+      keys of each layer             i32 type, u64 bytes of a row, rows of KV heads x head dim
+      values of each layer           the same; transposed: i32 type, u32 bytes of an element, u32 width, [width][cells]
+
+llama.cpp checks types, numbers and the version. It cannot know the order of a head, the Hadamard turn or another model
+of the same shape: those are checked here, or nowhere.
+"""
+
+# U units, K KV heads, D head dim, W width of a row: K x D
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from locret.files import written_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from locret.cache.cache import RetentionCache
+    from locret.conversation.context import Context
+    from locret.engines.prefix import Prefix
+
+FORMAT = "locret-llamacpp-1"
+STATE_VERSIONS = (2, 3)
+"""LLAMA_STATE_SEQ_VERSION of the builds that are known."""
+CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7}
+"""Numbers of ggml's types (ggml/include/ggml.h)."""
+INTERLEAVED = {
+    **dict.fromkeys(
+        ("arcee", "granite", "granitemoe", "llama", "ministral3", "mistral", "mixtral", "olmo", "smollm3"), True
+    ),
+    **dict.fromkeys(("apertus", "exaone4", "gemma", "nemotron", "olmo2", "phi3", "qwen2", "qwen2_moe"), False),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "seed_oss", "stablelm", "starcoder2"), False),
+}
+"""Whether llama.cpp rotates neighbours (NORM) instead of halves (NEOX), by transformers' model_type.
+
+From `llama_model_rope_type` (src/llama-model.cpp) for the architecture that llama.cpp's conversion makes of a model; it
+re-orders the rows of q and k of those that it rotates as neighbours. All of them were run with random weights that
+llama.cpp's own script had converted (tests/engines/test_llamacpp_engine.py).
+"""
+_IO_MAGIC, _FILE_MAGIC = 0xAF143CD8, 0x67677371
+_MOST_STREAMS = 256
+_BLOCK = 32
+"""Elements that share a scale in every quantised type."""
+_TURNED = 64
+"""Head dims that are a multiple of it are turned when they are quantised."""
+_ROOM = 4096
+"""Tokens of question and answer that the suggested context size leaves room for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the llama.cpp that will read a state holds its cache; nothing of it can be changed afterwards."""
+
+    cache_type: str = "f16"
+    """Form of the keys: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1 (llama-server: --cache-type-k)."""
+
+    cache_type_v: str | None = None
+    """Form of the values, if it is another one (llama-server: --cache-type-v)."""
+
+    flash_attention: bool = True
+    """Whether it uses flash attention (--flash-attn; auto has it on where it can). Without, values are transposed."""
+
+    streams: int = 1
+    """Streams of the cache: 1 if it is unified (--kv-unified), else the number of slots (--parallel)."""
+
+    state_version: int = 3
+    """The build's LLAMA_STATE_SEQ_VERSION: 3, or 2 in builds of before 2026."""
+
+    attention_rotation: bool | None = None
+    """Whether it turns quantised keys and values by a Hadamard matrix; if not given, builds of version 3 do. False for
+    LLAMA_ATTN_ROT_DISABLE=1."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no llama.cpp reads.
+
+        Raises:
+            ValueError: Naming the option and the way out.
+        """
+        for name, kind in (("cache_type", self.cache_type), ("cache_type_v", self.value_type)):
+            if kind not in CACHE_TYPES:
+                raise ValueError(f'{name}="{kind}" is unknown; choose one of {", ".join(CACHE_TYPES)}')
+        if self.state_version not in STATE_VERSIONS:
+            known = " and ".join(str(version) for version in STATE_VERSIONS)
+            raise ValueError(
+                f"state_version={self.state_version} is unknown, only {known} are; give the LLAMA_STATE_SEQ_VERSION of "
+                "a build that has one of them"
+            )
+        if not self.flash_attention and _quantised(self.value_type):
+            raise ValueError(
+                f"flash_attention=False transposes the values, which {self.value_type} cannot be; give cache_type_v=f16"
+            )
+        if not 1 <= self.streams <= _MOST_STREAMS:
+            raise ValueError(f"streams={self.streams} cannot be; give 1 to {_MOST_STREAMS}, the slots of the server")
+        if self.attention_rotation is not None and not (_quantised(self.cache_type) or _quantised(self.value_type)):
+            raise ValueError(
+                f"attention_rotation={self.attention_rotation} has no effect on {self.cache_type}, which is not "
+                "quantised; leave it out"
+            )
+
+    @property
+    def value_type(self) -> str:
+        """Form of the values."""
+        return self.cache_type_v or self.cache_type
+
+    @property
+    def rotates(self) -> bool:
+        """Whether heads of a fitting size are turned when they are quantised."""
+        return self.state_version == 3 if self.attention_rotation is None else self.attention_rotation
+
+
+def export(
+    source: Prefix | Context | RetentionCache | str | Path, out: str | Path, layout: Layout | None = None
+) -> tuple[Path, Path]:
+    """Write a slot file for llama-server, and beside it a record with what a client has to know.
+
+    The record, `book.json` of `book.bin`, holds the placeholder ids that stand for the units in a prompt, the options
+    that the server needs, and the digest of the units. Both files appear whole or not at all.
+
+    Args:
+        source: A context, a cache, a prefix, or the file of a saved context.
+        out: The slot file, in the folder that the server is given as --slot-save-path.
+        layout: How the server holds its cache; by default as llama-server does where it is given nothing.
+
+    Returns:
+        The slot file and its record.
+
+    Raises:
+        ValueError: If llama.cpp could not hold these units, or a file of another kind is there.
+        OSError: If it cannot be written.
+    """
+    layout, slot = layout or Layout(), Path(out)
+    record = slot.with_suffix(".json")
+    if record == slot or not slot.name:
+        raise ValueError(f"{slot} is to be the slot file, and the record beside it ends in .json; choose book.bin")
+    _check_replaceable(slot, record)
+    prefix = _prefix(source)
+    parts = _state(prefix, layout)
+    with written_whole(slot.parent, last=record.name) as fresh:
+        fresh.mkdir(exist_ok=True)
+        with (fresh / slot.name).open("wb") as file:
+            file.write(_file_head(prefix, layout))
+            file.writelines(parts)
+            size = file.tell()
+        text = json.dumps(_record(prefix, layout, slot.name, size), indent=1)
+        (fresh / record.name).write_text(text + "\n", encoding="utf-8")
+    return slot, record
+
+
+def sequence_state(prefix: Prefix, layout: Layout | None = None) -> bytes:
+    """Return the units of a prefix as `llama_state_seq_set_data` takes them.
+
+    The call returns the length of the blob; 0 means that the context has another layout.
+
+    Raises:
+        ValueError: If llama.cpp could not hold these units.
+    """
+    layout = layout or Layout()
+    head = struct.pack("<Ii", _IO_MAGIC, 0) if layout.state_version == 3 else b""
+    return b"".join([head, *_state(prefix, layout)])
+
+
+def slot_file(prefix: Prefix, layout: Layout | None = None) -> bytes:
+    """Return the slot file of a prefix, which `llama_state_seq_load_file` and llama-server read.
+
+    Raises:
+        ValueError: If llama.cpp could not hold these units.
+    """
+    layout = layout or Layout()
+    return b"".join([_file_head(prefix, layout), *_state(prefix, layout)])
+
+
+def _prefix(source: Prefix | Context | RetentionCache | str | Path) -> Prefix:
+    from locret.engines.prefix import Prefix
+
+    if isinstance(source, Prefix):
+        return source
+    return Prefix.from_file(source) if isinstance(source, str | Path) else Prefix.of(source)
+
+
+def _check_replaceable(slot: Path, record: Path) -> None:
+    """Refuse to write over what is not ours, such as the context itself.
+
+    Raises:
+        ValueError: If there is such a file.
+    """
+    if slot.is_file() and slot.stat().st_size:
+        with slot.open("rb") as file:
+            if file.read(4) != struct.pack("<I", _FILE_MAGIC):
+                raise ValueError(
+                    f"{slot} is there already and is no slot file; choose another file, or remove it first"
+                )
+    if record.is_file() and f'"{FORMAT}"' not in record.read_text(encoding="utf-8", errors="replace")[:200]:
+        raise ValueError(
+            f"{record} is there already and is not the record of a slot file; choose another file, or remove it first"
+        )
+
+
+def _record(prefix: Prefix, layout: Layout, name: str, size: int) -> dict[str, Any]:
+    """Return what a client and whoever starts the server have to know, as plain data."""
+    context = (prefix.units + _ROOM) * layout.streams
+    if (original := _long_rope(prefix)) is not None:
+        # llama.cpp takes the long factors, as we do, if a sequence may be longer than the original context.
+        context = max(context, (original + 1) * layout.streams)
+    slots = ["--kv-unified"] if layout.streams == 1 else ["--no-kv-unified", "--parallel", str(layout.streams)]
+    return {
+        "format": FORMAT,
+        "file": name,
+        "bytes": size,
+        "model_type": prefix.model_type,
+        "units": prefix.units,
+        "tokens": prefix.tokens,
+        "digest": prefix.digest.hex(),
+        "layers": len(prefix.keys),
+        "kv_heads": prefix.keys[0].shape[1],
+        "head_dim": prefix.keys[0].shape[2],
+        "state_version": layout.state_version,
+        "attention_rotation": _turns(layout, layout.cache_type, prefix) or _turns(layout, layout.value_type, prefix),
+        "server": [
+            *("--ctx-size", str(context)),
+            *slots,
+            *("--flash-attn", "on" if layout.flash_attention else "off"),
+            *("--cache-type-k", layout.cache_type),
+            *("--cache-type-v", layout.value_type),
+        ],
+        "use": (
+            "Start llama-server with the options under server and --slot-save-path on this folder, POST "
+            f'{{"filename": "{name}"}} to /slots/0?action=restore, then send the placeholders and the question as the '
+            f"prompt of /completion with id_slot 0. Each reply has to have timings.cache_n of {prefix.units} or more; "
+            "restore again if it has less."
+        ),
+        "placeholders": prefix.placeholders,
+    }
+
+
+def _long_rope(prefix: Prefix) -> int | None:
+    """Return the original context length of a LongRoPE backbone; None for others."""
+    if prefix.rotary.get("rope_type") != "longrope":
+        return None
+    return int(prefix.rotary["original_max_position_embeddings"])
+
+
+def _file_head(prefix: Prefix, layout: Layout) -> bytes:
+    head = struct.pack("<III", _FILE_MAGIC, layout.state_version, prefix.units)
+    return head + np.asarray(prefix.placeholders, "<i4").tobytes()
+
+
+def _state(prefix: Prefix, layout: Layout) -> Iterator[bytes]:
+    """Check that llama.cpp can hold a prefix, and return the bytes of its cache layer by layer."""
+    interleave = _check(prefix, layout)
+    return _parts(prefix, layout, interleave)
+
+
+def _check(prefix: Prefix, layout: Layout) -> bool:
+    """Return whether llama.cpp interleaves the halves of a key.
+
+    Raises:
+        ValueError: If it could not hold the units, or it is not known how it would.
+    """
+    dim, rope = prefix.keys[0].shape[-1], prefix.rotary
+    if prefix.model_type not in INTERLEAVED:
+        raise ValueError(
+            f"in which order llama.cpp holds the keys of {prefix.model_type or 'an unnamed backbone'} is not known; it "
+            f"is for {', '.join(sorted(INTERLEAVED))}"
+        )
+    interleave = INTERLEAVED[prefix.model_type]
+    if interleave and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"llama.cpp rotates whole heads of {prefix.model_type}, and this backbone rotates "
+            f"{rope['partial_rotary_factor']} of each; answer in another engine"
+        )
+    if rope.get("rope_type") == "dynamic" and prefix.units >= rope.get("original_max_position_embeddings", 0):
+        raise ValueError("llama.cpp has no dynamic rotary scaling, and the units reach beyond the original context")
+    for name, kind in (("cache_type", layout.cache_type), ("cache_type_v", layout.value_type)):
+        if _quantised(kind) and dim % _BLOCK:
+            raise ValueError(
+                f"{name}={kind} quantises {_BLOCK} elements at a time, and heads have {dim}; give f16, bf16 or f32"
+            )
+    if layout.attention_rotation is not None and dim % _TURNED:
+        raise ValueError(
+            f"attention_rotation={layout.attention_rotation} has no effect on heads of {dim}, which llama.cpp never "
+            "turns; leave it out"
+        )
+    return interleave
+
+
+def _parts(prefix: Prefix, layout: Layout, interleave: bool) -> Iterator[bytes]:
+    units = prefix.units
+    yield struct.pack("<II", layout.streams, units)
+    cells = np.array([[place, 1, 0] for place in range(units)], "<i4")
+    yield cells.tobytes()
+    yield struct.pack("<II", not layout.flash_attention, len(prefix.keys))
+    for keys in prefix.keys:
+        states = _floats(keys)
+        states = _interleaved(states) if interleave else states
+        if _turns(layout, layout.cache_type, prefix):
+            states = _turned(states, states.shape[-1] & -states.shape[-1])
+        yield from _rows(states, layout.cache_type)
+    for values in prefix.values:
+        states = _floats(values)
+        if _turns(layout, layout.value_type, prefix):
+            states = _turned(states, _TURNED)
+        yield from _rows(states, layout.value_type) if layout.flash_attention else _columns(states, layout.value_type)
+    yield bytes(4 * (layout.streams - 1))
+
+
+def _floats(states: Tensor) -> NDArray[np.float32]:
+    return states.detach().float().cpu().numpy()
+
+
+def _rows(states: NDArray[np.float32], kind: str) -> Iterator[bytes]:
+    """Yield (U, K, D) as one row for each unit."""
+    rows = encoded(states.reshape(len(states), -1), kind)
+    yield struct.pack("<iQ", CACHE_TYPES[kind], rows.shape[1] * rows.itemsize)
+    yield rows.tobytes()
+
+
+def _columns(states: NDArray[np.float32], kind: str) -> Iterator[bytes]:
+    """Yield (U, K, D) as one row for each element of a unit."""
+    columns = encoded(states.reshape(len(states), -1).T, kind)
+    yield struct.pack("<iII", CACHE_TYPES[kind], columns.itemsize, len(columns))
+    yield columns.tobytes()
+
+
+def _interleaved(keys: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Make neighbours of the element i of the first half of a head and the element i of the second."""
+    return keys.reshape(*keys.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(keys.shape)
+
+
+def _quantised(kind: str) -> bool:
+    return kind.startswith("q")
+
+
+def _turns(layout: Layout, kind: str, prefix: Prefix) -> bool:
+    return layout.rotates and _quantised(kind) and prefix.keys[0].shape[-1] % _TURNED == 0
+
+
+def hadamard(size: int) -> NDArray[np.float32]:
+    """Return the orthonormal Sylvester-Hadamard matrix, (size, size), of a power of two."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.asarray(matrix / np.sqrt(size), np.float32)
+
+
+def _turned(states: NDArray[np.float32], size: int) -> NDArray[np.float32]:
+    """Turn every `size` elements, which spreads what stands out over all of them before they are quantised."""
+    return (states.reshape(-1, size) @ hadamard(size)).reshape(states.shape)
+
+
+def encoded(rows: NDArray[np.float32], kind: str) -> NDArray[Any]:
+    """Return rows (N, W) of float32 in a type of ggml: floats (N, W), or bytes (N, bytes of a row).
+
+    Quantised as in ggml's reference (`quantize_row_*_ref` of ggml/src/ggml-quants.c): blocks of 32 share a scale.
+
+    Raises:
+        ValueError: If the type cannot hold the values.
+    """
+    if kind == "f32":
+        return np.ascontiguousarray(rows, "<f4")
+    if kind == "bf16":
+        bits = np.ascontiguousarray(rows, "<f4").view("<u4")
+        return np.asarray((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, "<u2")
+    if kind == "f16":
+        return _half(rows, kind)
+    blocks = np.ascontiguousarray(rows, np.float32).reshape(-1, _BLOCK)
+    return (_eight_bits(blocks) if kind == "q8_0" else _few_bits(blocks, kind)).reshape(len(rows), -1)
+
+
+def _half(values: NDArray[np.float32], kind: str) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        halves = np.ascontiguousarray(values, "<f2")
+    if not np.isfinite(halves).all():
+        raise ValueError(f"some units are beyond the range of float16, which {kind} needs; give cache_type=bf16 or f32")
+    return halves
+
+
+def _eight_bits(blocks: NDArray[np.float32]) -> NDArray[np.uint8]:
+    scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    scaled = blocks * _inverse(scale)
+    codes = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
+    return np.hstack([_half(scale, "q8_0").view(np.uint8), codes.view(np.uint8)])
+
+
+def _few_bits(blocks: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
+    """Return blocks of 4 or 5 bits: the scale, for _1 the least value, the fifth bits, and the other four in pairs."""
+    bits, least = int(kind[1]), kind.endswith("_1")
+    if least:
+        low = blocks.min(axis=1, keepdims=True)
+        scale = (blocks.max(axis=1, keepdims=True) - low) / np.float32(2**bits - 1)
+        shift, heads = np.float32(0.5), [_half(scale, kind), _half(low, kind)]
+        blocks = blocks - low
+    else:
+        largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
+        scale = largest / np.float32(-(2 ** (bits - 1)))
+        shift, heads = np.float32(2 ** (bits - 1) + 0.5), [_half(scale, kind)]
+    codes = np.trunc(blocks * _inverse(scale) + shift).clip(0, 2**bits - 1).astype(np.uint8)
+    fifth = [np.packbits(codes >> 4, axis=1, bitorder="little")] if bits == 5 else []
+    pairs = (codes[:, :16] & 15) | (codes[:, 16:] << 4)
+    return np.hstack([*(head.view(np.uint8) for head in heads), *fifth, pairs])
+
+
+def _inverse(scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)

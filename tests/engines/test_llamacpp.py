@@ -1,0 +1,341 @@
+"""What is written for llama.cpp, against states that the real library gave out; llama.cpp itself is not needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from locret import LongContextModel, RetentionPolicy
+from locret.engines import llamacpp
+from locret.engines.llamacpp import INTERLEAVED, Layout, encoded, export, hadamard, sequence_state, slot_file
+from locret.engines.prefix import Prefix
+
+RECORDED = dict(np.load(Path(__file__).parent / "llamacpp_states.npz"))
+"""Made by record_llamacpp_states.py with llama-cpp-python 0.3.36: five tokens, read by two random models."""
+SHAPES = {"llama": (2, 32), "qwen2": (1, 128)}
+"""KV heads and head dim."""
+UNITS = 5
+
+
+def recorded(name: str) -> bytes:
+    return RECORDED[name].tobytes()
+
+
+def parsed(blob: bytes, head: str = "<Ii") -> dict[str, Any]:
+    """Take a state apart, by the description of the format alone; nothing may be left over."""
+    at = struct.calcsize(head)
+
+    def take(form: str) -> Any:
+        nonlocal at
+        values = struct.unpack_from(f"<{form}", blob, at)
+        at += struct.calcsize(f"<{form}")
+        return values if len(values) > 1 else values[0]
+
+    def part(size: int) -> bytes:
+        nonlocal at
+        at += size
+        return blob[at - size : at]
+
+    streams, state = take("I"), {}
+    for _ in range(streams):
+        if not (cells := take("I")):
+            continue
+        places = [take("iIi")[:2] for _ in range(cells)]
+        transposed, layers = take("II")
+        keys = [(take("iQ"), part(struct.unpack_from("<Q", blob, at - 8)[0] * cells)) for _ in range(layers)]
+        values = []
+        for _ in range(layers):
+            kind = take("iII") if transposed else take("iQ")
+            values.append((kind, part(kind[1] * kind[2] * cells if transposed else kind[1] * cells)))
+        state = {"streams": streams, "places": places, "transposed": transposed, "keys": keys, "values": values}
+    assert at == len(blob)
+    return state
+
+
+def prefix_of(model_type: str, /, **changes: Any) -> Prefix:
+    """The units that the library itself held, in transformers' order."""
+    state, (heads, dim) = parsed(recorded(f"{model_type} f32")), SHAPES[model_type]
+
+    def states(part: tuple[Any, bytes]) -> torch.Tensor:
+        return torch.frombuffer(bytearray(part[1]), dtype=torch.float32).view(UNITS, heads, dim)
+
+    keys = tuple(states(part) for part in state["keys"])
+    if model_type == "llama":  # neighbours become halves
+        keys = tuple(key.view(UNITS, heads, dim // 2, 2).transpose(2, 3).reshape(UNITS, heads, dim) for key in keys)
+    values = tuple(states(part) for part in state["values"])
+    facts = {"vocab_size": 199, "tokens": 60, "model_type": model_type, "rotary": {"rope_type": "default"}}
+    return Prefix(**{"keys": keys, "values": values, **facts, **changes})
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_float32_units_are_written_as_the_library_wrote_them(model_type: str) -> None:
+    ours = sequence_state(prefix_of(model_type), Layout(cache_type="f32"))
+    assert ours == recorded(f"{model_type} f32")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama f16", {}),
+        ("llama bf16", {"cache_type": "bf16"}),
+        ("llama q8_0", {"cache_type": "q8_0"}),
+        ("llama q4_0", {"cache_type": "q4_0"}),
+        ("llama q4_1", {"cache_type": "q4_1"}),
+        ("llama q5_0", {"cache_type": "q5_0"}),
+        ("llama q5_1", {"cache_type": "q5_1"}),
+        ("llama f16 transposed", {"flash_attention": False}),
+        ("llama q8_0 f16 transposed", {"cache_type": "q8_0", "cache_type_v": "f16", "flash_attention": False}),
+        ("llama f16 streams", {"streams": 3}),
+        ("qwen2 q8_0", {"cache_type": "q8_0"}),
+        ("qwen2 q4_0", {"cache_type": "q4_0"}),
+        ("qwen2 q5_1", {"cache_type": "q5_1"}),
+    ],
+)
+def test_the_first_layer_is_written_as_the_library_wrote_it(name: str, layout: dict[str, Any]) -> None:
+    """The second layer of a library with such a cache is another: it has read what the first one lost."""
+    blob = sequence_state(prefix_of(name.split()[0]), Layout(**layout))
+    ours, theirs = parsed(blob), parsed(recorded(name))
+    assert len(blob) == len(recorded(name))
+    for field in ("streams", "places", "transposed"):
+        assert ours[field] == theirs[field]
+    for part in ("keys", "values"):
+        assert [kind for kind, _ in ours[part]] == [kind for kind, _ in theirs[part]]
+        (_, mine), (_, other) = ours[part][0], theirs[part][0]
+        differ = np.frombuffer(mine, np.uint8) != np.frombuffer(other, np.uint8)
+        # A matrix product may round a turned element to the other side of a code.
+        assert differ.mean() <= (0.01 if name.startswith("qwen2") else 0), (part, differ.mean())
+
+
+def test_a_slot_file_is_the_librarys_but_for_the_ids() -> None:
+    ours, theirs = slot_file(prefix_of("llama")), recorded("llama f16 file")
+    assert ours[:12] == theirs[:12]
+    assert list(struct.unpack_from("<5i", ours, 12)) == prefix_of("llama").placeholders
+    assert parsed(ours, "<3I5i")["keys"][0] == parsed(theirs, "<3I5i")["keys"][0]
+    assert len(ours) == len(theirs)
+
+
+def test_version_2_has_no_head_and_no_turn() -> None:
+    for kind, turned in (("f16", False), ("q8_0", True)):
+        new, old = (
+            sequence_state(prefix_of("qwen2"), Layout(cache_type=kind, state_version=version)) for version in (3, 2)
+        )
+        assert new[:8] == struct.pack("<Ii", 0xAF143CD8, 0)
+        assert len(old) == len(new) - 8
+        assert (old != new[8:]) == turned
+        disabled = Layout(cache_type="q8_0", attention_rotation=False)
+        if turned:
+            assert sequence_state(prefix_of("qwen2"), disabled)[8:] == old
+    assert slot_file(prefix_of("llama"), Layout(state_version=2))[4:8] == struct.pack("<I", 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 64, 128])
+def test_the_hadamard_matrix_is_what_its_definition_says(size: int) -> None:
+    signs = [[(-1) ** (row & column).bit_count() for column in range(size)] for row in range(size)]
+    np.testing.assert_allclose(hadamard(size), np.array(signs) / size**0.5, rtol=1e-6)
+    np.testing.assert_allclose(hadamard(size) @ hadamard(size), np.eye(size), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+def test_types_are_those_of_ggml(kind: str) -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    rows = np.random.default_rng(0).normal(0, 3, (40, 96)).astype(np.float32)
+    rows[3], rows[4, :32], rows[5, 7] = 0, 2.5, 1e4  # a block of zeros, one of equal values, one that stands out
+    theirs = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[kind.upper()])
+    ours = encoded(rows, kind)
+    assert np.array_equal(ours.view(np.uint8), theirs.view(np.uint8).reshape(40, -1))
+
+
+def decoded(packed: np.ndarray, kind: str) -> np.ndarray:
+    """The values that blocks stand for, by ggml's definition."""
+    bits, least = int(kind[1]), kind.endswith("_1")
+    blocks = packed.reshape(-1, {"q8_0": 34, "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24}[kind])
+    scale, rest = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32), blocks[:, 2:]
+    if bits == 8:
+        return rest.view(np.int8) * scale
+    low = np.zeros_like(scale)
+    if least:
+        low, rest = np.ascontiguousarray(rest[:, :2]).view(np.float16).astype(np.float32), rest[:, 2:]
+    codes = np.hstack([rest[:, -16:] & 15, rest[:, -16:] >> 4]).astype(np.int32)
+    if bits == 5:
+        word = np.ascontiguousarray(rest[:, :4]).view("<u4")
+        codes |= ((word >> np.arange(32, dtype=np.uint32)) & 1).astype(np.int32) << 4
+    return (codes if least else codes - 2 ** (bits - 1)) * scale + low
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+def test_quantised_values_are_within_a_step_of_the_true_ones(kind: str) -> None:
+    rows = np.random.default_rng(1).normal(0, 3, (50, 64)).astype(np.float32)
+    rows[0] = 0
+    blocks = rows.reshape(-1, 32)
+    step = (blocks.max(1) - blocks.min(1) if kind.endswith("_1") else 2 * np.abs(blocks).max(1)) / (
+        2 ** int(kind[1]) - 2
+    )
+    wrong = np.abs(decoded(encoded(rows, kind), kind) - blocks).max(1)
+    # Symmetric codes have one step less on the side of what is not the largest.
+    assert (wrong <= step * (0.6 if kind in ("q8_0", "q4_1", "q5_1") else 1.1) + 1e-6).all()
+
+
+POLICY = RetentionPolicy(budget=64, chunk_size=96, stabilizers=16, local_len=16)
+
+
+@pytest.fixture(scope="module")
+def lm() -> LongContextModel:
+    return LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY)
+
+
+@pytest.fixture(scope="module")
+def saved(lm: LongContextModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("contexts") / "book.ctx"
+    ids = torch.randint(10, 900, (400,), generator=torch.Generator().manual_seed(1)).tolist()
+    lm.read(ids, name="ids").save(path)
+    return path
+
+
+def test_an_export_says_all_that_a_client_and_the_server_need(saved: Path, tmp_path: Path) -> None:
+    slot, record = export(saved, tmp_path / "book.bin", Layout(cache_type="q8_0"))
+    assert (slot, record) == (tmp_path / "book.bin", tmp_path / "book.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["book.bin", "book.json"]
+    facts, prefix = json.loads(record.read_text()), Prefix.from_file(saved)
+    assert slot.read_bytes() == slot_file(prefix, Layout(cache_type="q8_0"))
+    assert facts["bytes"] == slot.stat().st_size
+    assert facts["placeholders"] == prefix.placeholders
+    assert (facts["units"], facts["tokens"], facts["digest"]) == (80, prefix.tokens, prefix.digest.hex())
+    said = " ".join(facts["server"])
+    assert said == "--ctx-size 4176 --kv-unified --flash-attn on --cache-type-k q8_0 --cache-type-v q8_0"
+    assert "/slots/0?action=restore" in facts["use"]
+
+
+def test_a_context_a_cache_a_prefix_and_their_file_are_exported_alike(
+    lm: LongContextModel, saved: Path, tmp_path: Path
+) -> None:
+    context = lm.load(saved)
+    for number, source in enumerate((saved, str(saved), context, context.cache, Prefix.of(context))):
+        export(source, tmp_path / f"{number}.bin")
+    assert len({(tmp_path / f"{number}.bin").read_bytes() for number in range(5)}) == 1
+
+
+def test_a_new_export_takes_the_place_of_an_old_one_and_of_nothing_else(saved: Path, tmp_path: Path) -> None:
+    slot, record = export(saved, tmp_path / "book.bin")
+    export(saved, slot, Layout(cache_type="f32", streams=4))
+    assert json.loads(record.read_text())["server"][:4] == ["--ctx-size", "16704", "--no-kv-unified", "--parallel"]
+    before = saved.read_bytes()
+    with pytest.raises(ValueError, match=r"book.ctx is there already and is no slot file; choose another file"):
+        export(saved, saved)
+    assert saved.read_bytes() == before
+    record.write_text('{"my": "notes"}')
+    with pytest.raises(ValueError, match=r"book.json is there already and is not the record of a slot file"):
+        export(saved, slot)
+    with pytest.raises(ValueError, match=r"a.json is to be the slot file, and the record beside it ends in .json"):
+        export(saved, tmp_path / "a.json")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        export(saved, tmp_path / "none" / "at all" / "book.bin")
+    export(saved, tmp_path / "new" / "book.bin")
+    assert len(list((tmp_path / "new").iterdir())) == 2
+
+
+def test_an_export_that_fails_leaves_what_was_there(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot, record = export(saved, tmp_path / "book.bin")
+    before = slot.read_bytes(), record.read_bytes()
+    monkeypatch.setattr(llamacpp, "_record", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left on device"):
+        export(saved, slot, Layout(cache_type="f32"))
+    assert (slot.read_bytes(), record.read_bytes()) == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_type": "q6_k"}, 'cache_type="q6_k" is unknown; choose one of f32, f16, bf16, q8_0'),
+        ({"cache_type_v": "iq4_nl"}, 'cache_type_v="iq4_nl" is unknown; choose one of'),
+        ({"state_version": 4}, "state_version=4 is unknown, only 2 and 3 are; give the LLAMA_STATE_SEQ_VERSION of"),
+        (
+            {"cache_type": "q8_0", "flash_attention": False},
+            "flash_attention=False transposes the values, which q8_0 cannot be; give cache_type_v=f16",
+        ),
+        ({"streams": 0}, "streams=0 cannot be; give 1 to 256"),
+        ({"streams": 257}, "streams=257 cannot be"),
+        ({"attention_rotation": False}, "attention_rotation=False has no effect on f16, which is not quantised"),
+    ],
+)
+def test_a_layout_that_no_llamacpp_has_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Layout(**options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"model_type": "qwen2_vl"}, {}, "in which order llama.cpp holds the keys of qwen2_vl is not known; it is for"),
+        ({"model_type": ""}, {}, "the keys of an unnamed backbone is not known"),
+        (
+            {"rotary": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            {},
+            "llama.cpp rotates whole heads of llama, and this backbone rotates 0.5 of each; answer in another engine",
+        ),
+        (
+            {"rotary": {"rope_type": "dynamic", "original_max_position_embeddings": 4}},
+            {},
+            "llama.cpp has no dynamic rotary scaling, and the units reach beyond the original context",
+        ),
+        (
+            {},
+            {"cache_type": "q4_0", "attention_rotation": True},
+            "attention_rotation=True has no effect on heads of 32, which llama.cpp never turns; leave it out",
+        ),
+        (
+            {"keys": (torch.zeros(5, 2, 16),), "values": (torch.zeros(5, 2, 16),)},
+            {"cache_type": "q8_0"},
+            "cache_type=q8_0 quantises 32 elements at a time, and heads have 16; give f16, bf16 or f32",
+        ),
+        (
+            {"keys": (torch.full((5, 2, 32), 1e5),), "values": (torch.zeros(5, 2, 32),)},
+            {},
+            "some units are beyond the range of float16, which f16 needs; give cache_type=bf16 or f32",
+        ),
+    ],
+)
+def test_units_that_llamacpp_could_not_hold_are_refused(
+    changes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    prefix = prefix_of("llama", **changes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sequence_state(prefix, Layout(**options))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        export(prefix, tmp_path / "book.bin", Layout(**options))
+    assert not list(tmp_path.iterdir())
+
+
+def test_long_rope_is_given_a_context_that_chooses_the_long_factors(tmp_path: Path) -> None:
+    rotary = {"rope_type": "longrope", "original_max_position_embeddings": 8192}
+    prefix = prefix_of("qwen2", model_type="phi3", rotary=rotary)
+    for streams, least in ((1, "8193"), (2, "16386")):
+        _, record = export(prefix, tmp_path / "book.bin", Layout(streams=streams))
+        assert json.loads(record.read_text())["server"][1] == least
+
+
+def test_orders_are_known_for_what_locret_tests_and_halves_are_the_rule_of_qwen() -> None:
+    assert INTERLEAVED["llama"]
+    assert INTERLEAVED["mistral"]
+    assert not any(INTERLEAVED[name] for name in ("qwen2", "qwen3", "phi3", "gemma"))
+
+
+def test_writing_a_state_needs_numpy_alone() -> None:
+    """A process without torch can import the module and pack units; the package's own file format needs torch."""
+    code = (
+        "import sys; from locret.engines.llamacpp import Layout, encoded; import numpy as np; "
+        "encoded(np.zeros((2, 32), np.float32), Layout(cache_type='q8_0').cache_type); "
+        "assert not {'torch', 'transformers', 'gguf'} & set(sys.modules), 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
