@@ -520,7 +520,7 @@ class Library:
             os.replace(ids, self.folder / TEXTS / f"{name}{IDS}")
         path = self.folder / f"{name}{SUFFIX}"
         with self._moving:
-            save(path, context.cache, context.name, context._stream, context._transcript, upload=notes)
+            save(path, context.cache, context.name, context._stream, context._transcript, context.sources, upload=notes)
 
     def _copy_text(self, entry: Entry, new: str) -> None:
         if entry.has_text:

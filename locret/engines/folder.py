@@ -87,6 +87,11 @@ class ContextFolder:
             return Listed(path, stamp, ids, str(error))
         return Listed(path, stamp, ids)
 
+    @property
+    def files(self) -> list[Listed]:
+        """All files, in the order of their names."""
+        return list(self._files.values())
+
     def named(self, name: str) -> Listed:
         """Return the file of that name below the folder, with or without its ending.
 
