@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis.generation import GenerationMode
 
@@ -23,6 +23,8 @@ from locret.infer.speed.lab.serve_load import serving
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "4"))
 BOOK = Path(__file__).parents[2] / "recipes/infer/pass_key.txt"
+LONGEST_QUERY = 10_000
+"""Characters; where percent signs make 64 KiB of them, it is uvicorn that refuses a request, and not we."""
 TURN = itertools.count()
 
 
@@ -49,9 +51,12 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def test_what_is_refused_is_refused_in_one_sentence(api: Any, mode: GenerationMode) -> None:
     for found in api.get_all_operations():
 
-        @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(
+            max_examples=EXAMPLES, phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck)
+        )
         @given(case=found.ok().as_strategy(generation_mode=mode))
         def check(case: Any) -> None:
+            assume(len(str(case.query)) < LONGEST_QUERY)
             aim(case)
             response = case.call(timeout=60)
             assert response.status_code < 500, response.text
