@@ -263,18 +263,20 @@ def batch(server: Server, jobs: Sequence[tuple[Book, int]]) -> dict[str, Any]:
 
 def at_once(server: Server, books: Sequence[Book]) -> int:
     """Return the most requests that ran at once of many with longer answers."""
-    most, over = 0, threading.Event()
+    most = 0
 
     def write(nth: int) -> None:
         book = books[nth % len(books)]
         prompt = server.prompts(book, nth // len(books) % len(book.questions))
         server.post(prompt, _LONG_ANSWER, ignore_eos=True).read()
 
-    with ThreadPoolExecutor(_MANY + 1) as pool:
-        everybody = [pool.submit(write, nth) for nth in range(_MANY)]
-        threading.Thread(target=lambda: ([one.exception() for one in everybody], over.set())).start()
-        while not over.wait(0.05):
+    with ThreadPoolExecutor(_MANY) as pool:
+        answers = [pool.submit(write, nth) for nth in range(_MANY)]
+        while not all(answer.done() for answer in answers):
             most = max(most, server.running())
+            time.sleep(0.05)
+        for answer in answers:
+            answer.result()
     return most
 
 
