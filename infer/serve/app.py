@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -31,15 +30,7 @@ def make_app(state: ServerState) -> FastAPI:
 
     Routers are `router` of the modules; routes take what they share from `state_of(request)` and raise `Refusal`.
     """
-
-    @asynccontextmanager
-    async def running(_: FastAPI) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            state.close()
-
-    app = FastAPI(title="Locret", version=__version__, docs_url=None, redoc_url=None, lifespan=running)
+    app = FastAPI(title="Locret", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = state
     for part in (openai_routes, context_routes, page, watch_routes):
         app.include_router(part.router)

@@ -22,6 +22,9 @@ from locret.policy.resolve import PolicyFlags
 
 if TYPE_CHECKING:
     from locret import LongContextModel
+    from locret.infer.serve.engine import Engine
+    from locret.infer.serve.library import Library
+    from locret.infer.serve.plan import MemoryPlan
     from locret.infer.serve.state import ServerState
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, ServeOptions)
@@ -44,7 +47,8 @@ def command(argv: Sequence[str] | None = None) -> int:
         lm = _load(model, scorer, policy, options, chosen)
         from locret.infer.serve.plan import MemoryPlan
 
-        plan = MemoryPlan.of(lm, options.kv_memory, readers=options.readers)
+        elsewhere = options.engine == "vllm"
+        plan = MemoryPlan.of(lm, options.kv_memory, readers=options.readers, engine_tokens=0 if elsewhere else None)
         if listening is None:
             if options.json:
                 print_json(plan.to_dict())
@@ -136,14 +140,12 @@ def _state(
     """Return a server that is ready to answer."""
     from locret.infer.serve.library import Library
     from locret.infer.serve.state import ServerState
-    from locret.infer.serve.transformers_engine import TransformersEngine
-    from locret.infer.serve.turns import Beside
 
     library = Library(
         Path(options.contexts), lm, plan, auto_bytes=sizes["auto_contexts"], max_upload=sizes["max_upload"]
     )
     try:
-        engine = Beside(TransformersEngine(lm.model, kv_bytes=plan.engine), library.turns)
+        engine = _engine(lm, plan, options, library)
         engine.start()
     except BaseException:
         library.close()
@@ -161,6 +163,19 @@ def _state(
         max_new_tokens=options.max_new_tokens,
         timeout=options.timeout,
     )
+
+
+def _engine(lm: LongContextModel, plan: MemoryPlan, options: ServeOptions, library: Library) -> Engine:
+    """Return what writes the answers; it has not started."""
+    if options.engine == "vllm":
+        from locret.infer.serve.vllm_engine import VllmEngine
+
+        key = options.engine_api_key
+        return VllmEngine(str(options.engine_url), unit_bytes=plan.unit, model=options.engine_model, api_key=key)
+    from locret.infer.serve.transformers_engine import TransformersEngine
+    from locret.infer.serve.turns import Beside
+
+    return Beside(TransformersEngine(lm.model, kv_bytes=plan.engine), library.turns)
 
 
 def _hosts(host: str) -> frozenset[str] | None:

@@ -23,6 +23,8 @@ WAIT_FOR_BODY = 30.0
 """Seconds without a byte of a body that is not complete."""
 BODIES = 4
 """Bodies of the largest size that may be held at once, or as many bytes of smaller ones."""
+_CLOSE = {"Connection": "close"}
+"""What is left of the body is not received."""
 
 
 class Gate:
@@ -103,7 +105,9 @@ class Gate:
                 raise self._too_large(f"more than {most}")
             if self.held + len(part) > BODIES * most:
                 raise Refusal(
-                    429, "too many large requests at once; try again in a moment", headers={"Retry-After": "1"}
+                    429,
+                    "too many large requests at once; try again in a moment",
+                    headers={"Retry-After": "1", **_CLOSE},
                 )
             self.held += len(part)
             body += part
@@ -115,6 +119,7 @@ class Gate:
             413,
             f"the body has {size} bytes, but --max-body allows {self.state.max_body}; upload a long text as a context "
             "(POST /v1/contexts), which may have any size",
+            headers=_CLOSE,
         )
 
 

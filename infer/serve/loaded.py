@@ -27,6 +27,9 @@ class Loaded:
         self._known: weakref.WeakValueDictionary[str, Prefix] = weakref.WeakValueDictionary()
         self._changed = threading.Condition()  # of a lock that is reentrant: a finalizer may run anywhere
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def get(self, key: str) -> Prefix | None:
         """Return a prefix, if it is in memory."""
         with self._changed:
@@ -68,11 +71,6 @@ class Loaded:
         """Do not keep a prefix for later."""
         with self._changed:
             self._held.pop(key, None)
-
-    def wait(self, seconds: float) -> None:
-        """Wait until something has changed, or so long."""
-        with self._changed:
-            self._changed.wait(seconds)
 
     def _gone(self, size: int) -> None:
         with self._changed:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,11 +29,17 @@ class Now:
     """What is true at this moment."""
 
     waiting: int
-    """Requests that wait for their answer to begin."""
+    """Answers that wait for their first token."""
+    running: int
+    """Answers that have it."""
     contexts: Mapping[str, int]
     """Contexts by where they are."""
     memory: Mapping[str, PartMemory]
     """The memory that was promised, part by part."""
+    read_tokens: int
+    """Tokens of texts that were read since the start."""
+    read_chunks: int
+    """Chunks that they were read in."""
 
 
 class Metrics:
@@ -49,9 +55,8 @@ class Metrics:
             buckets=FIRST_TOKEN_SECONDS,
             registry=self.registry,
         )
-        self._read = Counter("locret_read_tokens", "Tokens of texts and questions", registry=self.registry)
+        self._questions = Counter("locret_question_tokens", "Tokens of questions", registry=self.registry)
         self._written = Counter("locret_written_tokens", "Tokens of answers", registry=self.registry)
-        self._chunks = Counter("locret_read_chunks", "Chunks of texts", registry=self.registry)
 
     def answered(self, route: str, status: int) -> None:
         """Count a request that has been answered or refused."""
@@ -61,14 +66,13 @@ class Metrics:
         """Take down how long a request has waited for the first token of its answer."""
         self._first_token.observe(seconds)
 
-    def wrote(self, tokens: int = 1) -> None:
-        """Count tokens of answers."""
-        self._written.inc(tokens)
+    def asked(self, tokens: int) -> None:
+        """Count the tokens of a question."""
+        self._questions.inc(tokens)
 
-    def read(self, tokens: int, chunks: int = 0) -> None:
-        """Count tokens of questions, or of texts with the chunks they were read in."""
-        self._read.inc(tokens)
-        self._chunks.inc(chunks)
+    def wrote(self, tokens: int) -> None:
+        """Count tokens of an answer."""
+        self._written.inc(tokens)
 
     def text(self, now: Now) -> bytes:
         """Return all of it, and how things are now, in Prometheus' text format."""
@@ -83,8 +87,11 @@ class _Moment(Collector):
     def __init__(self, now: Now) -> None:
         self._now = now
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        yield GaugeMetricFamily("locret_queue_length", "Requests that wait for their answer", self._now.waiting)
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("locret_queue_length", "Answers that wait for their first token", self._now.waiting)
+        yield GaugeMetricFamily("locret_running_answers", "Answers that are being written", self._now.running)
+        yield CounterMetricFamily("locret_read_tokens", "Tokens of texts that were read", self._now.read_tokens)
+        yield CounterMetricFamily("locret_read_chunks", "Chunks that were read", self._now.read_chunks)
         contexts = GaugeMetricFamily("locret_contexts", "Contexts by where they are", labels=["where"])
         for where, count in self._now.contexts.items():
             contexts.add_metric([where], count)

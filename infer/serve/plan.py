@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from locret import RetainingHeads, RetentionPolicy
-from locret.backbone.adapters import unwrap
+from locret.backbone.adapters import find_decoder, unwrap
+from locret.backbone.rotary import rotary_parameters
 from locret.cache.export import check_prefix
 from locret.cache.limits import Limits, column_bytes, planned_bytes
 from locret.conversation.chat import LONGEST_ANSWER
@@ -133,7 +134,9 @@ def _check_policy(lm: LongContextModel) -> None:
         ValueError: Saying why.
     """
     policy: RetentionPolicy = lm.policy
-    check_prefix(policy, lm.backbone, {1}, host=False)
+    check_prefix(
+        policy, lm.backbone, {policy.budget + policy.local_len}, rotary_parameters(find_decoder(lm.model)), host=False
+    )
     if policy.when != "chunk":
         raise ValueError(
             f"--when {policy.when} holds all of a text until its end, so no amount of memory is enough for a server; "

@@ -197,14 +197,20 @@ class Reader:
             OSError: If the disk is full.
             Cancelled: If the job was.
         """
-        document = Document(source, upload.pieces(job.check), size=upload.total, unit="bytes")
+
+        def check() -> None:
+            job.check()
+            upload.check()
+
+        document = Document(source, upload.pieces(check), size=upload.total, unit="bytes")
         watch = _Watch(job, upload)
         job.progress = Progress(total=upload.total)
-        with self.turns.turn(job.check) as turn, _kept_ids(ids) as keep:
+        with self.turns.turn(check) as turn, _kept_ids(ids) as keep:
 
             def feed(blocks: Iterator[list[int]]) -> Iterator[list[int]]:
                 for block in _between_turns(blocks, turn):
                     watch.tokens += len(block)
+                    self.turns.feed(len(block))
                     keep(block)
                     yield block
 
@@ -225,14 +231,15 @@ class Reader:
 
     def ids(self, job: Job, ids: Iterable[int], cache: RetentionCache) -> None:
         """Read token ids after what a cache holds; call it within `slot`. Errors as for `text`."""
-        watch = _Watch(job, None)
+        watch, fed = _Watch(job, None), list(ids)
+        self.turns.feed(len(fed))
         with self.turns.turn(job.check) as turn:
 
             def on_chunk(cache: RetentionCache) -> None:
                 watch(cache)
                 turn.chunk()
 
-            prefill(self.lm.model, torch.tensor([list(ids)]), cache, on_chunk=on_chunk)
+            prefill(self.lm.model, torch.tensor([fed]), cache, on_chunk=on_chunk)
         watch(cache, last=True)
 
 

@@ -51,8 +51,8 @@ def _checked_text(value: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_checked_text)]
-Name = Annotated[Text, Field(min_length=1, max_length=200)]
-Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_checked_text)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_checked_text)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]

@@ -60,10 +60,12 @@ class ServerState:
         self.long_work = ThreadPoolExecutor(LONG_WORK, "locret-long")
 
     def close(self) -> None:
-        """Give threads back; what they still do is not waited for."""
-        self.answers.close()
+        """End what is read and written, and give back threads, memory and the folder of contexts; idempotent."""
         for pool in (self.short_work, self.long_work):
             pool.shutdown(wait=False, cancel_futures=True)
+        self.answers.close()
+        self.library.close()
+        self.engine.stop()
 
 
 def state_of(connection: HTTPConnection) -> ServerState:

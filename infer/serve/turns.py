@@ -29,6 +29,8 @@ class Turns:
         self.patience = patience
         self.chunks = 0
         """Chunks that were read."""
+        self.tokens = 0
+        """Tokens that were fed to readers."""
         self._changed = threading.Condition()
         self._waiting: deque[Turn] = deque()
         self._running: Turn | None = None
@@ -56,6 +58,11 @@ class Turns:
         with self._changed:
             self._answers.add(answer)
         return answer
+
+    def feed(self, tokens: int) -> None:
+        """Count tokens that a reader takes."""
+        with self._changed:
+            self.tokens += tokens
 
     def _pause(self) -> float:
         """Return how long the next chunk still gives way at most, in seconds."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -243,7 +244,7 @@ class VllmEngine:
 
     def _body(self, asked: Asked) -> dict[str, Any]:
         prompt = [*(asked.prefix.placeholders if asked.prefix else ()), *asked.ids]
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
             "prompt": prompt,
             "stream": True,
@@ -292,11 +293,11 @@ def _steps_of(choice: dict[str, Any], asked: Asked) -> list[Step]:
         raise ValueError(f"vLLM ended the answer with {finish!r}; {_WHY}")
     steps = []
     for nth, token in enumerate(ids):
-        logprob, top = None, ()
+        step = Step(token=token, finish=finish if nth == len(ids) - 1 else None)
         if named is not None:
-            logprob, top = named["token_logprobs"][nth], _likeliest(named["top_logprobs"][nth], asked.top_logprobs or 0)
-        last = finish if nth == len(ids) - 1 else None
-        steps.append(Step(token=token, finish=last, logprob=logprob, top=top))
+            top = _likeliest(named["top_logprobs"][nth], asked.top_logprobs or 0)
+            step = replace(step, logprob=named["token_logprobs"][nth], top=top)
+        steps.append(step)
     return steps
 
 

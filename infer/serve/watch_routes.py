@@ -8,6 +8,7 @@ import psutil
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from torch import nn
 
 from locret.infer.serve.metrics import Now, PartMemory
 from locret.infer.serve.state import ServerState, state_of
@@ -32,8 +33,9 @@ def metrics(request: Request) -> Response:
 @router.get("/v1/memory", summary="The memory that was promised, and what is in use")
 def memory(request: Request) -> dict[str, Any]:
     """Return the bytes planned and used of each part, and those of the whole process."""
-    parts = now(state_of(request)).memory
+    parts = memory_of(state_of(request))
     return {
+        "object": "memory",
         "parts": {name: {"planned": part.planned, "used": part.used} for name, part in parts.items()},
         "resident": psutil.Process().memory_info().rss,
     }
@@ -41,5 +43,33 @@ def memory(request: Request) -> dict[str, Any]:
 
 def now(state: ServerState) -> Now:
     """Return how things are with a server at this moment."""
-    engine = state.engine
-    return Now(waiting=0, contexts={}, memory={"pages": PartMemory(engine.planned_bytes, engine.used_bytes)})
+    library = state.library
+    named, automatic = library.entries(), library.automatic()
+    going = sum(entry.state in ("waiting", "reading") for entry in named)
+    return Now(
+        waiting=state.answers.waiting,
+        running=state.answers.running,
+        contexts={"disk": len(named) - going, "automatic": len(automatic), "reading": going, "loaded": library.loaded},
+        memory=memory_of(state),
+        read_tokens=library.turns.tokens,
+        read_chunks=library.turns.chunks,
+    )
+
+
+def memory_of(state: ServerState) -> dict[str, PartMemory]:
+    """Return the parts of the memory that was promised; what chunks and files work with is always set aside."""
+    plan, engine, used = state.plan, state.engine, state.library.used_bytes
+    weights, aside = _weights(state), plan.working + plan.moving
+    return {
+        "weights": PartMemory(weights, weights),
+        "answers": PartMemory(engine.planned_bytes, engine.used_bytes),
+        "reading": PartMemory(plan.reading, used["reading"]),
+        "loaded": PartMemory(plan.loaded, used["loaded"]),
+        "working": PartMemory(aside, aside),
+    }
+
+
+def _weights(state: ServerState) -> int:
+    """Return the bytes of the backbone and of what rates units."""
+    parts = (part for part in (state.lm.model, state.lm.scorer) if isinstance(part, nn.Module))
+    return sum(weight.nbytes for part in parts for weight in (*part.parameters(), *part.buffers()))

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from locret.field_values import shown
 
 FULL_ATTENTION = "full_attention"
 
@@ -64,8 +67,10 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) ->
 
 def unrotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Undo `rotate` in float32. Scaled tables (LongRoPE, YaRN) carry a factor m in cos and sin: it is divided out."""
+    # Rounded tables have a factor of their own at every angle, which would add up over many moves.
+    pairs = slice(0, 1) if cos.dtype == torch.float32 else slice(None)
     cos, sin = cos.float(), sin.float()
-    magnitude_squared = cos[..., :1] ** 2 + sin[..., :1] ** 2
+    magnitude_squared = cos[..., pairs] ** 2 + sin[..., pairs] ** 2
     return rotate(keys.float(), cos / magnitude_squared, -sin / magnitude_squared).to(keys.dtype)
 
 
@@ -110,6 +115,50 @@ def _rope_types(decoder: Any) -> list[str]:
 def rotary_parameters(decoder: Any) -> dict[str, Any]:
     """Return how a backbone rotates keys, as plain data."""
     return json.loads(json.dumps(decoder.config.rope_parameters or {}, default=str))  # type: ignore[no-any-return]
+
+
+_FROM_PARAMETERS = ("default", "linear", "llama3", "yarn")
+"""Kinds whose frequencies follow from their parameters alone, whatever the length."""
+
+
+def rotary_from(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> Rotary:
+    """Return the rotation that `rotary_parameters` describes, without the backbone.
+
+    Raises:
+        ValueError: If they do not say everything.
+    """
+    # Models' files, which few callers need.
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+    from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3RotaryEmbedding
+
+    kind = parameters.get("rope_type", "default")
+    if kind not in _FROM_PARAMETERS:
+        raise ValueError(f"the rotary embedding {shown(kind)} follows from more than its parameters")
+    shape = {"hidden_size": head_dim, "num_attention_heads": 1, "num_key_value_heads": 1}
+    given = {**shape, "max_position_embeddings": max_positions, "rope_parameters": dict(parameters)}
+    module: Any
+    try:
+        # Of all embeddings with these parameters only Phi-3's plain one rotates a share of the dimensions.
+        if kind == "default":
+            module = Phi3RotaryEmbedding(Phi3Config(**given))
+        else:
+            module = LlamaRotaryEmbedding(LlamaConfig(**given))
+    except Exception as error:  # whatever the parameters of somebody's file do to it
+        why = " ".join(str(error).split())
+        raise ValueError(f"the rotary parameters {shown(parameters)} describe no rotation ({why})") from error
+    return Rotary(SimpleNamespace(rotary_emb=module))
+
+
+def different_rotation(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Return which of two backbones' rotary parameters differ, shown with both values; None: none that both have."""
+    for name in sorted(saved.keys() & here.keys()):
+        ours, theirs = saved[name], here[name]
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            if found := different_rotation(ours, theirs):
+                return f"{name}.{found}"
+        elif ours != theirs:
+            return f"{name} {shown(ours)} in the file, {shown(theirs)} in the model"
+    return None
 
 
 def uses_long_factors(decoder: Any) -> bool:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from locret._version import __version__
 from locret.backbone.adapters import Backbone, find_decoder, unwrap
-from locret.backbone.rotary import rotary_parameters
+from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk
-from locret.cache.export import check_one_row, check_prefix
+from locret.cache.export import check_one_row, check_prefix, positions_now, turned_back
 from locret.cache.layer import HOST
+from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
 from locret.cache.saved_units import (
     Reading,
@@ -28,7 +29,9 @@ from locret.cache.saved_units import (
     check_units,
     checksum,
     dtype_name,
+    dtype_of,
 )
+from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.field_values import checked_values, shown
 from locret.files import written_whole
 from locret.heads.fingerprint import any_fingerprint
@@ -228,6 +231,11 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
     if different:
         raise ValueError(f"it was made with another backbone ({'; '.join(different)}); load that backbone")
     check_counters(state, cache.backbone)
+    rotary = state.get("rotary", {})  # files of earlier versions do not say
+    if not isinstance(rotary, dict):
+        raise ValueError(f"how its keys are rotated is {shown(rotary)}; save the cache again")
+    if found := different_rotation(rotary, rotary_parameters(find_decoder(cache.model))):
+        raise ValueError(f"its keys were rotated in another way ({found}); load the backbone with that configuration")
     ours, theirs = any_fingerprint(cache.model), state.get("weights")
     # What is before a colon says in which form the weights are held.
     if ours is None or theirs is None or ours.rpartition(":")[0] != str(theirs).rpartition(":")[0]:
@@ -342,35 +350,71 @@ def read_prefix(
         policy, backbone = RetentionPolicy.from_dict(state.get("policy"), "policy"), _saved_backbone(state)
         check_counters(state, backbone)
         vocab_size, columns, rotary = (state.get(name) for name in ("vocab_size", "columns", "rotary"))
-        if not isinstance(vocab_size, int) or not isinstance(columns, dict) or not isinstance(rotary, dict):
+        if vocab_size is None or columns is None or rotary is None:
             raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
-        check_prefix(policy, backbone, {counters["fill"] for counters in state["layers"]}, host=False)
-        if not policy.exact_bits or not all(counters["rotated"] for counters in state["layers"]):
-            raise ValueError(
-                "its units are in codes, or not rotated; load it with its backbone and export it from there"
-            )
-        if state["layers"][0]["fill"] != state["next_position"]:
-            raise ValueError("its units do not begin at position 0; load it with its backbone and export it from there")
-        with safe_open(path, framework="pt") as file:
-            wide = file.get_slice("rows._context").get_shape()[-1] if "rows._context" in file.keys() else 0  # noqa: SIM118
-        reading = Reading(
-            backbone=backbone,
-            ragged=False,
-            compact=True,
-            vocab_size=vocab_size,
-            hidden_size=wide,
-            columns=columns,
-            host_budget=policy.host_budget,
-        )
-        tensors = _checked_units(path, state, reading)
+        named = isinstance(columns, dict) and all(isinstance(spelt, str) for spelt in columns.values())
+        if type(vocab_size) is not int or vocab_size < 1 or not named or not isinstance(rotary, dict):
+            raise ValueError("its numbers of token ids, columns or rotation are none; save the cache again")
+        check_prefix(policy, backbone, {counters["fill"] for counters in state["layers"]}, rotary, host=False)
+        tensors = _checked_units(path, state, _reading_alone(path, policy, backbone, vocab_size, columns))
         check_one_row(len(tensors["layers.0.keys"]))
-        keys, values = (
-            tuple(tensors[f"layers.{i}.{name}"][0].transpose(0, 1).contiguous() for i in range(backbone.num_layers))
-            for name in ("keys", "values")
-        )
+        units = [_prefix_of(nth, tensors, state, policy, backbone) for nth in range(backbone.num_layers)]
+        keys, values = (tuple(states[nth][0].transpose(0, 1).contiguous() for states in units) for nth in range(2))
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{path}: {error}") from error
     return keys, values, vocab_size, state["seen"], backbone.model_type, rotary
+
+
+def _reading_alone(
+    path: str | Path, policy: RetentionPolicy, backbone: Backbone, vocab_size: int, columns: dict[str, str]
+) -> Reading:
+    """Return what the units of a file must agree with where no backbone says it."""
+    with safe_open(path, framework="pt") as file:
+        names = file.keys()
+        wide = file.get_slice("rows._context").get_shape()[-1] if "rows._context" in names else 0
+        windows = {
+            index: file.get_slice(name).get_shape()[2]
+            for index in backbone.layers
+            if (name := f"layers.{index}.{HOST}queries") in names and len(file.get_slice(name).get_shape()) == 4
+        }
+    return Reading(
+        backbone=backbone,
+        ragged=False,
+        compact=True,
+        vocab_size=vocab_size,
+        hidden_size=wide,
+        columns=columns,
+        forms=forms_of(policy, len(backbone.layers)),
+        host_budget=policy.host_budget,
+        windows=windows,
+    )
+
+
+def _prefix_of(
+    nth: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], policy: RetentionPolicy, backbone: Backbone
+) -> tuple[Tensor, Tensor]:
+    """Return (1, K, U, D) keys, rotated to 0, 1, ..., and values of a layer that has been checked."""
+    counters, base, prefix = state["layers"][nth], state["next_position"], f"layers.{nth}."
+    held = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    form, others = forms_of(policy, backbone.num_layers)[nth], held.get(HOST + POSITIONS)
+    if form is None and counters["rotated"] and counters["fill"] == base and others is None:
+        return held["keys"], held["values"]
+    try:
+        rotary = rotary_from(state["rotary"], backbone.head_dim, backbone.max_positions)
+    except ValueError as error:
+        raise ValueError(
+            f"its units are not at positions 0, 1, ..., or in codes, and {error}; load it with its backbone and take "
+            "Prefix.of(context), or save it with context.shrink(budget) first"
+        ) from error
+    columns = {name: dtype_of(spelt) for name, spelt in state["columns"].items()}
+    store = DenseStore(rotary, Workspace(), columns)
+    if form is not None:
+        store = QuantisedStore(rotary, Workspace(), columns, form=form)
+    store.load({name: tensor for name, tensor in held.items() if not name.startswith(HOST)}, counters["fill"])
+    if not counters["rotated"]:
+        store.rotate(base)
+    view = store.view(base)
+    return turned_back(view.keys, rotary, positions_now(held[POSITIONS], others, base)), view.values.clone()
 
 
 def read_backbone(path: str | Path) -> tuple[Backbone, dict[str, Any]]:
@@ -390,7 +434,11 @@ def _saved_backbone(state: Mapping[str, Any]) -> Backbone:
     values = state.get("backbone")
     try:
         given = checked_values(Backbone, values, "backbone")
-        return Backbone(**{**given, "layers": tuple(given["layers"])})
+        layers = tuple(given["layers"])
+        inside = all(type(layer) is int and 0 <= layer < given["num_layers"] for layer in layers)
+        if not inside or list(layers) != sorted(set(layers)):
+            raise ValueError(f"backbone.layers={shown(layers)} are no layers")
+        return Backbone(**{**given, "layers": layers})
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"it does not say which backbone it was made with ({error}); save the cache again") from error
 

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors, rotate
@@ -78,7 +79,9 @@ def shrunk(cache: RetentionCache, budget: int) -> RetentionCache:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def joined(parts: Sequence[Part], budget: int | None = None, shares: Shares = FAIR) -> RetentionCache:
+def joined(
+    parts: Sequence[Part], budget: int | None = None, shares: Shares = FAIR, *, grows: bool = True
+) -> RetentionCache:
     """Join texts that were read apart in one cache, in their order.
 
     Args:
@@ -86,6 +89,7 @@ def joined(parts: Sequence[Part], budget: int | None = None, shares: Shares = FA
         budget: Units per KV head of the whole; None: all stay, but for those of tokens that are skipped.
         shares: Within a budget: "fair", as many for each text, and what a short one does not need is for the others;
             "score", the best of all; or a number for each text, in proportion to which it is divided.
+        grows: Whether the policy's budget becomes that of all units, where none is given.
 
     Raises:
         ValueError: If the caches, or the numbers, do not go together.
@@ -113,8 +117,10 @@ def joined(parts: Sequence[Part], budget: int | None = None, shares: Shares = FA
             _cut(whole, stays)
         _settle(whole)
     whole.check_reach(max(layer.held for layer in whole.governed), 0)
-    held = sum(layer.fill for layer in whole.governed)
-    return _with_budget(whole, -(-held // len(whole.governed)) if budget is None else budget)
+    if budget is None:
+        held = sum(layer.fill for layer in whole.governed)
+        budget = -(-held // len(whole.governed)) if grows else whole.policy.budget
+    return _with_budget(whole, budget)
 
 
 def check_together(caches: Sequence[RetentionCache]) -> None:
@@ -161,6 +167,29 @@ def check_together(caches: Sequence[RetentionCache]) -> None:
         )
 
 
+def holds_units_of(grown: RetentionCache, cache: RetentionCache) -> bool:
+    """Return whether all that a cache holds of the tokens that another has read are units of that one, unchanged."""
+    for ours, theirs in zip(grown.governed, cache.governed, strict=True):
+        for (positions, values), (others, other_values) in zip(_by_head(ours), _by_head(theirs), strict=True):
+            common = int((positions < cache.seen).sum())
+            where = torch.searchsorted(others, positions[:common]).clamp_max(len(others) - 1)
+            if not torch.equal(others[where], positions[:common]):
+                return False
+            if not torch.equal(other_values[where], values[:common]):
+                return False
+    return True
+
+
+def _by_head(layer: RetentionLayer) -> list[tuple[Tensor, Tensor]]:
+    """Return (S,) positions and (S, ...) values, as they are held, of each KV head of the only row."""
+    held = layer.store.state()
+    pair = held[POSITIONS], held["values"]
+    if "counts" in held:
+        counts = held["counts"][0].tolist()
+        return list(zip(*(tensor.split(counts) for tensor in pair), strict=True))
+    return list(zip(*(tensor[0] for tensor in pair), strict=True))
+
+
 def checked_shares(shares: Shares, texts: int, budget: int | None) -> list[float] | None:
     """Return the weight of each text; None: the scores decide.
 
@@ -173,8 +202,8 @@ def checked_shares(shares: Shares, texts: int, budget: int | None) -> list[float
         if shares not in SHARES:
             raise ValueError(f"shares={shares!r} is unknown; choose one of {', '.join(SHARES)}, or a number for each")
         return [1.0] * texts if shares == FAIR else None
-    numbers = list(shares) if isinstance(shares, Sequence) else None
-    if numbers is None or not all(type(one) in (int, float) and 0 < one < float("inf") for one in numbers):
+    numbers: list[float] = list(shares) if isinstance(shares, Sequence) else []
+    if not numbers or not all(type(one) in (int, float) and 0 < one < float("inf") for one in numbers):
         raise ValueError(f"shares={shown(shares)} is no list of positive numbers; give one for each context")
     if len(numbers) != texts:
         raise ValueError(f"shares={shown(shares)} has {len(numbers)} numbers for {texts} contexts; give one for each")

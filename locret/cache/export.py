@@ -8,15 +8,15 @@ prompt of that many tokens; slot i may hold another token in each head. Nobody h
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from locret.backbone.adapters import Backbone, find_decoder
-from locret.backbone.rotary import Rotary, unrotate, uses_long_factors
+from locret.backbone.rotary import Rotary, long_factors, rotary_parameters, unrotate
 from locret.cache.store import POSITIONS
 from locret.policy.policy import RetentionPolicy
 
@@ -29,9 +29,10 @@ def to_dynamic_cache(cache: RetentionCache, *, host: bool = False) -> DynamicCac
     """Return what a cache holds as an ordinary prefix; see `RetentionCache.to_dynamic_cache`."""
     cache.check_whole()
     _check_ordinary(cache, host)
-    exported, rotary = DynamicCache(), Rotary(find_decoder(cache.model))
-    for index, layer in enumerate(cache.governed):
-        exported.update(*_units(layer, rotary, cache.next_position, host), index)
+    exported, rotary = DynamicCache(), Rotary(decoder := find_decoder(cache.model))
+    with long_factors(decoder):
+        for index, layer in enumerate(cache.governed):
+            exported.update(*_units(layer, rotary, cache.next_position, host), index)
     return exported
 
 
@@ -46,18 +47,20 @@ def _check_ordinary(cache: RetentionCache, host: bool) -> None:
     if cache.pad is not None:
         raise ValueError("rows of different lengths are no prefix of one length; export each row of cache.split(rows)")
     units = {layer.held if host else layer.fill for layer in cache.governed}
-    check_prefix(cache.policy, cache.backbone, units, host=host)
-    if uses_long_factors(decoder := find_decoder(cache.model)):
-        original = decoder.config.rope_parameters["original_max_position_embeddings"]
-        if max(units) < original:
-            raise ValueError(
-                f"{cache.backbone.model_type} rotates keys in another way below {original} tokens, and the prefix "
-                f"would have {max(units)}; raise budget to at least {original}, or answer with locret.generate"
-            )
+    check_prefix(cache.policy, cache.backbone, units, rotary_parameters(find_decoder(cache.model)), host=host)
 
 
-def check_prefix(policy: RetentionPolicy, backbone: Backbone, units: Set[int], *, host: bool) -> None:
+def check_prefix(
+    policy: RetentionPolicy, backbone: Backbone, units: Set[int], rotary: Mapping[str, Any], *, host: bool
+) -> None:
     """Refuse a policy that leaves no prefix, and numbers of `units` in layers that make none.
+
+    Args:
+        policy: The cache's.
+        backbone: The cache's.
+        units: Units per KV head of each layer.
+        rotary: How the backbone rotates keys, as its config says it.
+        host: Whether those of the second tier are among them.
 
     Raises:
         ValueError: Saying why, and what to do instead.
@@ -81,6 +84,12 @@ def check_prefix(policy: RetentionPolicy, backbone: Backbone, units: Set[int], *
             f'head_budgets="{policy.head_budgets}" and layer_budgets="{policy.layer_budgets}" leave heads or layers '
             "with different numbers of units, and a prefix has one length; read the text with uniform budgets"
         )
+    original = rotary.get("original_max_position_embeddings") if rotary.get("rope_type") == "longrope" else 0
+    if not isinstance(original, int) or max(units) < original:
+        raise ValueError(
+            f"{backbone.model_type} rotates keys in another way below {original} tokens, and the prefix "
+            f"would have {max(units)}; raise budget to at least {original}, or answer with locret.generate"
+        )
 
 
 def check_one_row(rows: int) -> None:
@@ -95,26 +104,35 @@ def check_one_row(rows: int) -> None:
 
 def _units(layer: RetentionLayer, rotary: Rotary, base: int, host: bool) -> tuple[Tensor, Tensor]:
     """Return (B, K, S, D) keys, rotated to 0, 1, ..., and values of a layer; `base` is the next token's position."""
-    view, positions = layer.store.view(base), layer.store.held(POSITIONS)
-    keys, values, second = view.keys, view.values, layer.host
-    now = torch.arange(base - layer.fill, base, device=keys.device).expand(positions.shape)
-    if second is not None and second.fill:
-        others = second.store.held(POSITIONS).to(positions.device)
-        order = torch.cat([positions, others], dim=2).argsort(dim=2)
-        now = base - layer.held + order.argsort(dim=2)
-        if host:
-            everything = torch.arange(second.fill).expand(others.shape)
-            fetched = (states.to(keys.device) for states in second.store.fetch(everything))
-            keys, values = (torch.cat(both, dim=2) for both in zip((keys, values), fetched, strict=True))
-        else:
-            now = now[..., : layer.fill]
-        order = order if host else torch.arange(layer.fill, device=order.device).expand(positions.shape)
-        keys, values = (x.gather(2, order[..., None].expand(*order.shape, x.shape[-1])) for x in (keys, values))
-        now = now.gather(2, order)
-    return _turned_back(keys, rotary, now), values.clone()
+    view, positions, second = layer.store.view(base), layer.store.held(POSITIONS), layer.host
+    others = None if second is None or not second.fill else second.store.held(POSITIONS).to(positions.device)
+    if others is None or second is None or not host:
+        return turned_back(view.keys, rotary, positions_now(positions, others, base)), view.values.clone()
+    everything = torch.arange(second.fill).expand(others.shape)
+    fetched = (states.to(view.keys.device) for states in second.store.fetch(everything))
+    keys, values = (torch.cat(both, dim=2) for both in zip((view.keys, view.values), fetched, strict=True))
+    order = torch.cat([positions, others], dim=2).argsort(dim=2)
+    keys, values = (x.gather(2, order[..., None].expand(*order.shape, x.shape[-1])) for x in (keys, values))
+    now = torch.arange(base - layer.held, base, device=keys.device).expand(order.shape)
+    return turned_back(keys, rotary, now), values
 
 
-def _turned_back(keys: Tensor, rotary: Rotary, now: Tensor) -> Tensor:
+def positions_now(positions: Tensor, others: Tensor | None, base: int) -> Tensor:
+    """Return the (B, K, S) rotary positions of units: their ranks among all, the newest of which is before `base`.
+
+    Args:
+        positions: (B, K, S) original positions of the units.
+        others: Those of the units of a second tier, if there is one.
+        base: Position of the next token.
+    """
+    units = positions.shape[-1]
+    if others is None:
+        return torch.arange(base - units, base, device=positions.device).expand(positions.shape)
+    ranks = torch.cat([positions, others], dim=2).argsort(dim=2).argsort(dim=2)
+    return base - ranks.shape[-1] + ranks[..., :units]
+
+
+def turned_back(keys: Tensor, rotary: Rotary, now: Tensor) -> Tensor:
     """Turn keys from the (B, K, S) positions that they have now to 0, 1, ..."""
     too_far = now - torch.arange(now.shape[-1], device=now.device)
     if not too_far.any():

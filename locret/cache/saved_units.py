@@ -74,6 +74,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype, str(dtype))
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that safetensors spells so.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    for dtype, spelt in _DTYPES.items():
+        if spelt == name:
+            return dtype
+    raise ValueError(f"a column has the type {shown(name)}, which is none")
+
+
 def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     """Return a CRC-32 of a text and of tensors on the CPU: it tells damage, not a forgery."""
     total = zlib.crc32(text.encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.cache.memory import CacheMemory
 from locret.chunked_prefill import read_turn
-from locret.conversation.document import is_text
+from locret.conversation.document import Source, is_text
 from locret.conversation.templates import decode, vocabulary_fingerprint
 from locret.conversation.text_stream import TokenStream
 from locret.conversation.transcript import Transcript
@@ -105,6 +106,7 @@ class Chat:
         transcript: What has been said.
         name: What the document is called.
         unread: Tokens of the last answer that the cache does not hold yet.
+        sources: What the document was read from.
     """
 
     def __init__(
@@ -115,8 +117,9 @@ class Chat:
         transcript: Transcript,
         name: str,
         unread: tuple[int, ...] = (),
+        sources: tuple[Source, ...] = (),
     ) -> None:
-        self.lm, self.cache, self.name = lm, cache, name
+        self.lm, self.cache, self.name, self.sources = lm, cache, name, sources
         self._stream, self._transcript, self._unread = stream, transcript, unread
         self._torn, self._speaking = False, threading.Lock()
         self._asked: str | None = None
@@ -259,7 +262,7 @@ class Chat:
         """Return a copy that goes its own way."""
         self._check()
         parts = (self.cache.copy(), self._stream.copy(), self._transcript.copy())
-        return Chat(self.lm, *parts, self.name, self._unread)
+        return Chat(self.lm, *parts, self.name, self._unread, self.sources)
 
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of the cache."""
@@ -274,17 +277,25 @@ class Chat:
         """
         self._check()
         turns = [[turn.role, turn.content] for turn in self._transcript.turns]
-        save(path, self.cache, self.name, self._stream, self._transcript, turns=turns, unread=list(self._unread))
+        more = {"turns": turns, "unread": list(self._unread)}
+        save(path, self.cache, self.name, self._stream, self._transcript, self.sources, **more)
 
     def __repr__(self) -> str:
         return described("Chat", self, f"{len(self._transcript.turns)} turns, ")
 
 
 def save(
-    path: str | Path, cache: RetentionCache, name: str, stream: TokenStream, transcript: Transcript, **more: Any
+    path: str | Path,
+    cache: RetentionCache,
+    name: str,
+    stream: TokenStream,
+    transcript: Transcript,
+    sources: tuple[Source, ...],
+    **more: Any,
 ) -> None:
     """Write a cache with what a conversation needs to go on."""
-    held = {"name": name, "context": stream.context, "pending": stream.pending}
+    held: dict[str, Any] = {"name": name, "context": stream.context, "pending": stream.pending}
+    held["sources"] = [asdict(source) for source in sources]
     script = {"template": transcript.template, "system": transcript.system}
     held["tokenizer"] = vocabulary_fingerprint(stream.tokenizer)
     save_cache(cache, path, notes={"conversation": {**held, **script, "turns": [], "unread": [], **more}})

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from locret.cache.compose import FAIR, Part, Shares, check_together, checked_shares, joined
+from locret.cache.compose import FAIR, Part, Shares, check_together, checked_shares, holds_units_of, joined
 from locret.chunked_prefill import feed_held_back, read_turn
+from locret.conversation.chat import Chat
 from locret.conversation.context import Context
 from locret.conversation.templates import encode, leading_special_ids
+from locret.conversation.transcript import DOCUMENT
 from locret.field_values import shown
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 SEPARATOR = "\n\n"
 """What is between two documents in the user's turn, as between a document and a question."""
+_NEXT = "LocretNext7f3a9c"
 
 
 def compose(
@@ -42,8 +45,11 @@ def compose(
         ValueError: If they do not go together, or a number makes no sense.
 
     Examples:
-        >>> a, b = lm.read(["first.txt", "second.txt"])
-        >>> locret.compose([a, b], budget=512).ask("What do both of them say?")
+        >>> lm = LongContextModel(model, tokenizer, heads, policy)
+        >>> fact = "The pass key is 71432. Remember it. "
+        >>> first, second = lm.read(["The grass is green. " * 40, fact + "The sky is blue. " * 40])
+        >>> compose([first, second], budget=100).ask("What is the pass key?")
+        'The pass key is 71432.'
     """
     contexts = _checked(contexts)
     lm, last = contexts[0].lm, contexts[-1]
@@ -58,7 +64,50 @@ def compose(
         parts.append(Part(cache, opening_tokens(context) if nth else 0))
     whole = joined(parts, budget, shares)
     called = " + ".join(context.name for context in contexts) if name is None else name
-    return Context(lm, whole, last._stream.copy(), contexts[0]._transcript.copy(), called)
+    sources = tuple(source for context in contexts for source in context.sources)
+    return Context(lm, whole, last._stream.copy(), contexts[0]._transcript.copy(), called, sources)
+
+
+def merge(context: Context, chats: Sequence[Chat]) -> Chat:
+    """Put what several chats added to a context one after another onto it; see `Context.merge`."""
+    chats = list(chats)
+    _check_chats(context, chats)
+    lm, parts = context.lm, list[Part]()
+    for nth, chat in enumerate(chats):
+        fork = chat.fork()
+        feed_held_back(lm.model, fork.cache)
+        if nth < len(chats) - 1:
+            between = fork._transcript.copy().ask(_NEXT).partition(_NEXT)[0]
+            _add(lm, fork.cache, [*fork._unread, *fork._stream.rest(between)])
+        parts.append(Part(fork.cache, context.cache.seen + _until_question(context, chat) if nth else 0))
+    cache = joined(parts, grows=False)
+    cache.text_end = context.cache.text_end
+    first, *others = (chat._transcript.copy() for chat in chats)
+    for other in others:
+        asked = other.turns[0]
+        first.turns += (asked._replace(content=asked.content.removeprefix(f"{DOCUMENT}{SEPARATOR}")), *other.turns[1:])
+    last = chats[-1]
+    return Chat(lm, cache, last._stream.copy(), first, context.name, last._unread, context.sources)
+
+
+def _check_chats(context: Context, chats: Sequence[Chat]) -> None:
+    if len(chats) < 2 or not all(isinstance(chat, Chat) for chat in chats):
+        raise ValueError("merge joins what two or more chats about a context added; give chats of context.chat()")
+    for chat in chats:
+        chat._check()
+        if chat.lm is not context.lm:
+            raise ValueError(f"{chat!r} belongs to another model; load context and chats with one")
+        if not chat.messages:
+            raise ValueError(f"{chat!r} has said nothing yet, so there is nothing to merge; leave it out")
+        if chat.cache.seen <= context.cache.seen or not holds_units_of(chat.cache, context.cache):
+            raise ValueError(f"{chat!r} does not go on from this context: it holds other units; give chats of this one")
+    check_together([context.cache, *(chat.cache for chat in chats)])
+
+
+def _until_question(context: Context, chat: Chat) -> int:
+    """Return the tokens of a chat's first turn that come before its question: the document's last words."""
+    waiting, asked = context._stream.copy(), chat._transcript.turns[0].content.removeprefix(f"{DOCUMENT}{SEPARATOR}")
+    return _shared(waiting.rest(SEPARATOR), context.question_ids(asked)[0].tolist())
 
 
 def opening_tokens(context: Context) -> int:

@@ -27,11 +27,19 @@ from locret.cache.memory import CacheMemory
 from locret.cache.store import Store
 from locret.chunked_prefill import prefill
 from locret.conversation.chat import LONGEST_ANSWER, Chat, described, save
-from locret.conversation.document import Document, PositionWarning, ReadingBar, as_prompt, is_text, open_document
+from locret.conversation.document import (
+    Document,
+    PositionWarning,
+    ReadingBar,
+    Source,
+    as_prompt,
+    is_text,
+    open_document,
+)
 from locret.conversation.templates import Message, encode, leading_special_ids, vocabulary_fingerprint
 from locret.conversation.text_stream import TokenStream, trimmed
 from locret.conversation.transcript import Transcript
-from locret.field_values import check_sampling
+from locret.field_values import check_sampling, checked_values
 from locret.generation import checked_options
 from locret.heads.heads import RetainingHeads
 from locret.load_options import BackboneSource, ScorerOptions
@@ -294,7 +302,7 @@ class LongContextModel:
             bar.end()
         finally:
             bar.close()
-        return Context(self, cache, stream, transcript, document.name)
+        return Context(self, cache, stream, transcript, document.name, (document.read(cache.seen),))
 
     def _ids(
         self, document: Document, transcript: Transcript, stream: TokenStream, bar: ReadingBar
@@ -450,15 +458,15 @@ class LongContextModel:
             OSError: If the file cannot be read.
         """
         read, _, unread = self._load(path, allow_other_scorer, disk)
-        return Chat(*read, unread=unread)
+        return Chat(*read[:5], unread=unread, sources=read[5])
 
     def _load(
         self, path: str | Path, allow_other_scorer: bool, disk: Disk | str | Path | None
     ) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
         stream, transcript, name, unread = saved_turns(path, self.tokenizer, self._vocabulary)
-        where = self.disk if disk is None else disk
+        sources, where = saved_sources(path), self.disk if disk is None else disk
         cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=where)
-        return (self, cache, stream, transcript, name), transcript.turns, unread
+        return (self, cache, stream, transcript, name, sources), transcript.turns, unread
 
     @property
     def _vocabulary(self) -> int:
@@ -469,7 +477,7 @@ class LongContextModel:
         return f"LongContextModel({self.name}, scorer {self.scorer.name}, budget {self.policy.budget:,})"
 
 
-_Parts = tuple[LongContextModel, RetentionCache, TokenStream, Transcript, str]
+_Parts = tuple[LongContextModel, RetentionCache, TokenStream, Transcript, str, tuple[Source, ...]]
 """What contexts and chats are made of."""
 
 
@@ -490,9 +498,17 @@ class Context:
     """
 
     def __init__(
-        self, lm: LongContextModel, cache: RetentionCache, stream: TokenStream, transcript: Transcript, name: str
+        self,
+        lm: LongContextModel,
+        cache: RetentionCache,
+        stream: TokenStream,
+        transcript: Transcript,
+        name: str,
+        sources: tuple[Source, ...] = (),
     ) -> None:
         self.lm, self.cache, self.name = lm, cache, name
+        self.sources = sources
+        """What was read, with its digest; none in a file of an earlier version."""
         self._stream, self._transcript = stream, transcript
 
     @overload
@@ -536,11 +552,11 @@ class Context:
     def chat(self, cache: RetentionCache | None = None) -> Chat:
         """Return a conversation about the context, in a copy of its cache, or in one that has been made already."""
         cache = self.cache.copy() if cache is None else cache
-        return Chat(self.lm, cache, self._stream.copy(), self._transcript.copy(), self.name)
+        return Chat(self.lm, cache, self._stream.copy(), self._transcript.copy(), self.name, sources=self.sources)
 
     def fork(self) -> Context:
         """Return an independent copy."""
-        return Context(self.lm, self.cache.copy(), self._stream.copy(), self._transcript.copy(), self.name)
+        return self._with(self.cache.copy())
 
     def shrink(self, budget: int) -> Context:
         """Return a smaller context at once, from the scores that its units have; this one does not change.
@@ -554,7 +570,27 @@ class Context:
         Raises:
             ValueError: If it is no number of units, or a rule of its own decides what stays.
         """
-        return Context(self.lm, shrunk(self.cache, budget), self._stream.copy(), self._transcript.copy(), self.name)
+        return self._with(shrunk(self.cache, budget))
+
+    def _with(self, cache: RetentionCache) -> Context:
+        """Return this context with another cache of the same text."""
+        return Context(self.lm, cache, self._stream.copy(), self._transcript.copy(), self.name, self.sources)
+
+    def merge(self, *chats: Chat) -> Chat:
+        """Return a conversation with what several chats about this context added, one after another.
+
+        Their turns are put onto the context as if each had followed the one before, so that one can ask about all of
+        them. Only what the template writes between two turns is read. Neither context nor chats change.
+
+        Args:
+            *chats: Two or more chats of this context, or forks of one.
+
+        Raises:
+            ValueError: If one of them goes on from something else, or has said nothing.
+        """
+        from locret.conversation.compose import merge  # it makes contexts
+
+        return merge(self, chats)
 
     def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
         """Return what was kept as an ordinary prefix for other code; see `RetentionCache.to_dynamic_cache`."""
@@ -591,7 +627,7 @@ class Context:
         Raises:
             OSError: If the file cannot be written; nothing half-written stays.
         """
-        save(path, self.cache, self.name, self._stream, self._transcript)
+        save(path, self.cache, self.name, self._stream, self._transcript, self.sources)
 
     def push_to_hub(
         self,
@@ -679,6 +715,20 @@ def saved_turns(
     transcript = Transcript(tokenizer, notes["template"], notes["system"], turns)
     stream = TokenStream(tokenizer, context=notes["context"], pending=notes["pending"])
     return stream, transcript, notes["name"], tuple(notes["unread"])
+
+
+def saved_sources(path: str | Path) -> tuple[Source, ...]:
+    """Return what a saved context or conversation was read from; nothing for files of earlier versions.
+
+    Raises:
+        ValueError: If the file is none, or what it says cannot be right.
+    """
+    notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
+    given = notes.get("sources", []) if isinstance(notes, dict) else []
+    try:
+        return tuple(Source(**checked_values(Source, one, "sources")) for one in given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}; save it again") from error
 
 
 def _users_level() -> int:

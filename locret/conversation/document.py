@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -30,9 +32,30 @@ _SLICE = 1 << 14
 """Characters between two looks at how far a text has been read."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a context was read from."""
+
+    name: str
+    sha256: str
+    """Of the text in UTF-8, without byte-order mark, line ends as newlines; or of ids in decimal, one a line."""
+    of: str
+    """What that is the digest of: "text" or "ids"."""
+    tokens: int
+    """Tokens that were read, those before the text included."""
+
+    def __post_init__(self) -> None:
+        if not is_text(self.name) or self.of not in ("text", "ids"):
+            raise ValueError(f"name={shown(self.name)} of {shown(self.of)} is no source")
+        if not isinstance(self.sha256, str) or not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise ValueError(f"sha256={shown(self.sha256)} is no SHA-256 in hexadecimal digits")
+        if type(self.tokens) is not int or self.tokens < 1:
+            raise ValueError(f"tokens={shown(self.tokens)} is no number of tokens")
+
+
 @dataclass
 class Document:
-    """A text to read, or its token ids, and how much of it there is."""
+    """A text to read, or its token ids, and how much of it there is; its digest is that of what has been taken."""
 
     name: str
     pieces: Iterable[str] | None = None
@@ -41,6 +64,24 @@ class Document:
     """Characters, bytes or tokens; None if unknown."""
     unit: str = "characters"
     source: Path | None = None
+    _digest: Any = field(default_factory=hashlib.sha256, init=False, repr=False)
+    _of: str = field(default="text", init=False)
+
+    def __post_init__(self) -> None:
+        if self.pieces is not None:
+            self.pieces = self._noted(self.pieces, lambda piece: piece)
+        elif self.ids is not None:
+            self.ids = self._noted(self.ids, lambda block: "".join(f"{one}\n" for one in block))
+            self._of = "ids"
+
+    def _noted(self, parts: Iterable[Any], as_text: Callable[[Any], str]) -> Iterator[Any]:
+        for part in parts:
+            self._digest.update(as_text(part).encode("utf-8", "surrogatepass"))
+            yield part
+
+    def read(self, tokens: int) -> Source:
+        """Return what has been read, once all has been taken, as so many tokens."""
+        return Source(name=self.name, sha256=self._digest.hexdigest(), of=self._of, tokens=tokens)
 
     def count(self, tokenizer: Any) -> None:
         """Tokenise it all, so that its size is known in tokens; 8 bytes each are held."""

@@ -137,6 +137,22 @@ def test_contexts_are_joined_and_made_smaller(
     assert context("compose", file, file, "--output", tmp_path / "two.ctx", *pair, *shares).code == 0
 
 
+def test_a_context_is_exported_without_its_backbone(context: Run, file: Path, tmp_path: Path) -> None:
+    from locret.engines import llamacpp
+    from locret.engines.prefix import Prefix
+
+    done = context("export", file, "--to", "llamacpp", "--output", tmp_path / "a.bin")
+    assert (done.code, str(tmp_path / "a.bin") in done.out) == (0, True), done
+    prefix = Prefix.from_file(file)
+    assert (tmp_path / "a.bin").read_bytes() == llamacpp.slot_file(prefix)
+    options = ["--cache-type", "bf16", "--cache-type-v", "f32", "--flash-attention", "false", "--streams", 2, "--json"]
+    record = json.loads(context("export", file, "--to", "llamacpp", "--output", tmp_path / "b.bin", *options).out)
+    layout = llamacpp.Layout(cache_type="bf16", cache_type_v="f32", flash_attention=False, streams=2)
+    assert (tmp_path / "b.bin").read_bytes() == llamacpp.slot_file(prefix, layout)
+    assert record["placeholders"] == prefix.placeholders
+    assert record["record"] == str(tmp_path / "b.json")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -161,6 +177,13 @@ def test_contexts_are_joined_and_made_smaller(
         ("compose {file} {file} --output a.ctx {pair} --budget 9 --shares most", "--shares most is unknown"),
         ("compose {file} {file} --output a.ctx {pair} --budget 9 --shares 1,2,3", "3 numbers for 2 contexts"),
         ("shrink {file} --output a.ctx {pair} --budget 0", "--budget 0 is too small; give 1 unit per KV head or more"),
+        ("export {file} --to vllm --output a.bin", "--to vllm is not one of llamacpp"),
+        ("export {file} --to llamacpp --output a.bin --cache-type q9", "--cache-type q9 is unknown"),
+        (
+            "export {file} --to llamacpp --output a.bin --cache-type q8_0 --flash-attention=false",
+            "--flash-attention False transposes the values, which q8_0 cannot be; give --cache-type-v f16",
+        ),
+        ("export {file} --to llamacpp --output {text}", "is there already and is no slot file"),
         ("push {file} --repo book", "--repo book is not a repository name"),
         ("push {file} --repo org/book --base-model a/b/c", "--base-model a/b/c is not a repository name"),
         ("push {text} --repo org/book --dry-run", "is not a saved cache"),

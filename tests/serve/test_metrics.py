@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from locret.infer.serve.metrics import CountRequests, Metrics, Now, PartMemory
 
-EMPTY = Now(waiting=0, contexts={}, memory={})
+EMPTY = Now(waiting=0, running=0, contexts={}, memory={}, read_tokens=0, read_chunks=0)
 
 
 def samples(metrics: Metrics, now: Now = EMPTY) -> dict[tuple[str, ...], float]:
@@ -63,13 +63,15 @@ def test_a_client_that_leaves_before_the_response_is_counted_too() -> None:
 
 def test_the_moment_is_told_beside_the_counters() -> None:
     metrics = Metrics()
-    metrics.read(1000, chunks=4)
-    metrics.read(24)
-    metrics.wrote()
+    metrics.asked(17)
+    metrics.wrote(1)
     metrics.wrote(2)
     metrics.began_answer(0.2)
     now = Now(
         waiting=3,
+        running=2,
+        read_tokens=1024,
+        read_chunks=4,
         contexts={"disk": 5, "loaded": 2},
         memory={"pages": PartMemory(1 << 20, 4096), "readers": PartMemory(2 << 20, 0)},
     )
@@ -79,7 +81,8 @@ def test_the_moment_is_told_beside_the_counters() -> None:
     assert found["locret_written_tokens_total",] == 3
     assert found["locret_first_token_seconds_bucket", "0.1"] == 0
     assert found["locret_first_token_seconds_bucket", "0.25"] == 1
-    assert found["locret_queue_length",] == 3
+    assert (found["locret_queue_length",], found["locret_running_answers",]) == (3, 2)
+    assert found["locret_question_tokens_total",] == 17
     assert (found["locret_contexts", "disk"], found["locret_contexts", "loaded"]) == (5, 2)
     assert (found["locret_planned_bytes", "pages"], found["locret_used_bytes", "pages"]) == (1 << 20, 4096)
     assert found["process_resident_memory_bytes",] > 1 << 20

@@ -2,9 +2,9 @@
 // as HTML; addresses are relative, so that the page works behind any path.
 "use strict";
 
-const POLL_MS = 2000;
+const POLL_MS = 2000, UPLOAD_MS = 300, SHOWN = 10;
 const state = { contexts: [], selected: null, ticked: new Set(), model: "", key: sessionStorage.getItem("key") || "",
-  asking: null, following: null, uploads: new Map() };
+  asking: null, following: null, lost: false, keyless: false };
 const $ = (id) => document.getElementById(id);
 
 // ---- Building the page -------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ class Refused extends Error {
 }
 
 async function call(path, options = {}) {
-  const headers = { ...(options.headers || {}) };
+  const headers = { ...(options.headers || {}) }, key = state.key;
   if (state.key) headers.Authorization = `Bearer ${state.key}`;
   let response;
   try {
@@ -48,7 +48,7 @@ async function call(path, options = {}) {
     if (failure.name === "AbortError") throw failure;
     throw new Refused(0, "The server does not answer; is it still running?");
   }
-  if (response.status === 401 && await askForKey()) return call(path, options);
+  if (response.status === 401 && (state.key !== key || await askForKey())) return call(path, options);
   if (!response.ok) throw new Refused(response.status, await reason(response));
   return response;
 }
@@ -84,8 +84,12 @@ async function* events(response) {
   }
 }
 
-async function attempt(action) {
-  warn("");
+// What a user does clears the warning before; what the page does by itself must not.
+async function attempt(action, { quiet = false } = {}) {
+  if (!quiet) {
+    warn("");
+    state.keyless = false;
+  }
   try {
     return await action();
   } catch (failure) {
@@ -130,10 +134,14 @@ let keyWanted = null;
 
 // Several requests may be refused at once; they share one dialog.
 function askForKey() {
+  if (state.keyless) return false;
   keyWanted ??= dialog({ title: "API key", text: "This server asks for a key. It is kept until this tab is closed.",
     label: "Key", type: "password", yes: "Use it" }).then((key) => {
     keyWanted = null;
-    if (!key) return false;
+    if (!key) {
+      state.keyless = true;  // until the user does something: the page's own looking must not ask again and again
+      return false;
+    }
     state.key = key;
     sessionStorage.setItem("key", key);
     return true;
@@ -160,9 +168,9 @@ function showMemory(memory) {
     return text;
   });
   bar.setAttribute("aria-label", `Memory: ${words.join(", ")}`);
-  const resident = memory.resident ? `; the whole process ${bytes(memory.resident)}` : "";
-  $("memory-text").textContent =
-    `Memory promised at the start: ${bytes(planned)}; in use: ${bytes(used)} (${words.join(", ")})${resident}`;
+  $("memory-text").textContent = `Memory: ${bytes(used)} in use of ${bytes(planned)} promised at the start`;
+  const rows = memory.resident ? [...words, `the whole process ${bytes(memory.resident)}`] : words;
+  $("memory-parts").replaceChildren(...rows.map((text) => make("li", {}, text)));
 }
 
 // ---- What is kept ------------------------------------------------------------------------------------------------
@@ -180,17 +188,355 @@ function keptMap(shares) {
   map.setAttribute("role", "img");
   const best = shares.map((share, nth) => [share, nth]).sort((a, b) => b[0] - a[0]).slice(0, 3)
     .map(([share, nth]) => `${percent(share)} at ${percent(nth / shares.length)}`);
-  map.setAttribute("aria-label", `What is kept from the beginning to the end of the text. Most is kept: ${best.join(", ")}.`);
+  map.setAttribute("aria-label", `From the beginning to the end of the text; most is kept: ${best.join(", ")}.`);
   shares.forEach((share, nth) => {
     const bar = document.createElementNS(SVG, "rect");
     const height = share / most;
-    for (const [name, value] of Object.entries({ x: nth, y: 1 - height, width: 0.9, height })) bar.setAttribute(name, value);
+    const box = { x: nth, y: 1 - height, width: 0.9, height };
+    for (const [name, value] of Object.entries(box)) bar.setAttribute(name, value);
     map.append(bar);
   });
   return map;
 }
 
-function passageList(passages) {
-  return make("ol", { class: "passages", "aria-label": "Passages that most heads hold" }, ...passages.map((one) => make("li", {},
-    make("span", { class: "small" }, `token ${number(one.position)}, ${percent(one.share)} of heads: `), one.text)));
+function passageList(passages, found = new Set()) {
+  const items = passages.map((one) => make("li", {},
+    make("span", { class: "small" }, `${percent(one.place)} into the text, ${percent(one.share)} of heads: `),
+    ...marked(one.text, found)));
+  return make("ol", { class: "passages", "aria-label": "Passages that were kept" }, ...items);
 }
+
+const wordsOf = (text) => text.match(/[\p{L}\p{N}]+/gu) || [];
+
+function marked(text, found) {
+  return text.split(/([\p{L}\p{N}]+)/u).map((part) => found.has(part.toLowerCase()) ? make("mark", {}, part) : part);
+}
+
+// Of the passages those that share the rarest words with an answer; without an answer those that most heads hold.
+function chosen(passages, answer) {
+  if (!answer) return [passages.toSorted((a, b) => b.share - a.share).slice(0, SHOWN), new Set()];
+  const words = new Set(wordsOf(answer.toLowerCase())), counts = new Map();
+  const each = passages.map((one) => [...new Set(wordsOf(one.text.toLowerCase()))].filter((word) => words.has(word)));
+  for (const word of each.flat()) counts.set(word, (counts.get(word) || 0) + 1);
+  const weight = (nth) => each[nth].reduce((sum, word) => sum + 1 / counts.get(word), 0);
+  const best = passages.map((one, nth) => [weight(nth), one]).filter(([value]) => value > 0)
+    .sort(([a], [b]) => b - a).slice(0, SHOWN).map(([, one]) => one);
+  return [best, words];
+}
+
+// ---- The list of contexts ----------------------------------------------------------------------------------------
+
+function summary(context) {
+  if (context.state === "waiting") return "waits until others have been read";
+  if (context.state === "reading") return `being read: ${readSoFar(context)}`;
+  if (context.state !== "ready") return `cannot be asked: ${context.state}`;
+  return `${number(context.tokens)} tokens in ${number(context.units)} units`;
+}
+
+const going = ({ state: now }) => now === "waiting" || now === "reading";
+
+function readSoFar({ progress, tokens }) {
+  const share = progress?.total ? `${percent(Math.min(1, progress.bytes / progress.total))}, ` : "";
+  return `${share}${number(tokens)} tokens`;
+}
+
+// Elements are kept and only their text changes: what has the focus must not be taken away by a refresh.
+function showContexts() {
+  const list = $("contexts"), old = new Map([...list.children].map((item) => [item.dataset.name, item]));
+  const items = state.contexts.map((context) => old.get(context.name) || contextItem(context.name));
+  items.forEach((item, nth) => {
+    const context = state.contexts[nth], [tick, button] = item.children;
+    tick.disabled = context.state !== "ready";
+    button.lastChild.textContent = summary(context);
+    button.setAttribute("aria-current", String(context.name === state.selected));
+    if (list.children[nth] !== item) list.insertBefore(item, list.children[nth] || null);
+  });
+  while (list.children.length > items.length) list.lastChild.remove();
+  $("empty").hidden = items.length > 0;
+  const names = new Set(state.contexts.map((context) => context.name));
+  for (const name of state.ticked) if (!names.has(name)) state.ticked.delete(name);
+  $("compose").disabled = state.ticked.size < 2;
+}
+
+function contextItem(name) {
+  const tick = make("input", { type: "checkbox", "aria-label": `Tick ${name} for joining`, onchange: () => {
+    if (tick.checked) state.ticked.add(name); else state.ticked.delete(name);
+    $("compose").disabled = state.ticked.size < 2;
+  } });
+  const item = make("li", {}, tick, make("button", { type: "button", onclick: () => select(name, true) },
+    make("span", {}, name), make("span", { class: "small" })));
+  item.dataset.name = name;
+  return item;
+}
+
+async function refresh() {
+  const [contexts, memory] = await Promise.all([json("v1/contexts"), json("v1/memory")]);
+  state.contexts = contexts.data;
+  showContexts();
+  showMemory(memory);
+  if (state.selected && !state.contexts.some((context) => context.name === state.selected)) select(null);
+}
+
+async function poll() {
+  let wait = POLL_MS;
+  if (document.visibilityState === "visible") {
+    try {
+      await refresh();
+      if (state.lost) { state.lost = false; warn(""); }
+    } catch (failure) {
+      warn(failure.message);
+      state.lost = true;
+      wait = 5 * POLL_MS;
+    }
+  }
+  setTimeout(poll, wait);
+}
+
+// ---- One context -------------------------------------------------------------------------------------------------
+
+const find = (name) => state.contexts.find((context) => context.name === name);
+
+async function select(name, focus = false) {
+  state.following?.abort();
+  state.asking?.abort();
+  state.selected = name;
+  history.replaceState(null, "", name ? `#${encodeURIComponent(name)}` : "#");
+  $("context").hidden = !name;
+  $("answers").replaceChildren();
+  $("kept").replaceChildren();
+  showContexts();
+  if (!name) return;
+  $("context-title").textContent = name;
+  showFacts(find(name) || { name, state: "reading" });
+  if (focus) $("context-title").focus();
+  await follow(name);
+}
+
+function showFacts(context) {
+  const rows = { "Read from": context.source, "Tokens read": context.tokens && number(context.tokens),
+    "Units kept": context.units && `${number(context.units)} per layer and KV head`,
+    "Made of": context.made?.of?.join(", "), "File": context.bytes && bytes(context.bytes),
+    "What is wrong": context.message };
+  $("facts").replaceChildren(...Object.entries(rows).filter(([, value]) => value).flatMap(([name, value]) =>
+    [make("dt", {}, name), make("dd", {}, String(value))]));
+  const ready = context.state === "ready";
+  for (const id of ["fork", "shrink", "send", "question"]) $(id).disabled = !ready;
+  $("delete").textContent = going(context) ? "Stop and delete" : "Delete";
+  $("progress").hidden = !going(context);
+}
+
+// Watches a context while it is read, with what is kept so far; then shows what was kept.
+async function follow(name) {
+  const leave = state.following = new AbortController();
+  await attempt(async () => {
+    let context = await json(at(name), { signal: leave.signal });
+    showFacts(context);
+    if (going(context)) {
+      for await (const event of events(await call(`${at(name)}/events`, { signal: leave.signal }))) {
+        if (event.deleted) return;
+        context = event;
+        showProgress(context);
+      }
+      await refresh();
+      showFacts(context);
+      say(context.state === "ready" ? `${name} has been read.` : "");
+    }
+    $("kept").replaceChildren();
+    if (context.state === "ready") $("kept").append(...await keptParts(context, leave.signal));
+  }, { quiet: true });
+}
+
+function showProgress(context) {
+  const bar = $("bar"), { progress, kept, units } = context;
+  showFacts(context);
+  if (!progress) return;
+  if (progress.total) bar.value = Math.min(1, progress.bytes / progress.total); else bar.removeAttribute("value");
+  $("progress-text").textContent = context.state === "waiting" ? "It waits until others have been read."
+    : `${readSoFar(context)}, of which ${number(units)} units per layer and KV head are kept`;
+  const map = keptMap(kept);
+  if (map) $("kept").replaceChildren(make("h3", {}, "Kept so far of what has been read"), map);
+}
+
+async function keptParts(context, signal, answer = "") {
+  const map = keptMap(context.kept);
+  const parts = map ? [make("h3", {}, "What is kept of the text, from its beginning to its end"), map] : [];
+  if (context.text) {
+    const { data } = await json(`${at(context.name)}/kept?count=200`, { signal });
+    const [best, words] = chosen(data, answer);
+    const passages = passageList(best.sort((a, b) => a.start - b.start), words);
+    if (best.length) parts.push(make("details", {}, make("summary", {},
+      answer ? "Kept passages with words of the answer" : "Passages that most heads hold"), passages));
+  }
+  return parts;
+}
+
+// ---- Questions ---------------------------------------------------------------------------------------------------
+
+async function ask(event) {
+  event.preventDefault();
+  const question = $("question").value.trim(), name = state.selected;
+  if (!question || !name || state.asking) return;
+  const leave = state.asking = new AbortController();
+  const answer = make("p", { class: "answer", "aria-live": "polite", "aria-busy": "true" });
+  const facts = make("p", { class: "small" });
+  const item = make("li", {}, make("p", { class: "question" }, question), answer, facts);
+  $("answers").prepend(item);
+  $("stop").hidden = false;
+  $("send").disabled = true;
+  const told = await attempt(() => stream(name, question, answer, leave.signal));
+  answer.removeAttribute("aria-busy");
+  state.asking = null;
+  $("stop").hidden = true;
+  $("send").disabled = find(name)?.state !== "ready";
+  if (leave.signal.aborted) facts.textContent = "Broken off.";
+  else if (!told) item.remove();
+  else {
+    $("question").value = "";
+    say("");
+    await showAnswerFacts(name, answer.textContent, facts, item, told);
+  }
+}
+
+async function stream(name, question, answer, signal) {
+  const start = performance.now();
+  let first = null, usage = null;
+  const response = await call("v1/chat/completions", { method: "POST", signal,
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ model: state.model, context: name, messages: [{ role: "user", content: question }],
+      stream: true, stream_options: { include_usage: true } }) });
+  for await (const event of events(response)) {
+    if (event.error) throw new Refused(500, event.error.message);
+    const text = event.choices?.[0]?.delta?.content;
+    if (text) {
+      first ??= performance.now() - start;
+      answer.textContent += text;
+    }
+    usage = event.usage || usage;
+  }
+  return { first, usage, seconds: (performance.now() - start) / 1000 };
+}
+
+async function showAnswerFacts(name, answer, facts, item, { first, usage, seconds }) {
+  const units = usage?.prompt_tokens_details?.units;
+  facts.textContent = [first === null ? null : `first words after ${(first / 1000).toFixed(2)} s`,
+    `${seconds.toFixed(2)} s in all`,
+    usage && `${number(usage.completion_tokens)} tokens`,
+    units && `from ${number(units)} units for ${number(usage.prompt_tokens)} tokens`].filter(Boolean).join(", ");
+  const parts = await attempt(async () => keptParts(await json(at(name)), undefined, answer), { quiet: true });
+  if (parts?.length) item.append(make("details", {}, make("summary", {}, "What was kept for this answer"), ...parts));
+}
+
+// ---- Files and other actions -------------------------------------------------------------------------------------
+
+// A name that the server takes, made of a file's.
+const nameOf = (file) =>
+  file.name.replace(/\.[^.]*$/, "").replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60);
+
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+// The server reads a text while it still comes, so the context is there before the upload has ended.
+async function upload(file) {
+  const name = $("name").value.trim() || nameOf(file) || "text", known = find(name);
+  $("upload").reset();
+  say(`Sending ${file.name} to be read as ${name}.`);
+  let open = true;
+  const query = new URLSearchParams({ name, source: file.name.slice(0, 200) });
+  const body = { method: "POST", headers: { "Content-Type": "text/plain; charset=utf-8" }, body: file };
+  const sent = attempt(() => json(`v1/contexts?${query}`, body)).finally(() => { open = false; });
+  while (open && !find(name)) {
+    await pause(UPLOAD_MS);
+    await attempt(refresh, { quiet: true });
+  }
+  if (open && !known) select(name);
+  const context = await sent;
+  say("");
+  await attempt(refresh, { quiet: true });
+  if (context && state.selected !== name) await select(name);
+}
+
+async function change(path, body, done) {
+  const context = await attempt(() => post(path, body));
+  if (!context) return;
+  await attempt(refresh);
+  await select(context.name, true);
+  say(done);
+}
+
+async function fork() {
+  const name = state.selected;
+  const typed = await dialog({ title: `Fork ${name}`, text: "A copy under another name.", label: "Name",
+    value: `${name}-copy`, yes: "Fork" });
+  if (typed !== null) await change(`${at(name)}/fork`, { name: typed.trim() }, `${name} has been forked.`);
+}
+
+async function shrink() {
+  const name = state.selected, { units } = find(name);
+  const typed = await dialog({ title: `Shrink ${name}`, label: "Units that stay", type: "number", yes: "Shrink",
+    text: `It keeps ${number(units)} units per layer and KV head. The best of them stay, in a new context.`,
+    value: String(Math.max(1, Math.floor(units / 2))), min: 1, max: units - 1 });
+  if (typed === null) return;
+  await change(`${at(name)}/shrink`, { name: `${name}-${typed}`, budget: Number(typed) }, `${name} has been shrunk.`);
+}
+
+async function compose() {
+  const contexts = state.contexts.map(({ name }) => name).filter((name) => state.ticked.has(name));
+  const typed = await dialog({ title: "Join contexts", text: `In this order: ${contexts.join(", ")}.`, label: "Name",
+    value: contexts.join("-").slice(0, 60), yes: "Join" });
+  if (typed === null) return;
+  state.ticked.clear();
+  for (const tick of document.querySelectorAll("#contexts input")) tick.checked = false;
+  await change("v1/contexts/compose", { name: typed.trim(), contexts }, "The contexts have been joined.");
+}
+
+async function remove() {
+  const name = state.selected;
+  const sure = await dialog({ title: `Delete ${name}?`, text: "Its file is removed from the server.", yes: "Delete" });
+  if (sure === null) return;
+  await attempt(async () => {
+    await call(at(name), { method: "DELETE" });
+    await select(null);
+    await refresh();
+    say(`${name} has been deleted.`);
+    $("file").focus();
+  });
+}
+
+// ---- Beginning ---------------------------------------------------------------------------------------------------
+
+function listen() {
+  $("upload").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const [file] = $("file").files;
+    if (file) upload(file); else warn("Choose a text file first.");
+  });
+  addEventListener("dragover", (event) => { event.preventDefault(); document.body.classList.add("dragging"); });
+  addEventListener("dragleave", (event) => { if (!event.relatedTarget) document.body.classList.remove("dragging"); });
+  addEventListener("drop", (event) => {
+    event.preventDefault();
+    document.body.classList.remove("dragging");
+    const [file] = event.dataTransfer.files;
+    if (file) upload(file);
+  });
+  $("ask").addEventListener("submit", ask);
+  $("question").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
+  });
+  $("stop").addEventListener("click", () => state.asking?.abort());
+  const actions = { fork, shrink, compose, delete: remove };
+  for (const [id, action] of Object.entries(actions)) $(id).addEventListener("click", action);
+}
+
+async function begin() {
+  listen();
+  await attempt(async () => {
+    const models = await json("v1/models");
+    state.model = models.data[0].id;
+    $("model").textContent = state.model;
+    await refresh();
+    const name = decodeURIComponent(location.hash.slice(1));
+    if (find(name)) select(name);
+  });
+  setTimeout(poll, POLL_MS);
+}
+
+begin();

@@ -1,0 +1,138 @@
+"""The file of a context: what it says of its source, that damage of that is refused, and that earlier files load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import mutations
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+import locret
+from locret import LongContextModel, RetentionPolicy, read_notes
+from locret.engines.prefix import Prefix
+
+POLICY = RetentionPolicy(budget=32, chunk_size=64, stabilizers=8, local_len=8)
+TEXT = "The grass is green. " * 8 + "The pass key is 71432. Remember it. " + "The sky is blue. " * 8
+FOLDER = Path(__file__).with_name("saved_caches")
+
+
+@pytest.fixture(scope="module")
+def lm() -> LongContextModel:
+    pair = {"model": "checkpoints/tiny", "heads": "checkpoints/tiny-heads"}
+    loaded = LongContextModel.from_pretrained(**pair, policy=POLICY, device="cpu", dtype="float32")
+    loaded._knows_little = False
+    return loaded
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_a_context_says_what_it_was_read_from(lm: LongContextModel, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_bytes("\ufeff".encode() + TEXT.replace(". ", ".\r\n").encode())
+    ids = lm.tokenizer(TEXT).input_ids
+    pieces = (TEXT[at : at + 7] for at in range(0, len(TEXT), 7))
+    for given_, name, of, digest in (
+        (TEXT, "text", "text", sha256(TEXT)),
+        (pieces, "text", "text", sha256(TEXT)),
+        (tmp_path / "book.txt", "book.txt", "text", sha256(TEXT.replace(". ", ".\n"))),
+        (ids, "ids", "ids", sha256("".join(f"{one}\n" for one in ids))),
+        (iter([ids[:9], torch.tensor(ids[9:])]), "ids", "ids", sha256("".join(f"{one}\n" for one in ids))),
+    ):
+        context = lm.read(given_)
+        (source,) = context.sources
+        assert (source.name, source.of, source.sha256, source.tokens) == (name, of, digest, context.cache.seen)
+        context.save(tmp_path / "a.ctx")
+        assert lm.load(tmp_path / "a.ctx").sources == context.sources == context.fork().sources
+    chat = context.chat()
+    chat.say("Who?", max_new_tokens=3)
+    chat.fork().save(tmp_path / "a.chat")
+    assert lm.load_chat(tmp_path / "a.chat").sources == context.sources
+    other = lm.read(TEXT + "More.", name="other")
+    both = locret.compose([context, other.shrink(20)])
+    assert [source.name for source in both.sources] == ["ids", "other"]
+    both.save(tmp_path / "b.ctx")
+    assert [one["sha256"] for one in read_notes(tmp_path / "b.ctx")["conversation"]["sources"]] == [
+        context.sources[0].sha256,
+        sha256(TEXT + "More."),
+    ]
+
+
+def test_a_context_of_an_earlier_version_does_what_every_context_does(lm: LongContextModel, tmp_path: Path) -> None:
+    """Written by commit 024abd6."""
+    context = lm.load(FOLDER / "context.ctx")
+    answer = context.ask("What is the pass key?", max_new_tokens=8)
+    then = context.fork()
+    then.cache.policy = RetentionPolicy(**{**then.cache.policy.to_dict(), "turns": "text"})  # as it was then
+    assert then.ask("What is the pass key?", max_new_tokens=8) == "712."
+    assert context.sources == ()
+    assert context.shrink(6).memory().units == 6
+    both = locret.compose([context, lm.read(TEXT)])
+    assert both.ask("What is the pass key?", max_new_tokens=8)
+    context.save(tmp_path / "a.ctx")
+    assert lm.load(tmp_path / "a.ctx").ask("What is the pass key?", max_new_tokens=8) == answer
+    with pytest.raises(ValueError, match="it was written by an earlier version; load it with its backbone, and save"):
+        Prefix.from_file(FOLDER / "context.ctx")
+    assert Prefix.from_file(tmp_path / "a.ctx").digest == Prefix.of(context).digest
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def content(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.fixture(scope="module")
+def saved(lm: LongContextModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("contexts") / "a.ctx"
+    locret.compose([lm.read(TEXT), lm.read(TEXT + "More.")], 30).save(path)
+    return path
+
+
+@given(data=st.data())
+def test_no_damage_of_what_a_conversation_needs_is_used(lm: LongContextModel, saved: Path, data: st.DataObject) -> None:
+    metadata, tensors = content(saved)
+    metadata["notes"] = json.dumps(mutations.values_of(data.draw, json.loads(metadata["notes"])))
+    damaged = saved.with_suffix(".damaged")
+    damaged.write_bytes(save(tensors, metadata))
+    context: Any = mutations.loaded_or_refused(lambda: lm.load(damaged))
+    if context is None:
+        return
+    for source in context.sources:
+        assert len(source.sha256) == 64
+        assert source.tokens > 0
+    # A template or a system message that was changed to another may be refused when it is used.
+    mutations.loaded_or_refused(lambda: context.ask("Who?", max_new_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        ("x", "is damaged: sources='x' is not a mapping"),
+        ([3], "is damaged: sources=3 is not a mapping"),
+        ([{}], "is damaged: "),
+        (7, "is damaged: "),
+        ([{"name": "a", "sha256": "z" * 64, "of": "text", "tokens": 3}], "is no SHA-256 in hexadecimal digits"),
+        ([{"name": "a", "sha256": "0" * 64, "of": "picture", "tokens": 3}], "of 'picture' is no source"),
+        ([{"name": "a", "sha256": "0" * 64, "of": "text", "tokens": 0}], "tokens=0 is no number of tokens"),
+        ([{"name": "a", "sha256": "0" * 64, "of": "text", "tokens": 3, "b": 1}], "sources has an unknown key 'b'"),
+    ],
+)
+def test_sources_that_cannot_be_right_are_refused(lm: LongContextModel, saved: Path, sources: Any, said: str) -> None:
+    metadata, tensors = content(saved)
+    notes = json.loads(metadata["notes"])
+    notes["conversation"]["sources"] = sources
+    save_file(tensors, saved.with_suffix(".changed"), metadata={**metadata, "notes": json.dumps(notes)})
+    with pytest.raises(ValueError, match=said):
+        lm.load(saved.with_suffix(".changed"))

@@ -1,0 +1,159 @@
+"""What a saved cache is to an engine: read without its backbone, as strictly as with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mutations
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret.cache.saved_units import checksum
+from locret.engines.prefix import Prefix
+
+NUMBERS = {"budget": 16, "chunk_size": 12, "stabilizers": 4, "local_len": 4}
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "long answer": {"decode_budget": 25, "decode_interval": 6},
+    "codes": {"key_bits": 4, "value_bits": 8, "exact_recent": 4},
+    "codes by token": {"key_bits": 8, "rounding": "token", "exact_layers": 1},
+    "second tier": {"host_budget": 9, "recall": 3},
+    "codes in two tiers": {"host_budget": 9, "recall": 3, "key_bits": 8, "value_bits": 8},
+}
+FAMILIES = ("llama", "phi3-partial", "llama-yarn", "llama-3.1-rope", "qwen3")
+
+
+def read(family: str, form: str) -> RetentionCache:
+    model = build(family)
+    cache = RetentionCache(model, "key_norm", RetentionPolicy(**NUMBERS, **FORMS[form]))
+    prefill(model, prompt(45), cache)
+    if form == "long answer":  # which evicts, so that units do not begin at position 0
+        generate(model, cache=cache, max_new_tokens=40, do_sample=False, eos_token_id=None)
+        assert cache.next_position > cache.memory().units
+    return cache
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_is_the_prefix_that_its_cache_is(family: str, form: str, tmp_path: Path) -> None:
+    cache = read(family, form)
+    save_cache(cache, tmp_path / "a.ctx")
+    ours, theirs = Prefix.of(cache), Prefix.from_file(tmp_path / "a.ctx")
+    for mine, other in zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True):
+        assert mine.shape == other.shape
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=0)
+    assert (ours.tokens, ours.vocab_size, ours.model_type) == (theirs.tokens, theirs.vocab_size, theirs.model_type)
+    assert ours.digest == theirs.digest
+
+
+def test_frequencies_that_follow_from_more_than_the_file_are_refused(tmp_path: Path) -> None:
+    model = build("phi3-longrope")
+    for budget, said in ((16, "rotates keys in another way below 64 tokens"), (80, None)):
+        policy = RetentionPolicy(**{**NUMBERS, "budget": budget, "stabilizers": 4})
+        cache = RetentionCache(model, "key_norm", policy)
+        prefill(model, prompt(100), cache)
+        save_cache(cache, tmp_path / "a.ctx")
+        if said is None:
+            assert Prefix.from_file(tmp_path / "a.ctx").digest == Prefix.of(cache).digest
+            continue
+        for make in (lambda: Prefix.from_file(tmp_path / "a.ctx"), lambda: Prefix.of(cache)):  # noqa: B023
+            with pytest.raises(ValueError, match=said):
+                make()
+    policy = RetentionPolicy(**{**NUMBERS, "budget": 80, "key_bits": 8})
+    cache = RetentionCache(model, "key_norm", policy)
+    prefill(model, prompt(100), cache)
+    save_cache(cache, tmp_path / "a.ctx")
+    with pytest.raises(ValueError, match=r"'longrope' follows from more .*take Prefix\.of\(context\)"):
+        Prefix.from_file(tmp_path / "a.ctx")
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("prefixes")
+    found = {}
+    for form in FORMS:
+        found[form] = folder / f"{form}.ctx"
+        save_cache(read("llama", form), found[form])
+    return found
+
+
+def content(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@given(data=st.data())
+def test_no_damage_is_handed_to_an_engine(saved: dict[str, Path], sealed: bool, data: st.DataObject) -> None:
+    path = saved[data.draw(st.sampled_from(sorted(FORMS)))]
+    metadata, tensors = content(path)
+    kind = data.draw(st.sampled_from(("state", "tensors", "bytes")))
+    damaged = path.with_suffix(".damaged")
+    if kind == "state":
+        metadata["state"] = json.dumps(mutations.values_of(data.draw, json.loads(metadata["state"])))
+    elif kind == "tensors":
+        tensors = mutations.tensors_of(data.draw, tensors)
+    if sealed and kind != "bytes":
+        metadata["checksum"] = checksum(metadata["state"], tensors)
+    raw = save(tensors, metadata)
+    damaged.write_bytes(mutations.bytes_of(data.draw, raw) if kind == "bytes" else raw)
+    prefix = mutations.loaded_or_refused(lambda: Prefix.from_file(damaged))
+    if prefix is None:
+        return
+    assert prefix.tokens > 0
+    assert len(prefix.placeholders) == prefix.units > 0
+    for keys, values in zip(prefix.keys, prefix.values, strict=True):
+        assert keys.shape == values.shape == prefix.keys[0].shape
+        assert bool(keys.isfinite().all() & values.isfinite().all())
+
+
+def changed(path: Path, **state: Any) -> Path:
+    metadata, tensors = content(path)
+    metadata["state"] = json.dumps({**json.loads(metadata["state"]), **state})
+    metadata["checksum"] = checksum(metadata["state"], tensors)
+    save_file(tensors, path.with_suffix(".changed"), metadata=metadata)
+    return path.with_suffix(".changed")
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"vocab_size": 0}, "its numbers of token ids, columns or rotation are none"),
+        ({"vocab_size": True}, "its numbers of token ids, columns or rotation are none"),
+        ({"vocab_size": None}, "it was written by an earlier version"),
+        ({"columns": ["a"]}, "its numbers of token ids, columns or rotation are none"),
+        ({"columns": {"a": 3}}, "its numbers of token ids, columns or rotation are none"),
+        ({"rotary": []}, "its numbers of token ids, columns or rotation are none"),
+        ({"rotary": {"rope_type": "no such"}}, "'no such' follows from more than its parameters"),
+        ({"rotary": {"rope_type": "default", "rope_theta": "x"}}, "describe no rotation"),
+        ({"text_end": 10**6}, "text_end is 1000000 instead of a whole number"),
+        ({"next_position": 2}, "are not at positions|is damaged|next_position|places"),
+    ],
+)
+def test_fields_that_cannot_be_right_are_refused(saved: dict[str, Path], state: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Prefix.from_file(changed(saved["codes"], **state))
+
+
+def test_another_rotation_than_the_backbones_is_refused(saved: dict[str, Path]) -> None:
+    metadata, _ = content(saved["plain"])
+    rotary = json.loads(metadata["state"])["rotary"]
+    path = changed(saved["plain"], rotary={**rotary, "rope_theta": 5.0})
+    with pytest.raises(ValueError, match=r"in another way \(rope_theta 5\.0 in the file, 10000\.0 in the model"):
+        load_cache(path, build("llama"), "key_norm")
+    with pytest.raises(ValueError, match="how its keys are rotated is 'x'"):
+        load_cache(changed(saved["plain"], rotary="x"), build("llama"), "key_norm")
+    older = {name: value for name, value in rotary.items() if name != "rope_theta"}
+    assert load_cache(changed(saved["plain"], rotary=older), build("llama"), "key_norm").seen == 45

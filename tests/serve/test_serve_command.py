@@ -1,0 +1,120 @@
+"""`locret-serve` as a process: it says where it is, drains on a signal, and refuses what cannot be in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from running import text_with
+
+import locret
+from locret.infer.serve.command import command
+
+ROOT = Path(locret.__file__).resolve().parent.parent
+MODEL = ["--model", str(ROOT / "checkpoints/tiny"), "--heads", str(ROOT / "checkpoints/tiny-heads"), "--device", "cpu"]
+SMALL = ["--budget", "64", "--chunk-size", "128", "--kv-memory", "64MiB"]
+
+
+@contextmanager
+def started(folder: Path, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Start a server, and yield its process and what it said when it was ready."""
+    line = [sys.executable, "-m", "locret.infer.serve.command", *MODEL, *SMALL]
+    line += ["--contexts", str(folder), "--port", "0", "--json", "--name", "tiny", *options]
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    process = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=surroundings
+    )
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        assert ready, process.communicate(timeout=20)[1]
+        yield process, json.loads(ready)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_a_server_answers_and_ends_as_it_is_told(tmp_path: Path) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"{text_with(43600)}\n\nWhat is the pass key?"}]
+    endless: dict[str, Any] = {"model": "tiny", "prompt": "Paris " * 24, "stream": True}
+    with started(tmp_path / "contexts", LOCRET_API_KEY="sesame") as (process, ready):
+        client = openai.OpenAI(base_url=ready["url"], api_key="sesame", max_retries=0)
+        answer = client.chat.completions.create(model="tiny", messages=messages)
+        assert answer.choices[0].message.content == "The pass key is 43600."
+        assert httpx.get(f"{ready['url']}/models").status_code == 401
+        stream = client.completions.create(max_tokens=400, **endless)
+        first = next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        rest = list(stream)  # which ends before the server does
+        assert rest[-1].choices[0].finish_reason == "length"
+        assert (first.choices[0].text + "".join(chunk.choices[0].text for chunk in rest)).count("Paris") == 400
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 143
+        assert said.strip() == "locret-serve: interrupted"
+    with started(tmp_path / "contexts", "--drain", "1") as (process, ready):
+        client = openai.OpenAI(base_url=ready["url"], api_key="any", max_retries=0)
+        usage = client.chat.completions.create(model="tiny", messages=messages).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens  # what was read is there after a restart
+        stream = client.completions.create(max_tokens=8000, **endless)
+        next(iter(stream))
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIConnectionError):  # what does not end in time is cut off
+            list(stream)
+        process.communicate(timeout=20)
+        assert process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-memory", "1MiB"], r"--kv-memory 1MiB is too small: "),
+        (["--kv-memory", "lots"], r"lots is not an amount of memory"),
+        (["--max-body", "lots"], r"--max-body: lots is not an amount of memory"),
+        (["--port", "70000"], r"--port 70000 is no port; give 1 to 65535"),
+        (["--host", "no.such.host.invalid"], r"--host no.such.host.invalid is no address of this machine"),
+        (["--host", "203.0.113.9", "--port", "0"], r"--port 0 at --host 203.0.113.9 cannot be had"),
+        (["--max-queue", "0"], r"--max-queue 0 is too small"),
+        (["--timeout", "0"], r"--timeout 0 leaves no time"),
+        (["--drain", "-1"], r"--drain -1 is negative"),
+        (["--api-key", "é"], r"--api-key is empty or has characters that no header carries"),
+        (["--engine", "sglang"], r"--engine sglang"),
+        (["--turns", "text"], r"--turns text is not what engines do with a question"),
+        (["--when", "prompt_end"], r"--when prompt_end"),
+        (["--budgett", "3"], r"--budgett is unknown; did you mean --budget"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(tmp_path: Path, options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        command([*MODEL, *SMALL[:4], "--contexts", str(tmp_path), "--port", "0", *options])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ValueError, match=rf"--port {port} at --host 127.0.0.1 cannot be had \(Address already in"):
+            command(["--model", str(ROOT / "checkpoints/tiny-heads"), "--contexts", str(tmp_path), "--port", port])
+
+
+def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = [*MODEL, *SMALL, "--contexts", str(tmp_path / "contexts"), "--dry-run"]
+    assert command(line) == 0
+    assert "in all (--kv-memory)" in capsys.readouterr().out
+    assert command([*line, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["kv_memory"] == 64 << 20
+    assert not (tmp_path / "contexts").exists()

@@ -1,0 +1,72 @@
+"""What docs/server.md says is so: its examples run against a server, its options and routes exist."""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import io
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from locret.infer.serve import command, context_routes, openai_routes, page, watch_routes
+from locret.infer.speed.lab.serve_load import serving
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def block(language: str, containing: str) -> str:
+    """Return the code block of the page that contains a text."""
+    (found,) = [text for text in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL) if containing in text]
+    return found
+
+
+def test_the_examples_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with serving(tmp_path / "contexts", ["--kv-memory", "64MiB"]) as (url, _):
+        for line in block("bash", "curl").replace("\\\n", " ").splitlines():
+            words = shlex.split(line.replace(ADDRESS, url))
+            printed = subprocess.run([*words, "-s", "-S", "--fail-with-body"], capture_output=True, text=True)
+            assert printed.returncode == 0, printed
+        assert "43600" in json.loads(printed.stdout)["choices"][0]["message"]["content"]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(block("python", "import OpenAI").replace(ADDRESS, url), "docs/server.md", "exec"), {})
+    first, second = out.getvalue().strip().splitlines()
+    assert first == second == "The pass key is 43600."
+
+
+def parses(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.command([*words, "--print_config"])
+    assert end.value.code in (0, None), capsys.readouterr().err
+
+
+def test_the_unit_and_the_compose_file_start_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    unit = configparser.ConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string(block("ini", "[Service]"))
+    program, *words = shlex.split(unit["Service"]["ExecStart"])
+    assert program.endswith("/locret-serve")
+    parses(words, capsys)
+    service = yaml.safe_load(block("yaml", "services:"))["services"]["locret"]
+    _, _, line = shlex.split(service["command"])
+    parses(shlex.split(line.partition("exec locret-serve")[2]), capsys)
+
+
+def test_options_and_routes_of_the_page_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = (context_routes, openai_routes, page, watch_routes)
+    routes = {(method, one.path) for part in parts for one in part.router.routes for method in one.methods}
+    with pytest.raises(SystemExit):
+        command.command(["--help"])
+    told = capsys.readouterr().out
+    for option in set(re.findall(r"`(--[a-z-]+)", PAGE)) - {"--data-binary"}:
+        assert option in told, option
+    for method, path in set(re.findall(r"`(GET|POST|DELETE) (/[\w/.]*)", PAGE)) - {("GET", "/openapi.json")}:
+        assert (method, path.replace("/book", "/{name}")) in routes
