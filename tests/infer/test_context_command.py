@@ -213,6 +213,38 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_context_is_pushed_pulled_and_asked_by_its_name(
+    context: Run, infer: Run, lm: LongContextModel, file: Path, pair: list, hub: Any, tmp_path: Path
+) -> None:
+    listed = context("push", file, "--repo", "org/oslo", "--dry-run", "--json")
+    assert [one["path"] for one in json.loads(listed.out)["files"]] == ["README.md", "context.safetensors", "kept.png"]
+    assert hub.requests == []
+    assert "locret-context push: warning: whoever can read org/oslo can ask this context about its text" in listed.err
+    done = context("push", file, "--repo", "org/oslo", "--private", "--license", "mit", "--base-model", "org/base")
+    assert (done.code, done.err) == (0, ""), done
+    assert done.out.splitlines()[-1] == f"{hub.url}/org/oslo"
+    assert hub.repos["org/oslo"].private
+    done = context("pull", "org/oslo", "--output", tmp_path / "a.ctx")
+    assert done.out.startswith(f"{tmp_path / 'a.ctx'}: oslo.txt, ")
+    assert (tmp_path / "a.ctx").read_bytes() == file.read_bytes()
+    few = ["--question", ASKED, "--max-new-tokens", 6]
+    expected = lm.load(file).ask(ASKED, max_new_tokens=6) + "\n"
+    assert context("ask", "org/oslo", *pair, *few).out == expected
+    assert infer(*pair, "--context", "org/oslo", *few).out == expected
+    assert json.loads(context("show", "org/oslo", "--json").out)["contexts"][0]["name"] == "oslo.txt"
+    assert lm.load_chat("org/oslo").say(ASKED, max_new_tokens=6) + "\n" == expected
+
+
+def test_a_context_that_the_hub_does_not_have_is_refused(context: Run, hub: Any, tmp_path: Path) -> None:
+    for line in (["pull", "org/none", "--output", tmp_path / "a.ctx"], ["show", "org/none"]):
+        done = context(*line)
+        assert done.code == 2
+        assert (
+            "cannot load org/none: it is neither a file here nor a repository that you can see on the Hub" in done.err
+        )
+    assert list(tmp_path.glob("*.ctx")) == []
+
+
 @pytest.mark.slow
 def test_a_damaged_file_is_refused_wherever_it_is_given(context: Run, file: Path, pair: list, tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
