@@ -32,6 +32,7 @@ from locret.conversation.compose import compose
 from locret.conversation.context import saved_turns
 from locret.engines.prefix import Prefix
 from locret.files import PARTIAL, locked, written_whole
+from locret.infer.serve.engine import NoRoom
 from locret.infer.serve.loaded import Loaded
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.reading import Job, Progress, Reader
@@ -48,8 +49,6 @@ SUFFIX, IDS = ".ctx", ".ids"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """What a context may be called: no name is a path, hidden, or longer than a file system takes."""
 AUTO, TEXTS, UPLOADS = "auto", "texts", ".uploads"
-_WAIT = 60.0
-"""Seconds that a request waits for memory that other requests use."""
 _COPIES = 3.5
 """Of contexts that are joined: themselves, a copy of each, the whole, and what joining works with; measured."""
 _FORGOTTEN = 100
@@ -113,7 +112,8 @@ class Entry:
         """Return the units, from memory or from the file; may block.
 
         Raises:
-            Refusal: If the file is damaged or gone, or no memory becomes free in time.
+            NoRoom: If contexts that others use take all the memory there is for them.
+            Refusal: If the file is damaged or gone, or could never be held.
         """
         assert self.library is not None
         return self.library.prefix(self)
@@ -449,27 +449,17 @@ class Library:
 
     def prefix(self, entry: Entry) -> Prefix:
         """Return the units of a context, from memory or from its file; see `Entry.prefix`."""
-        deadline = time.monotonic() + _WAIT
-        while (prefix := self._loaded.get(entry.key)) is None:
-            with self._moving:
-                if (prefix := self._loaded.get(entry.key)) is not None:
-                    break
-                try:
-                    if self._loaded.make_room(self._prefix_bytes(entry)):
-                        prefix = self._loaded.put(entry.key, Prefix.from_file(entry.path))
-                        break
-                except (ValueError, OSError) as error:
-                    raise self._damaged(entry, error) from error
-            if time.monotonic() > deadline:
-                raise Refusal(
-                    429,
-                    "contexts that are being asked take all memory there is for them; try again, or start the server "
-                    "with more --kv-memory",
-                    code="no_room",
-                    headers={"Retry-After": "1"},
-                )
-            self._loaded.wait(0.1)
-        return prefix
+        if (prefix := self._loaded.get(entry.key)) is not None:
+            return prefix
+        with self._moving:
+            if (prefix := self._loaded.get(entry.key)) is not None:
+                return prefix
+            if not self._loaded.make_room(self._prefix_bytes(entry)):
+                raise NoRoom("contexts that are being asked take all memory there is for them")
+            try:
+                return self._loaded.put(entry.key, Prefix.from_file(entry.path))
+            except (ValueError, OSError) as error:
+                raise self._damaged(entry, error) from error
 
     def _prefix_bytes(self, entry: Entry) -> int:
         wanted = entry.units * self.plan.unit

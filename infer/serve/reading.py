@@ -197,10 +197,15 @@ class Reader:
             OSError: If the disk is full.
             Cancelled: If the job was.
         """
-        document = Document(source, upload.pieces(job.check), size=upload.total, unit="bytes")
+
+        def check() -> None:
+            job.check()
+            upload.check()
+
+        document = Document(source, upload.pieces(check), size=upload.total, unit="bytes")
         watch = _Watch(job, upload)
         job.progress = Progress(total=upload.total)
-        with self.turns.turn(job.check) as turn, _kept_ids(ids) as keep:
+        with self.turns.turn(check) as turn, _kept_ids(ids) as keep:
 
             def feed(blocks: Iterator[list[int]]) -> Iterator[list[int]]:
                 for block in _between_turns(blocks, turn):

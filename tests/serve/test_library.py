@@ -19,6 +19,7 @@ from conftest import KV_MEMORY, ROOT
 
 from locret import LongContextModel, compose
 from locret.engines.prefix import Prefix
+from locret.infer.serve.engine import NoRoom
 from locret.infer.serve.library import AUTO, UPLOADS, Library
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.refusal import Refusal
@@ -245,16 +246,12 @@ def test_prefixes_in_memory_stay_within_the_plan(
     first, second = library.get("a").prefix(), library.get("b").prefix()
     assert sum(tensor.nbytes for tensor in (*first.keys, *first.values)) == each
     assert library.used_bytes["loaded"] == 2 * each
-    found: list[Prefix] = []
-    waiting = threading.Thread(target=lambda: found.append(library.get("c").prefix()))
-    waiting.start()
-    waiting.join(0.5)
-    assert waiting.is_alive()  # both are used
+    with pytest.raises(NoRoom):
+        library.get("c").prefix()  # both are used
     assert library.used_bytes["loaded"] == 2 * each
     del second
     gc.collect()
-    waiting.join(10)
-    assert found
+    library.get("c").prefix()
     assert library.used_bytes["loaded"] == 2 * each
     assert library.get("a").prefix() is first
     library.close()
