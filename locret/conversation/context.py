@@ -700,7 +700,7 @@ def saved_turns(
     notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
     if notes is None:
         raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
-    _check_notes(notes, path, vocabulary)
+    check_notes(notes, path, vocabulary)
     # Files of earlier versions do not say.
     if notes.get("tokenizer", ours := vocabulary_fingerprint(tokenizer)) != ours:
         raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
@@ -732,7 +732,7 @@ def _users_level() -> int:
     return level
 
 
-def _check_notes(notes: Any, path: str | Path, vocabulary: int) -> None:
+def check_notes(notes: Any, path: str | Path, vocabulary: int) -> None:
     """Refuse what a context would not have written.
 
     Raises:
