@@ -166,9 +166,8 @@ class _Work:
             with self.state.answers.place(len(self.answers)) as place:
                 drafts = await self._within(self._drafts, long=self._long)
                 for draft in drafts:
-                    settled = await self._within(
-                        lambda draft=draft: self.state.prompts.settled(draft, self._left.is_set), long=draft.long
-                    )
+                    settling = partial(self.state.prompts.settled, draft, self._left.is_set)
+                    settled = await self._within(settling, long=draft.long)
                     self.prompts.append(settled)
                     self.state.metrics.asked(len(settled.ids))
                 asked = [one for prompt in self.prompts for one in self._asked(prompt)]
