@@ -5,8 +5,10 @@ What needs no backbone loads none: `show`, `export`, `push` and `pull` work from
 
 from __future__ import annotations
 
+import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,6 +21,8 @@ from locret.infer import command as infer
 from locret.infer.context_options import (
     AskOptions,
     ComposeOptions,
+    ExportOptions,
+    LlamacppOptions,
     PullOptions,
     ReadOutput,
     ShowOptions,
@@ -136,6 +140,30 @@ def shrink(model: ModelOptions, scorer: ScorerOptions, output: ShrinkOptions, gi
     return 0
 
 
+def export(options: ExportOptions, llamacpp: LlamacppOptions, given: frozenset[str]) -> int:
+    """Write a saved context as another engine holds it."""
+    from locret.conversation.published import find_context
+    from locret.engines import llamacpp as engine
+    from locret.engines.prefix import Prefix
+
+    infer.check_target("--output", options.output)
+    chosen = {name: value for name, value in _values(llamacpp).items() if value is not None}
+    try:
+        layout = engine.Layout(**chosen)
+        prefix = Prefix.from_file(find_context(options.context))
+        slot, record = engine.export(prefix, options.output, layout)
+    except ValueError as error:
+        raise ValueError(_with_flags(str(error), [*chosen, "cache_type_v"])) from None
+    if options.json:
+        print_json(
+            {"output": str(slot), "record": str(record), "bytes": slot.stat().st_size, **json.loads(record.read_text())}
+        )
+    else:
+        for file in (slot, record):
+            print(f"{file.stat().st_size:>14,} bytes  {file}")
+    return 0
+
+
 def push(options: ContextPushOptions, given: frozenset[str]) -> int:
     """Publish a saved context."""
     from locret.conversation.published import publish
@@ -201,6 +229,13 @@ def _loading(
     return infer.Options(placed, scorer, PolicyOptions(), prompt, generation or GenerationOptions(), report, given)
 
 
+def _with_flags(text: str, names: Iterable[str]) -> str:
+    """Name settings in a message as flags."""
+    for name in names:
+        text = re.sub(rf'\b{name}="?([\w.]+)"?', rf"--{name.replace('_', '-')} \1", text)
+    return text
+
+
 def _write(context: Context, output: Any) -> None:
     context.save(output.output)
     if output.json:
@@ -249,6 +284,12 @@ COMMANDS = {
         classes=(*MODEL, ShrinkOptions),
         words="context",
         act=shrink,
+    ),
+    "export": Subcommand(
+        about="Write a context as another engine holds it.",
+        classes=(ExportOptions, LlamacppOptions),
+        words="context",
+        act=export,
     ),
     "push": Subcommand(
         about="Publish a context on the Hugging Face Hub, with a card and a picture.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from locret.infer.infer_options import QuestionOptions, ReadingOutput, ReportOptions
 from locret.publish_options import check_repository
@@ -104,6 +105,38 @@ class ShrinkOptions(ContextFile, ReportOptions):
 
     def __post_init__(self) -> None:
         _check_budget(self.budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What is written, and for which engine. vLLM, SGLang and transformers take the file of a context itself."""
+
+    context: str
+    """A saved context, or its repository on the Hub."""
+    to: Literal["llamacpp"]
+    """llamacpp: a slot file for llama-server, and beside it a record (.json) with what a client has to know."""
+    output: str
+    """File to write, such as book.bin."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamacppOptions:
+    """How the llama.cpp that reads it holds its cache; by default as llama-server does."""
+
+    cache_type: str | None = None
+    """Form of the keys (--cache-type-k): f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1."""
+    cache_type_v: str | None = None
+    """Form of the values, if it is another one (--cache-type-v)."""
+    flash_attention: bool | None = None
+    """Whether it uses flash attention (--flash-attn)."""
+    streams: int | None = None
+    """1 if the cache is unified (--kv-unified), else the number of slots (--parallel)."""
+    state_version: int | None = None
+    """The build's LLAMA_STATE_SEQ_VERSION: 3, or 2 in builds of before 2026."""
+    attention_rotation: bool | None = None
+    """Whether it turns quantised keys and values; false for LLAMA_ATTN_ROT_DISABLE=1."""
 
 
 @dataclass(frozen=True, kw_only=True)

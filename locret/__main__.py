@@ -13,6 +13,7 @@ COMMANDS = {
     "infer": ("locret.infer.command", "read a text of any size in fixed memory, and answer a question about it"),
     "context": ("locret.infer.context_command", "make, show, ask, join, shrink, export and publish what has been read"),
     "chat": ("locret.infer.chat_command", "talk about a document"),
+    "serve": ("locret.infer.serve.command", "serve contexts and answers over HTTP, as OpenAI's clients ask"),
     "train": ("locret.train.command", "train retaining heads on a frozen backbone"),
     "kernels": ("locret.train.merging_command", "train kernels that merge evicted units"),
     "eval": ("locret.infer.evaluation.command", "compare methods on tasks within one budget"),

@@ -17,7 +17,7 @@ def test_the_python_of_the_page_runs_in_two_processes_worth_of_names(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = PAGE.read_text(encoding="utf-8").replace("/tmp/", f"{tmp_path}/")
-    first, later = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    first, later, together = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(first, "docs/contexts.md", "exec"), names)
     out = capsys.readouterr().out
@@ -25,3 +25,7 @@ def test_the_python_of_the_page_runs_in_two_processes_worth_of_names(
     assert out.count("The pass key is 43600.") >= 4
     exec(compile(later, "docs/contexts.md", "exec"), {"LongContextModel": names["LongContextModel"]})
     assert capsys.readouterr().out == "The pass key is 43600.\n" * 2
+    exec(compile(together, "docs/contexts.md", "exec"), {"lm": names["lm"]})
+    out = capsys.readouterr().out
+    assert out.count("The pass key is 43600.") >= 3
+    assert "The special magic number for Dallas is: 4155567." in out

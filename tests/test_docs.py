@@ -20,6 +20,8 @@ MODULES = {
     "locret-train": "locret.train.command",
     "locret-infer": "locret.infer.command",
     "locret-chat": "locret.infer.chat_command",
+    "locret-context": "locret.infer.context_command",
+    "locret-serve": "locret.infer.serve.command",
     "locret-eval": "locret.infer.evaluation.command",
     "locret-bench": "locret.infer.speed.command",
     "locret-push": "locret.heads.push",
@@ -44,9 +46,8 @@ def commands_of(page: Path) -> list[tuple[str, ...]]:
     lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
     found = []
     for line in lines:
-        words = (
-            shlex.split(line, comments=True) if re.match(r"(locret-\w+ -|python |accelerate |torchrun )", line) else []
-        )
+        ours = re.match(r"(locret-\w+ -|locret-context \w|python |accelerate |torchrun )", line)
+        words = shlex.split(line, comments=True) if ours else []
         words = words[: words.index(">")] if ">" in words else words
         if words and words[0] in MODULES:
             found.append((MODULES[words[0]], *words[1:]))

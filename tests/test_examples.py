@@ -24,6 +24,7 @@ NAMES = (
     "load_cache",
     "LongContextModel",
     "Context",
+    "compose",
     "RetainingHeads",
     "scorers.get",
     "data.tasks.get",

@@ -22,8 +22,10 @@ from tqdm.auto import tqdm
 
 from locret.cli.command import parse_options
 from locret.data import tasks
-from locret.data.tasks import Sample, Task
+from locret.data.tasks import Sample
+from locret.data.tasks.generated.base import GeneratedTask
 from locret.files import write_text
+from locret.policy.policy import LEAST_CHUNK
 
 ARMS = ("full cache", "one read", "apart, everything kept", "apart, all units", "apart, fair", "apart, by score")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
@@ -80,16 +82,32 @@ def cut(text: str, documents: int) -> list[str]:
     return parts
 
 
-def samples(options: ComposingOptions, task: Task, tokens: int, documents: int, tokenizer: Any) -> Iterator[Sample]:
+def samples(
+    options: ComposingOptions, task: GeneratedTask, tokens: int, documents: int, tokenizer: Any
+) -> Iterator[Sample]:
     """Yield questions whose values, where there are several, are not all in one document."""
     found, number = 0, 0
     while found < options.samples:
         depth = random.Random(f"{options.seed}/{number}").random()
-        sample: Sample = task.sample(tokenizer, tokens, depth=depth, seed=f"{options.seed}/{number}")  # type: ignore[attr-defined]
+        sample = task.sample(tokenizer, tokens, depth=depth, seed=f"{options.seed}/{number}")
         number += 1
         if len(sample.targets) == 1 or len(documents_of(sample, documents)) > 1:
             found += 1
             yield sample
+
+
+def generated(name: str) -> GeneratedTask:
+    """Return a task whose texts are made here.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    task = tasks.get(name)
+    if not isinstance(task, GeneratedTask):
+        raise ValueError(
+            f"--tasks {name} has texts of its own, which are not cut; take one of {', '.join(tasks.names())}"
+        )
+    return task
 
 
 def documents_of(sample: Sample, documents: int) -> list[int]:
@@ -110,7 +128,7 @@ class Composing:
     def __init__(self, options: ComposingOptions, loaded: Any, whole: Any) -> None:
         self.options, self.bounded, self.whole = options, loaded, whole
 
-    def ask(self, task: Task, sample: Sample, documents: int) -> dict[str, float]:
+    def ask(self, task: GeneratedTask, sample: Sample, documents: int) -> dict[str, float]:
         """Return the score of each way, and of fair shares with the documents in reversed order."""
         from locret import compose
 
@@ -143,7 +161,7 @@ def measure(options: ComposingOptions) -> Iterator[dict[str, Any]]:
 
     torch.set_num_threads(1)
     local = options.budget // 4
-    numbers = {"chunk_size": options.budget, "stabilizers": options.budget // 4, "local_len": local}
+    numbers: dict[str, Any] = {"chunk_size": LEAST_CHUNK, "stabilizers": options.budget // 4, "local_len": local}
     policy = RetentionPolicy(budget=options.budget - local, **numbers)
     bounded = LongContextModel.from_pretrained(options.model, heads=options.heads, policy=policy)
     everything = RetentionPolicy(budget=2 * max(options.tokens), **numbers)
@@ -155,7 +173,7 @@ def measure(options: ComposingOptions) -> Iterator[dict[str, Any]]:
     cells = [(task, n, k) for n in options.tokens for k in options.documents for task in options.tasks]
     with tqdm(total=len(cells) * options.samples, desc="asking", disable=None) as bar:
         for name, tokens, documents in cells:
-            task, scores, places = tasks.get(name), list[dict[str, float]](), list[list[int]]()
+            task, scores, places = generated(name), list[dict[str, float]](), list[list[int]]()
             for sample in samples(options, task, tokens, documents, bounded.tokenizer):
                 scores.append(asking.ask(task, sample, documents))
                 places.append(documents_of(sample, documents))

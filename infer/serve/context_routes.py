@@ -18,6 +18,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
@@ -41,6 +42,8 @@ _LOOK = 0.1
 """Seconds between two looks at how far a text has been read."""
 _ALIVE = 15.0
 """Seconds after which a stream without news says that it is there."""
+_LINGER = 2.0
+"""Seconds for which the rest of a refused upload is taken and dropped."""
 _GONE = "the client went away before the text had ended; upload it again"
 _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
 """Types of a body that is a text; the last is what curl says of --data-binary."""
@@ -136,24 +139,21 @@ async def upload(
     """
     library = _library(request)
     length = request.headers.get("content-length", "")
-    receiver = _receiver(request, library, name, source, system, int(length) if length.isdecimal() else None)
+    total = int(length) if length.isdecimal() and len(length) < 20 else None
+    receiver = await run_in_threadpool(_receiver, request, library, name, source, system, total)
+    body = request.stream()
     try:
-        async for data in request.stream():
+        async for data in body:
             if data:
                 await run_in_threadpool(receiver.take, data)
         entry = await run_in_threadpool(receiver.end)
     except ClientDisconnect:
         receiver.fail(_GONE)
         raise Refusal(400, _GONE) from None
-    except TooLarge as error:
-        receiver.fail(str(error))
-        raise Refusal(413, str(error)) from error
-    except ValueError as error:
-        receiver.fail(str(error))
-        raise Refusal(400, str(error)) from error
-    except OSError as error:
-        refusal = full_disk(error)
+    except (ValueError, OSError, Refusal) as error:
+        refusal = _refusal(error)
         receiver.fail(refusal.message)
+        await _drained(body)
         raise refusal from error
     except BaseException:
         receiver.fail(_GONE)
@@ -266,6 +266,29 @@ async def shrink(
     call = _library(request).shrink
     entry = await run_in_threadpool(lambda: call(name, body.name, body.budget))
     return await _answered(entry, wait)
+
+
+def _refusal(error: Exception) -> Refusal:
+    """Return what to say of an upload that cannot be taken; the connection ends with it, whatever more would come."""
+    if isinstance(error, Refusal):
+        refusal = error
+    elif isinstance(error, OSError):
+        refusal = full_disk(error)
+    else:
+        refusal = Refusal(413 if isinstance(error, TooLarge) else 400, str(error))
+    refusal.headers["Connection"] = "close"
+    return refusal
+
+
+async def _drained(body: AsyncIterator[bytes]) -> None:
+    """Take what a client still sends for a moment, since most read an answer only when they have sent all."""
+
+    async def drain() -> None:
+        async for _ in body:
+            pass
+
+    with suppress(asyncio.TimeoutError, ClientDisconnect, RuntimeError):
+        await asyncio.wait_for(drain(), _LINGER)
 
 
 async def _answered(entry: Entry, wait: bool) -> JSONResponse:

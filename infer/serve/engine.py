@@ -74,8 +74,10 @@ class Engine(Protocol):
     All methods may be called from any thread.
     """
 
-    longest: int
-    """Most positions that one answer can have: `Asked.length` may not be larger."""
+    @property
+    def longest(self) -> int:
+        """Most positions that one answer can have: `Asked.length` may not be larger."""
+        ...
 
     @property
     def planned_bytes(self) -> int:

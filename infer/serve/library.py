@@ -32,6 +32,7 @@ from locret.conversation.compose import compose
 from locret.conversation.context import saved_turns
 from locret.engines.prefix import Prefix
 from locret.files import PARTIAL, locked, written_whole
+from locret.infer.serve.engine import NoRoom
 from locret.infer.serve.loaded import Loaded
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.reading import Job, Progress, Reader
@@ -48,8 +49,8 @@ SUFFIX, IDS = ".ctx", ".ids"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """What a context may be called: no name is a path, hidden, or longer than a file system takes."""
 AUTO, TEXTS, UPLOADS = "auto", "texts", ".uploads"
-_WAIT = 60.0
-"""Seconds that a request waits for memory that other requests use."""
+_WORTH = 1 << 17
+"""Bytes of a text that are worth a reader; the tokenizer's window."""
 _COPIES = 3.5
 """Of contexts that are joined: themselves, a copy of each, the whole, and what joining works with; measured."""
 _FORGOTTEN = 100
@@ -113,7 +114,8 @@ class Entry:
         """Return the units, from memory or from the file; may block.
 
         Raises:
-            Refusal: If the file is damaged or gone, or no memory becomes free in time.
+            NoRoom: If contexts that others use take all the memory there is for them.
+            Refusal: If the file is damaged or gone, or could never be held.
         """
         assert self.library is not None
         return self.library.prefix(self)
@@ -288,7 +290,7 @@ class Library:
         called = source or name
 
         def make(job: Job) -> None:
-            upload.wait(1, job.check)
+            upload.wait(_WORTH, job.check)  # with less there is no token yet, and a reader for somebody else
             with self.reader.slot(job):
                 context = self.reader.text(
                     job, upload, source=called, system=system, ids=temporary if self.keep_text else None
@@ -314,7 +316,8 @@ class Library:
 
         def make(job: Job) -> None:
             self._copy_text(entry, new)
-            _copy(entry.path, self.folder / f"{new}{SUFFIX}")
+            with self._moving:
+                _copy(entry.path, self.folder / f"{new}{SUFFIX}")
 
         return self._made_now(new, entry.source, make)
 
@@ -449,27 +452,17 @@ class Library:
 
     def prefix(self, entry: Entry) -> Prefix:
         """Return the units of a context, from memory or from its file; see `Entry.prefix`."""
-        deadline = time.monotonic() + _WAIT
-        while (prefix := self._loaded.get(entry.key)) is None:
-            with self._moving:
-                if (prefix := self._loaded.get(entry.key)) is not None:
-                    break
-                try:
-                    if self._loaded.make_room(self._prefix_bytes(entry)):
-                        prefix = self._loaded.put(entry.key, Prefix.from_file(entry.path))
-                        break
-                except (ValueError, OSError) as error:
-                    raise self._damaged(entry, error) from error
-            if time.monotonic() > deadline:
-                raise Refusal(
-                    429,
-                    "contexts that are being asked take all memory there is for them; try again, or start the server "
-                    "with more --kv-memory",
-                    code="no_room",
-                    headers={"Retry-After": "1"},
-                )
-            self._loaded.wait(0.1)
-        return prefix
+        if (prefix := self._loaded.get(entry.key)) is not None:
+            return prefix
+        with self._moving:
+            if (prefix := self._loaded.get(entry.key)) is not None:
+                return prefix
+            if not self._loaded.make_room(self._prefix_bytes(entry)):
+                raise NoRoom("contexts that are being asked take all memory there is for them")
+            try:
+                return self._loaded.put(entry.key, Prefix.from_file(entry.path))
+            except (ValueError, OSError) as error:
+                raise self._damaged(entry, error) from error
 
     def _prefix_bytes(self, entry: Entry) -> int:
         wanted = entry.units * self.plan.unit
@@ -520,11 +513,12 @@ class Library:
             os.replace(ids, self.folder / TEXTS / f"{name}{IDS}")
         path = self.folder / f"{name}{SUFFIX}"
         with self._moving:
-            save(path, context.cache, context.name, context._stream, context._transcript, upload=notes)
+            save(path, context.cache, context.name, context._stream, context._transcript, context.sources, upload=notes)
 
     def _copy_text(self, entry: Entry, new: str) -> None:
         if entry.has_text:
-            _copy(entry.ids, self.folder / TEXTS / f"{new}{IDS}")
+            with self._moving:
+                _copy(entry.ids, self.folder / TEXTS / f"{new}{IDS}")
 
     def _save_automatic(self, key: str, cache: RetentionCache, base: str, read: int = 0) -> None:
         folder = self.folder / AUTO
@@ -610,10 +604,18 @@ class Library:
                 entry = Entry(key, path, source=source, created=time.time(), job=running, library=self)
                 self._automatic[key] = entry
                 running.start()
+            if running is not None:
+                running.wanted += 1
         if running is not None:
             while not running.done.wait(0.05):
                 if cancelled():
-                    running.cancel()
+                    with self._lock:
+                        running.wanted -= 1
+                        if not running.wanted:  # others may still want it
+                            running.cancel(wait=False)
+                    raise Refusal(503, "nobody waits any more for what was to be read")
+            if running.cancelled and not self._closed:  # by those who wanted it before
+                return self._made_automatic(key, source, make, cancelled)
             if running.state != "ready":
                 status = 503 if running.cancelled else 507 if "make room" in running.message else 400
                 raise Refusal(status, f"reading this failed: {running.message}")

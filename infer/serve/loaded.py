@@ -72,11 +72,6 @@ class Loaded:
         with self._changed:
             self._held.pop(key, None)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until something has changed, or so long."""
-        with self._changed:
-            self._changed.wait(seconds)
-
     def _gone(self, size: int) -> None:
         with self._changed:
             self.used -= size

@@ -134,7 +134,9 @@ def _check_policy(lm: LongContextModel) -> None:
         ValueError: Saying why.
     """
     policy: RetentionPolicy = lm.policy
-    check_prefix(policy, lm.backbone, {1}, rotary_parameters(find_decoder(lm.model)), host=False)
+    check_prefix(
+        policy, lm.backbone, {policy.budget + policy.local_len}, rotary_parameters(find_decoder(lm.model)), host=False
+    )
     if policy.when != "chunk":
         raise ValueError(
             f"--when {policy.when} holds all of a text until its end, so no amount of memory is enough for a server; "

@@ -277,7 +277,7 @@ def _opened(messages: Sequence[Message]) -> tuple[str, list[tuple[str, str]]]:
         Refusal: If they are in another order.
     """
     system = [one.text for one in messages if _role(one) == "system"]
-    turns = [(one.role, one.text) for one in messages if _role(one) != "system"]
+    turns = [(_role(one), one.text) for one in messages if _role(one) != "system"]
     opens = [_role(one) == "system" for one in messages]
     expected = [("user", "assistant")[nth % 2] for nth in range(len(turns))]
     if [role for role, _ in turns] != expected or len(turns) % 2 == 0 or opens != sorted(opens, reverse=True):

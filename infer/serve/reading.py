@@ -112,6 +112,8 @@ class Job:
         """Why it failed, in one sentence."""
         self.progress = Progress()
         self.done = threading.Event()
+        self.wanted = 0
+        """Requests that wait for it."""
         self._make, self._end, self._cancelled = make, end, threading.Event()
         self._began = 0.0
         self._thread = threading.Thread(target=self._run, name="locret-reading", daemon=True)
@@ -197,10 +199,15 @@ class Reader:
             OSError: If the disk is full.
             Cancelled: If the job was.
         """
-        document = Document(source, upload.pieces(job.check), size=upload.total, unit="bytes")
+
+        def check() -> None:
+            job.check()
+            upload.check()
+
+        document = Document(source, upload.pieces(check), size=upload.total, unit="bytes")
         watch = _Watch(job, upload)
         job.progress = Progress(total=upload.total)
-        with self.turns.turn(job.check) as turn, _kept_ids(ids) as keep:
+        with self.turns.turn(check) as turn, _kept_ids(ids) as keep:
 
             def feed(blocks: Iterator[list[int]]) -> Iterator[list[int]]:
                 for block in _between_turns(blocks, turn):

@@ -136,9 +136,17 @@ class Upload:
         with suppress(OSError):
             self.path.unlink()
 
-    def _wait(self, check: Callable[[], None]) -> None:
+    def check(self) -> None:
+        """Look whether it was given up.
+
+        Raises:
+            ValueError: If it was, saying why.
+        """
         if self._failure is not None:
             raise ValueError(self._failure)
+
+    def _wait(self, check: Callable[[], None]) -> None:
+        self.check()
         if time.monotonic() - self._last > self.stall:
             self._failure = f"nothing of the text came for {self.stall:g} seconds; upload it again"
             raise ValueError(self._failure)
@@ -146,8 +154,7 @@ class Upload:
         check()
 
     def _decoded(self, data: bytes, *, final: bool) -> None:
-        if self._failure is not None:
-            raise ValueError(self._failure)
+        self.check()
         try:
             self._decoder.decode(data, final=final)
         except UnicodeDecodeError as error:

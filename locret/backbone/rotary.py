@@ -67,8 +67,10 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) ->
 
 def unrotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Undo `rotate` in float32. Scaled tables (LongRoPE, YaRN) carry a factor m in cos and sin: it is divided out."""
+    # Rounded tables have a factor of their own at every angle, which would add up over many moves.
+    pairs = slice(0, 1) if cos.dtype == torch.float32 else slice(None)
     cos, sin = cos.float(), sin.float()
-    magnitude_squared = cos[..., :1] ** 2 + sin[..., :1] ** 2
+    magnitude_squared = cos[..., pairs] ** 2 + sin[..., pairs] ** 2
     return rotate(keys.float(), cos / magnitude_squared, -sin / magnitude_squared).to(keys.dtype)
 
 

@@ -202,8 +202,8 @@ def checked_shares(shares: Shares, texts: int, budget: int | None) -> list[float
         if shares not in SHARES:
             raise ValueError(f"shares={shares!r} is unknown; choose one of {', '.join(SHARES)}, or a number for each")
         return [1.0] * texts if shares == FAIR else None
-    numbers = list(shares) if isinstance(shares, Sequence) else None
-    if numbers is None or not all(type(one) in (int, float) and 0 < one < float("inf") for one in numbers):
+    numbers: list[float] = list(shares) if isinstance(shares, Sequence) else []
+    if not numbers or not all(type(one) in (int, float) and 0 < one < float("inf") for one in numbers):
         raise ValueError(f"shares={shown(shares)} is no list of positive numbers; give one for each context")
     if len(numbers) != texts:
         raise ValueError(f"shares={shown(shares)} has {len(numbers)} numbers for {texts} contexts; give one for each")

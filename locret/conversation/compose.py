@@ -45,8 +45,11 @@ def compose(
         ValueError: If they do not go together, or a number makes no sense.
 
     Examples:
-        >>> a, b = lm.read(["first.txt", "second.txt"])
-        >>> locret.compose([a, b], budget=512).ask("What do both of them say?")
+        >>> lm = LongContextModel(model, tokenizer, heads, policy)
+        >>> fact = "The pass key is 71432. Remember it. "
+        >>> first, second = lm.read(["The grass is green. " * 40, fact + "The sky is blue. " * 40])
+        >>> compose([first, second], budget=100).ask("What is the pass key?")
+        'The pass key is 71432.'
     """
     contexts = _checked(contexts)
     lm, last = contexts[0].lm, contexts[-1]

@@ -248,6 +248,7 @@ def test_a_printed_recipe_means_the_same(tmp_path: Path, capsys: pytest.CaptureF
 PRINTED = {
     "infer": ["--config", "recipes/infer/llama_3.1_8b.yaml", "--stop", "\n###", "--kv-memory", "2GiB"],
     "chat": ["--model", "checkpoints/tiny"],
+    "serve": ["--model", "checkpoints/tiny", "--kv-memory", "1GiB", "--budget", "256"],
     "train": ["--config", "recipes/train/tiny.yaml", "--output", "out", "--betas", "0.8,0.9"],
     "eval": ["--config", "recipes/eval/embedded.yaml", "--output", "out", "--lengths", "512,1024"],
     "bench": ["--config", "recipes/bench/cpu_512.yaml", "--lengths", "8K", "16K"],
@@ -272,6 +273,7 @@ PRINTED = {
     "context ask": ["--model", "checkpoints/tiny", "--context", "a.ctx", "--question", "Why, and who?"],
     "context compose": ["--model", "m", "--context", "a.ctx", "b.ctx", "--output", "c.ctx", "--budget", "9"],
     "context shrink": ["--model", "m", "--context", "a.ctx", "--output", "b.ctx", "--budget", "9"],
+    "context export": ["--context", "a.ctx", "--to", "llamacpp", "--output", "a.bin", "--flash-attention", "false"],
     "context push": ["--context", "a.ctx", "--repo", "org/book", "--private"],
     "context pull": ["--repo", "org/book", "--output", "a.ctx"],
 }

@@ -14,10 +14,11 @@ COMMANDS = {
     "locret-bench": "locret.infer.speed.command",
     "locret-push": "locret.heads.push",
     "locret-context": "locret.infer.context_command",
+    "locret-serve": "locret.infer.serve.command",
     "compare": "locret.train.compare",
     "question_rows": "locret.data.training.question_rows",
 }
-HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft", "numpy", "tensorboard", "matplotlib")
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft", "numpy", "tensorboard", "matplotlib", "fastapi")
 WATCHED = f"""
 import runpy, sys
 

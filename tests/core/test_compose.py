@@ -434,3 +434,34 @@ def test_chats_that_cannot_be_merged_are_refused(lm: LongContextModel, both: lis
     ):
         with pytest.raises(ValueError, match=said):
             both[0].merge(*chats)  # type: ignore[arg-type]
+
+
+# -- how exactly a rotation is undone ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_moved_keys_are_those_of_the_oracle_but_for_one_rounding(dtype: torch.dtype, most: float) -> None:
+    model = build("llama-3.1-rope").to(dtype)
+    caches = []
+    for seed in (0, 1):
+        cache = RetentionCache(model, "key_norm", RetentionPolicy(**NUMBERS))
+        prefill(model, prompt(60, seed=seed), cache)
+        caches.append(cache)
+    texts = [as_text(cache, 1, 0) for cache in caches]
+    whole = joined([Part(cache.copy()) for cache in caches])
+    wanted = composed(texts, frequencies(whole), [0, 0])
+    ours = whole.to_dynamic_cache().layers[1].keys[0].double()
+    assert float((ours - wanted[0]).norm() / wanted[0].norm()) < most
+
+
+def test_many_moves_in_bfloat16_stay_near() -> None:
+    """Each costs about one rounding, and nothing adds up in one direction."""
+    model = build("llama").to(torch.bfloat16)
+    cache = RetentionCache(model, "key_norm", RetentionPolicy(**NUMBERS))
+    prefill(model, prompt(60), cache)
+    before = cache.to_dynamic_cache().layers[1].keys.float()
+    for _ in range(8):
+        cache = shrunk(cache, 1000)
+    after = cache.to_dynamic_cache().layers[1].keys.float()
+    assert float((after - before).norm() / before.norm()) < 8e-3
+    assert abs(float(after.norm() / before.norm()) - 1) < 1e-3

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
+import locret
+from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
+from locret.chunked_prefill import read_turn
 from locret.engines.prefix import Prefix
 
 POLICY = RetentionPolicy(budget=64, chunk_size=96, stabilizers=16, local_len=16)
@@ -128,3 +130,55 @@ def test_a_prefix_is_the_same_from_a_context_and_from_its_file(lm: LongContextMo
     assert ours.rotary["rope_theta"] == 1000000.0
     other = lm.read(ids(400, 9)[0].tolist(), name="ids")
     assert Prefix.of(other).placeholders[:4] != ours.placeholders[:4]
+
+
+# -- contexts, their files, and what follows more than once -----------------------------------------------------------
+
+
+def engine(plain: torch.nn.Module, context: Context, question: str, new: int = 8) -> Tensor:
+    """What transformers writes after the units of a context and a question."""
+    return continued(plain, context.cache, context.question_ids(question), new)
+
+
+@pytest.mark.parametrize("made", ["read", "loaded", "forked", "shrunk", "composed"])
+def test_ask_writes_what_any_engine_writes_however_a_context_was_made(
+    lm: LongContextModel, plain: torch.nn.Module, made: str, tmp_path: Path
+) -> None:
+    context = lm.read("The grass is green. " * 30 + "The tower is tall.", name="text")
+    if made == "loaded":
+        context.save(tmp_path / "a.ctx")
+        context = lm.load(tmp_path / "a.ctx")
+    elif made == "composed":
+        context = locret.compose([context, lm.read("The sky is blue. " * 30)], 100)
+    elif made != "read":
+        context = context.fork() if made == "forked" else context.shrink(40)
+    for question in ("What is green?", "How tall is the tower, and of what is it made?"):
+        wanted = engine(plain, context, question)[0].tolist()
+        answer = context.ask(question, max_new_tokens=8, min_new_tokens=8)
+        assert answer == lm.tokenizer.decode(wanted, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_a_second_turn_is_what_an_engine_writes_that_keeps_the_first(
+    lm: LongContextModel, plain: torch.nn.Module
+) -> None:
+    context = lm.read("The grass is green. " * 30)
+    chat = context.chat()
+    chat.say("What is green?", max_new_tokens=6, min_new_tokens=6)
+    added = chat._stream.copy().rest(chat._transcript.copy().ask("And then?"))
+    following = torch.tensor([[*chat._unread, *added]])
+    wanted = continued(plain, chat.cache, following, 6)
+    chat.say("And then?", max_new_tokens=6, min_new_tokens=6)
+    decoded = lm.tokenizer.decode(wanted[0], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert chat.messages[-1]["content"] == decoded.strip()
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 40])
+def test_a_turn_in_pieces_is_the_turn_in_one(lm: LongContextModel, plain: torch.nn.Module, pieces: int) -> None:
+    cache, text, question = RetentionCache(lm.model, lm.scorer, POLICY), ids(400), ids(40, seed=1)
+    prefill(lm.model, text, cache)
+    wanted = continued(plain, cache, question, 8)
+    for part in question[:, :-1].tensor_split(pieces, dim=1):
+        if part.shape[1]:
+            read_turn(lm.model, part, cache)
+    full = torch.cat([text, question], 1)
+    assert torch.equal(generate(lm.model, full, cache=cache, max_new_tokens=8, min_new_tokens=8)[:, 440:], wanted)
