@@ -12,6 +12,9 @@ from locret.engines.prefix import Prefix
 _LEAD = 16
 """Ids by which a context is recognised; those of another one differ, as they are drawn from a digest."""
 
+LEAST = 8
+"""Fewer ids may begin an ordinary text: a context of so few is recognised where a request says that it has one."""
+
 Stamp = tuple[int, int]
 """When a file was changed, in nanoseconds, and its bytes: a file with another stamp is read again."""
 
@@ -107,10 +110,15 @@ class ContextFolder:
             raise ValueError(f"{name!r} may be {' or '.join(one.path.name for one in found)}; name it with its ending")
         return found[0]
 
-    def beginning(self, ids: Sequence[int]) -> Listed | None:
-        """Return the context whose ids a prompt begins with; only the first few of them have been compared."""
-        for length in {len(lead) for lead in self._by_lead}:
-            if listed := self._by_lead.get(tuple(ids[:length])):
+    def beginning(self, ids: Sequence[int], *, least: int = LEAST) -> Listed | None:
+        """Return the context whose ids a prompt begins with; only the first few of them have been compared.
+
+        Args:
+            ids: The prompt.
+            least: Fewest ids that tell a context from a text.
+        """
+        for length in sorted({len(lead) for lead in self._by_lead}, reverse=True):
+            if length >= least and (listed := self._by_lead.get(tuple(ids[:length]))):
                 return listed
         return None
 

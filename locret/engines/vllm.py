@@ -31,7 +31,7 @@ from vllm.logger import init_logger
 
 from locret.backbone.adapters import describe
 from locret.cache.cache_file import read_backbone
-from locret.engines.folder import ContextFolder, Listed, Stamp, stamp_of
+from locret.engines.folder import LEAST, ContextFolder, Listed, Stamp, stamp_of
 from locret.engines.prefix import Prefix
 
 _OPTIONS = {"contexts": "", "contexts_in_memory": 16}
@@ -138,7 +138,7 @@ class LocretConnector(KVConnectorBase_V1):
             if name is not None:
                 raise
             _logger.error("the folder of contexts cannot be listed, so what it held before counts: %s", error)
-        listed = self._contexts.beginning(ids)
+        listed = self._contexts.beginning(ids, least=LEAST if name is None else 1)
         if name is True and listed is None:
             raise ValueError(f"the prompt begins with the placeholders of no context in {self._contexts.folder}")
         if name is not None and name is not True:

@@ -274,6 +274,20 @@ def test_contexts_in_folders_below(engine, folder):
     assert hidden.external == 0
 
 
+def test_the_context_of_a_few_tokens_takes_no_ordinary_prompt(connector, lm, tmp_path):
+    lm.read([5, 6, 7], progress=False).save(tmp_path / "few.ctx")
+    prefix = Prefix.from_file(tmp_path / "few.ctx")
+    assert prefix.units < 8
+    engine, ids = Engine(connector, config_for(tmp_path)), [*prefix.placeholders, 1, 2]
+    ordinary = Request("ordinary", ids)
+    engine.step(ordinary)
+    assert ordinary.external == 0
+    engine.cached.clear()
+    for name in (True, "few"):
+        engine.step(asked := Request(str(name), ids, kv_transfer_params=naming(name)))
+        assert_holds(engine, asked, prefix)
+
+
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_each_worker_holds_its_own_heads(connector, folder, workers):
     engine = Engine(connector, config_for(folder), workers=workers)  # 4 KV heads

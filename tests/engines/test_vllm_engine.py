@@ -272,7 +272,33 @@ def test_units_that_fill_no_whole_block(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(books, tmp_path_factory):
+def served(books, tmp_path_factory):
+    return Path(shutil.copytree(books.folder, tmp_path_factory.mktemp("served") / "contexts"))
+
+
+@contextlib.contextmanager
+def process(command, log, address):
+    """Run a server until the block ends; `address` finds where it answers in what it has written."""
+    with log.open("w") as out:
+        started = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT)
+        try:
+            until = time.monotonic() + 240
+            while True:
+                if url := address():
+                    with contextlib.suppress(OSError):
+                        urllib.request.urlopen(url, timeout=5).close()
+                        break
+                alive = started.poll() is None and time.monotonic() < until
+                assert alive, log.read_text()[-3000:]
+                time.sleep(1)
+            yield
+        finally:
+            started.terminate()
+            started.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(served, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -284,26 +310,13 @@ def server(books, tmp_path_factory):
         "--dtype": "float32",
         "--block-size": 32,
         "--max-model-len": 9216,
-        "--kv-transfer-config": json.dumps(transfer(books.folder)),
+        "--kv-transfer-config": json.dumps(transfer(served)),
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    log = (tmp_path_factory.mktemp("server") / "log").open("w")
-    process = subprocess.Popen(
-        [*command, *(str(part) for pair in options.items() for part in pair)], stdout=log, stderr=log
-    )
-    try:
-        until = time.monotonic() + 180
-        while True:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            alive = process.poll() is None and time.monotonic() < until
-            assert alive, Path(log.name).read_text()[-3000:]
-            time.sleep(1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
+    command += [str(part) for pair in options.items() for part in pair]
+    url = f"http://127.0.0.1:{port}"
+    with process(command, tmp_path_factory.mktemp("vllm") / "log", lambda: f"{url}/health"):
+        yield url
 
 
 def post(server, **body):
@@ -370,3 +383,44 @@ def test_the_engine_of_the_server(server, books):
         assert 0 < engine.planned_bytes <= 2**30
     finally:
         engine.stop()
+
+
+def sent(url, body=None, data=None):
+    headers = {"Content-Type": "application/json" if data is None else "text/plain"}
+    content = json.dumps(body).encode() if data is None else data
+    with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=120) as reply:
+        return json.load(reply)
+
+
+def test_chats_of_locret_serve_name_a_context(server, served, books, tmp_path):
+    python = os.environ.get("LOCRET_PYTHON", sys.executable)
+    command = [python, "-m", "locret.infer.serve.command", "--model", MODEL, "--heads", f"{MODEL}-heads"]
+    command += ["--dtype", "float32", "--budget", "224", "--chunk-size", "512", "--stabilizers", "64"]
+    command += ["--local-len", "32", "--contexts", str(served), "--engine", "vllm", "--engine-url", server]
+    command += ["--port", "0", "--json", "--quiet", "--name", "tiny"]
+    log = tmp_path / "log"
+
+    def told():
+        lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
+        return json.loads(lines[0])["url"].replace("/v1", "/healthz") if lines else None
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    with process(command, log, told):
+        url = told().replace("/healthz", "/v1")
+
+        def chat(question, **more):
+            messages = [{"role": "user", "content": question}]
+            body = {"model": "tiny", "messages": messages, "max_tokens": 16, "temperature": 0, **more}
+            return sent(f"{url}/chat/completions", body)["choices"][0]["message"]["content"]
+
+        for name, asked in books.jobs[:8]:
+            answer = tokenizer.decode(asked["answer"], skip_special_tokens=True)
+            assert chat(asked["question"], context=name).strip() == answer.strip()
+        # What is read while vLLM runs, and a long prompt that is read into a context of its own.
+        asked = books.record["book1"]["questions"]
+        text = books.record["book1"]["text"]
+        sent(f"{url}/contexts?name=new&wait=true", data=text.encode())
+        assert asked[1]["truth"] in chat(asked[1]["question"], context="new")
+        assert asked[1]["truth"] in chat(f"{text}\n{asked[1]['question']}")

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from locret import shipped
-from locret.cli.command import parse_options, print_json
+from locret.cli.command import parse_options, print_json, run
 from locret.conversation.context import LongContextModel
 from locret.conversation.document import open_document
 from locret.data import tasks
@@ -47,6 +47,8 @@ _MODEL = shipped.find(MODEL)
 _BLOCK, _LOCAL, _ANSWER, _SHORT = 32, 32, 16, 512
 _MANY, _LONG_ANSWER = 128, 64
 """Requests that are asked at once to see how many run, and tokens of their answers."""
+_TOKEN = 5120
+"""Bytes of a token's keys and values in the embedded backbone, in float32."""
 _MODULE = "locret.infer.speed.lab.other_engines"
 
 
@@ -59,7 +61,7 @@ class EngineOptions:
     contexts: list[int] = field(default_factory=lambda: [4, 16])
     """How many texts are asked about at once."""
     kv_mib: list[int] = field(default_factory=lambda: [96, 1024])
-    """Bytes of KV cache in MiB that every engine has."""
+    """MiB of KV cache that every engine has, one run after the other."""
     tokens: int = 8192
     """Tokens of a text."""
     questions: int = 2
@@ -70,6 +72,17 @@ class EngineOptions:
     """Whether `transformers serve` is measured too."""
     output: str | None = None
     """Write the record to this path, once as .json and once as .md."""
+
+    def __post_init__(self) -> None:
+        least = self.tokens + _SHORT
+        for name in ("tokens", "questions", "budget", "contexts", "kv_mib"):
+            values = getattr(self, name)
+            if not values or min(values if isinstance(values, list) else [values]) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {values} is too small; give 1 or more")
+        if min(self.kv_mib) * 2**20 < least * _TOKEN:
+            raise ValueError(
+                f"--kv-mib {min(self.kv_mib)} does not hold one full prompt of {least} tokens, {least * _TOKEN:,} bytes"
+            )
 
 
 @dataclass(frozen=True)
@@ -204,10 +217,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def vllm(options: EngineOptions, folder: Path, mib: int, unit_bytes: int, side: str) -> Iterator[Server]:
+def vllm(options: EngineOptions, folder: Path, mib: int, side: str) -> Iterator[Server]:
     """Run vLLM; `side` is contexts, prefix cache or no cache."""
     port = free_port()
-    url, blocks = f"http://127.0.0.1:{port}", mib * 2**20 // (_BLOCK * unit_bytes)
+    url, blocks = f"http://127.0.0.1:{port}", mib * 2**20 // (_BLOCK * _TOKEN)
     command = [options.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", _MODEL]
     command += ["--served-model-name", "tiny", "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32"]
     command += ["--enforce-eager", "--block-size", str(_BLOCK), "--num-gpu-blocks-override", str(blocks + 1)]
@@ -227,10 +240,10 @@ def vllm(options: EngineOptions, folder: Path, mib: int, unit_bytes: int, side: 
 
 
 @contextmanager
-def transformers_serve(folder: Path, mib: int, unit_bytes: int, tokenizer: Any) -> Iterator[Server]:
+def transformers_serve(folder: Path, mib: int, tokenizer: Any) -> Iterator[Server]:
     """Run `transformers serve` with continuous batching and its block sharing."""
     port = free_port()
-    url, blocks = f"http://127.0.0.1:{port}", mib * 2**20 // (_BLOCK * unit_bytes)
+    url, blocks = f"http://127.0.0.1:{port}", mib * 2**20 // (_BLOCK * _TOKEN)
     command = [str(Path(sys.executable).with_name("transformers")), "serve", _MODEL, "--port", str(port)]
     command += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", "--continuous-batching"]
     command += ["--cb-block-size", str(_BLOCK), "--cb-num-blocks", str(blocks), "--attn-implementation", "sdpa"]
@@ -303,20 +316,19 @@ def compare(options: EngineOptions) -> dict[str, Any]:
     torch.set_num_threads(1)
     policy = RetentionPolicy(budget=options.budget, chunk_size=512, stabilizers=64, local_len=_LOCAL)
     lm = LongContextModel.from_pretrained(_MODEL, heads=shipped.find(HEADS), policy=policy, dtype="float32")
-    unit_bytes = 8 * lm.backbone.num_layers * lm.backbone.num_kv_heads * lm.backbone.head_dim
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work) / "contexts"
         folder.mkdir()
         books = read_books(lm, folder, max(options.contexts), options.tokens, options.questions)
         (short,) = read_books(lm, folder, 1, _SHORT, 1)
         record: dict[str, Any] = {"options": asdict(options), "device": device_name(torch.device("cpu")), **versions()}
-        record["units"], record["unit_bytes"] = books[0].prefix.units, unit_bytes
+        record["units"] = books[0].prefix.units
         record["reading"] = {"text": statistics.median(book.seconds for book in books), "short": short.seconds}
         record["sides"] = sides = {}
         for mib in options.kv_mib:
             # Without a cache more memory only lets more requests wait for each other.
             for side in ("contexts", "prefix cache", *(["no cache"] if mib == options.kv_mib[0] else [])):
-                with vllm(options, folder, mib, unit_bytes, side) as server:
+                with vllm(options, folder, mib, side) as server:
                     found = measure(server, books, short, options, again=side != "no cache")
                     if side == "contexts":
                         found["at_once"] = at_once(server, books)
@@ -324,7 +336,7 @@ def compare(options: EngineOptions) -> dict[str, Any]:
                 sys.stderr.write(f"{side}, {mib} MiB: {json.dumps(found)}\n")
             if options.transformers:
                 try:
-                    with transformers_serve(folder, mib, unit_bytes, lm.tokenizer) as server:
+                    with transformers_serve(folder, mib, lm.tokenizer) as server:
                         sides[f"transformers serve, {mib} MiB"] = measure(server, books, short, options, again=True)
                 except (ValueError, OSError) as error:
                     sides[f"transformers serve, {mib} MiB"] = {"failed": str(error)[-300:]}
@@ -357,7 +369,7 @@ def page(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def command(argv: Sequence[str] | None = None) -> int:
     """Compare engines, and print the record or write it."""
     (options,), _ = parse_options(_MODULE, "Compare engines over HTTP.", [EngineOptions], argv)
     record = compare(options)
@@ -370,4 +382,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(command)
