@@ -49,6 +49,8 @@ SUFFIX, IDS = ".ctx", ".ids"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """What a context may be called: no name is a path, hidden, or longer than a file system takes."""
 AUTO, TEXTS, UPLOADS = "auto", "texts", ".uploads"
+_WORTH = 1 << 17
+"""Bytes of a text that are worth a reader; the tokenizer's window."""
 _COPIES = 3.5
 """Of contexts that are joined: themselves, a copy of each, the whole, and what joining works with; measured."""
 _FORGOTTEN = 100
@@ -288,7 +290,7 @@ class Library:
         called = source or name
 
         def make(job: Job) -> None:
-            upload.wait(1, job.check)
+            upload.wait(_WORTH, job.check)  # with less there is no token yet, and a reader for somebody else
             with self.reader.slot(job):
                 context = self.reader.text(
                     job, upload, source=called, system=system, ids=temporary if self.keep_text else None
@@ -314,7 +316,8 @@ class Library:
 
         def make(job: Job) -> None:
             self._copy_text(entry, new)
-            _copy(entry.path, self.folder / f"{new}{SUFFIX}")
+            with self._moving:
+                _copy(entry.path, self.folder / f"{new}{SUFFIX}")
 
         return self._made_now(new, entry.source, make)
 
@@ -514,7 +517,8 @@ class Library:
 
     def _copy_text(self, entry: Entry, new: str) -> None:
         if entry.has_text:
-            _copy(entry.ids, self.folder / TEXTS / f"{new}{IDS}")
+            with self._moving:
+                _copy(entry.ids, self.folder / TEXTS / f"{new}{IDS}")
 
     def _save_automatic(self, key: str, cache: RetentionCache, base: str, read: int = 0) -> None:
         folder = self.folder / AUTO
@@ -600,10 +604,18 @@ class Library:
                 entry = Entry(key, path, source=source, created=time.time(), job=running, library=self)
                 self._automatic[key] = entry
                 running.start()
+            if running is not None:
+                running.wanted += 1
         if running is not None:
             while not running.done.wait(0.05):
                 if cancelled():
-                    running.cancel()
+                    with self._lock:
+                        running.wanted -= 1
+                        if not running.wanted:  # others may still want it
+                            running.cancel(wait=False)
+                    raise Refusal(503, "nobody waits any more for what was to be read")
+            if running.cancelled and not self._closed:  # by those who wanted it before
+                return self._made_automatic(key, source, make, cancelled)
             if running.state != "ready":
                 status = 503 if running.cancelled else 507 if "make room" in running.message else 400
                 raise Refusal(status, f"reading this failed: {running.message}")

@@ -112,6 +112,8 @@ class Job:
         """Why it failed, in one sentence."""
         self.progress = Progress()
         self.done = threading.Event()
+        self.wanted = 0
+        """Requests that wait for it."""
         self._make, self._end, self._cancelled = make, end, threading.Event()
         self._began = 0.0
         self._thread = threading.Thread(target=self._run, name="locret-reading", daemon=True)

@@ -331,9 +331,32 @@ def test_two_who_read_the_same_read_it_once(library: Library) -> None:
     assert library.turns.chunks == len(range(0, 500 - 8, 128))
 
 
+def test_who_leaves_does_not_end_what_another_waits_for(library: Library) -> None:
+    text, found, leaving = ids(3000), [], threading.Event()
+
+    def stay() -> None:
+        found.append(library.read_on(text, (None, 0), None, never))
+
+    def leave() -> None:
+        found.append(refusal(lambda: library.read_on(text, (None, 0), None, leaving.is_set)).status)
+
+    threads = [threading.Thread(target=one) for one in (leave, stay)]
+    for thread in threads:
+        thread.start()
+    while library.turns.chunks < 2:
+        time.sleep(0.001)
+    leaving.set()
+    for thread in threads:
+        thread.join(30)
+    assert found[0] == 503
+    assert found[1].tokens == 3000
+
+
 def test_a_cancelled_read_leaves_nothing(library: Library) -> None:
     refused = refusal(lambda: library.read_on(ids(20_000), (None, 0), None, lambda: library.turns.chunks > 1))
     assert refused.status == 503
+    while library.automatic():
+        time.sleep(0.001)
     assert library.longest(ids(20_000)) == (None, 0)
     assert library.automatic() == []
     assert library.used_bytes == {"reading": 0, "loaded": 0}
