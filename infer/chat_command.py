@@ -40,8 +40,9 @@ def command(argv: Sequence[str] | None = None) -> int:
         if about.context is not None:
             from locret import read_notes
             from locret.conversation.context import CONTEXT_WRITERS
+            from locret.conversation.published import find_context
 
-            read_notes(about.context, CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
+            read_notes(find_context(about.context), CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
         lm = _load(model, scorer, policy, about, generation, chosen)
         conversation = Conversation(lm, about, generation)
         conversation.begin()

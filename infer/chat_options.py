@@ -14,7 +14,7 @@ class ChatOptions:
     prompt_file: str | None = None
     """Text file of any size, UTF-8, that is read first; /read FILE reads one later."""
     context: str | None = None
-    """Instead of a text: a conversation or a context that has been saved, to go on with."""
+    """Instead of a text: a conversation or a context that has been saved, or a context on the Hub, to go on with."""
     system: str | None = None
     """System message of what is read."""
     template: str = "chat"

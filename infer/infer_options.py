@@ -105,7 +105,8 @@ class PromptOptions(QuestionOptions, TextOptions):
     """What to read and what to ask."""
 
     context: str | None = None
-    """Instead of a text: a saved context (see --save-context), which is asked without reading."""
+    """Instead of a text: a saved context (see --save-context), or its repository on the Hub, which is asked without
+    reading."""
     allow_other_scorer: bool = False
     """Ask a --context with other heads or another scorer than it was read with: what was kept stays."""
     question: list[str] = field(default_factory=list)

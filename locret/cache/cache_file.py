@@ -347,27 +347,35 @@ def read_prefix(
     """
     state, _ = _header(path, CONTEXT_WRITERS)
     try:
-        policy, backbone = RetentionPolicy.from_dict(state.get("policy"), "policy"), _saved_backbone(state)
-        check_counters(state, backbone)
-        vocab_size, columns, rotary = (state.get(name) for name in ("vocab_size", "columns", "rotary"))
-        if vocab_size is None or columns is None or rotary is None:
-            raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
-        named = isinstance(columns, dict) and all(isinstance(spelt, str) for spelt in columns.values())
-        if type(vocab_size) is not int or vocab_size < 1 or not named or not isinstance(rotary, dict):
-            raise ValueError("its numbers of token ids, columns or rotation are none; save the cache again")
+        policy, backbone, rotary = _described_alone(state)
         check_prefix(policy, backbone, {counters["fill"] for counters in state["layers"]}, rotary, host=False)
-        tensors = _checked_units(path, state, _reading_alone(path, policy, backbone, vocab_size, columns))
+        tensors = _checked_units(path, state, _reading_alone(path, policy, backbone, state))
         check_one_row(len(tensors["layers.0.keys"]))
         units = [_prefix_of(nth, tensors, state, policy, backbone) for nth in range(backbone.num_layers)]
         keys, values = (tuple(states[nth][0].transpose(0, 1).contiguous() for states in units) for nth in range(2))
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{path}: {error}") from error
-    return keys, values, vocab_size, state["seen"], backbone.model_type, rotary
+    return keys, values, state["vocab_size"], state["seen"], backbone.model_type, rotary
 
 
-def _reading_alone(
-    path: str | Path, policy: RetentionPolicy, backbone: Backbone, vocab_size: int, columns: dict[str, str]
-) -> Reading:
+def _described_alone(state: Mapping[str, Any]) -> tuple[RetentionPolicy, Backbone, dict[str, Any]]:
+    """Return policy, backbone and rotation of a file that is read without its backbone; its counters are right then.
+
+    Raises:
+        ValueError: If the file does not say all that a backbone would.
+    """
+    policy, backbone = RetentionPolicy.from_dict(state.get("policy"), "policy"), _saved_backbone(state)
+    check_counters(state, backbone)
+    vocab_size, columns, rotary = (state.get(name) for name in ("vocab_size", "columns", "rotary"))
+    if vocab_size is None or columns is None or rotary is None:
+        raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
+    named = isinstance(columns, dict) and all(isinstance(spelt, str) for spelt in columns.values())
+    if type(vocab_size) is not int or vocab_size < 1 or not named or not isinstance(rotary, dict):
+        raise ValueError("its numbers of token ids, columns or rotation are none; save the cache again")
+    return policy, backbone, rotary
+
+
+def _reading_alone(path: str | Path, policy: RetentionPolicy, backbone: Backbone, state: Mapping[str, Any]) -> Reading:
     """Return what the units of a file must agree with where no backbone says it."""
     with safe_open(path, framework="pt") as file:
         names = file.keys()
@@ -379,11 +387,11 @@ def _reading_alone(
         }
     return Reading(
         backbone=backbone,
-        ragged=False,
-        compact=True,
-        vocab_size=vocab_size,
+        ragged=policy.head_budgets == "adaptive",
+        compact=policy.positions == "compact",
+        vocab_size=state["vocab_size"],
         hidden_size=wide,
-        columns=columns,
+        columns=state["columns"],
         forms=forms_of(policy, len(backbone.layers)),
         host_budget=policy.host_budget,
         windows=windows,
@@ -481,26 +489,8 @@ def read_saved(path: str | Path) -> SavedCache:
     """
     state, notes = _header(path, CONTEXT_WRITERS)
     try:
-        policy, backbone = RetentionPolicy.from_dict(state.get("policy"), "policy"), _saved_backbone(state)
-        check_counters(state, backbone)
-        vocab_size, columns = state.get("vocab_size"), state.get("columns")
-        if not isinstance(vocab_size, int) or not isinstance(columns, dict):
-            raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
-        queries = {index: shapes.get(f"layers.{index}.{HOST}queries", ()) for index in backbone.layers}
-        reading = Reading(
-            backbone=backbone,
-            ragged=policy.head_budgets == "adaptive",
-            compact=policy.positions == "compact",
-            vocab_size=vocab_size,
-            hidden_size=(shapes.get("rows._context") or [0])[-1],
-            columns=columns,
-            forms=forms_of(policy, len(backbone.layers)),
-            host_budget=policy.host_budget,
-            windows={index: shape[2] for index, shape in queries.items() if len(shape) == 4},
-        )
-        tensors = _checked_units(path, state, reading)
+        policy, backbone, _ = _described_alone(state)
+        tensors = _checked_units(path, state, _reading_alone(path, policy, backbone, state))
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{path}: {error}") from error
     return SavedCache(state, notes, backbone, policy, tensors)

@@ -435,10 +435,7 @@ class LongContextModel:
             ValueError: If the file is none, or was made with another backbone or scorer.
             OSError: If the file cannot be read.
         """
-        from locret.conversation.published import find_context
-
-        path = find_context(path, revision=revision)
-        read, turns, _ = self._load(path, allow_other_scorer, disk)
+        read, turns, _ = self._load(path, allow_other_scorer, disk, revision)
         if turns:
             raise ValueError(f"{path} holds a conversation; load it with load_chat, or go on with locret-chat")
         return Context(*read)
@@ -446,10 +443,10 @@ class LongContextModel:
     def load_chat(
         self, path: str | Path, *, allow_other_scorer: bool = False, disk: Disk | str | Path | None = None
     ) -> Chat:
-        """Return a conversation that `Chat.save` has written, or a new one about a saved context.
+        """Return a conversation that `Chat.save` has written, or a new one about a context.
 
         Args:
-            path: The file.
+            path: The file, or a context's org/name on the Hub.
             allow_other_scorer: As in `load`.
             disk: As in `load`.
 
@@ -461,8 +458,15 @@ class LongContextModel:
         return Chat(*read[:5], unread=unread, sources=read[5])
 
     def _load(
-        self, path: str | Path, allow_other_scorer: bool, disk: Disk | str | Path | None
+        self,
+        path: str | Path,
+        allow_other_scorer: bool,
+        disk: Disk | str | Path | None,
+        revision: str | None = None,
     ) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
+        from locret.conversation.published import find_context
+
+        path = find_context(path, revision=revision)
         stream, transcript, name, unread = saved_turns(path, self.tokenizer, self._vocabulary)
         sources, where = saved_sources(path), self.disk if disk is None else disk
         cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=where)
@@ -602,9 +606,20 @@ class Context:
         Raises:
             ValueError: For an empty question.
         """
+        return torch.tensor([self._stream.copy().rest(self._turn(question))])
+
+    def question_text(self, question: str) -> str:
+        """Return the text that follows the prefix, whose tokens `question_ids` returns.
+
+        Raises:
+            ValueError: For an empty question.
+        """
+        return self._stream.pending + self._turn(question)
+
+    def _turn(self, question: str) -> str:
         if not (is_text(question) and question.strip()):
             raise ValueError(f"{question!r} is nothing to answer; give a question as text")
-        return torch.tensor([self._stream.copy().rest(self._transcript.copy().ask(question))])
+        return self._transcript.copy().ask(question)
 
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of the cache."""
@@ -696,7 +711,7 @@ def saved_turns(
     notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
     if notes is None:
         raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
-    _check_notes(notes, path, vocabulary)
+    check_notes(notes, path, vocabulary)
     # Files of earlier versions do not say.
     if notes.get("tokenizer", ours := vocabulary_fingerprint(tokenizer)) != ours:
         raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
@@ -728,7 +743,7 @@ def _users_level() -> int:
     return level
 
 
-def _check_notes(notes: Any, path: str | Path, vocabulary: int) -> None:
+def check_notes(notes: Any, path: str | Path, vocabulary: int) -> None:
     """Refuse what a context would not have written.
 
     Raises:

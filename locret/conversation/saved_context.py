@@ -15,6 +15,7 @@ from torch import Tensor
 from locret.cache.cache_file import SavedCache, described_scorer, read_saved
 from locret.cache.layer import HOST
 from locret.cache.store import POSITIONS
+from locret.conversation.document import Source
 from locret.engines.prefix import Prefix
 from locret.pictures import Retention
 
@@ -43,19 +44,29 @@ class SavedContext:
             ValueError: If there is none, it is no saved context, or is damaged.
             OSError: If it cannot be read.
         """
-        return cls(Path(path), read_saved(path))
+        from locret.conversation.context import check_notes
+
+        saved = read_saved(path)
+        if "conversation" in saved.notes:
+            check_notes(saved.notes["conversation"], path, saved.state["vocab_size"])
+        return cls(Path(path), saved)
 
     @property
     def conversation(self) -> Mapping[str, Any]:
         """What a conversation needs to go on; empty for a cache that was saved on its own."""
-        notes = self.saved.notes.get("conversation")
-        return notes if isinstance(notes, dict) else {}
+        return self.saved.notes.get("conversation", {})  # type: ignore[no-any-return]
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """What it was read from, where the file says."""
+        from locret.conversation.context import saved_sources
+
+        return saved_sources(self.path)
 
     @property
     def name(self) -> str:
         """What its text was called."""
-        name = self.conversation.get("name")
-        return name if isinstance(name, str) else self.path.name
+        return str(self.conversation.get("name", self.path.name))
 
     @property
     def shown_name(self) -> str:
@@ -107,6 +118,7 @@ class SavedContext:
         return {
             "context": str(self.path),
             "name": self.name,
+            "sources": [asdict(source) for source in self.sources],
             "tokens": self.tokens,
             "units": self.units,
             "bytes": self.bytes_of(host=False),
@@ -122,7 +134,7 @@ class SavedContext:
             "policy": self.saved.policy.to_dict(),
             "template": notes.get("template"),
             "system": notes.get("system"),
-            "turns": len(notes.get("turns") or []),
+            "turns": len(notes.get("turns", [])),
             "file_bytes": self.path.stat().st_size,
             "format": state.get("format"),
             "written_by": state.get("toolkit_version"),
@@ -134,11 +146,12 @@ class SavedContext:
         system = "a system message" if facts["system"] else "no system message"
         shape = f"{backbone.num_layers} layers of {backbone.num_kv_heads} KV heads, head dim {backbone.head_dim}"
         weights = str(facts["weights"]).rpartition(":")[2][:12] if facts["weights"] else "not recorded"
-        sizes = [
-            f"{name} {int(getattr(policy, name)):,}" for name in ("budget", "chunk_size", "stabilizers", "local_len")
-        ]
+        sizes = [f"{name} {int(getattr(policy, name)):,}" for name in _SIZES]
+        read = [f"{one.name}, {one.tokens:,} tokens, SHA-256 of its {one.of} {one.sha256[:16]}" for one in self.sources]
+        sources = {f"source {nth}" if len(read) > 1 else "source": line for nth, line in enumerate(read, 1)}
         found = {
             "name": self.name,
+            **sources,
             "read": f"{self.tokens:,} tokens, template {facts['template'] or 'none'}, {system}",
             "held": f"{_span(self.units)} units per KV head, {facts['bytes']:,} bytes, {self.dtype}",
             "second tier": f"{_span(self.host_units)} units per KV head, {facts['host_bytes']:,} bytes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -64,7 +65,7 @@ def test_reading_says_what_it_would_do_and_takes_what_is_piped_in(
 
 
 def test_what_is_shown_is_what_the_context_holds(
-    context: Run, lm: LongContextModel, file: Path, tmp_path: Path
+    context: Run, lm: LongContextModel, file: Path, short: Path, tmp_path: Path
 ) -> None:
     held = lm.load(file)
     (facts,) = json.loads(context("show", file, "--json").out)["contexts"]
@@ -72,6 +73,9 @@ def test_what_is_shown_is_what_the_context_holds(
     assert facts["units"] == [held.memory().units] * 2
     assert facts["policy"] == held.cache.policy.to_dict()
     assert facts["scorer"]["name"] == "retaining_heads"
+    (source,) = facts["sources"]
+    text = short.read_text()
+    assert (source["name"], source["sha256"]) == ("oslo.txt", hashlib.sha256(text.encode()).hexdigest())
     assert (facts["template"], facts["turns"], facts["host_bytes"]) == ("chat", 0, 0)
     done = context("show", file, "--plot", tmp_path / "kept.png")
     lines = done.out.splitlines()
@@ -213,6 +217,38 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_context_is_pushed_pulled_and_asked_by_its_name(
+    context: Run, infer: Run, lm: LongContextModel, file: Path, pair: list, hub: Any, tmp_path: Path
+) -> None:
+    listed = context("push", file, "--repo", "org/oslo", "--dry-run", "--json")
+    assert [one["path"] for one in json.loads(listed.out)["files"]] == ["README.md", "context.safetensors", "kept.png"]
+    assert hub.requests == []
+    assert "locret-context push: warning: whoever can read org/oslo can ask this context about its text" in listed.err
+    done = context("push", file, "--repo", "org/oslo", "--private", "--license", "mit", "--base-model", "org/base")
+    assert (done.code, done.err) == (0, ""), done
+    assert done.out.splitlines()[-1] == f"{hub.url}/org/oslo"
+    assert hub.repos["org/oslo"].private
+    done = context("pull", "org/oslo", "--output", tmp_path / "a.ctx")
+    assert done.out.startswith(f"{tmp_path / 'a.ctx'}: oslo.txt, ")
+    assert (tmp_path / "a.ctx").read_bytes() == file.read_bytes()
+    few = ["--question", ASKED, "--max-new-tokens", 6]
+    expected = lm.load(file).ask(ASKED, max_new_tokens=6) + "\n"
+    assert context("ask", "org/oslo", *pair, *few).out == expected
+    assert infer(*pair, "--context", "org/oslo", *few).out == expected
+    assert json.loads(context("show", "org/oslo", "--json").out)["contexts"][0]["name"] == "oslo.txt"
+    assert lm.load_chat("org/oslo").say(ASKED, max_new_tokens=6) + "\n" == expected
+
+
+def test_a_context_that_the_hub_does_not_have_is_refused(context: Run, hub: Any, tmp_path: Path) -> None:
+    for line in (["pull", "org/none", "--output", tmp_path / "a.ctx"], ["show", "org/none"]):
+        done = context(*line)
+        assert done.code == 2
+        assert (
+            "cannot load org/none: it is neither a file here nor a repository that you can see on the Hub" in done.err
+        )
+    assert list(tmp_path.glob("*.ctx")) == []
+
+
 @pytest.mark.slow
 def test_a_damaged_file_is_refused_wherever_it_is_given(context: Run, file: Path, pair: list, tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
@@ -224,6 +260,35 @@ def test_a_damaged_file_is_refused_wherever_it_is_given(context: Run, file: Path
         assert "it is damaged" in done.err
     (tmp_path / "bad.ctx").write_bytes(content[: len(content) // 2])
     assert context("show", tmp_path / "bad.ctx").code == 2
+
+
+@pytest.mark.parametrize(
+    ("notes", "message"),
+    [
+        ({"turns": 5}, "its conversation has no turns"),
+        ({"name": None}, "its conversation has no name"),
+        ({"sources": [{"name": "x"}]}, "is damaged"),
+        ({"sources": 3}, "is damaged"),
+    ],
+)
+def test_what_a_file_says_of_its_conversation_is_checked(
+    context: Run, file: Path, tmp_path: Path, notes: dict[str, Any], message: str
+) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    with safe_open(file, framework="pt") as saved:
+        metadata = saved.metadata()
+    held = json.loads(metadata["notes"])
+    held["conversation"] |= notes
+    save_file(load_file(file), tmp_path / "a.ctx", metadata={**metadata, "notes": json.dumps(held)})
+    for line in (
+        ["show", tmp_path / "a.ctx"],
+        ["push", tmp_path / "a.ctx", "--repo", "org/x", "--dry-run", "--private"],
+    ):
+        done = context(*line)
+        assert (done.code, done.out) == (2, ""), done
+        assert message in done.err
 
 
 def test_names_of_a_file_cannot_write_to_the_terminal(
