@@ -36,7 +36,8 @@ from locret.infer.serve.state import ServerState, state_of
 LEAST_TEMPERATURE = 1e-3
 """Below it half-precision logits would overflow; what it would draw is the likeliest token anyway."""
 LONG_BODY = 1 << 16
-"""Bytes of a request from which it is tokenised beside long texts, and not in front of short questions."""
+"""Bytes of a request from which it is tokenised beside long texts, and not in front of short questions; there a
+context is made smaller, too."""
 
 router = APIRouter(prefix="/v1", responses={"4XX": {"model": ErrorBody, "description": "What has to change."}})
 _T = TypeVar("_T")
@@ -124,7 +125,7 @@ async def _respond(
             "stream_options has no effect without stream; set stream to true, or leave it out",
             param="stream_options",
         )
-    long = int(request.headers.get("content-length", LONG_BODY)) >= LONG_BODY
+    long = int(request.headers.get("content-length", LONG_BODY)) >= LONG_BODY or body.budget is not None
     work = _Work(state, body, prompts, drafts, long)
     pieces = work.pieces()
     if body.stream:

@@ -218,8 +218,10 @@ class VllmEngine:
                     self._used = float(sample.value)
 
     async def _answer(self, asked: Asked, writing: _Writing) -> None:
+        # Its ids stand for the prefix: the units themselves are not held while vLLM answers.
+        body, asked = self._body(asked), replace(asked, prefix=None)
         try:
-            async for step in self._steps(asked):
+            async for step in self._steps(asked, body):
                 writing.tell(step)
             writing.fail(f"vLLM at {self.url} ended the answer without saying why")
         except httpx.HTTPError as error:
@@ -229,8 +231,8 @@ class VllmEngine:
         except (KeyError, IndexError, TypeError) as error:
             writing.fail(f"vLLM at {self.url} answers in another form than 0.32 ({error!r})")
 
-    async def _steps(self, asked: Asked) -> AsyncIterator[Step]:
-        async with self._client.stream("POST", "/v1/completions", json=self._body(asked)) as reply:
+    async def _steps(self, asked: Asked, body: dict[str, Any]) -> AsyncIterator[Step]:
+        async with self._client.stream("POST", "/v1/completions", json=body) as reply:
             await self._ok(reply)
             async for line in reply.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
