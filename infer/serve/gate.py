@@ -83,7 +83,7 @@ class Gate:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        if state.draining:
+        if state.draining and not OPEN.fullmatch(path):
             raise Refusal(503, "the server is about to end; ask it again when it has started", code="ending")
 
     async def _take(self, body: bytearray, headers: Headers, receive: Receive) -> None:

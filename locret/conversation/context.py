@@ -606,9 +606,20 @@ class Context:
         Raises:
             ValueError: For an empty question.
         """
+        return torch.tensor([self._stream.copy().rest(self._turn(question))])
+
+    def question_text(self, question: str) -> str:
+        """Return the text that follows the prefix, whose tokens `question_ids` returns.
+
+        Raises:
+            ValueError: For an empty question.
+        """
+        return self._stream.pending + self._turn(question)
+
+    def _turn(self, question: str) -> str:
         if not (is_text(question) and question.strip()):
             raise ValueError(f"{question!r} is nothing to answer; give a question as text")
-        return torch.tensor([self._stream.copy().rest(self._transcript.copy().ask(question))])
+        return self._transcript.copy().ask(question)
 
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of the cache."""

@@ -57,6 +57,7 @@ llama.cpp's own script had converted (tests/engines/test_llamacpp_engine.py).
 """
 _IO_MAGIC, _FILE_MAGIC = 0xAF143CD8, 0x67677371
 _MOST_STREAMS = 256
+_ANY_QUESTION = "LocretQuestion7f3a9c"
 _BLOCK = 32
 """Elements that share a scale in every quantised type."""
 _TURNED = 64
@@ -131,8 +132,9 @@ def export(
 ) -> tuple[Path, Path]:
     """Write a slot file for llama-server, and beside it a record with what a client has to know.
 
-    The record, `book.json` of `book.bin`, holds the placeholder ids that stand for the units in a prompt, the options
-    that the server needs, and the digest of the units. Both files appear whole or not at all.
+    The record, `book.json` of `book.bin`, holds the placeholder ids that stand for the units in a prompt, the text
+    around a question (of a context; a file does not know the chat template), the options that the server needs, and the
+    digest of the units. Both files appear whole or not at all.
 
     Args:
         source: A context, a cache, a prefix, or the file of a saved context.
@@ -151,7 +153,7 @@ def export(
     if record == slot or not slot.name:
         raise ValueError(f"{slot} is to be the slot file, and the record beside it ends in .json; choose book.bin")
     _check_replaceable(slot, record)
-    prefix = _prefix(source)
+    prefix, question = _prefix(source), _question(source)
     parts = _state(prefix, layout)
     with written_whole(slot.parent, last=record.name) as fresh:
         fresh.mkdir(exist_ok=True)
@@ -159,7 +161,8 @@ def export(
             file.write(_file_head(prefix, layout))
             file.writelines(parts)
             size = file.tell()
-        text = json.dumps(_record(prefix, layout, slot.name, size), indent=1)
+        facts = {**_record(prefix, layout, slot.name, size), "question": question, "placeholders": prefix.placeholders}
+        text = json.dumps(facts, indent=1)
         (fresh / record.name).write_text(text + "\n", encoding="utf-8")
     return slot, record
 
@@ -193,6 +196,14 @@ def _prefix(source: Prefix | Context | RetentionCache | str | Path) -> Prefix:
     if isinstance(source, Prefix):
         return source
     return Prefix.from_file(source) if isinstance(source, str | Path) else Prefix.of(source)
+
+
+def _question(source: Any) -> dict[str, str] | None:
+    """Return the text before and after a question, as far as the source can tell: a context knows its chat template."""
+    if not hasattr(source, "question_text"):
+        return None
+    before, _, after = source.question_text(_ANY_QUESTION).partition(_ANY_QUESTION)
+    return {"before": before, "after": after}
 
 
 def _check_replaceable(slot: Path, record: Path) -> None:
@@ -246,7 +257,6 @@ def _record(prefix: Prefix, layout: Layout, name: str, size: int) -> dict[str, A
             f"prompt of /completion with id_slot 0. Each reply has to have timings.cache_n of {prefix.units} or more; "
             "restore again if it has less."
         ),
-        "placeholders": prefix.placeholders,
     }
 
 

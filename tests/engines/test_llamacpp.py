@@ -223,6 +223,22 @@ def test_a_context_a_cache_a_prefix_and_their_file_are_exported_alike(
     assert len({(tmp_path / f"{number}.bin").read_bytes() for number in range(5)}) == 1
 
 
+def test_a_context_tells_the_text_around_a_question_and_its_file_does_not(
+    lm: LongContextModel, saved: Path, tmp_path: Path
+) -> None:
+    context = lm.load(saved)
+    _, record = export(context, tmp_path / "book.bin")
+    question = json.loads(record.read_text())["question"]
+    turn = question["before"] + "What is the pass key?" + question["after"]
+    assert turn == context.question_text("What is the pass key?")
+    ids = lm.tokenizer(turn, add_special_tokens=False)["input_ids"]
+    assert ids == context.question_ids("What is the pass key?")[0].tolist()
+    _, record = export(saved, tmp_path / "book.bin")
+    assert json.loads(record.read_text())["question"] is None
+    with pytest.raises(ValueError, match="' ' is nothing to answer; give a question as text"):
+        context.question_text(" ")
+
+
 def test_a_new_export_takes_the_place_of_an_old_one_and_of_nothing_else(saved: Path, tmp_path: Path) -> None:
     slot, record = export(saved, tmp_path / "book.bin")
     export(saved, slot, Layout(cache_type="f32", streams=4))
