@@ -44,6 +44,8 @@ _ALIVE = 15.0
 """Seconds after which a stream without news says that it is there."""
 _LINGER = 2.0
 """Seconds for which the rest of a refused upload is taken and dropped."""
+_BOUNDARY = 70
+"""Characters of the boundary of a form, as RFC 2046 allows."""
 _GONE = "the client went away before the text had ended; upload it again"
 _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
 """Types of a body that is a text; the last is what curl says of --data-binary."""
@@ -419,6 +421,8 @@ def _receiver(
     if given == "multipart/form-data":
         if not options.get(b"boundary"):
             raise Refusal(400, "Content-Type multipart/form-data has no boundary; let the client write that header")
+        if len(options[b"boundary"]) > _BOUNDARY:
+            raise Refusal(400, f"the form's boundary has more than {_BOUNDARY} characters; let the client choose one")
         taker = _FormReceiver(library, library.upload(name), name, source, system)
         return taker.begin(options[b"boundary"])
     if not given.startswith(_TEXTS):

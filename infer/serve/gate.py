@@ -48,7 +48,7 @@ class Gate:
         headers, body = Headers(scope=scope), bytearray()
         try:
             try:
-                self._check(scope["path"], headers)
+                self._check(scope["method"], scope["path"], headers)
                 if (scope["method"], scope["path"]) != STREAMED:
                     await self._take(body, headers, receive)
                     receive = _replayed(bytes(body), receive)
@@ -61,7 +61,7 @@ class Gate:
         finally:
             self.held -= len(body)
 
-    def _check(self, path: str, headers: Headers) -> None:
+    def _check(self, method: str, path: str, headers: Headers) -> None:
         """Refuse who may not ask.
 
         Raises:
@@ -70,6 +70,9 @@ class Gate:
         state = self.state
         if state.hosts is not None and (name := _host(headers.get("host", ""))) not in state.hosts:
             raise Refusal(403, f"the Host {shown(name)} is not this server; address it as {min(state.hosts)}")
+        # A browser lets pages of other sites send texts here, though not read the answer; it says so.
+        if method not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
+            raise Refusal(403, "a page of another site asks, which may not change anything here; use the page at /")
         if state.api_key is not None and not OPEN.fullmatch(path):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             given = key.strip() if scheme.lower() == "bearer" else headers.get("api-key", "")
@@ -80,7 +83,7 @@ class Gate:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        if state.draining:
+        if state.draining and not OPEN.fullmatch(path):
             raise Refusal(503, "the server is about to end; ask it again when it has started", code="ending")
 
     async def _take(self, body: bytearray, headers: Headers, receive: Receive) -> None:

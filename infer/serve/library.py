@@ -16,6 +16,7 @@ import stat
 import threading
 import time
 import uuid
+import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,8 @@ SUFFIX, IDS = ".ctx", ".ids"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """What a context may be called: no name is a path, hidden, or longer than a file system takes."""
 AUTO, TEXTS, UPLOADS = "auto", "texts", ".uploads"
+_STORED = 4
+"""Texts of the largest size that are on disk at once until they are read, or as many bytes of smaller ones."""
 _WORTH = 1 << 17
 """Bytes of a text that are worth a reader; the tokenizer's window."""
 _COPIES = 3.5
@@ -165,6 +168,7 @@ class Library:
         self._entries: dict[str, Entry] = {}
         self._automatic: OrderedDict[str, Entry] = OrderedDict()
         self._loaded = Loaded(plan.loaded)
+        self._uploads: weakref.WeakSet[Upload] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._moving = threading.Lock()
         """Held by who writes a context to disk or reads one, as memory is planned for one at a time."""
@@ -273,12 +277,21 @@ class Library:
                 "parts, or start the server with a larger --max-upload",
             )
         self._check_waiting()
+        if (stored := sum(upload.written for upload in list(self._uploads))) >= _STORED * self.max_upload:
+            raise Refusal(
+                429,
+                f"texts of {stored:,} bytes are stored until they are read, and no more are taken; try again later",
+                code="queue_full",
+                headers={"Retry-After": "10"},
+            )
         path = self.folder / UPLOADS / uuid.uuid4().hex
         try:
             path.parent.mkdir(exist_ok=True)
-            return Upload(path, most=self.max_upload, total=total, stall=self.stall)
+            upload = Upload(path, most=self.max_upload, total=total, stall=self.stall)
         except OSError as error:
             raise full_disk(error) from error
+        self._uploads.add(upload)
+        return upload
 
     def read(self, name: str, upload: Upload, *, source: str | None = None, system: str | None = None) -> Entry:
         """Read a text in the background, as it is uploaded.
@@ -302,6 +315,7 @@ class Library:
             if job.state != "ready":
                 upload.fail(job.message)
             upload.remove()
+            self._uploads.discard(upload)
             temporary.unlink(missing_ok=True)
 
         return self._begin(name, called, make, end)

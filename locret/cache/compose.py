@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -45,14 +46,15 @@ class Part(NamedTuple):
     """Tokens at its beginning that the joined text does not have again."""
 
 
-def check_budget(budget: object) -> None:
-    """Refuse what is no number of units.
+def checked_budget(budget: object) -> int:
+    """Return a number of units per KV head.
 
     Raises:
         ValueError: If it is none.
     """
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+    if isinstance(budget, bool) or not isinstance(budget, Integral) or budget < 1:
         raise ValueError(f"budget={shown(budget)} is no number of units per KV head; give a whole number of 1 or more")
+    return int(budget)
 
 
 @torch.inference_mode(False)
@@ -67,7 +69,7 @@ def shrunk(cache: RetentionCache, budget: int) -> RetentionCache:
         ValueError: If `budget` is no number of units, a read of the cache was interrupted, or a rule of its own decides
             what stays.
     """
-    check_budget(budget)
+    budget = checked_budget(budget)
     _check_by_score(cache)
     twin = cache.copy()
     with long_factors(find_decoder(cache.model)):
@@ -95,6 +97,7 @@ def joined(
         ValueError: If the caches, or the numbers, do not go together.
     """
     caches = [part.cache for part in parts]
+    budget = None if budget is None else checked_budget(budget)
     check_together(caches)
     weights = checked_shares(shares, len(parts), budget)
     whole, offset = caches[0], 0
@@ -104,6 +107,8 @@ def joined(
             _skip(cache, skip)
             _move(cache, offset - skip)
             offset += cache.seen - skip
+        if grows:
+            _check_answers(caches, budget)
         last, stays = caches[-1], None if budget is None else _stays(caches[-1], budget)
         if stays is not None and weights is not None:
             _share(caches, stays, weights)
@@ -196,8 +201,6 @@ def checked_shares(shares: Shares, texts: int, budget: int | None) -> list[float
     Raises:
         ValueError: If they are neither names nor a positive number for each text, or have nothing to divide.
     """
-    if budget is not None:
-        check_budget(budget)
     if isinstance(shares, str):
         if shares not in SHARES:
             raise ValueError(f"shares={shares!r} is unknown; choose one of {', '.join(SHARES)}, or a number for each")
@@ -229,6 +232,18 @@ def divided(budget: int, held: Sequence[int], weights: Sequence[float]) -> list[
             units[nth] += more
         left -= sum(given.values())
     return units
+
+
+def _check_answers(caches: Sequence[RetentionCache], budget: int | None) -> None:
+    """Refuse what the first answer would cut down at once."""
+    most, layers = caches[0].policy.decode_budget, len(caches[0].governed)
+    held = sum(layer.fill for cache in caches for layer in cache.governed) // layers
+    units = held if budget is None else min(held, budget)
+    if most is not None and units >= most:
+        raise ValueError(
+            f"decode_budget={most} leaves no room for an answer beside the {units} units per KV head of all; give a "
+            f"budget below {most}, or read the texts with a larger decode_budget"
+        )
 
 
 def _check_by_score(cache: RetentionCache) -> None:
@@ -291,14 +306,15 @@ def _cut(cache: RetentionCache, stays: Sequence[Stay]) -> None:
 
 
 def _share(caches: Sequence[RetentionCache], stays: Sequence[Stay], weights: Sequence[float]) -> None:
-    """Cut each cache to its share of what stays; local tokens are those of the last."""
+    """Cut each cache to its share of what stays beside the local tokens, which are those of the last."""
     last = caches[-1]
     for nth, stay in enumerate(stays):
         layers = [cache.governed[nth] for cache in caches]
-        shares = divided(stay.budget, [layer.fill for layer in layers], weights)
-        for cache, layer, units in zip(caches, layers, shares, strict=True):
-            local = last.policy.local_len if cache is last else 0
-            layer.evict(_stay(cache, units, local, first=cache is caches[0]), cache.next_position)
+        local = min(last.policy.local_len, stay.budget, layers[-1].fill)
+        held = [layer.fill - (local if layer is layers[-1] else 0) for layer in layers]
+        for cache, layer, units in zip(caches, layers, divided(stay.budget - local, held, weights), strict=True):
+            own = local if cache is last else 0
+            layer.evict(_stay(cache, units + own, own, first=cache is caches[0]), cache.next_position)
 
 
 def _skip(cache: RetentionCache, tokens: int) -> None:

@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from locret.cache.compose import FAIR, Part, Shares, check_together, checked_shares, holds_units_of, joined
+from locret.cache.compose import (
+    FAIR,
+    Part,
+    Shares,
+    check_together,
+    checked_budget,
+    checked_shares,
+    holds_units_of,
+    joined,
+)
 from locret.chunked_prefill import feed_held_back, read_turn
 from locret.conversation.chat import Chat
 from locret.conversation.context import Context
+from locret.conversation.document import is_text
 from locret.conversation.templates import encode, leading_special_ids
 from locret.conversation.transcript import DOCUMENT
 from locret.field_values import shown
@@ -53,6 +63,9 @@ def compose(
     """
     contexts = _checked(contexts)
     lm, last = contexts[0].lm, contexts[-1]
+    if name is not None and not is_text(name):
+        raise ValueError(f"name={name!r} is no text; give a name, or leave it out")
+    budget = None if budget is None else checked_budget(budget)
     check_together([context.cache for context in contexts])
     checked_shares(shares, len(contexts), budget)
     parts = []

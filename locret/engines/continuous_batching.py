@@ -9,6 +9,7 @@ attend and which token each writes. All of it runs in the one thread that steps,
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,6 +34,10 @@ NAME = "locret_pages"
 RANGE = "5.17 to 5.23"
 _READS = 8
 """Slots that the requests of one step may read, as a multiple of those there are: many share the same pages."""
+_GATHERED = 1 << 13
+"""Slots of their own that requests may have which attend together."""
+_LOGITS = 1 << 16
+"""Logits of each head that they may have."""
 _INPUTS = 7
 """Rows of whole numbers that transformers keeps for each token of a step."""
 _CHECK = "locret-start"
@@ -251,8 +256,7 @@ class ContinuousBatching:
         if not self._processor.prepare_next_batch():
             return False
         self._fill_up()
-        served = [(one.query_length, one.state.position_offset) for one in self._inputs.requests_in_batch]
-        token = _STEP.set(_Step(self._rows, served, self._memo))
+        token = _STEP.set(self._planned())
         try:
             self._processor._generation_step(self._model)
         finally:
@@ -309,6 +313,28 @@ class ContinuousBatching:
         elif source:
             self._tables.copy_blocks(source, target)
 
+    def _planned(self) -> _Step:
+        """Say who attends to what in the step that has been prepared."""
+        alone, together = [], defaultdict(list)
+        first = read = 0
+        for one in self._inputs.requests_in_batch:
+            new, slots, shared = one.query_length, one.state.position_offset, self._shared.get(one.state.request_id)
+            span = _Span(first, new, read, slots)
+            if new == 1 and self._inputs.max_kv_read:
+                lead = 0 if shared is None else shared.units - shared.units % self._sizes.page_size
+                together[lead, id(shared) if lead else None].append(span)
+            else:
+                alone.append(span)
+            first, read = first + new, read + slots
+        groups = []
+        for (lead, _), spans in together.items():
+            for some in _alike(spans, lead):
+                if len(some) == 1:
+                    alone += some
+                else:
+                    groups.append(_grouped(self._inputs.read_index_storage[0], some, lead))
+        return _Step(self._rows, alone, groups, self._memo)
+
     def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
         """Write the next tokens, (1, rows, V) to (1 or 2, ...); stands in for one way of sampling for all requests."""
         requests = [one.state.request_id for one in self._inputs.requests_in_batch if one.has_new_token]
@@ -331,12 +357,88 @@ class _Router:
 
 
 @dataclass(frozen=True)
+class _Span:
+    """A request in a step."""
+
+    first: int
+    """Its first token among those of the step."""
+    new: int
+    read: int
+    """Where the index of what it sees begins."""
+    slots: int
+    """What it sees, its new tokens included."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """R requests that feed one token each and begin with the same pages."""
+
+    tokens: Tensor
+    """(R,) places of the tokens in the step."""
+    shared: Tensor
+    """(C,) rows of the pages that all of them begin with."""
+    own: Tensor
+    """(R, S) rows of the rest of each."""
+    there: Tensor
+    """(R, S) False for what fills up the shorter ones."""
+
+
+@dataclass(frozen=True)
 class _Step:
     rows: Sequence[tuple[Tensor, Tensor]]
     """Per layer where keys and values of all pages are, (rows, K, D)."""
-    served: Sequence[tuple[int, int]]
-    """Per request the new tokens and the slots, those included."""
+    alone: Sequence[_Span]
+    groups: Sequence[_Group]
     memo: MaskMemo
+
+
+def _alike(spans: list[_Span], lead: int) -> Iterator[list[_Span]]:
+    """Split requests into groups of about equal length, so that what one step gathers is bounded."""
+    some: list[_Span] = []
+    for span in sorted(spans, key=lambda span: span.slots):
+        count = len(some) + 1
+        if some and (count * (span.slots - lead) > _GATHERED or count * span.slots > _LOGITS):
+            yield some
+            some = []
+        some.append(span)
+    yield some
+
+
+def _grouped(index: Tensor, spans: list[_Span], lead: int) -> _Group:
+    tokens, starts, lengths = (
+        torch.tensor(column, device=index.device)
+        for column in zip(*((span.first, span.read + lead, span.slots - lead) for span in spans), strict=True)
+    )
+    offsets = torch.arange(spans[-1].slots - lead, device=index.device)
+    # The shorter ones are filled up with a row of their own, because what is nobody's may be no number.
+    own = index[starts[:, None] + offsets.minimum(lengths[:, None] - 1)]
+    return _Group(tokens, index[spans[0].read : spans[0].read + lead], own, offsets < lengths[:, None])
+
+
+def _attend_together(
+    query: Tensor, keys: Tensor, values: Tensor, group: _Group, scaling: float, softcap: float | None
+) -> Tensor:
+    """Let the tokens of a group attend, (H, R, D); pages that all begin with are gathered once.
+
+    Args:
+        query: (H, L, D), of which the group has R.
+        keys: (rows, K, D).
+        values: (rows, K, D).
+        group: Who sees what.
+        scaling: Factor of the logits.
+        softcap: Bound of the logits.
+    """
+    asked = query[:, group.tokens].transpose(0, 1).unflatten(1, (keys.shape[1], -1)).float()  # (R, K, H / K, D)
+    own_keys, own_values = (rows.index_select(0, group.own.flatten()).float() for rows in (keys, values))
+    own_keys, own_values = (rows.unflatten(0, group.own.shape).transpose(1, 2) for rows in (own_keys, own_values))
+    shared_keys, shared_values = (rows.index_select(0, group.shared).float() for rows in (keys, values))
+    logits = torch.cat([torch.einsum("rkgd,ckd->rkgc", asked, shared_keys), asked @ own_keys.mT], dim=-1) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits[..., len(group.shared) :].masked_fill_(~group.there[:, None, None], -torch.inf)
+    shared, own = logits.softmax(-1).split([len(group.shared), group.own.shape[1]], dim=-1)
+    out: Tensor = torch.einsum("rkgc,ckd->rkgd", shared, shared_values) + own @ own_values
+    return out.flatten(1, 2).transpose(0, 1)
 
 
 _STEP: ContextVar[_Step] = ContextVar("locret_step")
@@ -374,16 +476,18 @@ def paged_attention(
     keys.index_copy_(0, write_index[0], new_keys)
     values.index_copy_(0, write_index[0], new_values)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out, first, read = torch.empty_like(query), 0, 0
-    for new, slots in step.served:
-        if read_index[0].numel():
-            seen = read_index[0][read : read + slots]
-            own_keys, own_values = keys[seen], values[seen]
+    out, index = torch.empty_like(query), read_index[0]
+    for one in step.alone:
+        span = slice(one.first, one.first + one.new)
+        if index.numel():
+            seen = index[one.read : one.read + one.slots]
+            own_keys, own_values = keys.index_select(0, seen), values.index_select(0, seen)
         else:
-            own_keys, own_values = new_keys[first : first + new], new_values[first : first + new]
-        view, span = View(own_keys.transpose(0, 1)[None], own_values.transpose(0, 1)[None]), slice(first, first + new)
+            own_keys, own_values = new_keys[span], new_values[span]
+        view = View(own_keys.transpose(0, 1)[None], own_values.transpose(0, 1)[None])
         out[:, :, span] = attend(query[:, :, span], view, scaling=scaling, memo=step.memo, softcap=softcap)
-        first, read = first + new, read + slots
+    for group in step.groups:
+        out[0, :, group.tokens] = _attend_together(query[0], keys, values, group, scaling, softcap).to(out)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -52,7 +52,7 @@ def composed(
         frequencies: (R / 2,) radians per position.
         dropped: Units per KV head that each text loses for its skipped tokens.
         budget: Units per KV head of the whole; None: all.
-        fair: Whether each text has an equal share of the budget, else the best scores win.
+        fair: Whether each text has an equal share of the budget beside the local units, else the best scores win.
         local: Newest units of the whole that stay whatever their score.
 
     Returns:
@@ -65,10 +65,11 @@ def composed(
             units.append(_without(_units(text, head, frequencies, offset), offset, lost))
             offset += text.tokens - text.skip
         if budget is not None and fair:
-            shares = _shares(budget, [len(own) for own in units])
+            newest = min(local, budget, len(units[-1]))
+            shares = _shares(budget - newest, [*(len(own) for own in units[:-1]), len(units[-1]) - newest])
+            shares[-1] += newest
             units = [
-                _best(own, share, min(local, share) if own is units[-1] else 0)
-                for own, share in zip(units, shares, strict=True)
+                _best(own, share, newest if own is units[-1] else 0) for own, share in zip(units, shares, strict=True)
             ]
         whole = [unit for own in units for unit in own]
         heads.append(whole if budget is None else _best(whole, budget, local))

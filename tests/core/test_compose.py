@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import locret
-from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill
+from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.backbone.adapters import find_decoder
+from locret.backbone.rotary import long_factors
 from locret.cache.compose import Part, divided, joined, shrunk
 from locret.engines.prefix import Prefix
 from locret.reference.compose import Text, composed
@@ -139,7 +140,7 @@ def test_units_are_shared_as_asked_and_openings_do_not_repeat(both: list[Context
     for layer in range(4):
         # The second opening would be where the separator is.
         assert bool((whole.cache.kept_positions(layer).diff(dim=-1) > 0).all())
-    for shares, wanted in (("fair", 50), ([3, 1], 75), ([1, 9], 10)):
+    for shares, wanted in (("fair", 42), ([3, 1], 63), ([1, 9], 8)):
         cut = locret.compose(both, 100, shares, name="two")
         assert cut.name == "two"
         assert {int(n) for n in (cut.cache.kept_positions(2) < offset).sum(-1).flatten()} == {wanted}
@@ -251,6 +252,7 @@ def test_contexts_that_do_not_go_together_are_refused(lm: LongContextModel, both
         ({"budget": 50, "shares": [1, 0]}, r"shares=\[1, 0\] is no list of positive numbers"),
         ({"budget": 50, "shares": [1, float("nan")]}, "is no list of positive numbers"),
         ({"budget": 50, "shares": 3}, "shares=3 is no list of positive numbers"),
+        ({"name": 5}, "name=5 is no text"),
         ({"shares": [1, 2]}, r"shares=\[1, 2\] divides nothing without a budget"),
     ],
 )
@@ -465,3 +467,101 @@ def test_many_moves_in_bfloat16_stay_near() -> None:
     after = cache.to_dynamic_cache().layers[1].keys.float()
     assert float((after - before).norm() / before.norm()) < 8e-3
     assert abs(float(after.norm() / before.norm()) - 1) < 1e-3
+
+
+# -- everything else that a cache may be ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in scorers.names() if name not in ("oracle", "retaining_heads")])
+def test_units_of_every_scorer_can_be_joined_and_cut(name: str) -> None:
+    changes = {"positions": "original"} if name == "sirllm" else {}
+    caches = [read("llama", 60, seed, scorer=name, **changes) for seed in (0, 1)]
+    small = shrunk(caches[0], 14)
+    assert small.memory().units == 14
+    whole = joined([Part(caches[0].copy()), Part(caches[1].copy(), 2)], 30)
+    assert whole.memory().units == 30
+    for nth in range(3):
+        own = caches[1].governed[nth].store.columns
+        for column in own.keys() - {"scores", "positions"}:
+            assert whole.governed[nth].store.columns[column].dtype == own[column].dtype
+    generate(whole.model, torch.cat([prompt(whole.seen, seed=5), prompt(9)], 1), cache=whole, max_new_tokens=3)
+    prefill(whole.model, prompt(40), whole)
+
+
+def test_longrope_keys_are_moved_by_the_long_factors() -> None:
+    caches = [read("phi3-longrope", 100, seed, budget=80) for seed in (0, 1)]
+    texts = [as_text(cache, 1, 0) for cache in caches]
+    whole = joined([Part(cache.copy()) for cache in caches])
+    with long_factors(find_decoder(whole.model)):
+        factors = frequencies(whole).clone()
+    wanted = composed(texts, factors, [0, 0])
+    torch.testing.assert_close(whole.to_dynamic_cache().layers[1].keys[0], wanted[0].float(), atol=2e-5, rtol=0)
+
+
+def test_a_rule_of_its_own_is_refused() -> None:
+    policy = RetentionPolicy(budget=64, recall_by="infllm:init=4,block=8,topk=2,local=16")
+    caches = []
+    for seed in (0, 1):
+        cache = RetentionCache(build("llama"), "streaming", policy)
+        prefill(cache.model, prompt(90, seed=seed), cache)
+        caches.append(cache)
+    for make in (lambda: shrunk(caches[0], 20), lambda: joined([Part(caches[0]), Part(caches[0].copy())])):
+        with pytest.raises(ValueError, match="holds tokens and blocks by a rule of its own"):
+            make()
+
+
+def test_what_an_answer_would_cut_at_once_is_refused() -> None:
+    caches = [read("llama", 60, seed, decode_budget=40, decode_interval=6) for seed in (0, 1)]
+    with pytest.raises(ValueError, match="decode_budget=40 leaves no room for an answer beside the 58 units"):
+        joined([Part(cache.copy()) for cache in caches])
+    whole = joined([Part(cache.copy()) for cache in caches], 30)
+    generate(whole.model, cache=whole, max_new_tokens=30, eos_token_id=None)
+    assert whole.memory().units <= 40
+
+
+def test_frequencies_that_change_with_the_length_are_refused() -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = build("llama", rope_parameters=dynamic, max_position_embeddings=64)
+    caches = []
+    for seed in (0, 1):
+        cache = RetentionCache(model, "key_norm", RetentionPolicy(**{**NUMBERS, "budget": 40}))
+        prefill(model, prompt(60, seed=seed), cache)
+        caches.append(cache)
+    with pytest.raises(ValueError, match="changes its rotary frequencies beyond 64 positions"):
+        joined([Part(cache.copy()) for cache in caches])
+    assert joined([Part(cache.copy()) for cache in caches], 50).memory().units == 50
+
+
+@pytest.mark.parametrize("template", ["none", "original", "chat"])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_every_template_has_one_opening(lm: LongContextModel, template: str, system: str | None) -> None:
+    everything = RetentionPolicy(budget=2000, chunk_size=2000)
+    whole = LongContextModel(lm.model, lm.tokenizer, lm.scorer, everything, template=template)
+    apart = locret.compose([whole.read(text, system=system) for text in (FIRST.strip(), SECOND.strip())])
+    together = whole.read(FIRST.strip() + "\n\n" + SECOND.strip(), system=system)
+    assert apart.cache.seen == together.cache.seen
+    ours, theirs = (context.to_dynamic_cache().layers[0] for context in (apart, together))
+    torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=0)
+    assert torch.equal(apart.question_ids("Who?"), together.question_ids("Who?"))
+
+
+def test_turns_that_are_texts_compete_where_documents_meet(lm: LongContextModel) -> None:
+    policy = RetentionPolicy(**{**POLICY.to_dict(), "turns": "text"})
+    texts = LongContextModel(lm.model, lm.tokenizer, lm.scorer, policy)
+    whole = locret.compose(texts.read([FIRST, SECOND]))
+    assert whole.memory().units <= 2 * (POLICY.budget + 2 * POLICY.local_len)
+    assert whole.ask("Who?", max_new_tokens=4) is not None
+
+
+def test_a_composed_context_is_composed_again_in_order(both: list[Context]) -> None:
+    first = locret.compose([locret.compose(both), both[0]])
+    second = locret.compose([*both, both[0]])
+    assert first.cache.seen == second.cache.seen
+    assert first.memory().units == second.memory().units
+    # Heads that drop other units for an opening choose among more where the next document's words are there already.
+    for layer in range(4):
+        for ours, theirs in zip(
+            first.cache.kept_positions(layer)[0], second.cache.kept_positions(layer)[0], strict=True
+        ):
+            assert len(set(ours.tolist()) ^ set(theirs.tolist())) <= 2 * 2
+    assert first.ask("Who?", max_new_tokens=4) is not None

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedModel
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
+from locret.engines import continuous_batching
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import NoRoom, PagedContexts, Sampling, Written
 
@@ -119,6 +120,24 @@ def test_a_shuffled_batch_writes_what_generate_writes(
     got = engine.generate_batch([(book.prefix, question) for book, question in asked], max_new_tokens=NEW, end_ids=[])
     assert got == [book.answer(question) for book, question in asked]
     assert len({tuple(answer) for answer in got}) > 8
+
+
+def test_what_a_step_gathers_is_bounded_whoever_attends_together(
+    model: PreTrainedModel, books: list[Read], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [(book.prefix, ids(3 + 5 * number, number)) for number in range(6) for book in books[:2]]
+    asked += [(None, ids(20 * number, number)) for number in range(1, 5)]
+    engine = PagedContexts(model, pages=60, page_size=16)
+    wanted = engine.generate_batch(asked, max_new_tokens=NEW, end_ids=[])
+    monkeypatch.setattr(continuous_batching, "_GATHERED", 64)
+    monkeypatch.setattr(continuous_batching, "_LOGITS", 300)
+    gathered = []
+    grouped = continuous_batching._grouped
+    monkeypatch.setattr(continuous_batching, "_grouped", lambda *args: gathered.append(grouped(*args)) or gathered[-1])
+    assert engine.generate_batch(asked, max_new_tokens=NEW, end_ids=[]) == wanted
+    assert max(len(group.own) for group in gathered) > 2
+    assert max(group.own.numel() for group in gathered) <= 64
+    assert max(group.own.numel() + len(group.own) * len(group.shared) for group in gathered) <= 300
 
 
 @pytest.mark.parametrize("family", ["llama-mqa", "qwen3", "phi3-partial", "llama-yarn", "granite", "qwen3-moe", "phi3"])

@@ -10,6 +10,7 @@ import torch
 
 from locret.engines.prefix import Prefix
 from locret.infer.serve.engine import Asked
+from locret.infer.serve.serve_options import ServeOptions
 from locret.infer.serve.vllm_engine import VllmEngine
 
 METRICS = """\
@@ -238,3 +239,18 @@ def test_no_vllm_at_all(vllm):
     vllm.gone = True
     with pytest.raises(OSError, match="correct --engine-url"):
         made_for(vllm).start()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "vllm"}, "--engine vllm says not where vLLM answers; give --engine-url"),
+        ({"engine": "vllm", "engine_url": "127.0.0.1:8001"}, "--engine-url 127.0.0.1:8001 says not where"),
+        ({"engine_url": "http://127.0.0.1:8001"}, "--engine-url has no effect with --engine transformers"),
+        ({"engine_model": "tiny"}, "--engine-model has no effect"),
+        ({"engine_api_key": "secret"}, "--engine-api-key has no effect"),
+    ],
+)
+def test_options_that_make_no_sense_together(options, message):
+    with pytest.raises(ValueError, match=message):
+        ServeOptions(**options)

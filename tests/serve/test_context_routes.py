@@ -267,6 +267,7 @@ def test_what_cannot_be_made_is_refused(
         ({"name": "x"}, b"a text", {"content-encoding": "gzip"}, 415, "Content-Encoding gzip"),
         ({"name": "x"}, b"a text", {"content-type": "multipart/form-data"}, 400, "no boundary"),
         ({"name": "x"}, b"a text", {"content-type": "multipart/form-data; boundary=x"}, 400, "form"),
+        ({"name": "x"}, b"a", {"content-type": f"multipart/form-data; boundary={'y' * 300}"}, 400, "more than 70"),
         ({"name": "x"}, b"--x\r\n", {"content-type": "multipart/form-data; boundary=x"}, 400, "breaks off"),
         ({"name": "x"}, b"", {"content-type": "multipart/form-data; boundary=x"}, 400, "breaks off"),
     ],
@@ -387,3 +388,17 @@ def test_no_more_texts_wait_than_may(client: httpx.Client, shared_library: Libra
         assert int(response.headers["retry-after"]) >= 1
     finally:
         shared_library.max_waiting = before
+
+
+def test_texts_that_wait_take_bounded_disk(client: httpx.Client, shared_library: Library, book: str) -> None:
+    shared_library.max_upload, before = 4000, shared_library.max_upload
+    try:
+        with shared_library.turns.turn(lambda: None):  # nothing is read meanwhile
+            for name in "abcd":
+                assert client.post("/contexts", params={"name": name}, content=book.encode()).status_code == 202
+            response = client.post("/contexts", params={"name": "e"}, content=book)
+            assert "texts of 16,000 bytes are stored" in refused(response, 429)
+        until(lambda: all(client.get(f"/contexts/{name}").json()["state"] == "ready" for name in "abcd"))
+        assert client.post("/contexts", params={"name": "e"}, content=book.encode()).status_code == 202
+    finally:
+        shared_library.max_upload = before

@@ -344,7 +344,6 @@ def test_a_client_that_leaves_gives_everything_back(server: Running, stream: boo
     began = time.monotonic()
     assert eventually(lambda: idle(server))
     assert time.monotonic() - began < 5
-    assert eventually(lambda: server.state.engine.used_bytes == 0 or idle(server))
 
 
 def test_a_request_has_a_time_limit(lm: LongContextModel, tmp_path: Path) -> None:
@@ -521,6 +520,7 @@ def test_a_server_that_ends_takes_nothing_new(server: Running) -> None:
     try:
         response = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": HI})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "ending")
-        assert httpx.get(f"{server.url}/healthz").status_code == 503
+        health = httpx.get(f"{server.url}/healthz")
+        assert (health.status_code, health.json()) == (503, {"status": "draining"})
     finally:
         server.state.draining = False

@@ -50,6 +50,9 @@ def test_a_server_tells_what_it_has_done_and_what_it_holds(tmp_path: Path) -> No
         promised = sum(part["planned"] for name, part in after["parts"].items() if name != "weights")
         assert promised <= 32 << 20
         assert httpx.get(f"{url}/healthz").json() == {"status": "ready"}
+        elsewhere = {"sec-fetch-site": "cross-site", "content-type": "text/plain"}
+        assert httpx.post(f"{url}/v1/contexts?name=theirs", content=b"text", headers=elsewhere).status_code == 403
+        assert httpx.get(f"{url}/v1/contexts/theirs").status_code == 404
         server.state.draining = True
         assert httpx.get(f"{url}/healthz").status_code == 503
 

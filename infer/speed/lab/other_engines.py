@@ -311,8 +311,8 @@ def measure(server: Server, books: Sequence[Book], short: Book, options: EngineO
     return measured
 
 
-def compare(options: EngineOptions) -> dict[str, Any]:
-    """Run every side, one after the other, and return the record."""
+def compare(options: EngineOptions) -> Iterator[dict[str, Any]]:
+    """Run every side, one after the other, and yield the record after each, since all of them take long."""
     torch.set_num_threads(1)
     policy = RetentionPolicy(budget=options.budget, chunk_size=512, stabilizers=64, local_len=_LOCAL)
     lm = LongContextModel.from_pretrained(_MODEL, heads=shipped.find(HEADS), policy=policy, dtype="float32")
@@ -333,15 +333,14 @@ def compare(options: EngineOptions) -> dict[str, Any]:
                     if side == "contexts":
                         found["at_once"] = at_once(server, books)
                 sides[f"vLLM, {side}, {mib} MiB"] = found
-                sys.stderr.write(f"{side}, {mib} MiB: {json.dumps(found)}\n")
+                yield record
             if options.transformers:
                 try:
                     with transformers_serve(folder, mib, lm.tokenizer) as server:
                         sides[f"transformers serve, {mib} MiB"] = measure(server, books, short, options, again=True)
                 except (ValueError, OSError) as error:
                     sides[f"transformers serve, {mib} MiB"] = {"failed": str(error)[-300:]}
-                sys.stderr.write(f"transformers: {sides[f'transformers serve, {mib} MiB']}\n")
-    return record
+                yield record
 
 
 def page(record: Mapping[str, Any]) -> list[str]:
@@ -372,12 +371,13 @@ def page(record: Mapping[str, Any]) -> list[str]:
 def command(argv: Sequence[str] | None = None) -> int:
     """Compare engines, and print the record or write it."""
     (options,), _ = parse_options(_MODULE, "Compare engines over HTTP.", [EngineOptions], argv)
-    record = compare(options)
+    record: dict[str, Any] = {}
+    for record in compare(options):
+        if options.output is not None:
+            write_text(Path(options.output).with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+            write_text(Path(options.output).with_suffix(".md"), "\n".join(["# Engines over HTTP", "", *page(record)]))
     if options.output is None:
         print_json(record)
-    else:
-        write_text(Path(options.output).with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-        write_text(Path(options.output).with_suffix(".md"), "\n".join(["# Engines over HTTP", "", *page(record)]))
     return 0
 
 
