@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from locret.field_values import shown
 from locret.files import written_whole
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Layout:
     @property
     def value_type(self) -> str:
         """Form of the values."""
-        return self.cache_type_v or self.cache_type
+        return self.cache_type if self.cache_type_v is None else self.cache_type_v
 
     @property
     def rotates(self) -> bool:
@@ -212,6 +213,9 @@ def _check_replaceable(slot: Path, record: Path) -> None:
     Raises:
         ValueError: If there is such a file.
     """
+    for path in (slot, record):
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; choose the name of a file, such as {path.name}.bin")
     if slot.is_file() and slot.stat().st_size:
         with slot.open("rb") as file:
             if file.read(4) != struct.pack("<I", _FILE_MAGIC):
@@ -262,9 +266,22 @@ def _record(prefix: Prefix, layout: Layout, name: str, size: int) -> dict[str, A
 
 def _long_rope(prefix: Prefix) -> int | None:
     """Return the original context length of a LongRoPE backbone; None for others."""
-    if prefix.rotary.get("rope_type") != "longrope":
-        return None
-    return int(prefix.rotary["original_max_position_embeddings"])
+    return _original(prefix) if prefix.rotary.get("rope_type") == "longrope" else None
+
+
+def _original(prefix: Prefix) -> int:
+    """Return the context length of a backbone before its rotation was scaled.
+
+    Raises:
+        ValueError: If the file does not say it.
+    """
+    original = prefix.rotary.get("original_max_position_embeddings")
+    if not isinstance(original, int):
+        raise ValueError(
+            f"the original context length of {prefix.model_type} is {shown(original)}, and llama.cpp's choice of "
+            "factors depends on it; save the context again"
+        )
+    return original
 
 
 def _file_head(prefix: Prefix, layout: Layout) -> bytes:
@@ -287,7 +304,7 @@ def _check(prefix: Prefix, layout: Layout) -> bool:
     dim, rope = prefix.keys[0].shape[-1], prefix.rotary
     if prefix.model_type not in INTERLEAVED:
         raise ValueError(
-            f"in which order llama.cpp holds the keys of {prefix.model_type or 'an unnamed backbone'} is not known; it "
+            f"in which order llama.cpp holds the keys of {shown(prefix.model_type)} is not known; it "
             f"is for {', '.join(sorted(INTERLEAVED))}"
         )
     interleave = INTERLEAVED[prefix.model_type]
@@ -296,7 +313,7 @@ def _check(prefix: Prefix, layout: Layout) -> bool:
             f"llama.cpp rotates whole heads of {prefix.model_type}, and this backbone rotates "
             f"{rope['partial_rotary_factor']} of each; answer in another engine"
         )
-    if rope.get("rope_type") == "dynamic" and prefix.units >= rope.get("original_max_position_embeddings", 0):
+    if rope.get("rope_type") == "dynamic" and prefix.units >= _original(prefix):
         raise ValueError("llama.cpp has no dynamic rotary scaling, and the units reach beyond the original context")
     for name, kind in (("cache_type", layout.cache_type), ("cache_type_v", layout.value_type)):
         if _quantised(kind) and dim % _BLOCK:

@@ -252,6 +252,10 @@ def test_a_new_export_takes_the_place_of_an_old_one_and_of_nothing_else(saved: P
         export(saved, slot)
     with pytest.raises(ValueError, match=r"a.json is to be the slot file, and the record beside it ends in .json"):
         export(saved, tmp_path / "a.json")
+    (tmp_path / "folder.json").mkdir()
+    for path in (tmp_path, tmp_path / "folder.bin"):
+        with pytest.raises(ValueError, match="is a folder; choose the name of a file, such as"):
+            export(saved, path)
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         export(saved, tmp_path / "none" / "at all" / "book.bin")
     export(saved, tmp_path / "new" / "book.bin")
@@ -274,6 +278,7 @@ def test_an_export_that_fails_leaves_what_was_there(
     ("options", "message"),
     [
         ({"cache_type": "q6_k"}, 'cache_type="q6_k" is unknown; choose one of f32, f16, bf16, q8_0'),
+        ({"cache_type_v": ""}, 'cache_type_v="" is unknown; choose one of'),
         ({"cache_type_v": "iq4_nl"}, 'cache_type_v="iq4_nl" is unknown; choose one of'),
         ({"state_version": 4}, "state_version=4 is unknown, only 2 and 3 are; give the LLAMA_STATE_SEQ_VERSION of"),
         (
@@ -293,8 +298,12 @@ def test_a_layout_that_no_llamacpp_has_is_refused(options: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"model_type": "qwen2_vl"}, {}, "in which order llama.cpp holds the keys of qwen2_vl is not known; it is for"),
-        ({"model_type": ""}, {}, "the keys of an unnamed backbone is not known"),
+        (
+            {"model_type": "qwen2_vl"},
+            {},
+            "in which order llama.cpp holds the keys of 'qwen2_vl' is not known; it is for",
+        ),
+        ({"model_type": ""}, {}, "the keys of '' is not known"),
         (
             {"rotary": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             {},
@@ -339,6 +348,11 @@ def test_long_rope_is_given_a_context_that_chooses_the_long_factors(tmp_path: Pa
     for streams, least in ((1, "8193"), (2, "16386")):
         _, record = export(prefix, tmp_path / "book.bin", Layout(streams=streams))
         assert json.loads(record.read_text())["server"][1] == least
+    for kind in ("longrope", "dynamic"):
+        damaged = prefix_of("qwen2", model_type="phi3", rotary={"rope_type": kind})
+        with pytest.raises(ValueError, match="the original context length of phi3 is None, and llama.cpp's choice"):
+            export(damaged, tmp_path / "damaged.bin")
+        assert not (tmp_path / "damaged.bin").exists()
 
 
 def test_orders_are_known_for_what_locret_tests_and_halves_are_the_rule_of_qwen() -> None:
