@@ -206,8 +206,8 @@ class VllmEngine:
             yield
         except (json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
             raise ValueError(
-                f"what answers at {self.url} has another form than vLLM 0.32 ({error!r}); correct --engine-url, or "
-                "install that version"
+                f"vLLM at {self.url} answers in another form than 0.32 ({error!r}); correct --engine-url, or install "
+                "that version"
             ) from error
 
     async def _ok(self, reply: httpx.Response) -> httpx.Response:
