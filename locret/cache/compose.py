@@ -205,7 +205,7 @@ def checked_shares(shares: Shares, texts: int, budget: int | None) -> list[float
         if shares not in SHARES:
             raise ValueError(f"shares={shares!r} is unknown; choose one of {', '.join(SHARES)}, or a number for each")
         return [1.0] * texts if shares == FAIR else None
-    numbers: list[float] = list(shares) if isinstance(shares, Sequence) else []
+    numbers: list[float] = [*shares] if not isinstance(shares, str) and isinstance(shares, Sequence) else []
     if not numbers or not all(type(one) in (int, float) and 0 < one < float("inf") for one in numbers):
         raise ValueError(f"shares={shown(shares)} is no list of positive numbers; give one for each context")
     if len(numbers) != texts:

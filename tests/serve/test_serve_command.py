@@ -38,7 +38,7 @@ def started(folder: Path, *options: str, **environment: str) -> Iterator[tuple[s
     try:
         assert process.stdout is not None
         ready = process.stdout.readline()
-        assert ready, process.communicate(timeout=20)[1]
+        assert ready, process.communicate(timeout=90)[1]
         yield process, json.loads(ready)
     finally:
         process.kill()
@@ -60,7 +60,7 @@ def test_a_server_answers_and_ends_as_it_is_told(tmp_path: Path) -> None:
         rest = list(stream)  # which ends before the server does
         assert rest[-1].choices[0].finish_reason == "length"
         assert (first.choices[0].text + "".join(chunk.choices[0].text for chunk in rest)).count("Paris") == 200
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=90)
         assert process.returncode == 143
         assert said.strip() == "locret-serve: interrupted"
     with started(tmp_path / "contexts", "--drain", "1") as (process, ready):
@@ -74,7 +74,7 @@ def test_a_server_answers_and_ends_as_it_is_told(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         with pytest.raises(openai.APIConnectionError):  # what does not end in time is cut off
             list(stream)
-        process.communicate(timeout=20)
+        process.communicate(timeout=90)
         assert process.returncode == 130
 
 

@@ -151,7 +151,7 @@ function askForKey() {
 
 // ---- Memory ------------------------------------------------------------------------------------------------------
 
-const PART_NAMES = { weights: "weights", pages: "answers", readers: "reading", prefixes: "loaded contexts" };
+const PART_NAMES = { loaded: "contexts in memory", working: "set aside for chunks and files" };
 
 function showMemory(memory) {
   const parts = Object.entries(memory.parts);

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +253,13 @@ class Load:
             "unknown": json.dumps({**chat, "context": "no-such-book"}),
         }[kind]
         headers = {"content-type": "application/json"}
-        response = await self.client.post("/v1/chat/completions", content=content, headers=headers)
+        try:
+            response = await self.client.post("/v1/chat/completions", content=content, headers=headers)
+        except httpx.TransportError:
+            if kind != "oversized":  # such a body is refused while it is being sent, and the connection may be cut
+                raise
+            self.statuses["cut"] += 1
+            return
         self.statuses[str(response.status_code)] += 1
         if response.status_code not in _REFUSED[kind] or not response.json()["error"]["message"]:
             raise ValueError(f"status {response.status_code}: {response.text[:200]}")
@@ -313,7 +319,8 @@ class Load:
         """Open a connection and send the head of a request; it is cut at the end of the block."""
         address = httpx.URL(self.url)
         _, writer = await asyncio.open_connection(address.host, address.port)
-        head = f"POST {path} HTTP/1.1\r\nHost: {address.host}\r\nContent-Type: application/json\r\n"
+        kind = "text/plain" if path.startswith("/v1/contexts") else "application/json"
+        head = f"POST {path} HTTP/1.1\r\nHost: {address.host}\r\nContent-Type: {kind}\r\n"
         writer.write(f"{head}Content-Length: {length}\r\n\r\n".encode())
         try:
             yield writer
@@ -437,12 +444,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--contexts", type=int, default=16)
     parser.add_argument("--shortest", type=int, default=8192, help="tokens of the shortest context")
     parser.add_argument("--longest", type=int, default=32768, help="tokens of the longest context")
+    parser.add_argument("--questions", type=int, default=8, help="questions about each context, at most 8")
     parser.add_argument("--max-body", type=int, default=1 << 20, help="bytes of a request that the server takes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv-memory", default="64MiB")
     parser.add_argument("server", nargs="*", help="further options of locret-serve, after --")
     options = parser.parse_args(argv)
     books = make_books(options.contexts, options.shortest, options.longest)
+    books = [replace(book, questions=book.questions[: options.questions]) for book in books]
     with tempfile.TemporaryDirectory() as folder:
         more = ["--kv-memory", options.kv_memory, "--max-body", str(options.max_body), *options.server]
         with serving(Path(folder) / "contexts", more) as (url, process):
