@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import sys
@@ -59,7 +60,7 @@ def command(argv: Sequence[str] | None = None) -> int:
             else:
                 print(plan.table())
             return 0
-        state = _state(lm, plan, replace(options, name=options.name or model.model), key, sizes)
+        state = _state(lm, options.name or model.model, plan, options, key, sizes)
         ending.callback(state.close)
         _serve(state, listening, options)
     return 0
@@ -101,6 +102,8 @@ def _listening(options: ServeOptions) -> socket.socket:
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: who does not read an answer for so long is cut off
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * options.timeout))
         listening.bind(address)
         listening.listen(2048)
     except OSError as error:
@@ -147,7 +150,7 @@ def _load(
 
 
 def _state(
-    lm: LongContextModel, plan: Any, options: ServeOptions, key: str | None, sizes: dict[str, int]
+    lm: LongContextModel, name: str, plan: Any, options: ServeOptions, key: str | None, sizes: dict[str, int]
 ) -> ServerState:
     """Return a server that is ready to answer."""
     from locret.infer.serve.library import Library
@@ -167,7 +170,7 @@ def _state(
         engine=engine,
         library=library,
         plan=plan,
-        model=options.name or lm.name,
+        model=name,
         api_key=key,
         hosts=_hosts(options.host),
         max_body=sizes["max_body"],
@@ -221,6 +224,7 @@ def _serve(state: ServerState, listening: socket.socket, options: ServeOptions) 
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR if options.quiet else logging.WARNING)
     config = uvicorn.Config(
         make_app(state),
+        http="h11",  # which bounds the header of a request
         log_config=None,
         access_log=False,
         server_header=False,
