@@ -257,6 +257,13 @@ def test_a_model_that_vllm_does_not_serve(vllm):
         made_for(vllm, model="other").start()
 
 
+@pytest.mark.parametrize("models", [[{"id": "tiny"}], None, "tiny"])
+def test_what_is_no_vllm(vllm, models):
+    vllm.models = models
+    with pytest.raises(ValueError, match="http://vllm:8000 does not answer as vLLM does; correct --engine-url"):
+        made_for(vllm).start()
+
+
 def test_no_vllm_at_all(vllm):
     vllm.gone = True
     with pytest.raises(OSError, match="correct --engine-url"):

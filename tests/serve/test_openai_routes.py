@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -513,6 +514,22 @@ def test_a_body_is_bounded_while_it_arrives(lm: LongContextModel, tmp_path: Path
         declared = httpx.post(f"{server.url}/v1/completions", content=b" " * 20_000, headers=headers)
         assert declared.status_code == 413
         assert "but --max-body allows 10000; upload a long text as a context" in declared.json()["error"]["message"]
+
+
+def test_a_body_that_trickles_is_given_up(lm: LongContextModel, tmp_path: Path) -> None:
+    with running(lm, tmp_path, timeout=1.0) as server:
+
+        def trickle() -> Iterator[bytes]:
+            for _ in range(100):
+                yield b" "
+                time.sleep(0.1)
+
+        began = time.monotonic()
+        with suppress(httpx.WriteError):  # the connection was closed while we were sending
+            response = httpx.post(f"{server.url}/v1/completions", content=trickle())
+            assert response.status_code == 408
+            assert "the body took more than --timeout 1 s" in response.json()["error"]["message"]
+        assert time.monotonic() - began < 8
 
 
 def test_a_server_that_ends_takes_nothing_new(server: Running) -> None:
