@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import socket
 import sys
@@ -57,7 +58,7 @@ def command(argv: Sequence[str] | None = None) -> int:
             else:
                 print(plan.table())
             return 0
-        state = _state(lm, plan, options, key, sizes)
+        state = _state(lm, options.name or model.model, plan, options, key, sizes)
         ending.callback(state.close)
         _serve(state, listening, options)
     return 0
@@ -75,10 +76,11 @@ def _check_extra() -> None:
     try:
         import fastapi
         import prometheus_client
+        import python_multipart
         import uvicorn
     except ImportError as error:
         raise ValueError(f"locret-serve needs {error.name}, which is not installed; install locret[serve]") from None
-    del fastapi, prometheus_client, uvicorn
+    del fastapi, prometheus_client, python_multipart, uvicorn
 
 
 def _listening(options: ServeOptions) -> socket.socket:
@@ -98,6 +100,8 @@ def _listening(options: ServeOptions) -> socket.socket:
     listening = socket.socket(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: who does not read an answer for so long is cut off
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * options.timeout))
         listening.bind(address)
         listening.listen(2048)
     except OSError as error:
@@ -151,7 +155,7 @@ def _share_free_memory() -> None:
 
 
 def _state(
-    lm: LongContextModel, plan: Any, options: ServeOptions, key: str | None, sizes: dict[str, int]
+    lm: LongContextModel, name: str, plan: Any, options: ServeOptions, key: str | None, sizes: dict[str, int]
 ) -> ServerState:
     """Return a server that is ready to answer."""
     from locret.infer.serve.library import Library
@@ -171,7 +175,7 @@ def _state(
         engine=engine,
         library=library,
         plan=plan,
-        model=options.name or lm.name,
+        model=name,
         api_key=key,
         hosts=_hosts(options.host),
         max_body=sizes["max_body"],
@@ -225,6 +229,7 @@ def _serve(state: ServerState, listening: socket.socket, options: ServeOptions) 
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR if options.quiet else logging.WARNING)
     config = uvicorn.Config(
         make_app(state),
+        http="h11",  # which bounds the header of a request
         log_config=None,
         access_log=False,
         server_header=False,

@@ -43,6 +43,9 @@ _ALIVE = 15.0
 """Seconds after which a stream without news says that it is there."""
 _BOUNDARY = 70
 """Characters of the boundary of a form, as RFC 2046 allows."""
+_FRAME = 1 << 16
+"""Bytes of a form that are not its file."""
+_NOT_ONE = "the form has other parts than one file; send one file, and name, source and system in the query"
 _GONE = "the client went away before the text had ended; upload it again"
 _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
 """Types of a body that is a text; the last is what curl says of --data-binary."""
@@ -335,7 +338,7 @@ class _FormReceiver(_Receiver):
         from python_multipart.multipart import MultipartParser
 
         self._header = [b"", b""]
-        self._files, self._whole = 0, False
+        self._files, self._taken, self._whole = 0, 0, False
         callbacks: dict[str, Callable[..., None]] = {
             "on_header_begin": lambda: self._header.__setitem__(slice(None), [b"", b""]),
             "on_header_field": lambda data, start, end: self._add(0, data[start:end]),
@@ -351,6 +354,9 @@ class _FormReceiver(_Receiver):
         """Take a part of the body."""
         from python_multipart.exceptions import FormParserError
 
+        self._taken += len(data)
+        if self._taken > self.upload.most + _FRAME:
+            raise TooLarge(f"the form has more than {self.upload.most:,} bytes; send one file in it, and nothing else")
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -367,6 +373,12 @@ class _FormReceiver(_Receiver):
     def _add(self, which: int, data: bytes) -> None:
         self._header[which] += data
 
+    def write(self, data: bytes) -> None:
+        """Take a part of the file."""
+        if not self._files:
+            raise ValueError(_NOT_ONE)
+        super().write(data)
+
     def _on_header(self) -> None:
         from python_multipart.multipart import parse_options_header
 
@@ -375,9 +387,7 @@ class _FormReceiver(_Receiver):
         _, options = parse_options_header(self._header[1])
         self._files += 1
         if self._files > 1 or b"filename" not in options:
-            raise ValueError(
-                "the form has other parts than one file; send one file, and name, source and system in the query"
-            )
+            raise ValueError(_NOT_ONE)
         self.source = self.source or options[b"filename"].decode("utf-8", "replace")[:200] or None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import time
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -100,11 +101,16 @@ class Gate:
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > most:
             raise self._too_large(declared[:20])
+        deadline = time.monotonic() + self.state.timeout
         while True:
+            wait = min(WAIT_FOR_BODY, deadline - time.monotonic())
             try:
-                message = await asyncio.wait_for(receive(), WAIT_FOR_BODY)
+                message = await asyncio.wait_for(receive(), wait)
             except asyncio.TimeoutError:
-                raise Refusal(408, f"no byte of the body came for {WAIT_FOR_BODY:g} s; send it again, whole") from None
+                since = f"no byte of the body came for {WAIT_FOR_BODY:g} s"
+                slow = f"the body took more than --timeout {self.state.timeout:g} s to come"
+                why = since if wait == WAIT_FOR_BODY else slow
+                raise Refusal(408, f"{why}; send it again, whole") from None
             if message["type"] == "http.disconnect":
                 raise _Left
             part = message.get("body", b"")

@@ -143,6 +143,9 @@ def rotary_from(parameters: Mapping[str, Any], head_dim: int, max_positions: int
             module = Phi3RotaryEmbedding(Phi3Config(**given))
         else:
             module = LlamaRotaryEmbedding(LlamaConfig(**given))
+        cos, sin = module(torch.empty(0), torch.tensor([[0, 1]]))
+        if not bool((cos.isfinite() & sin.isfinite()).all() and (cos[0, 0] > 0).all()):
+            raise ValueError("it has no finite angles")
     except Exception as error:  # whatever the parameters of somebody's file do to it
         why = " ".join(str(error).split())
         raise ValueError(f"the rotary parameters {shown(parameters)} describe no rotation ({why})") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from locret.cache.layer import HOST
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
 from locret.cache.saved_units import (
+    MOST_TOKENS,
     Reading,
     check_counters,
     check_shapes,
@@ -279,7 +281,7 @@ def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: 
 
 def _identity(cache: RetentionCache) -> dict[str, Any]:
     options = cache.scorer.identity(cache.prepared)
-    return {"name": cache.scorer.name, "options": json.loads(json.dumps(options, default=str))}
+    return {"name": cache.scorer.name, "options": _finite_json(json.dumps(options, default=str))}
 
 
 def _described(scorer: Mapping[str, Any]) -> str:
@@ -370,7 +372,7 @@ def _described_alone(state: Mapping[str, Any]) -> tuple[RetentionPolicy, Backbon
     if vocab_size is None or columns is None or rotary is None:
         raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
     named = isinstance(columns, dict) and all(isinstance(spelt, str) for spelt in columns.values())
-    if type(vocab_size) is not int or vocab_size < 1 or not named or not isinstance(rotary, dict):
+    if type(vocab_size) is not int or not 0 < vocab_size <= MOST_TOKENS or not named or not isinstance(rotary, dict):
         raise ValueError("its numbers of token ids, columns or rotation are none; save the cache again")
     return policy, backbone, rotary
 
@@ -458,7 +460,7 @@ def _header(path: str | Path, writer: str = "save_cache") -> tuple[dict[str, Any
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-        state, notes = (json.loads(metadata.get(name, "{}")) for name in ("state", "notes"))
+        state, notes = (_finite_json(metadata.get(name, "{}")) for name in ("state", "notes"))
     except (SafetensorError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a saved cache ({error}); give a file written by {writer}") from error
     if not isinstance(state, dict) or not isinstance(notes, dict):
@@ -466,6 +468,15 @@ def _header(path: str | Path, writer: str = "save_cache") -> tuple[dict[str, Any
     if state.get("format") != FORMAT:
         raise ValueError(f"{path} has format {shown(state.get('format'))} instead of {FORMAT}; save the cache again")
     return state, notes
+
+
+def _finite_json(text: str) -> Any:
+    """Return what JSON says; NaN and what is too large for a number stay texts, which no check takes for numbers."""
+
+    def number(digits: str) -> float | str:
+        return float(digits) if math.isfinite(float(digits)) else digits
+
+    return json.loads(text, parse_constant=str, parse_float=number)
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ def check_prefix(
             f'head_budgets="{policy.head_budgets}" and layer_budgets="{policy.layer_budgets}" leave heads or layers '
             "with different numbers of units, and a prefix has one length; read the text with uniform budgets"
         )
+    if 0 in units:
+        raise ValueError("it holds no units, and a prefix has at least one; read the text again")
     original = rotary.get("original_max_position_embeddings") if rotary.get("rope_type") == "longrope" else 0
     if not isinstance(original, int) or max(units) < original:
         raise ValueError(
@@ -137,6 +139,9 @@ def turned_back(keys: Tensor, rotary: Rotary, now: Tensor) -> Tensor:
     too_far = now - torch.arange(now.shape[-1], device=now.device)
     if not too_far.any():
         return keys.clone()  # bit for bit
-    cos, sin = rotary.table(0, int(too_far.max()) + 1, keys.new_empty(0, dtype=torch.float32))
+    # No table of all positions up to the farthest: where that is, a file says.
+    distances, which = too_far.unique(return_inverse=True)
+    at = torch.cat([distances.new_zeros(1), distances])
+    cos, sin = rotary.at(at, keys.new_empty(0, dtype=torch.float32))
     magnitude = cos[0, 0]  # scaled tables carry a factor, which the keys have already
-    return unrotate(keys.float(), (cos / magnitude)[too_far], (sin / magnitude)[too_far]).to(keys.dtype)
+    return unrotate(keys.float(), (cos[1:] / magnitude)[which], (sin[1:] / magnitude)[which]).to(keys.dtype)

@@ -41,8 +41,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_MOST_TOKENS = 2**31 - 1
-"""Positions are int32."""
+MOST_TOKENS = 2**31 - 1
+"""Positions, and ids of tokens, are int32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def check_counters(numbers: Mapping[str, Any], backbone: Backbone) -> None:
         ValueError: For the first that is missing, of another type or out of range.
     """
     for name in ("seen", "next_position"):
-        _whole(numbers.get(name), name, 1, _MOST_TOKENS)
+        _whole(numbers.get(name), name, 1, MOST_TOKENS)
     for name in ("held_back", "fed_again"):
         # `fed_again` is newer than the first files.
         if not isinstance(numbers.get(name, False if name == "fed_again" else None), bool):
@@ -122,6 +122,10 @@ def check_counters(numbers: Mapping[str, Any], backbone: Backbone) -> None:
         slides = index not in backbone.layers
         least = numbers["seen"] if slides else 0
         _whole(counters.get("fill"), f"fill of layer {index}", least, numbers["seen"])
+        if not slides and counters["fill"] > numbers["next_position"]:
+            raise ValueError(
+                f"next_position is {numbers['next_position']} after {counters['fill']} units of layer {index}"
+            )
     if len({layers[index]["rotated"] for index in backbone.layers}) > 1:
         raise ValueError("the keys of some layers are rotated and those of others are not")
 
@@ -294,7 +298,7 @@ def _check_codes(layer: Mapping[str, Tensor], fill: int, next_position: int, pre
 def _check_rows(positions_BKS: Tensor, start_B: Tensor, end_B: Tensor) -> None:
     """Check that each row has ascending positions below its end, and none in its first empty slots."""
     empty = (torch.arange(positions_BKS.shape[2]) < start_B[:, None])[:, None]
-    above = torch.where(empty, torch.arange(positions_BKS.shape[2]) - _MOST_TOKENS, positions_BKS.long())
+    above = torch.where(empty, torch.arange(positions_BKS.shape[2]) - MOST_TOKENS, positions_BKS.long())
     ascending = bool((above.diff(dim=2) > 0).all())
     inside = empty | ((positions_BKS >= 0) & (positions_BKS < end_B[:, None, None]))
     if not ascending or not bool(inside.all()) or bool((positions_BKS.masked_fill(~empty, NO_UNIT) != NO_UNIT).any()):

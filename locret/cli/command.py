@@ -149,7 +149,12 @@ def run(
 
 def print_json(record: dict[str, Any]) -> None:
     """Write one JSON object to standard output; logs and progress go to standard error."""
-    sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+    text = json.dumps(record, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # half a character, such as in the name of a file, or a terminal without it
+        text = json.dumps(record)
+    sys.stdout.write(text + "\n")
 
 
 @contextmanager

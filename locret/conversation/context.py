@@ -37,7 +37,7 @@ from locret.conversation.document import (
     open_document,
 )
 from locret.conversation.templates import Message, encode, leading_special_ids, vocabulary_fingerprint
-from locret.conversation.text_stream import TokenStream, trimmed
+from locret.conversation.text_stream import LONGEST_PENDING, TokenStream, trimmed
 from locret.conversation.transcript import Transcript
 from locret.field_values import check_sampling, checked_values
 from locret.generation import checked_options
@@ -754,8 +754,9 @@ def check_notes(notes: Any, path: str | Path, vocabulary: int) -> None:
         return type(one) is int and 0 <= one < vocabulary
 
     checks: dict[str, Callable[[Any], bool]] = {
-        **dict.fromkeys(("name", "context", "pending", "template"), lambda value: isinstance(value, str)),
-        "system": lambda value: value is None or isinstance(value, str),
+        **dict.fromkeys(("name", "template"), lambda value: isinstance(value, str)),
+        **dict.fromkeys(("context", "pending"), lambda value: is_text(value) and len(value) <= LONGEST_PENDING),
+        "system": lambda value: value is None or is_text(value),
         "turns": _are_turns,
         "unread": lambda value: isinstance(value, list) and all(map(is_token, value)),
     }
@@ -769,7 +770,7 @@ def _are_turns(value: Any) -> bool:
         return False
     roles = ("user", "assistant")
     return all(
-        isinstance(turn, list) and len(turn) == 2 and turn[0] == roles[nth % 2] and isinstance(turn[1], str)
+        isinstance(turn, list) and len(turn) == 2 and turn[0] == roles[nth % 2] and is_text(turn[1])
         for nth, turn in enumerate(value)
     )
 

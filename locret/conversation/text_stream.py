@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GROWTH = 4
+WINDOW = 1 << 17
+"""Characters that are tokenised at a time."""
+LONGEST_PENDING = GROWTH * WINDOW
+"""Characters that may wait for what follows them."""
 TRIES = (
     24  # cuts tried of each kind, and starts of the text before a cut: enough to fall on each phase of a digit group
 )
@@ -82,7 +86,7 @@ def token_stream(
     pieces: Iterable[str],
     *,
     add_special_tokens: bool = True,
-    window: int = 1 << 17,
+    window: int = WINDOW,
     margin: int = 1 << 10,
 ) -> Iterator[list[int]]:
     """Tokenise a text that comes in pieces, holding a few windows of it at most.
@@ -122,7 +126,7 @@ class TokenStream:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        window: int = 1 << 17,
+        window: int = WINDOW,
         margin: int = 1 << 10,
         context: str = "",
         pending: str = "",

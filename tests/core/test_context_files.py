@@ -18,7 +18,10 @@ from torch import Tensor
 
 import locret
 from locret import LongContextModel, RetentionPolicy, read_notes
+from locret.cache.saved_units import checksum
+from locret.conversation.saved_context import SavedContext
 from locret.engines.prefix import Prefix
+from locret.infer.context_command import command
 
 POLICY = RetentionPolicy(budget=32, chunk_size=64, stabilizers=8, local_len=8)
 TEXT = "The grass is green. " * 8 + "The pass key is 71432. Remember it. " + "The sky is blue. " * 8
@@ -136,3 +139,45 @@ def test_sources_that_cannot_be_right_are_refused(lm: LongContextModel, saved: P
     save_file(tensors, saved.with_suffix(".changed"), metadata={**metadata, "notes": json.dumps(notes)})
     with pytest.raises(ValueError, match=said):
         lm.load(saved.with_suffix(".changed"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("pending", "\ud800"),
+        ("context", "a\udc80"),
+        ("system", "\ud800"),
+        ("turns", [["user", "\ud800"], ["assistant", ""]]),
+        ("pending", "a " * 2**19),
+    ],
+)
+def test_texts_that_nobody_can_read_are_refused(lm: LongContextModel, saved: Path, field: str, value: Any) -> None:
+    metadata, tensors = content(saved)
+    notes = json.loads(metadata["notes"])
+    notes["conversation"][field] = value
+    save_file(tensors, saved.with_suffix(".changed"), metadata={**metadata, "notes": json.dumps(notes)})
+    for read in (lm.load, lm.load_chat, SavedContext.open):
+        with pytest.raises(ValueError, match=f"its conversation has no {field} that could be right"):
+            read(saved.with_suffix(".changed"))
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
+def test_what_is_shown_of_any_file_is_json(
+    saved: Path, number: str, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata, tensors = content(saved)
+    state = {**json.loads(metadata["state"]), "scorer": {"name": "a", "options": {"b": "here"}}, "toolkit_version": "é"}
+    metadata["state"] = json.dumps(state).replace('"here"', number)
+    metadata["checksum"] = checksum(metadata["state"], tensors)
+    save_file(tensors, path := saved.with_suffix(".changed"), metadata=metadata)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    for encoding in ("utf-8", "ascii"):
+        with open(1, "w", encoding=encoding, closefd=False) as stdout:
+            monkeypatch.setattr("sys.stdout", stdout)
+            assert command(["show", str(path), "--json"]) == 0
+            stdout.flush()
+            shown = json.loads(capfdbinary.readouterr().out, parse_constant=refuse)
+            assert shown["contexts"][0]["written_by"] == "é"

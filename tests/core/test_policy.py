@@ -98,7 +98,7 @@ def test_no_heads_lift_the_bound_by_the_policy_they_recommend(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"budget": float("nan")}, "policy.budget=nan is not a whole number"),
+        ({"budget": float("nan")}, "policy.budget='NaN' is not a whole number"),
         ({"stabilizers": 10**6}, "policy: stabilizers=1000000 leaves no room for scored units"),
         ({"sinks": 4}, "policy has an unknown key 'sinks'; the keys are those of RetentionPolicy"),
     ],

@@ -133,18 +133,47 @@ def changed(path: Path, **state: Any) -> Path:
         ({"vocab_size": 0}, "its numbers of token ids, columns or rotation are none"),
         ({"vocab_size": True}, "its numbers of token ids, columns or rotation are none"),
         ({"vocab_size": None}, "it was written by an earlier version"),
+        ({"vocab_size": 2**31}, "its numbers of token ids, columns or rotation are none"),
+        ({"vocab_size": 10**30}, "its numbers of token ids, columns or rotation are none"),
         ({"columns": ["a"]}, "its numbers of token ids, columns or rotation are none"),
         ({"columns": {"a": 3}}, "its numbers of token ids, columns or rotation are none"),
         ({"rotary": []}, "its numbers of token ids, columns or rotation are none"),
         ({"rotary": {"rope_type": "no such"}}, "'no such' follows from more than its parameters"),
         ({"rotary": {"rope_type": "default", "rope_theta": "x"}}, "describe no rotation"),
+        ({"rotary": {"rope_type": "default", "rope_theta": float("nan")}}, "describe no rotation"),
+        ({"rotary": {"rope_type": "default", "rope_theta": -5.0}}, "describe no rotation .it has no finite angles"),
+        ({"rotary": {"rope_type": "default", "rope_theta": 0}}, "describe no rotation"),
         ({"text_end": 10**6}, "text_end is 1000000 instead of a whole number"),
-        ({"next_position": 2}, "are not at positions|is damaged|next_position|places"),
+        ({"next_position": 2}, "next_position is 2 after 20 units of layer 0"),
     ],
 )
 def test_fields_that_cannot_be_right_are_refused(saved: dict[str, Path], state: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Prefix.from_file(changed(saved["codes"], **state))
+
+
+def test_a_prefix_takes_no_memory_for_where_its_file_says_that_it_is(saved: dict[str, Path]) -> None:
+    far = Prefix.from_file(changed(saved["plain"], seen=2**31 - 1, next_position=2**31 - 1))
+    near = Prefix.from_file(saved["plain"])
+    assert far.keys[0].shape == near.keys[0].shape
+    assert torch.equal(far.values[0], near.values[0])
+
+
+def test_a_file_without_units_is_no_prefix(saved: dict[str, Path]) -> None:
+    metadata, tensors = content(saved["plain"])
+    state = json.loads(metadata["state"])
+    for counters in state["layers"]:
+        counters["fill"] = 0
+    metadata["state"] = json.dumps(state)
+    none = {name: tensor[:, :, :0] if "layers" in name else tensor for name, tensor in tensors.items()}
+    none = {name: tensor.contiguous() for name, tensor in none.items()}
+    save_file(
+        none,
+        path := saved["plain"].with_suffix(".none"),
+        metadata={**metadata, "checksum": checksum(metadata["state"], none)},
+    )
+    with pytest.raises(ValueError, match="it holds no units"):
+        Prefix.from_file(path)
 
 
 def test_another_rotation_than_the_backbones_is_refused(saved: dict[str, Path]) -> None:

@@ -523,6 +523,22 @@ def test_a_client_that_waits_to_be_told_is_refused_before_it_sends(server: Runni
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
+def test_a_body_that_trickles_is_given_up(lm: LongContextModel, tmp_path: Path) -> None:
+    with running(lm, tmp_path, timeout=1.0) as server:
+
+        def trickle() -> Iterator[bytes]:
+            for _ in range(100):
+                yield b" "
+                time.sleep(0.1)
+
+        began = time.monotonic()
+        with suppress(httpx.WriteError):  # the connection was closed while we were sending
+            response = httpx.post(f"{server.url}/v1/completions", content=trickle())
+            assert response.status_code == 408
+            assert "the body took more than --timeout 1 s" in response.json()["error"]["message"]
+        assert time.monotonic() - began < 8
+
+
 def test_a_server_that_ends_takes_nothing_new(server: Running) -> None:
     server.state.draining = True
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,7 +20,8 @@ import pytest
 from running import text_with
 
 import locret
-from locret.infer.serve.command import command
+from locret.infer.serve.command import _listening, command
+from locret.infer.serve.serve_options import ServeOptions
 
 ROOT = Path(locret.__file__).resolve().parent.parent
 MODEL = ["--model", str(ROOT / "checkpoints/tiny"), "--heads", str(ROOT / "checkpoints/tiny-heads"), "--device", "cpu"]
@@ -108,6 +110,18 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(tmp_path: Path) 
         port = str(taken.getsockname()[1])
         with pytest.raises(ValueError, match=rf"--port {port} at --host 127.0.0.1 cannot be had \(Address already in"):
             command(["--model", str(ROOT / "checkpoints/tiny-heads"), "--contexts", str(tmp_path), "--port", port])
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux cuts off who does not read")
+def test_who_does_not_read_is_cut_off() -> None:
+    with _listening(ServeOptions(port=0, timeout=1.0)) as listening, socket.socket() as client:
+        client.connect(listening.getsockname())
+        taken, _ = listening.accept()
+        with taken:
+            taken.settimeout(30)
+            with pytest.raises(TimeoutError) as error:
+                taken.sendall(bytes(64 << 20))
+            assert error.value.errno == errno.ETIMEDOUT  # of the connection, not of the call
 
 
 def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
