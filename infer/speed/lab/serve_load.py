@@ -40,7 +40,7 @@ from locret.infer.serve.state import LONG_WORK, SHORT_WORK
 
 WAIT = 600.0
 """Seconds after which a request counts as lost."""
-SLACK = 64 << 20
+SLACK = 32 << 20
 """Bytes beside weights and promised memory: stacks of threads, buffers of sockets, what Python needs for requests."""
 POOLS = SHORT_WORK + LONG_WORK
 """Threads that a server may still have to start before its pools are full."""
