@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret.cli import interrupts
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
+from locret.cli.subcommands import with_flag
 from locret.infer.infer_options import ModelOptions
 from locret.infer.serve.serve_options import ServeOptions, bytes_of
 from locret.load_options import ScorerOptions
@@ -40,11 +42,13 @@ def command(argv: Sequence[str] | None = None) -> int:
         ValueError: For anything the user must change.
         OSError: If a Hub, a disk or a device's memory fails.
     """
-    (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, argv)
+    line = with_flag(list(sys.argv[1:] if argv is None else argv), "--model")
+    (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, line)
     _check_extra()
     with warnings_as_lines("locret-serve", quiet=options.quiet), ExitStack() as ending:
         key = options.key
         sizes = {name: bytes_of(f"--{name.replace('_', '-')}", getattr(options, name)) for name in _SIZES}
+        bytes_of("--kv-memory", options.kv_memory)
         listening = None if options.dry_run else ending.enter_context(_listening(options))  # refused before loading
         _share_free_memory()
         lm = _load(model, scorer, policy, options, chosen)
@@ -127,6 +131,13 @@ def _load(
     device = loading.resolve_device(model.device)
     scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
     rates, recommended = loading.load_scorer(scorer)
+    if recommended.get("positions", "compact") != "compact" and "positions" not in chosen:
+        warnings.warn(
+            "texts are read with --positions compact, as engines hold them; this scorer alone would leave gaps between "
+            "the positions of what stays",
+            stacklevel=2,
+        )
+        recommended = {**recommended, "positions": "compact"}
     final = resolve_options(policy, chosen, recommended)
     if final.turns != "local":
         raise ValueError(
