@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -9,7 +10,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -49,6 +50,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         sizes = {name: bytes_of(f"--{name.replace('_', '-')}", getattr(options, name)) for name in _SIZES}
         bytes_of("--kv-memory", options.kv_memory)
         listening = None if options.dry_run else ending.enter_context(_listening(options))  # refused before loading
+        _share_free_memory()
         lm = _load(model, scorer, policy, options, chosen)
         from locret.infer.serve.plan import MemoryPlan
 
@@ -147,6 +149,20 @@ def _load(
     tokenizer = loading.load_tokenizer(model)
     backbone = loading.load_model(model, config, device, dtype)
     return LongContextModel(backbone, tokenizer, rates, final, template=options.template)
+
+
+_M_ARENA_MAX = -8
+"""Of mallopt, as glibc's malloc.h has it."""
+
+
+def _share_free_memory() -> None:
+    """Let all threads allocate from one place; by default glibc keeps what each of them has freed for that one alone.
+
+    With 64 clients that was as much again as --kv-memory promises. MALLOC_ARENA_MAX says otherwise.
+    """
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with suppress(OSError, TypeError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _state(
