@@ -109,7 +109,7 @@ class Layout:
             raise ValueError(
                 f"flash_attention=False transposes the values, which {self.value_type} cannot be; give cache_type_v=f16"
             )
-        if not 1 <= self.streams <= _MOST_STREAMS:
+        if not (isinstance(self.streams, int) and 1 <= self.streams <= _MOST_STREAMS):
             raise ValueError(f"streams={self.streams} cannot be; give 1 to {_MOST_STREAMS}, the slots of the server")
         if self.attention_rotation is not None and not (_quantised(self.cache_type) or _quantised(self.value_type)):
             raise ValueError(
@@ -349,7 +349,10 @@ def _parts(prefix: Prefix, layout: Layout, interleave: bool) -> Iterator[bytes]:
 
 
 def _floats(states: Tensor) -> NDArray[np.float32]:
-    return states.detach().float().cpu().numpy()
+    floats: NDArray[np.float32] = states.detach().float().cpu().numpy()
+    if not np.isfinite(floats).all():
+        raise ValueError("some units are no finite numbers, with which nothing can be answered; read the text again")
+    return floats
 
 
 def _rows(states: NDArray[np.float32], kind: str) -> Iterator[bytes]:
@@ -404,7 +407,10 @@ def encoded(rows: NDArray[np.float32], kind: str) -> NDArray[Any]:
         return np.ascontiguousarray(rows, "<f4")
     if kind == "bf16":
         bits = np.ascontiguousarray(rows, "<f4").view("<u4")
-        return np.asarray((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, "<u2")
+        rounded = np.asarray((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, "<u2")
+        if ((rounded & 0x7FFF) == 0x7F80).any():
+            raise ValueError("some units are beyond the range of bfloat16; give cache_type=f32")
+        return rounded
     if kind == "f16":
         return _half(rows, kind)
     blocks = np.ascontiguousarray(rows, np.float32).reshape(-1, _BLOCK)

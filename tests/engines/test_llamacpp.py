@@ -369,3 +369,22 @@ def test_writing_a_state_needs_numpy_alone() -> None:
         "assert not {'torch', 'transformers', 'gguf'} & set(sys.modules), 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("kind", llamacpp.CACHE_TYPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_units_that_are_no_numbers_are_refused_in_every_type(kind: str, value: float) -> None:
+    states = (torch.full((2, 1, 32), value),)
+    for keys, values in ((states, (torch.ones(2, 1, 32),)), ((torch.ones(2, 1, 32),), states)):
+        prefix = Prefix(keys, values, vocab_size=9, tokens=2, model_type="llama")
+        with pytest.raises(ValueError, match="some units are no finite numbers.*read the text again"):
+            sequence_state(prefix, Layout(cache_type=kind))
+
+
+def test_units_that_bfloat16_cannot_hold_are_refused() -> None:
+    prefix = Prefix(
+        (torch.full((2, 1, 32), 3.4e38),), (torch.ones(2, 1, 32),), vocab_size=9, tokens=2, model_type="llama"
+    )
+    with pytest.raises(ValueError, match="beyond the range of bfloat16; give cache_type=f32"):
+        sequence_state(prefix, Layout(cache_type="bf16"))
+    assert sequence_state(prefix, Layout(cache_type="f32"))
