@@ -44,7 +44,7 @@ class Listed:
 class ContextFolder:
     """The contexts in a folder, read once for each change of a file; of their units nothing stays in memory.
 
-    Those in folders below count too; what is hidden is left alone.
+    Those in folders below count too; what is hidden, or cannot be looked at, is left alone.
 
     Args:
         folder: Where the files are.
@@ -123,16 +123,18 @@ class ContextFolder:
         return None
 
 
-def _stamps(folder: Path, below: str = "") -> Iterator[tuple[str, Stamp]]:
+def _stamps(folder: Path, below: str = "", above: frozenset[str] = frozenset()) -> Iterator[tuple[str, Stamp]]:
+    within = above | {os.path.realpath(folder / below)}
     with os.scandir(folder / below) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             try:
-                if entry.is_dir():
-                    yield from _stamps(folder, f"{below}{entry.name}/")
-                elif entry.is_file():
-                    stat = entry.stat()
-                    yield f"{below}{entry.name}", (stat.st_mtime_ns, stat.st_size)
-            except FileNotFoundError:  # gone since the folder was listed
+                if not entry.is_dir():
+                    if entry.is_file():
+                        stat = entry.stat()
+                        yield f"{below}{entry.name}", (stat.st_mtime_ns, stat.st_size)
+                elif os.path.realpath(entry.path) not in within:  # a link to a folder above it has no end
+                    yield from _stamps(folder, f"{below}{entry.name}/", within)
+            except OSError:  # gone since the folder was listed, a link to itself, or a folder that is not ours to read
                 continue
