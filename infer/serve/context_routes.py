@@ -18,7 +18,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
@@ -42,10 +41,11 @@ _LOOK = 0.1
 """Seconds between two looks at how far a text has been read."""
 _ALIVE = 15.0
 """Seconds after which a stream without news says that it is there."""
-_LINGER = 2.0
-"""Seconds for which the rest of a refused upload is taken and dropped."""
 _BOUNDARY = 70
 """Characters of the boundary of a form, as RFC 2046 allows."""
+_FRAME = 1 << 16
+"""Bytes of a form that are not its file."""
+_NOT_ONE = "the form has other parts than one file; send one file, and name, source and system in the query"
 _GONE = "the client went away before the text had ended; upload it again"
 _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
 """Types of a body that is a text; the last is what curl says of --data-binary."""
@@ -143,9 +143,8 @@ async def upload(
     length = request.headers.get("content-length", "")
     total = int(length) if length.isdecimal() and len(length) < 20 else None
     receiver = await run_in_threadpool(_receiver, request, library, name, source, system, total)
-    body = request.stream()
     try:
-        async for data in body:
+        async for data in request.stream():
             if data:
                 await run_in_threadpool(receiver.take, data)
         entry = await run_in_threadpool(receiver.end)
@@ -155,7 +154,6 @@ async def upload(
     except (ValueError, OSError, Refusal) as error:
         refusal = _refusal(error)
         receiver.fail(refusal.message)
-        await _drained(body)
         raise refusal from error
     except BaseException:
         receiver.fail(_GONE)
@@ -271,26 +269,12 @@ async def shrink(
 
 
 def _refusal(error: Exception) -> Refusal:
-    """Return what to say of an upload that cannot be taken; the connection ends with it, whatever more would come."""
+    """Return what to say of an upload that cannot be taken."""
     if isinstance(error, Refusal):
-        refusal = error
-    elif isinstance(error, OSError):
-        refusal = full_disk(error)
-    else:
-        refusal = Refusal(413 if isinstance(error, TooLarge) else 400, str(error))
-    refusal.headers["Connection"] = "close"
-    return refusal
-
-
-async def _drained(body: AsyncIterator[bytes]) -> None:
-    """Take what a client still sends for a moment, since most read an answer only when they have sent all."""
-
-    async def drain() -> None:
-        async for _ in body:
-            pass
-
-    with suppress(asyncio.TimeoutError, ClientDisconnect, RuntimeError):
-        await asyncio.wait_for(drain(), _LINGER)
+        return error
+    if isinstance(error, OSError):
+        return full_disk(error)
+    return Refusal(413 if isinstance(error, TooLarge) else 400, str(error))
 
 
 async def _answered(entry: Entry, wait: bool) -> JSONResponse:
@@ -354,7 +338,7 @@ class _FormReceiver(_Receiver):
         from python_multipart.multipart import MultipartParser
 
         self._header = [b"", b""]
-        self._files, self._whole = 0, False
+        self._files, self._taken, self._whole = 0, 0, False
         callbacks: dict[str, Callable[..., None]] = {
             "on_header_begin": lambda: self._header.__setitem__(slice(None), [b"", b""]),
             "on_header_field": lambda data, start, end: self._add(0, data[start:end]),
@@ -370,6 +354,9 @@ class _FormReceiver(_Receiver):
         """Take a part of the body."""
         from python_multipart.exceptions import FormParserError
 
+        self._taken += len(data)
+        if self._taken > self.upload.most + _FRAME:
+            raise TooLarge(f"the form has more than {self.upload.most:,} bytes; send one file in it, and nothing else")
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -386,6 +373,12 @@ class _FormReceiver(_Receiver):
     def _add(self, which: int, data: bytes) -> None:
         self._header[which] += data
 
+    def write(self, data: bytes) -> None:
+        """Take a part of the file."""
+        if not self._files:
+            raise ValueError(_NOT_ONE)
+        super().write(data)
+
     def _on_header(self) -> None:
         from python_multipart.multipart import parse_options_header
 
@@ -394,9 +387,7 @@ class _FormReceiver(_Receiver):
         _, options = parse_options_header(self._header[1])
         self._files += 1
         if self._files > 1 or b"filename" not in options:
-            raise ValueError(
-                "the form has other parts than one file; send one file, and name, source and system in the query"
-            )
+            raise ValueError(_NOT_ONE)
         self.source = self.source or options[b"filename"].decode("utf-8", "replace")[:200] or None
 
 

@@ -167,6 +167,8 @@ class Library:
         self.reader = Reader(lm, plan.reading, plan.reader, self.turns)
         self._entries: dict[str, Entry] = {}
         self._automatic: OrderedDict[str, Entry] = OrderedDict()
+        self._leaving: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
+        """Those without a name that are to go, but are still asked."""
         self._loaded = Loaded(plan.loaded)
         self._uploads: weakref.WeakSet[Upload] = weakref.WeakSet()
         self._lock = threading.RLock()
@@ -329,9 +331,10 @@ class Library:
         entry = self.get(name)
 
         def make(job: Job) -> None:
-            self._copy_text(entry, new)
-            with self._moving:
-                _copy(entry.path, self.folder / f"{new}{SUFFIX}")
+            with self._there([entry]):
+                self._copy_text(entry, new)
+                with self._moving:
+                    _copy(entry.path, self.folder / f"{new}{SUFFIX}")
 
         return self._made_now(new, entry.source, make)
 
@@ -384,9 +387,11 @@ class Library:
             Refusal: 404 if there is none.
         """
         entry = self.find(name)
-        if entry.job is not None:
-            entry.job.cancel()
+        if (job := entry.job) is not None:
+            job.cancel()
         with self._lock:
+            if job is not None and self._entries.get(name) not in (entry, None):  # somebody uses the name again
+                return
             self._entries.pop(name, None)
             self._loaded.forget(entry.key)
             for file in (entry.path, entry.ids):
@@ -426,13 +431,16 @@ class Library:
                 for entry in self._automatic.values()
                 if entry.state == "ready" and entry.notes.get("base") == before and entry.notes["read"] <= len(ids)
             }
-            for read in sorted(known, reverse=True):
-                if (found := self._automatic.get(_digest(before, "read", ids[:read]))) and found.state == "ready":
-                    self._automatic.move_to_end(found.key)
-                    with suppress(OSError):
-                        os.utime(found.path)
-                    return found, read
-        return base, 0
+            best, read = None, 0
+            for count, key in _digests(before, "read", ids, sorted(known)):
+                if (found := self._automatic.get(key)) is not None and found.state == "ready":
+                    best, read = found, count
+            if best is None:
+                return base, 0
+            self._automatic.move_to_end(best.key)
+            with suppress(OSError):
+                os.utime(best.path)
+            return best, read
 
     def read_on(
         self, ids: Sequence[int], read: tuple[Entry | None, int], base: Entry | None, cancelled: Callable[[], bool]
@@ -474,7 +482,9 @@ class Library:
             if not self._loaded.make_room(self._prefix_bytes(entry)):
                 raise NoRoom("contexts that are being asked take all memory there is for them")
             try:
-                return self._loaded.put(entry.key, Prefix.from_file(entry.path))
+                prefix = Prefix.from_file(entry.path)
+                self._check_same(entry)
+                return self._loaded.put(entry.key, prefix)
             except (ValueError, OSError) as error:
                 raise self._damaged(entry, error) from error
 
@@ -503,21 +513,46 @@ class Library:
                 f"this takes {wanted:,} bytes, but --kv-memory leaves {self.plan.loaded:,} for contexts in memory and "
                 f"{self.plan.reading:,} for readers; take fewer contexts, shrink them, or start the server with more"
             )
-        if wanted > self.plan.loaded:
-            with self.reader.slot(job, wanted):
-                yield
-        else:
-            with self._loaded.taken(wanted, job.check):
-                job.begin()
-                yield
+        with self._there(entries):
+            if wanted > self.plan.loaded:
+                with self.reader.slot(job, wanted):
+                    yield
+            else:
+                with self._loaded.taken(wanted, job.check):
+                    job.begin()
+                    yield
+
+    @contextmanager
+    def _there(self, entries: Sequence[Entry]) -> Iterator[None]:
+        """Say of what is made of contexts within the block why it fails if one of them goes meanwhile."""
+        try:
+            yield
+        except (ValueError, OSError, SafetensorError) as error:
+            for entry in entries:
+                if not entry.path.exists():
+                    raise ValueError(f"context {entry.name} was deleted meanwhile") from error
+            raise
 
     def _load_cache(self, entry: Entry) -> RetentionCache:
         with self._moving:
-            return load_cache(entry.path, self.lm.model, self.lm.scorer)
+            cache = load_cache(entry.path, self.lm.model, self.lm.scorer)
+            self._check_same(entry)
+            return cache
 
     def _load(self, entry: Entry) -> Context:
         with self._moving:
-            return self.lm.load(entry.path)
+            context = self.lm.load(entry.path)
+            self._check_same(entry)
+            return context
+
+    def _check_same(self, entry: Entry) -> None:
+        """Look whether a file that was just read is the one that was asked for; what is loaded is found by its key.
+
+        Raises:
+            ValueError: If another context has taken its name meanwhile.
+        """
+        if _changed(entry) and self._examine(Entry(entry.name, entry.path, library=self)).key != entry.key:
+            raise ValueError("another context has taken its name meanwhile; ask again")
 
     # -- onto disk ----------------------------------------------------------------------------------------------------
 
@@ -563,9 +598,9 @@ class Library:
     def _made_now(self, name: str, source: str, make: Callable[[Job], None]) -> Entry:
         """Make a context at once."""
         entry = self._begin(name, source, make)
-        assert entry.job is not None
-        entry.job.done.wait()
-        return self.find(name)
+        if (job := entry.job) is not None:
+            job.done.wait()
+        return entry
 
     def _told(self, make: Callable[[Job], None]) -> Callable[[Job], None]:
         """Let messages name contexts, not where the server keeps them."""
@@ -574,7 +609,8 @@ class Library:
             try:
                 make(job)
             except (ValueError, OSError) as error:
-                raise type(error)(self._public(error)) from error
+                kind = OSError if isinstance(error, OSError) else ValueError
+                raise kind(self._public(error)) from error
 
         return told
 
@@ -609,6 +645,8 @@ class Library:
                     self._automatic.pop(key, None)
 
         with self._lock:
+            if (left := self._leaving.pop(key, None)) is not None and key not in self._automatic:
+                self._automatic[key] = left
             if key in self._automatic:
                 entry = self._automatic[key]
                 running = entry.job
@@ -639,15 +677,23 @@ class Library:
         return entry
 
     def _bound(self) -> None:
-        """Delete contexts without a name, least recently used first, until the others fit."""
+        """Delete contexts without a name, least recently used first, until the others fit.
+
+        The file of one that a request still needs goes with the request.
+        """
         sizes = sum(entry.size for entry in self._automatic.values())
         for key, entry in list(self._automatic.items())[:-1]:
             if sizes <= self.auto_bytes:
                 return
             if entry.state == "ready":
-                entry.path.unlink(missing_ok=True)
                 del self._automatic[key]
                 sizes -= entry.size
+                self._leaving[key] = entry
+                weakref.finalize(entry, self._gone, key, entry.path).atexit = False
+
+    def _gone(self, key: str, path: Path) -> None:
+        if key not in self._automatic:
+            path.unlink(missing_ok=True)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -831,9 +877,16 @@ def _changed(entry: Entry) -> bool:
 
 
 def _digest(base: str, what: str, ids: Sequence[int]) -> str:
-    total = hashlib.sha256(f"{base} {what} ".encode())
-    total.update(array("Q", ids).tobytes())
-    return total.hexdigest()
+    return next(key for _, key in _digests(base, what, ids, [len(ids)]))
+
+
+def _digests(base: str, what: str, ids: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Yield for rising counts the digest of so many of the first ids, all in one pass."""
+    total, done = hashlib.sha256(f"{base} {what} ".encode()), 0
+    for count in counts:
+        total.update(array("Q", ids[done:count]).tobytes())
+        done = count
+        yield count, total.hexdigest()
 
 
 def _shown(name: str) -> str:

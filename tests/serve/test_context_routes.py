@@ -285,6 +285,12 @@ def test_what_is_no_upload_is_refused(
     until(lambda: not list((shared_library.folder / ".uploads").iterdir()))
 
 
+@pytest.mark.parametrize("name", ["a/b", "y" * 300])
+def test_a_large_upload_that_is_refused_at_once_is_told_why(client: httpx.Client, name: str) -> None:
+    content = iter([b"word " * 100_000] * 8)  # no length is declared, and all is sent before the answer is read
+    assert "name" in refused(client.post("/contexts", params={"name": name}, content=content), 400)
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -295,6 +301,22 @@ def test_what_is_no_upload_is_refused(
 )
 def test_a_form_with_other_parts_is_refused(client: httpx.Client, parts: list[Any]) -> None:
     assert "other parts than one file" in refused(client.post("/contexts", params={"name": "x"}, files=parts), 400)
+
+
+@pytest.mark.parametrize(
+    ("form", "status", "message"),
+    [
+        (b"--x\r\nA: b\r\n\r\none\r\n--x\r\nA: b\r\n\r\ntwo\r\n--x--\r\n", 400, "other parts than one file"),
+        (
+            b"--x\r\nContent-Disposition: form-data; name=f; filename=f\r\n\r\none\r\n--x--\r\n" + b"z" * 400_000,
+            413,
+            "the form has more than",
+        ),
+    ],
+)
+def test_a_form_that_is_none_is_refused(client: httpx.Client, form: bytes, status: int, message: str) -> None:
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    assert message in refused(client.post("/contexts", params={"name": "x"}, content=form, headers=headers), status)
 
 
 def test_a_stream_that_is_too_long_is_refused_where_it_is(client: httpx.Client, shared_library: Library) -> None:

@@ -266,6 +266,32 @@ def test_a_fork_takes_no_memory_of_its_own(library: Library, read: Read, book: s
 # -- contexts without a name ------------------------------------------------------------------------------------------
 
 
+def test_a_context_that_takes_the_name_of_another_is_not_taken_for_it(library: Library, read: Read, book: str) -> None:
+    read(library, "a", book[:1500])
+    read(library, "b", book[1500:3000])
+    waiting, other = library.get("a"), library.get("b")
+    library.fork("a", "copy")
+    os.replace(other.path, waiting.path)  # as deleting it and reading another would, while a question waits
+    refused = refusal(waiting.prefix)
+    assert (refused.status, "another context has taken its name" in refused.message) == (409, True)
+    assert library.get("copy").prefix().digest == Prefix.from_file(library.get("copy").path).digest
+    assert library.get("a").prefix().digest == Prefix.from_file(library.get("a").path).digest
+
+
+def test_what_is_made_of_a_context_that_is_deleted_meanwhile_says_so(library: Library, read: Read, book: str) -> None:
+    read(library, "a", book[:1500])
+    made = []
+    with library._moving:
+        asking = threading.Thread(target=lambda: made.append(library.fork("a", "b")))
+        asking.start()
+        until = time.monotonic() + 10
+        while "b" not in library._entries and time.monotonic() < until:
+            time.sleep(0.01)
+        library.delete("a")
+    asking.join(10)
+    assert (made[0].state, made[0].message) == ("failed", "context a was deleted meanwhile")
+
+
 def test_the_longest_beginning_that_was_read_is_found(library: Library, read: Read, book: str) -> None:
     text = ids(900)
     assert library.longest(text) == (None, 0)
@@ -304,17 +330,34 @@ def test_reading_on_is_what_prefill_does(library: Library) -> None:
 def test_the_least_recently_used_goes_and_no_named_one(library: Library, read: Read, book: str) -> None:
     named = read(library, "named", book[:1500])
     library = again(library, auto_bytes=3 * named.size + 1000)
-    made = [library.read_on(ids(200, start), (None, 0), None, never) for start in (5, 6, 7)]
+    made = [library.read_on(ids(200, start), (None, 0), None, never).path for start in (5, 6, 7)]
     assert library.longest(ids(200, 5))[1] == 200  # used once more
     library.read_on(ids(200, 8), (None, 0), None, never)
     there = [library.longest(ids(200, start))[1] for start in (5, 6, 7, 8)]
     assert there == [200, 0, 200, 200]
     assert len(list((library.folder / AUTO).glob("*.ctx"))) == 3
-    assert not made[1].path.exists()
+    assert not made[1].exists()
     assert library.get("named").state == "ready"
     library.close()
     with pytest.raises(ValueError, match="--auto-contexts 1,000 bytes cannot hold one context"):
         Library(library.folder, library.lm, library.plan, auto_bytes=1000)
+
+
+def test_what_a_request_still_needs_goes_with_the_request(library: Library) -> None:
+    library = again(library, auto_bytes=library.plan.moving)
+    asked = [library.read_on(ids(200, start), (None, 0), None, never) for start in range(5, 11)]
+    digests = [entry.prefix().digest for entry in asked]
+    assert len(set(digests)) == 6
+    assert len(library.automatic()) < 6
+    back = library.read_on(ids(200, 5), (None, 0), None, never)  # is not read again
+    assert back is asked[0]
+    assert back in library.automatic()
+    del back
+    asked.clear()
+    gc.collect()
+    kept = {entry.path for entry in library.automatic()}
+    assert set((library.folder / AUTO).glob("*.ctx")) == kept
+    library.close()
 
 
 def test_two_who_read_the_same_read_it_once(library: Library) -> None:
