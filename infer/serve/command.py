@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret.cli import interrupts
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
+from locret.cli.subcommands import with_flag
 from locret.infer.infer_options import ModelOptions
 from locret.infer.serve.serve_options import ServeOptions, bytes_of
 from locret.load_options import ScorerOptions
@@ -39,12 +42,15 @@ def command(argv: Sequence[str] | None = None) -> int:
         ValueError: For anything the user must change.
         OSError: If a Hub, a disk or a device's memory fails.
     """
-    (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, argv)
+    line = with_flag(list(sys.argv[1:] if argv is None else argv), "--model")
+    (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, line)
     _check_extra()
     with warnings_as_lines("locret-serve", quiet=options.quiet), ExitStack() as ending:
         key = options.key
         sizes = {name: bytes_of(f"--{name.replace('_', '-')}", getattr(options, name)) for name in _SIZES}
+        bytes_of("--kv-memory", options.kv_memory)
         listening = None if options.dry_run else ending.enter_context(_listening(options))  # refused before loading
+        _share_free_memory()
         lm = _load(model, scorer, policy, options, chosen)
         from locret.infer.serve.plan import MemoryPlan
 
@@ -125,6 +131,13 @@ def _load(
     device = loading.resolve_device(model.device)
     scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
     rates, recommended = loading.load_scorer(scorer)
+    if recommended.get("positions", "compact") != "compact" and "positions" not in chosen:
+        warnings.warn(
+            "texts are read with --positions compact, as engines hold them; this scorer alone would leave gaps between "
+            "the positions of what stays",
+            stacklevel=2,
+        )
+        recommended = {**recommended, "positions": "compact"}
     final = resolve_options(policy, chosen, recommended)
     if final.turns != "local":
         raise ValueError(
@@ -136,6 +149,20 @@ def _load(
     tokenizer = loading.load_tokenizer(model)
     backbone = loading.load_model(model, config, device, dtype)
     return LongContextModel(backbone, tokenizer, rates, final, template=options.template)
+
+
+_M_ARENA_MAX = -8
+"""Of mallopt, as glibc's malloc.h has it."""
+
+
+def _share_free_memory() -> None:
+    """Let all threads allocate from one place; by default glibc keeps what each of them has freed for that one alone.
+
+    With 64 clients that was as much again as --kv-memory promises. MALLOC_ARENA_MAX says otherwise.
+    """
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with suppress(OSError, TypeError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _state(

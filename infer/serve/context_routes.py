@@ -18,7 +18,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
@@ -43,8 +42,6 @@ _LOOK = 0.1
 """Seconds between two looks at how far a text has been read."""
 _ALIVE = 15.0
 """Seconds after which a stream without news says that it is there."""
-_LINGER = 2.0
-"""Seconds for which the rest of a refused upload is taken and dropped."""
 _BOUNDARY = 70
 """Characters of the boundary of a form, as RFC 2046 allows."""
 _FRAME = 1 << 16
@@ -149,9 +146,8 @@ async def upload(
     length = request.headers.get("content-length", "")
     total = int(length) if length.isdecimal() and len(length) < 20 else None
     receiver = await run_in_threadpool(_receiver, request, library, name, source, system, total)
-    body = request.stream()
     try:
-        async for data in body:
+        async for data in request.stream():
             if data:
                 await run_in_threadpool(receiver.take, data)
         entry = await run_in_threadpool(receiver.end)
@@ -161,7 +157,6 @@ async def upload(
     except (ValueError, OSError, Refusal) as error:
         refusal = _refusal(error)
         receiver.fail(refusal.message)
-        await _drained(body)
         raise refusal from error
     except BaseException:
         receiver.fail(_GONE)
@@ -277,26 +272,12 @@ async def shrink(
 
 
 def _refusal(error: Exception) -> Refusal:
-    """Return what to say of an upload that cannot be taken; the connection ends with it, whatever more would come."""
+    """Return what to say of an upload that cannot be taken."""
     if isinstance(error, Refusal):
-        refusal = error
-    elif isinstance(error, OSError):
-        refusal = full_disk(error)
-    else:
-        refusal = Refusal(413 if isinstance(error, TooLarge) else 400, str(error))
-    refusal.headers["Connection"] = "close"
-    return refusal
-
-
-async def _drained(body: AsyncIterator[bytes]) -> None:
-    """Take what a client still sends for a moment, since most read an answer only when they have sent all."""
-
-    async def drain() -> None:
-        async for _ in body:
-            pass
-
-    with suppress(asyncio.TimeoutError, ClientDisconnect, RuntimeError):
-        await asyncio.wait_for(drain(), _LINGER)
+        return error
+    if isinstance(error, OSError):
+        return full_disk(error)
+    return Refusal(413 if isinstance(error, TooLarge) else 400, str(error))
 
 
 async def _answered(entry: Entry, wait: bool) -> JSONResponse:

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import re
 import time
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -24,8 +25,9 @@ WAIT_FOR_BODY = 30.0
 """Seconds without a byte of a body that is not complete."""
 BODIES = 4
 """Bodies of the largest size that may be held at once, or as many bytes of smaller ones."""
-_CLOSE = {"Connection": "close"}
-"""What is left of the body is not received."""
+LINGER, REST = 2.0, 16 << 20
+"""Seconds and bytes for which the rest of a body that was refused is taken and dropped, as most clients read an answer
+only when they have sent all of it, and lose it if the connection is cut before."""
 
 
 class Gate:
@@ -47,6 +49,8 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers, body = Headers(scope=scope), bytearray()
+        incoming = _Incoming(receive, waits=headers.get("expect", "").lower() == "100-continue")
+        receive, send = incoming, _after_the_body(incoming, send)
         try:
             try:
                 self._check(scope["method"], scope["path"], headers)
@@ -106,7 +110,7 @@ class Gate:
                 since = f"no byte of the body came for {WAIT_FOR_BODY:g} s"
                 slow = f"the body took more than --timeout {self.state.timeout:g} s to come"
                 why = since if wait == WAIT_FOR_BODY else slow
-                raise Refusal(408, f"{why}; send it again, whole", headers=_CLOSE) from None
+                raise Refusal(408, f"{why}; send it again, whole") from None
             if message["type"] == "http.disconnect":
                 raise _Left
             part = message.get("body", b"")
@@ -116,7 +120,7 @@ class Gate:
                 raise Refusal(
                     429,
                     "too many large requests at once; try again in a moment",
-                    headers={"Retry-After": "1", **_CLOSE},
+                    headers={"Retry-After": "1"},
                 )
             self.held += len(part)
             body += part
@@ -128,12 +132,56 @@ class Gate:
             413,
             f"the body has {size} bytes, but --max-body allows {self.state.max_body}; upload a long text as a context "
             "(POST /v1/contexts), which may have any size",
-            headers=_CLOSE,
         )
 
 
 class _Left(Exception):
     """The client has left before its request was whole."""
+
+
+class _Incoming:
+    """What comes of a request's body, and whether all of it has come.
+
+    Args:
+        receive: Gives the next part.
+        waits: Whether the client sends nothing before it is told to, which the first call of `receive` does.
+    """
+
+    def __init__(self, receive: Receive, *, waits: bool) -> None:
+        self._receive, self._waits = receive, waits
+        self.ended = False
+
+    async def __call__(self) -> Message:
+        """Return the next part."""
+        self._waits = False
+        message = await self._receive()
+        self.ended = not message.get("more_body", False)
+        return message
+
+    async def drop(self) -> None:
+        """Take the rest for a moment, and drop it."""
+
+        async def rest() -> None:
+            dropped = 0
+            while not self.ended and dropped < REST:
+                dropped += len((await self()).get("body", b""))
+
+        if not self._waits:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(rest(), LINGER)
+
+
+def _after_the_body(incoming: _Incoming, send: Send) -> Send:
+    """Return what sends a refusal only when the rest of the body has come, or cuts the connection after it."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] >= 400 and not incoming.ended:
+            await incoming.drop()
+            if not incoming.ended:
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return sending
 
 
 def _host(header: str) -> str:

@@ -94,7 +94,7 @@ def _check_model(state: ServerState, name: str | None) -> None:
     if name is not None and name != state.model:
         raise Refusal(
             404,
-            f"the model {shown(name)} is not served here; use {shown(state.model)}",
+            f"the model {shown(name)} is not served here; use {state.model!r}",
             param="model",
             code="model_not_found",
         )

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,11 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from locret.engines.prefix import Prefix
+from locret.field_values import shown
 from locret.infer.serve.engine import Asked, Step
 
-_CONNECT, _SILENCE = 5.0, 600.0
-"""Seconds until a connection stands, and between two tokens of an answer, waiting included."""
+_CONNECT, _REPLY, _SILENCE = 5.0, 30.0, 600.0
+"""Seconds until a connection stands, until a small question is answered, and between two tokens of an answer."""
 _LOOK = 2.0
 """Seconds between two looks at vLLM's memory."""
 _WHY = "its log says why, such as a context that is not in the folder of its connector"
@@ -107,6 +108,8 @@ class VllmEngine:
             self._submit(self._connect()).result()
         except BaseException as error:
             self.stop()
+            if isinstance(error, (KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError)):
+                raise ValueError(f"{self.url} does not answer as vLLM does; correct --engine-url") from error
             if isinstance(error, httpx.HTTPError):
                 raise OSError(self._lost(error)) from error
             raise
@@ -167,17 +170,20 @@ class VllmEngine:
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers=self._headers,
-            timeout=httpx.Timeout(_SILENCE, connect=_CONNECT),
+            timeout=httpx.Timeout(_REPLY, connect=_CONNECT),
             limits=limits,
             transport=self._transport,
         )
-        listed = (await self._ok(await self._client.get("/v1/models"))).json()["data"]
-        served = {one["id"]: one for one in listed if one.get("parent") is None}
-        if self.model is None and len(served) == 1:
-            self.model = next(iter(served))
-        if self.model not in served:
-            raise ValueError(f"vLLM at {self.url} serves {', '.join(served)}, not {self.model}; name one of them")
-        self.longest = int(served[self.model]["max_model_len"])
+        models = await self._ok(await self._client.get("/v1/models"))
+        with self._understood():
+            served = {str(one["id"]): one for one in models.json()["data"] if one.get("parent") is None}
+            if self.model is None and len(served) == 1:
+                self.model = next(iter(served))
+            if self.model not in served:
+                raise ValueError(
+                    f"vLLM at {self.url} serves {', '.join(served) or 'no model'}, not {self.model}; name one of them"
+                )
+            self.longest = int(served[self.model]["max_model_len"])
         await self._find_connector()
         await self._look()
 
@@ -189,13 +195,25 @@ class VllmEngine:
         """
         body = {"model": self.model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"locret": True}}
         reply = await self._client.post("/v1/completions", json=body)
-        if reply.status_code == httpx.codes.OK and reply.json()["choices"][0]["finish_reason"] != "error":
-            raise ValueError(f"vLLM at {self.url} does not look for contexts; {_START}")
-        if reply.is_client_error:
+        with self._understood():
+            if reply.status_code == httpx.codes.OK and reply.json()["choices"][0]["finish_reason"] != "error":
+                raise ValueError(f"vLLM at {self.url} does not look for contexts; {_START}")
+        if not reply.is_server_error:
             await self._ok(reply)
 
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Say in one sentence that an answer is none of vLLM's."""
+        try:
+            yield
+        except (json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"vLLM at {self.url} answers in another form than 0.32 ({error!r}); correct --engine-url, or install "
+                "that version"
+            ) from error
+
     async def _ok(self, reply: httpx.Response) -> httpx.Response:
-        if reply.is_error:
+        if not reply.is_success:
             await reply.aread()
             raise ValueError(f"vLLM at {self.url} refuses: {_reason(reply)}")
         return reply
@@ -208,14 +226,15 @@ class VllmEngine:
 
     async def _look(self) -> None:
         text = (await self._ok(await self._client.get("/metrics"))).text
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == "vllm:cache_config_info":
-                    tokens = int(sample.labels["num_gpu_blocks"]) * int(sample.labels["block_size"])
-                    eighths = 8 if sample.labels.get("cache_dtype", "auto") == "auto" else 4
-                    self._planned = tokens * self._unit_bytes * eighths // 8
-                elif sample.name == "vllm:kv_cache_usage_perc":
-                    self._used = float(sample.value)
+        with self._understood():
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name == "vllm:cache_config_info":
+                        tokens = int(sample.labels["num_gpu_blocks"]) * int(sample.labels["block_size"])
+                        eighths = 8 if sample.labels.get("cache_dtype", "auto") == "auto" else 4
+                        self._planned = tokens * self._unit_bytes * eighths // 8
+                    elif sample.name == "vllm:kv_cache_usage_perc":
+                        self._used = float(sample.value)
 
     async def _answer(self, asked: Asked, writing: _Writing) -> None:
         # Its ids stand for the prefix: the units themselves are not held while vLLM answers.
@@ -228,21 +247,21 @@ class VllmEngine:
             writing.fail(self._lost(error))
         except ValueError as error:
             writing.fail(str(error))
-        except (KeyError, IndexError, TypeError) as error:
-            writing.fail(f"vLLM at {self.url} answers in another form than 0.32 ({error!r})")
 
     async def _steps(self, asked: Asked, body: dict[str, Any]) -> AsyncIterator[Step]:
-        async with self._client.stream("POST", "/v1/completions", json=body) as reply:
+        silence = httpx.Timeout(_SILENCE, connect=_CONNECT)
+        async with self._client.stream("POST", "/v1/completions", json=body, timeout=silence) as reply:
             await self._ok(reply)
             async for line in reply.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    raise ValueError(f"vLLM at {self.url} fails ({_said(chunk)}); {_WHY}")
-                for choice in chunk["choices"]:
-                    for step in _steps_of(choice, asked):
-                        yield step
+                with self._understood():
+                    chunk = json.loads(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        raise ValueError(f"vLLM at {self.url} fails ({_said(chunk)}); {_WHY}")
+                    steps = [step for choice in chunk["choices"] for step in _steps_of(choice, asked)]
+                for step in steps:
+                    yield step
 
     def _body(self, asked: Asked) -> dict[str, Any]:
         prompt = [*(asked.prefix.placeholders if asked.prefix else ()), *asked.ids]
@@ -295,6 +314,8 @@ def _steps_of(choice: dict[str, Any], asked: Asked) -> list[Step]:
         raise ValueError(f"vLLM ended the answer with {finish!r}; {_WHY}")
     steps = []
     for nth, token in enumerate(ids):
+        if type(token) is not int or token < 0:
+            raise TypeError(f"token id {shown(token)}")
         step = Step(token=token, finish=finish if nth == len(ids) - 1 else None)
         if named is not None:
             top = _likeliest(named["top_logprobs"][nth], asked.top_logprobs or 0)

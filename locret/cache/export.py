@@ -72,7 +72,7 @@ def check_prefix(
     if policy.positions != "compact":
         raise ValueError(
             f'positions="{policy.positions}" leaves gaps between the positions of units, which no ordinary prefix has; '
-            'read the text with positions="compact"'
+            'read the text with positions="compact" (--positions compact)'
         )
     if not backbone.uniform:
         raise ValueError(

@@ -39,6 +39,7 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     # vLLM and other servers
     "max_tokens": ("max_new_tokens",),
     "system_prompt": ("system",),
+    "served_model_name": ("name",),
     # methods that bound the cache
     "max_capacity_prompt": ("budget",),
     "cache_budget": ("budget",),
@@ -72,6 +73,10 @@ _ADVICE: dict[str, str] = {
     "gen_kwargs": "give each as an option of its own, such as --max-new-tokens",
     "compression_ratio": "it says what goes; give what stays, as --budget, or --budget-share (1 minus the ratio)",
     "press_name": "give --scorer, or --methods",
+    "max_model_len": "texts may have any length, and --budget says how much of them stays; drop it",
+    "gpu_memory_utilization": "memory is given in bytes, as --kv-memory",
+    "max_num_seqs": "as many answers go on as --kv-memory has room for; drop it",
+    "tensor_parallel_size": "the backbone is loaded on one device; locret-serve --engine vllm answers from several",
     "cache_dir": "set HF_HOME, as for any tool of the Hub",
     "token": "set HF_TOKEN, as for any tool of the Hub",
     "hub_token": "set HF_TOKEN, as for any tool of the Hub",

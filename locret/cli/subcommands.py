@@ -39,7 +39,7 @@ def run_subcommand(prog: str, commands: Mapping[str, Subcommand], argv: Sequence
         _print_completion(prog, commands, *arguments[1:2])
     name, rest = chosen(prog, {name: one.about for name, one in commands.items()}, arguments)
     one = commands[name]
-    line = _with_flag(rest, "--" + one.words.replace("_", "-"))
+    line = with_flag(rest, "--" + one.words.replace("_", "-"))
     instances, given = cli.parse_options(f"{prog} {name}", one.about, one.classes, line)
     return one.act(*instances, frozenset(given))
 
@@ -78,7 +78,7 @@ def listing(prog: str, about: Mapping[str, str]) -> str:
     return "\n".join([usage, "", *lines, "", f"{prog} COMMAND --help lists its options.", ""])
 
 
-def _with_flag(arguments: list[str], flag: str) -> list[str]:
+def with_flag(arguments: list[str], flag: str) -> list[str]:
     """Put a flag before the values that are written first.
 
     Raises:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from locret.engines.prefix import Prefix
+from locret.field_values import shown
 
 _LEAD = 16
 """Ids by which a context is recognised; those of another one differ, as they are drawn from a digest."""
@@ -39,6 +40,16 @@ class Listed:
     """What stands for the context in a prompt; none if the file is no context."""
     wrong: str = ""
     """Why it cannot be asked here."""
+    digest: bytes = b""
+    """Of the units."""
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the file is as it was when it was read."""
+        try:
+            return stamp_of(self.path) == self.stamp
+        except OSError:
+            return False
 
 
 class ContextFolder:
@@ -75,6 +86,13 @@ class ContextFolder:
             name: known[name] if name in known and known[name].stamp == stamp else self._listed(name, stamp)
             for name, stamp in sorted(now.items())
         }
+        digests: dict[tuple[int, ...], set[bytes]] = {}
+        for listed in self._files.values():
+            digests.setdefault(listed.ids[:_LEAD], set()).add(listed.digest)
+        for name, listed in self._files.items():
+            if listed.ids and len(digests[listed.ids[:_LEAD]]) > 1:  # and so it stays: engines keep what they computed
+                wrong = f"{listed.path} has so few units that equal ids stand for those of another file; read more text"
+                self._files[name] = replace(listed, wrong=wrong)
         self._by_lead = {listed.ids[:_LEAD]: listed for listed in self._files.values() if listed.ids}
 
     def _listed(self, name: str, stamp: Stamp) -> Listed:
@@ -87,8 +105,8 @@ class ContextFolder:
         try:
             self._check(path, prefix)
         except ValueError as error:
-            return Listed(path, stamp, ids, str(error))
-        return Listed(path, stamp, ids)
+            return Listed(path, stamp, ids, str(error), prefix.digest)
+        return Listed(path, stamp, ids, digest=prefix.digest)
 
     @property
     def files(self) -> list[Listed]:
@@ -105,7 +123,7 @@ class ContextFolder:
             return self._files[name]
         found = [listed for file, listed in self._files.items() if os.path.splitext(file)[0] == name]
         if not found:
-            raise ValueError(f"there is no context {name!r} in {self.folder}")
+            raise ValueError(f"there is no context {shown(name)} in {self.folder}")
         if len(found) > 1:
             raise ValueError(f"{name!r} may be {' or '.join(one.path.name for one in found)}; name it with its ending")
         return found[0]
@@ -123,16 +141,18 @@ class ContextFolder:
         return None
 
 
-def _stamps(folder: Path, below: str = "") -> Iterator[tuple[str, Stamp]]:
+def _stamps(folder: Path, below: str = "", inside: tuple[str, ...] = ()) -> Iterator[tuple[str, Stamp]]:
+    inside = (*inside, os.path.realpath(folder / below))
     with os.scandir(folder / below) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             try:
                 if entry.is_dir():
-                    yield from _stamps(folder, f"{below}{entry.name}/")
+                    if os.path.realpath(entry.path) not in inside:  # a link to where it lies leads nowhere else
+                        yield from _stamps(folder, f"{below}{entry.name}/", inside)
                 elif entry.is_file():
                     stat = entry.stat()
                     yield f"{below}{entry.name}", (stat.st_mtime_ns, stat.st_size)
-            except FileNotFoundError:  # gone since the folder was listed
+            except (FileNotFoundError, PermissionError):  # gone since the folder was listed, or not ours: lost+found
                 continue

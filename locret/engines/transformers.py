@@ -13,7 +13,8 @@ import logging
 import math
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -34,7 +35,7 @@ from locret.backbone.instrument import exclusively
 from locret.backbone.rotary import fixed_reach, rotary_parameters, uses_long_factors
 from locret.engines.continuous_batching import ContinuousBatching, Shared, Sizes, page_bytes, planned_bytes
 from locret.engines.prefix import Prefix
-from locret.field_values import check_sampling
+from locret.field_values import check_sampling, shown
 
 Finish = Literal["stop", "length", "error"]
 _LOG = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} is no share of the probability; give more than 0, up to 1")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} tokens cannot be drawn from; give 0 for all, or more")
+        if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64):
+            raise ValueError(f"seed={shown(self.seed)} is no whole number of 64 bits; give one, or None")
         if self.top_logprobs is not None and self.top_logprobs < 0:
             raise ValueError(f"top_logprobs={self.top_logprobs} tokens cannot be named; give 0 or more")
 
@@ -209,6 +212,7 @@ class PagedContexts:
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._batches: int | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -228,9 +232,10 @@ class PagedContexts:
             RuntimeError: If this version of transformers has moved what is needed.
         """
         with self._lock:
-            if self._thread is not None:
+            if self._lives():
                 raise ValueError("the engine runs already; stop it first")
-            self._stopping = False
+            self._reset()
+            self._stopping, self._batches = False, None
             batching = self._allocated()
             self._thread = threading.Thread(target=self._run, args=(batching,), name="locret-answers", daemon=True)
             self._thread.start()
@@ -242,6 +247,32 @@ class PagedContexts:
             self._lock.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def _lives(self) -> bool:
+        """Whether there is a thread; those of a process that forked are not in the new one."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @contextmanager
+    def _running_meanwhile(self) -> Iterator[None]:
+        """Let the engine run; whoever is the last to need what was started here stops it."""
+        with self._lock:
+            self._lock.wait_for(lambda: not (self._stopping and self._lives()))
+            if not self._lives():
+                self.start()
+                self._batches = 0
+            counted = self._batches is not None
+            if self._batches is not None:
+                self._batches += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                if counted and self._batches is not None:
+                    self._batches -= 1
+                    self._stopping = self._stopping or not self._batches
+                stops = counted and self._stopping
+            if stops:
+                self.stop()
 
     def __enter__(self) -> PagedContexts:
         self.start()
@@ -268,6 +299,7 @@ class PagedContexts:
             NoRoom: If running answers use all there is.
             ValueError: If it could never be held, or is of another backbone.
         """
+        self._check_runs()  # also before the lock, which nobody may ever give back in a process that was forked
         self._check_prefix(prefix)
         digest = prefix.digest  # takes a while for large units, hence not under the lock
         with self._lock:
@@ -303,6 +335,7 @@ class PagedContexts:
             NoRoom: If running answers use all there is.
             ValueError: If it could never be answered.
         """
+        self._check_runs()
         ids, sampling, ends = [int(one) for one in ids], sampling or Sampling(), self._end_ids(end_ids)
         units = self._check_question(ids, prefix, max_new_tokens, sampling)
         rest = units % self._sizes.page_size
@@ -347,11 +380,18 @@ class PagedContexts:
             ValueError: If one of them could never be answered.
             RuntimeError: If an answer failed.
         """
-        if self._thread is None:
-            with self:
-                return self.generate_batch(asked, max_new_tokens=max_new_tokens, end_ids=end_ids, sampling=sampling)
-        batch, cancels = _Batch(len(asked)), []
         ends = None if end_ids is None else frozenset(end_ids)
+        with self._running_meanwhile():
+            return self._generate_batch(asked, max_new_tokens, ends, sampling)
+
+    def _generate_batch(
+        self,
+        asked: Sequence[tuple[Prefix | None, Sequence[int]]],
+        max_new_tokens: int,
+        ends: frozenset[int] | None,
+        sampling: Sampling | None,
+    ) -> list[list[int]]:
+        batch, cancels = _Batch(len(asked)), []
         try:
             for number, (prefix, ids) in enumerate(asked):
                 submit = partial(
@@ -377,7 +417,7 @@ class PagedContexts:
     # -- what is checked before anything is done -------------------------------------------------------------------
 
     def _check_runs(self) -> None:
-        if self._thread is None or self._stopping:
+        if self._stopping or not self._lives():
             raise ValueError("the engine does not run; call start, or use it as a context manager")
 
     def _check_prefix(self, prefix: Prefix) -> None:
@@ -511,6 +551,7 @@ class PagedContexts:
             self._reset()
             if ended:
                 self._thread = None
+                self._lock.notify_all()
         for request in failed:
             self._tell(request, Written(None, "error", message=message))
 

@@ -33,6 +33,7 @@ from locret.backbone.adapters import describe
 from locret.cache.cache_file import read_backbone
 from locret.engines.folder import LEAST, ContextFolder, Listed, Stamp, stamp_of
 from locret.engines.prefix import Prefix
+from locret.field_values import shown
 
 _OPTIONS = {"contexts": "", "contexts_in_memory": 16}
 _SHAPE = ("model_type", "num_layers", "layers", "num_heads", "num_kv_heads", "head_dim")
@@ -131,24 +132,30 @@ class LocretConnector(KVConnectorBase_V1):
         Raises:
             ValueError: Saying what is wrong.
         """
-        name, ids = (request.kv_transfer_params or {}).get("locret"), request.prompt_token_ids or []
-        try:
-            self._contexts.refresh()
-        except OSError as error:
-            if name is not None:
-                raise
-            _logger.error("the folder of contexts cannot be listed, so what it held before counts: %s", error)
-        listed = self._contexts.beginning(ids, least=LEAST if name is None else 1)
+        params, ids = request.kv_transfer_params or {}, request.prompt_token_ids or []
+        if not isinstance(params, dict):
+            raise ValueError(f'kv_transfer_params={shown(params)} is no object; give one such as {{"locret": true}}')
+        name, least = params.get("locret"), LEAST if params.get("locret") is None else 1
+        listed = self._contexts.beginning(ids, least=least)
+        if isinstance(name, str) or listed is None or not listed.unchanged:  # a look at all files takes longer
+            try:
+                self._contexts.refresh()
+            except OSError as error:
+                if name is not None:
+                    raise
+                _logger.error("the folder of contexts cannot be listed, so what it held before counts: %s", error)
+            listed = self._contexts.beginning(ids, least=least)
         if name is True and listed is None:
             raise ValueError(f"the prompt begins with the placeholders of no context in {self._contexts.folder}")
         if name is not None and name is not True:
             if not isinstance(name, str):
-                raise ValueError(f"kv_transfer_params.locret={name!r} is no name; give that of a context, or true")
+                raise ValueError(f"kv_transfer_params.locret={shown(name)} is no name; give that of a context, or true")
             named = self._contexts.named(name)
             if not named.ids:
                 raise ValueError(named.wrong)
             if listed is None or listed.ids != named.ids:
-                raise ValueError(f"the prompt does not begin with the placeholders of context {name!r}")
+                raise ValueError(f"the prompt does not begin with the placeholders of context {shown(name)}")
+            listed = named  # files may hold the same units
         if listed is None:
             return None
         _check_request(request, listed)

@@ -341,7 +341,7 @@ def test_names_of_other_tools_lead_to_options_and_hide_none(name: str, monkeypat
 @pytest.mark.parametrize("alias", ecosystem_names._ALIASES)
 def test_every_name_of_another_tool_is_of_use_to_a_command(alias: str) -> None:
     assert not ecosystem_names.advice(alias)
-    shown = [asked(name, "--help")[1] for name in ("infer", "train", "eval", "bench", "push")]
+    shown = [asked(name, "--help")[1] for name in ("infer", "serve", "train", "eval", "bench", "push")]
     flag = "--" + alias.replace("_", "-")
     assert any(flag in " ".join(text.split()) for text in shown)
 

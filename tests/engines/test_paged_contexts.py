@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -403,6 +404,40 @@ def test_stopping_ends_answers_and_leaves_neither_thread_nor_pages(model: Any, b
     assert rows() is None
 
 
+def test_batches_of_several_threads_share_an_engine_that_none_has_started(model: Any, books: list[Read]) -> None:
+    engine, asked = PagedContexts(model, pages=60, page_size=16), [(book.prefix, ids(6, 0)) for book in books]
+    answers: list[list[list[int]]] = []
+    threads = [
+        threading.Thread(target=lambda new=new: answers.append(engine.generate_batch(asked, max_new_tokens=new)))
+        for new in (2, 40, 4, 20, 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(answers) == len(threads)
+    assert not [thread for thread in threading.enumerate() if thread.name == "locret-answers"]
+    with engine:
+        engine.generate_batch(asked, max_new_tokens=2)
+        engine.hold(books[0].prefix)  # who started it keeps it
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_has_no_engine_and_says_so(engine: PagedContexts, books: list[Read]) -> None:
+    if not (child := os.fork()):
+        try:
+            engine.hold(books[0].prefix)
+        except ValueError as error:
+            os._exit(7 if "does not run; call start" in str(error) else 8)
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert engine.generate_batch([(books[0].prefix, ids(6, 0))], max_new_tokens=4, end_ids=[]) == [
+        books[0].answer(ids(6, 0), 4)
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -469,6 +504,8 @@ def test_contexts_of_other_backbones_are_refused(engine: PagedContexts) -> None:
         ({"top_p": 1.5}, "top_p=1.5 is no share"),
         ({"top_k": -1}, "top_k=-1 tokens"),
         ({"top_logprobs": -1}, "top_logprobs=-1 tokens"),
+        ({"seed": 2**64}, "seed=18446744073709551616 is no whole number of 64 bits"),
+        ({"seed": 1.5}, "seed=1.5 is no whole number"),
     ],
 )
 def test_impossible_sampling_is_refused(options: dict[str, float], message: str) -> None:

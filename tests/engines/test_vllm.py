@@ -1,6 +1,7 @@
 """The vLLM connector against a fake of vLLM's interface; see `fake_vllm.py` for where its signatures are from."""
 
 import importlib
+import os
 import pickle
 import shutil
 import sys
@@ -13,7 +14,7 @@ import torch
 from fake_vllm import BLOCK, Engine, Request, SamplingParams
 from transformers import AutoConfig, AutoTokenizer
 
-from locret import LongContextModel, RetentionPolicy
+from locret import LongContextModel, RetentionCache, RetentionPolicy, prefill, save_cache
 from locret.engines.prefix import Prefix
 from locret.engines.prompts import SavedPrompts
 
@@ -160,7 +161,7 @@ def wrong_requests(folder):
         "would be one of no text": about(folder, sampling_params=None),
         "there is no context '../one'": about(folder, kv_transfer_params=naming("../one")),
         "placeholders of no context": Request("one", [1, 2, 3] * 20, kv_transfer_params=naming(True)),
-        "object has no attribute": about(folder, kv_transfer_params="one"),
+        "kv_transfer_params='one' is no object": about(folder, kv_transfer_params="one"),
     }
 
 
@@ -373,6 +374,87 @@ def test_a_context_of_another_backbone_is_refused(connector, folder, model, mess
     engine.step(request)
     assert request.outcome == "error"
     assert message in fake_vllm.LOGGER.lines[-1]
+
+
+def test_contexts_that_equal_ids_stand_for_are_not_taken_for_one_another(connector, lm, tmp_path):
+    first: dict[int, int] = {}
+    for token in range(10, 300):  # one unit has one placeholder of 900
+        cache = RetentionCache(lm.model, lm.scorer, POLICY)
+        prefill(lm.model, torch.tensor([[token]]), cache)
+        [placeholder] = Prefix.of(cache).placeholders
+        if placeholder in first:
+            break
+        first[placeholder] = token
+    for name, one in (("a", first[placeholder]), ("b", token)):
+        cache = RetentionCache(lm.model, lm.scorer, POLICY)
+        prefill(lm.model, torch.tensor([[one]]), cache)
+        save_cache(cache, tmp_path / f"{name}.ctx")
+    engine = Engine(connector, config_for(tmp_path))
+    for name in ("a", "b", True):
+        request = Request(str(name), [placeholder, *QUESTION], kv_transfer_params=naming(name))
+        engine.step(request)
+        assert request.outcome == "error"
+        assert "equal ids stand for those of another file; read more text" in fake_vllm.LOGGER.lines[-1]
+
+
+def test_the_file_that_is_named_is_the_one_that_is_read(engine, folder):
+    shutil.copy(folder / "one.ctx", folder / "copy.ctx")
+    for number, name in enumerate(("one", "copy")):
+        request = about(folder, request_id=str(number), kv_transfer_params=naming(name))
+        engine.scheduler.on_new_request(request)
+        assert engine.scheduler._verdicts[request.request_id].listed.path.name == f"{name}.ctx"
+
+
+def test_links_that_lead_back_are_followed_once(connector, folder):
+    (folder / "below").mkdir()
+    shutil.copy(folder / "one.ctx", folder / "below" / "three.ctx")
+    for link in ("back", "again", "below/up"):
+        (folder / link).symlink_to(folder)
+    (folder / "elsewhere").symlink_to(folder / "below")
+    names = [
+        str(one.path.relative_to(folder)) for one in Engine(connector, config_for(folder)).scheduler._contexts.files
+    ]
+    assert names == ["below/three.ctx", "elsewhere/three.ctx", "one.ctx", "two.ctx"]
+
+
+def test_a_folder_below_that_is_not_ours_hides_nothing_else(connector, folder, monkeypatch):
+    (folder / "lost+found").mkdir()
+    listed = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("lost+found/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr("os.scandir", lambda path: scandir(f"{path}/" if Path(path).name == "lost+found" else path))
+    request = about(folder, kv_transfer_params=naming("one"))
+    Engine(connector, config_for(folder)).step(request)
+    assert request.outcome == "ok"
+
+
+def test_a_context_that_is_known_costs_no_look_at_all_files(engine, folder, monkeypatch):
+    looks = []
+    refresh = engine.scheduler._contexts.refresh
+    monkeypatch.setattr(engine.scheduler._contexts, "refresh", lambda: looks.append(1) or refresh())
+    for params in (None, naming(True)):
+        engine.step(about(folder, request_id=str(params), kv_transfer_params=params))
+    assert not looks
+    os.utime(folder / "one.ctx")
+    request = about(folder)
+    engine.step(request)
+    assert looks
+    assert request.outcome == "ok"
+
+
+@pytest.mark.parametrize("params", [["locret"], "locret", naming("x" * 10**6), naming(["one"]), naming("../one\n")])
+def test_malformed_parameters_fail_their_request_in_one_short_line(engine, folder, params):
+    wrong, right = about(folder, request_id="wrong", kv_transfer_params=params), about(folder, "two")
+    engine.step(wrong, right)
+    assert (wrong.outcome, right.outcome) == ("error", "ok")
+    line = fake_vllm.LOGGER.lines[-1]
+    assert len(line) < 300
+    assert "\n" not in line
+    assert "has no attribute" not in line
 
 
 def test_prompts_are_made_without_a_backbone(lm, saved):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 
 import httpx
@@ -84,6 +85,27 @@ class Stream(httpx.AsyncByteStream):
     @staticmethod
     def line(value):
         return f"data: {json.dumps(value)}\n\n".encode()
+
+
+@pytest.mark.parametrize("body", ["<html>", "[]", "{}", '{"data": null}', '{"data": [{"id": "tiny"}]}'])
+def test_what_is_no_vllm_is_refused_in_a_sentence(body):
+    made = VllmEngine("http://v", unit_bytes=1, transport=httpx.MockTransport(lambda _: httpx.Response(200, text=body)))
+    with pytest.raises(ValueError, match=r"vLLM at http://v answers in another form than 0.32 .*correct --engine-url"):
+        made.start()
+
+
+def test_a_server_that_points_elsewhere_is_not_followed():
+    elsewhere = httpx.MockTransport(lambda _: httpx.Response(307, headers={"location": "http://w/"}))
+    with pytest.raises(ValueError, match="vLLM at http://v refuses: HTTP 307"):
+        VllmEngine("http://v", unit_bytes=1, transport=elsewhere).start()
+
+
+def test_a_server_that_says_nothing_does_not_hold_up_the_start(monkeypatch):
+    monkeypatch.setattr("locret.infer.serve.vllm_engine._REPLY", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        made = VllmEngine(f"http://127.0.0.1:{silent.getsockname()[1]}", unit_bytes=1)
+        with pytest.raises(OSError, match="ReadTimeout.*correct --engine-url"):
+            made.start()
 
 
 @pytest.fixture
@@ -233,6 +255,13 @@ def test_vllm_without_the_connector_is_refused(vllm):
 def test_a_model_that_vllm_does_not_serve(vllm):
     with pytest.raises(ValueError, match="serves tiny, not other"):
         made_for(vllm, model="other").start()
+
+
+@pytest.mark.parametrize("models", [[{"id": "tiny"}], None, "tiny"])
+def test_what_is_no_vllm(vllm, models):
+    vllm.models = models
+    with pytest.raises(ValueError, match="http://vllm:8000 does not answer as vLLM does; correct --engine-url"):
+        made_for(vllm).start()
 
 
 def test_no_vllm_at_all(vllm):

@@ -285,6 +285,12 @@ def test_what_is_no_upload_is_refused(
     until(lambda: not list((shared_library.folder / ".uploads").iterdir()))
 
 
+@pytest.mark.parametrize("name", ["a/b", "y" * 300])
+def test_a_large_upload_that_is_refused_at_once_is_told_why(client: httpx.Client, name: str) -> None:
+    content = iter([b"word " * 100_000] * 8)  # no length is declared, and all is sent before the answer is read
+    assert "name" in refused(client.post("/contexts", params={"name": name}, content=content), 400)
+
+
 @pytest.mark.parametrize(
     "parts",
     [

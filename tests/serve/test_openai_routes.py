@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -527,25 +528,31 @@ def test_pages_of_strangers_cannot_address_a_server_on_this_machine(lm: LongCont
 
 
 def test_a_body_is_bounded_while_it_arrives(lm: LongContextModel, tmp_path: Path) -> None:
-    with running(lm, tmp_path, max_body=10_000) as server:
-        sent = 0
+    with running(lm, tmp_path, max_body=10_000) as server, httpx.Client(base_url=f"{server.url}/v1") as client:
+        sent, headers = 0, {"Content-Type": "application/json"}
 
         def endless() -> Iterator[bytes]:
             nonlocal sent
-            for _ in range(10_000):
-                sent += 1000
-                yield b" " * 1000
+            while sent < 200 << 20:
+                sent += 1 << 16
+                yield b" " * (1 << 16)
 
-        headers = {"Content-Type": "application/json"}
-        try:
-            response = httpx.post(f"{server.url}/v1/completions", content=endless(), headers=headers)
-            assert response.status_code == 413
-        except httpx.WriteError:  # the connection was closed while we were sending
-            pass
-        assert sent < 9_000_000
-        declared = httpx.post(f"{server.url}/v1/completions", content=b" " * 20_000, headers=headers)
-        assert declared.status_code == 413
-        assert "but --max-body allows 10000; upload a long text as a context" in declared.json()["error"]["message"]
+        with suppress(httpx.WriteError):  # the connection is closed while we are sending
+            assert client.post("/completions", content=endless(), headers=headers).status_code == 413
+        assert sent < 100 << 20
+        for size in (20_000, 8 << 20):  # what is far too large, too, is taken to its end before it is answered
+            declared = client.post("/completions", content=b" " * size, headers=headers)
+            assert (declared.status_code, declared.headers.get("connection")) == (413, None)
+            message = f"the body has {size} bytes, but --max-body allows 10000; upload a long text as a context"
+            assert message in declared.json()["error"]["message"]
+
+
+def test_a_client_that_waits_to_be_told_is_refused_before_it_sends(server: Running) -> None:
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port), 10) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.host}\r\nExpect: 100-continue\r\n"
+        connection.sendall(f"{head}Content-Length: 100000000\r\n\r\n".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_body_that_trickles_is_given_up(lm: LongContextModel, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_server_answers_and_ends_as_it_is_told(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--kv-memory", "1MiB"], r"--kv-memory 1MiB is too small: "),
-        (["--kv-memory", "lots"], r"lots is not an amount of memory"),
+        (["--kv-memory", "lots"], r"--kv-memory: lots is not an amount of memory"),
         (["--max-body", "lots"], r"--max-body: lots is not an amount of memory"),
         (["--port", "70000"], r"--port 70000 is no port; give 1 to 65535"),
         (["--host", "no.such.host.invalid"], r"--host no.such.host.invalid is no address of this machine"),
@@ -96,6 +96,8 @@ def test_a_server_answers_and_ends_as_it_is_told(tmp_path: Path) -> None:
         (["--engine", "sglang"], r"--engine sglang"),
         (["--turns", "text"], r"--turns text is not what engines do with a question"),
         (["--when", "prompt_end"], r"--when prompt_end"),
+        (["--positions", "original"], r"leaves gaps .* \(--positions compact\)"),
+        (["--gpu-memory-utilization", "0.9"], r"memory is given in bytes, as --kv-memory"),
         (["--budgett", "3"], r"--budgett is unknown; did you mean --budget"),
     ],
 )
@@ -110,6 +112,35 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(tmp_path: Path) 
         port = str(taken.getsockname()[1])
         with pytest.raises(ValueError, match=rf"--port {port} at --host 127.0.0.1 cannot be had \(Address already in"):
             command(["--model", str(ROOT / "checkpoints/tiny-heads"), "--contexts", str(tmp_path), "--port", port])
+
+
+def test_a_model_is_served_under_the_name_it_was_given(tmp_path: Path) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the pass key?"}]
+    line = [sys.executable, "-m", "locret", "serve", "checkpoints/tiny", *MODEL[2:], *SMALL, "--port", "0", "--json"]
+    process = subprocess.Popen(
+        line, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )  # where there is no such folder
+    try:
+        assert process.stdout is not None
+        client = openai.OpenAI(base_url=json.loads(process.stdout.readline())["url"], api_key="any", max_retries=0)
+        assert [one.id for one in client.models.list()] == ["checkpoints/tiny"]
+        text = text_with(43600)
+        httpx.post(f"{client.base_url}contexts?name=book&wait=true", content=text, timeout=90).raise_for_status()
+        answer = client.chat.completions.create(
+            model="checkpoints/tiny", messages=messages, extra_body={"context": "book"}
+        )
+        assert answer.choices[0].message.content == "The pass key is 43600."
+        with pytest.raises(openai.NotFoundError, match="'gpt' is not served here; use 'checkpoints/tiny'"):
+            client.chat.completions.create(model="gpt", messages=messages)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_training_free_scorers_serve_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["checkpoints/tiny", *MODEL[4:], *SMALL, "--contexts", str(tmp_path), "--scorer", "snapkv", "--dry-run"]
+    assert command(line) == 0
+    assert "texts are read with --positions compact" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux cuts off who does not read")

@@ -5,9 +5,9 @@ clients in a shuffled order, mixed with uploads, answers that are broken off, bo
 malformed. Fails, with a list, if an answer is missing or another one, if a refusal is not the one expected, if the
 server's memory went above what was promised, or if a file descriptor or a thread is left.
 
-Needs a clone, and the extra `dev`. The record is JSON on standard output:
+Needs a clone, and the extra `dev`. The record is JSON, on standard output if no file is named:
 
-    python -m locret.infer.speed.lab.serve_load --clients 64 --requests 1000
+    python -m locret.infer.speed.lab.serve_load --questions 2 --output infer/speed/records/serve_load_cpu.json
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ import httpx
 import psutil
 
 from locret import shipped
+from locret.environment import versions
+from locret.files import write_text
 from locret.infer.serve.state import LONG_WORK, SHORT_WORK
 
 WAIT = 600.0
 """Seconds after which a request counts as lost."""
-SLACK = 64 << 20
+SLACK = 32 << 20
 """Bytes beside weights and promised memory: stacks of threads, buffers of sockets, what Python needs for requests."""
 POOLS = SHORT_WORK + LONG_WORK
 """Threads that a server may still have to start before its pools are full."""
@@ -253,13 +255,7 @@ class Load:
             "unknown": json.dumps({**chat, "context": "no-such-book"}),
         }[kind]
         headers = {"content-type": "application/json"}
-        try:
-            response = await self.client.post("/v1/chat/completions", content=content, headers=headers)
-        except httpx.TransportError:
-            if kind != "oversized":  # such a body is refused while it is being sent, and the connection may be cut
-                raise
-            self.statuses["cut"] += 1
-            return
+        response = await self.client.post("/v1/chat/completions", content=content, headers=headers)
         self.statuses[str(response.status_code)] += 1
         if response.status_code not in _REFUSED[kind] or not response.json()["error"]["message"]:
             raise ValueError(f"status {response.status_code}: {response.text[:200]}")
@@ -375,7 +371,7 @@ async def run(url: str, process: psutil.Process, options: argparse.Namespace, bo
             memory = (await client.get("/v1/memory")).json()
             contexts = [one["name"] for one in (await client.get("/v1/contexts")).json()["data"]]
     after = await settled(process, before)
-    promised = sum(part["planned"] for part in memory["parts"].values())
+    promised = sum(part["planned"] for name, part in memory["parts"].items() if name != "weights")
     check(load, idle, before, after, watch.peak, promised, sorted(contexts), sorted(book.name for book in books))
     return {
         "requests": len(planned),
@@ -436,6 +432,16 @@ def check(
         load.wrong.append(f"contexts after the load: {contexts}")
 
 
+def publish(record: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write a record where the options say, with what it ran on."""
+    about = {"options": vars(options), "cores": os.cpu_count(), **versions(), "date": time.strftime("%Y-%m-%d")}
+    text = json.dumps({**record, **about}, indent=1)
+    if options.output is None:
+        print(text)
+    else:
+        write_text(Path(options.output), f"{text}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; the exit code is 1 if something was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -448,6 +454,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-body", type=int, default=1 << 20, help="bytes of a request that the server takes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv-memory", default="64MiB")
+    parser.add_argument("--output", help="file for the record")
     parser.add_argument("server", nargs="*", help="further options of locret-serve, after --")
     options = parser.parse_args(argv)
     books = make_books(options.contexts, options.shortest, options.longest)
@@ -456,7 +463,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         more = ["--kv-memory", options.kv_memory, "--max-body", str(options.max_body), *options.server]
         with serving(Path(folder) / "contexts", more) as (url, process):
             record = asyncio.run(run(url, process, options, books))
-    print(json.dumps({**record, "options": vars(options), "cores": os.cpu_count()}, indent=1))
+    publish(record, options)
     return 1 if record["wrong"] else 0
 
 

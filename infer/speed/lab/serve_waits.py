@@ -4,16 +4,15 @@ Starts a server on the embedded backbone. First it asks about a stored context, 
 question instead. Then it asks short questions while a long text is uploaded and read, and compares the wait with the
 time of one chunk, from a read of the same length that nothing disturbs.
 
-Needs a clone, and the extra `dev`. The record is JSON on standard output:
+Needs a clone, and the extra `dev`. The record is JSON, on standard output if no file is named:
 
-    python -m locret.infer.speed.lab.serve_waits --tokens 32768 --upload 131072
+    python -m locret.infer.speed.lab.serve_waits --upload 131072 --output infer/speed/records/serve_waits_cpu.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from locret.infer.speed.lab.serve_load import Book, make_books, serving
+from locret.infer.speed.lab.serve_load import Book, make_books, publish, serving
 
 
 def first_token(client: httpx.Client, body: dict[str, Any]) -> float:
@@ -117,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--upload", type=int, default=131072, help="tokens of the text that is read meanwhile")
     parser.add_argument("--times", type=int, default=20, help="questions about the stored context")
     parser.add_argument("--kv-memory", default="64MiB")
+    parser.add_argument("--output", help="file for the record")
     parser.add_argument("server", nargs="*", help="further options of locret-serve, after --")
     options = parser.parse_args(argv)
     book, long = make_books(2, options.tokens, options.upload)
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         record = stored_and_again(client, book, options.times)
         record["short_question"] = while_reading(client, long.text, book.questions[0].text)
-    print(json.dumps({**record, "options": vars(options), "cores": os.cpu_count()}, indent=1))
+    publish(record, options)
     return 0
 
 

@@ -1,0 +1,59 @@
+"""What the package imports is what pip installs for it: nothing comes from an environment by chance."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+import locret
+
+ROOT = Path(locret.__file__).resolve().parent.parent
+NAMES = {"yaml": "pyyaml", "python_multipart": "python-multipart", "flash_attn": "flash-attn"}
+"""Distributions whose name is not that of their module."""
+WITH = {"numpy": "transformers", "tokenizers": "transformers", "triton": "torch", "pydantic": "fastapi"}
+WITH["starlette"] = "fastapi"
+"""Modules that a requirement brings, and cannot do without."""
+COMPARED = {"kvpress"}
+"""Peers that are compared with where somebody has installed them."""
+
+
+def required(extra: str | None) -> set[str]:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options.extras_require"][extra] if extra else setup["options"]["install_requires"]
+    return {line.split()[0].lower() for line in lines.splitlines() if line}
+
+
+def imported(folder: Path) -> dict[str, str]:
+    """Return what the modules below a folder import that is neither Python's nor ours, with the first that does."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            else:
+                continue
+            for name in (name.partition(".")[0] for name in names):
+                if name not in sys.stdlib_module_names and name != "locret":
+                    found.setdefault(NAMES.get(WITH.get(name, name), WITH.get(name, name)), str(path))
+    return found
+
+
+def test_what_the_server_imports_comes_with_its_extra() -> None:
+    installed = required(None) | required("serve")
+    assert {name: path for name, path in imported(ROOT / "infer" / "serve").items() if name not in installed} == {}
+
+
+def test_what_the_package_imports_is_a_requirement_or_an_extra() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    installed = required(None).union(*(required(extra) for extra in setup["options.extras_require"]))
+    found = {
+        name: path for room in ("locret", "train", "infer", "data") for name, path in imported(ROOT / room).items()
+    }
+    assert {name: path for name, path in found.items() if name not in installed | COMPARED} == {}
+    assert {"torch", "safetensors", "python-multipart"} <= set(found)
