@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from locret import LongContextModel, RetentionPolicy
-from locret.engines import llamacpp
+from locret.engines import gguf_backbone, llamacpp
 from locret.engines.llamacpp import INTERLEAVED, Layout, encoded, export, hadamard, sequence_state, slot_file
 from locret.engines.prefix import Prefix
 
@@ -369,3 +369,10 @@ def test_writing_a_state_needs_numpy_alone() -> None:
         "assert not {'torch', 'transformers', 'gguf'} & set(sys.modules), 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_embedded_backbone_is_written_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.chdir(tmp_path)
+    gguf_backbone.command(["--checkpoint", "checkpoints/tiny", "--out", "tiny.gguf"])
+    assert (tmp_path / "tiny.gguf").read_bytes()[:4] == b"GGUF"

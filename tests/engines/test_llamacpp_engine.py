@@ -126,6 +126,22 @@ def right(engine: Engine, one: Book, sequence: int = 0) -> int:
     return same
 
 
+@pytest.mark.skipif(OLD, reason="its options have another form")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_units_of_the_weights_as_they_were_fit_quantised_ones(
+    gguf_file: Path, books: list[Book], version: int, tmp_path: Path, kind: str
+) -> None:
+    quantised, options = tmp_path / f"{kind}.gguf", llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
+    assert llama_cpp.llama_model_quantize(str(gguf_file).encode(), str(quantised).encode(), options) == 0
+    assert quantised.stat().st_size < gguf_file.stat().st_size / 3
+    engine = Engine(Model(quantised))
+    for one in books:
+        assert engine.set(sequence_state(one.prefix, Layout(state_version=version)))
+        assert right(engine, one) == 8
+    engine.close()
+
+
 LAYOUTS = [
     ("f32", None, False),
     ("f32", None, True),
