@@ -18,11 +18,11 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
@@ -31,6 +31,7 @@ from locret.infer.serve import kept
 from locret.infer.serve.library import Entry, Library, full_disk
 from locret.infer.serve.reading import COLUMNS
 from locret.infer.serve.refusal import Refusal
+from locret.infer.serve.schemas import Body
 from locret.infer.serve.state import state_of
 from locret.infer.serve.upload import TooLarge, Upload
 
@@ -51,7 +52,7 @@ _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencode
 """Types of a body that is a text; the last is what curl says of --data-binary."""
 
 
-class _Body(BaseModel):
+class _Body(Body):
     model_config = ConfigDict(extra="forbid")
 
 
@@ -72,12 +73,14 @@ class Compose(_Body):
     """Contexts that were read apart, joined so that they are asked together."""
 
     name: str = Field(description="What to call the whole", max_length=200)
-    contexts: list[str] = Field(description="Names of the contexts, in their order", min_length=2, max_length=64)
+    contexts: list[str] = Field(
+        description="Names of the contexts, in their order", min_length=2, max_length=64, fail_fast=True
+    )
     budget: int | None = Field(
         None, description="Units per KV head of the whole; null: all that are held", ge=1, le=2**31
     )
-    shares: str | list[float] = Field(
-        "fair", description='Within a budget: "fair", "score", or a number for each context', max_length=64
+    shares: Annotated[str, Field(max_length=64)] | Annotated[list[float], Field(max_length=64, fail_fast=True)] = Field(
+        "fair", description='Within a budget: "fair", "score", or a number for each context'
     )
 
 

@@ -6,15 +6,18 @@ with no other.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from locret.conversation.document import is_text
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
+MOST_PAIRS = 16
+MOST_PARTS = 1 << 14
+"""Messages of a request, and parts of one."""
 
 NO_EFFECT = frozenset(
     (
@@ -57,9 +60,31 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Empty = Annotated[list[Any], Field(max_length=0)]
+_T = TypeVar("_T")
+# A request is refused for one reason; to note a million of them, each with its value, takes gigabytes.
+Few = Annotated[list[_T], Field(fail_fast=True, max_length=MOST_PARTS)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 
 
-class _Body(BaseModel):
+def _few_pairs(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MOST_PAIRS:
+        raise ValueError(f"it has more than {MOST_PAIRS} entries")
+    return value
+
+
+class Body(BaseModel):
+    """A body that is refused for one field that it does not have, however many it has."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        unknown = next(name for name in value if name not in cls.model_fields)
+        return {name: one for name, one in value.items() if name in cls.model_fields or name == unknown}
+
+
+class _Body(Body):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -97,7 +122,7 @@ class _Asked(_Body):
     user: Text | None = None
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0), BeforeValidator(_few_pairs)] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -136,9 +161,9 @@ class Message(_Body):
     """A turn of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Few[TextPart] | None = None
     name: Text | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Few[ToolCall] | None = None
     tool_call_id: Text | None = None
     refusal: None = None
     annotations: Empty | None = None
@@ -177,17 +202,17 @@ class ResponseFormat(_Body):
 class ChatRequest(_Asked):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Few[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """Newer name of max_tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Few[Tool] | None = None
     """Handed to the backbone's chat template; calls come back in the answer's text."""
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: ResponseFormat | None = None
-    metadata: dict[str, Text] | None = None
+    metadata: Annotated[dict[str, Text], Field(max_length=MOST_PAIRS), BeforeValidator(_few_pairs)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -217,9 +242,9 @@ class CompletionRequest(_Asked):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)]
     )
     """A text or its token ids, or several; with a context, what follows its text."""
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from locret import shipped
 from locret.cli.command import parse_options, run
 from locret.files import read_json, written_whole
 
@@ -156,7 +157,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     (options,), _ = parse_options(
         "locret.engines.gguf_backbone", "Write the embedded backbone as a GGUF file.", [GgufOptions], argv
     )
-    write_gguf(options.checkpoint, options.out)
+    write_gguf(shipped.find(options.checkpoint), options.out)
     return 0
 
 

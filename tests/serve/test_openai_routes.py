@@ -21,6 +21,7 @@ from running import FILLER, Running, load, running, text_with
 
 from locret import Context, LongContextModel, generate
 from locret.conversation.templates import decode
+from locret.infer.serve import app
 
 QUESTION = "What is the pass key?"
 KEYS = {"book": 43600, "other": 71432}
@@ -363,6 +364,7 @@ def test_a_request_has_a_time_limit(lm: LongContextModel, tmp_path: Path) -> Non
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 HI = [user("hi")]
+MANY = 50_000
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({}, 400, "messages is missing; give it"),
     ({"messages": []}, 400, "messages [] is refused, as list should have at least 1 item after validation, not 0"),
@@ -453,6 +455,36 @@ def test_a_body_that_is_no_json_is_one_sentence(server: Running, content: bytes,
     response = httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers)
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": [-1] * MANY}),
+        ("completions", {"prompt": [[{}] * MANY]}),
+        ("chat/completions", {"messages": [{}] * MANY}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [1] * MANY}]}),
+        ("chat/completions", {"messages": HI, **{f"k{nth}": 1 for nth in range(MANY)}}),
+        ("chat/completions", {"messages": HI, "metadata": {f"k{nth}": 1 for nth in range(MANY)}}),
+        ("chat/completions", {"messages": HI, "logit_bias": {f"k{nth}": {} for nth in range(MANY)}}),
+        ("contexts/compose", {"name": "x", "contexts": [1] * MANY}),
+        ("contexts/compose", {"name": "x", "contexts": ["a", "b"], "shares": [{}] * MANY}),
+    ],
+)
+def test_a_body_that_is_wrong_in_many_places_is_refused_for_the_first(
+    server: Running, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    sentence = app._sentence
+
+    def counted(errors: Any, model: Any) -> Any:
+        counts.append(len(errors))
+        return sentence(errors, model)
+
+    monkeypatch.setattr(app, "_sentence", counted)
+    response = httpx.post(f"{server.url}/v1/{path}", json=body)
+    assert response.status_code == 400
+    assert counts[0] < 8  # each takes a kilobyte
 
 
 def test_paths_and_methods_that_are_none_are_one_sentence(server: Running) -> None:
