@@ -204,6 +204,8 @@ def checked_shares(shares: Shares, texts: int, budget: int | None) -> list[float
     if isinstance(shares, str):
         if shares not in SHARES:
             raise ValueError(f"shares={shares!r} is unknown; choose one of {', '.join(SHARES)}, or a number for each")
+        if shares == BY_SCORE and budget is None:
+            raise ValueError(f'shares="{shares}" divides nothing without a budget; give budget as well')
         return [1.0] * texts if shares == FAIR else None
     numbers: list[float] = [*shares] if not isinstance(shares, str) and isinstance(shares, Sequence) else []
     if not numbers or not all(type(one) in (int, float) and 0 < one < float("inf") for one in numbers):

@@ -68,6 +68,7 @@ class Document:
     _of: str = field(default="text", init=False)
 
     def __post_init__(self) -> None:
+        self.name = self.name.encode("utf-8", "replace").decode()  # the name of a file may be bytes that are no text
         if self.pieces is not None:
             self.pieces = self._noted(self.pieces, lambda piece: piece)
         elif self.ids is not None:

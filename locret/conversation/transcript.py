@@ -87,7 +87,7 @@ class Transcript:
         """
         text = self._render((Message("user", DOCUMENT if question is None else f"{DOCUMENT}\n\n{question}"),))
         before, mark, after = text.partition(DOCUMENT)
-        if not mark or DOCUMENT in after:
+        if not mark or after.count(DOCUMENT) != (question or "").count(DOCUMENT):
             raise ValueError(
                 f"--template {self.template}: the tokenizer's chat template writes the user's text "
                 f"{text.count(DOCUMENT)} times, so a document cannot be streamed through it; use --template original "

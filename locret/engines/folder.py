@@ -154,5 +154,5 @@ def _stamps(folder: Path, below: str = "", inside: tuple[str, ...] = ()) -> Iter
                 elif entry.is_file():
                     stat = entry.stat()
                     yield f"{below}{entry.name}", (stat.st_mtime_ns, stat.st_size)
-            except (FileNotFoundError, PermissionError):  # gone since the folder was listed, or not ours: lost+found
+            except OSError:  # gone since the folder was listed, a link to itself, or not ours: lost+found
                 continue

@@ -253,6 +253,7 @@ def test_contexts_that_do_not_go_together_are_refused(lm: LongContextModel, both
         ({"budget": 50, "shares": [1, float("nan")]}, "is no list of positive numbers"),
         ({"budget": 50, "shares": 3}, "shares=3 is no list of positive numbers"),
         ({"name": 5}, "name=5 is no text"),
+        ({"shares": "score"}, 'shares="score" divides nothing without a budget'),
         ({"shares": [1, 2]}, r"shares=\[1, 2\] divides nothing without a budget"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,15 @@ def saved(lm: LongContextModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     path = tmp_path_factory.mktemp("contexts") / "a.ctx"
     locret.compose([lm.read(TEXT), lm.read(TEXT + "More.")], 30).save(path)
     return path
+
+
+def test_a_file_whose_name_is_no_text_is_read(lm: LongContextModel, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"b\xff.txt")
+    path.write_text(TEXT)
+    context = lm.read(path, progress=False)
+    assert context.name == context.sources[0].name == "b?.txt"
+    context.save(tmp_path / "a.ctx")
+    assert lm.load(tmp_path / "a.ctx").name == "b?.txt"
 
 
 @given(data=st.data())

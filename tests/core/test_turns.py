@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import locret
 from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.chunked_prefill import read_turn
+from locret.conversation.transcript import DOCUMENT
 from locret.engines.prefix import Prefix
 
 POLICY = RetentionPolicy(budget=64, chunk_size=96, stabilizers=16, local_len=16)
@@ -182,3 +183,15 @@ def test_a_turn_in_pieces_is_the_turn_in_one(lm: LongContextModel, plain: torch.
             read_turn(lm.model, part, cache)
     full = torch.cat([text, question], 1)
     assert torch.equal(generate(lm.model, full, cache=cache, max_new_tokens=8, min_new_tokens=8)[:, 440:], wanted)
+
+
+def test_a_question_may_name_what_marks_the_document(lm: LongContextModel, plain: torch.nn.Module) -> None:
+    context = lm.read("The grass is green. " * 30)
+    question = f"What is {DOCUMENT}, and what is {DOCUMENT}?"
+    assert question in context.question_text(question)
+    wanted = lm.tokenizer.decode(engine(plain, context, question)[0], skip_special_tokens=True)
+    chat = context.chat()
+    assert chat.say(question, max_new_tokens=8, min_new_tokens=8) == wanted
+    assert chat.messages[0]["content"] == question
+    chat.say(question, max_new_tokens=2)
+    assert chat.messages[2]["content"] == question
