@@ -12,6 +12,7 @@ import locret
 from locret import LongContextModel, RetentionPolicy
 from locret.infer.serve.library import Entry, Library
 from locret.infer.serve.plan import MemoryPlan
+from locret.infer.speed.lab import serve_load
 
 ROOT = Path(locret.__file__).resolve().parent.parent
 KV_MEMORY = 24 << 20
@@ -23,6 +24,15 @@ def serving() -> LongContextModel:
     policy = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=8)
     heads = str(ROOT / "checkpoints/tiny-heads")
     return LongContextModel.from_pretrained(str(ROOT / "checkpoints/tiny"), heads=heads, device="cpu", policy=policy)
+
+
+@pytest.fixture(scope="session")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Return the address of a `locret-serve` in a process of its own, and its log."""
+    folder = tmp_path_factory.mktemp("process")
+    options = ["--kv-memory", "32MiB", "--max-body", "64KiB", "--max-upload", "1MiB"]
+    with serve_load.serving(folder / "contexts", options) as (url, _):
+        yield url, folder / "server.log"
 
 
 @pytest.fixture(scope="session")

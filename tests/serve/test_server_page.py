@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from locret.infer.serve import command, context_routes, openai_routes, page, watch_routes
-from locret.infer.speed.lab.serve_load import serving
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
@@ -28,16 +27,16 @@ def block(language: str, containing: str) -> str:
     return found
 
 
-def test_the_examples_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_answer(process: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    with serving(tmp_path / "contexts", ["--kv-memory", "64MiB"]) as (url, _):
-        for line in block("bash", "curl").replace("\\\n", " ").splitlines():
-            words = shlex.split(line.replace(ADDRESS, url))
-            printed = subprocess.run([*words, "-s", "-S", "--fail-with-body"], capture_output=True, text=True)
-            assert printed.returncode == 0, printed
-        assert "43600" in json.loads(printed.stdout)["choices"][0]["message"]["content"]
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(block("python", "import OpenAI").replace(ADDRESS, url), "docs/server.md", "exec"), {})
+    url, _ = process
+    for line in block("bash", "curl").replace("\\\n", " ").splitlines():
+        words = shlex.split(line.replace(ADDRESS, url))
+        printed = subprocess.run([*words, "-s", "-S", "--fail-with-body"], capture_output=True, text=True)
+        assert printed.returncode == 0, printed
+    assert "43600" in json.loads(printed.stdout)["choices"][0]["message"]["content"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(block("python", "import OpenAI").replace(ADDRESS, url), "docs/server.md", "exec"), {})
     first, second = out.getvalue().strip().splitlines()
     assert first == second == "The pass key is 43600."
 
