@@ -72,6 +72,12 @@ def test_every_command_runs_if_it_is_quick_and_parses(
         if "recipes/infer/pass_key.txt" in arguments and "--dry-run" not in arguments:
             assert "The pass key is 43600." in capsys.readouterr().out
         return
+    if not hasattr(module, "command"):  # a program of measurements, with options of argparse
+        with pytest.raises(SystemExit):
+            module.main(["--help"])
+        told = capsys.readouterr().out
+        assert all(f"{word} " in told for word in arguments if word.startswith("--"))
+        return
     if "--resume" in arguments and "--output" not in arguments:  # takes its options from a run, which is not here
         with pytest.raises(ValueError, match="there is no such folder"):
             module.command(arguments)
