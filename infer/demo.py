@@ -27,6 +27,7 @@ from locret.cli import interrupts
 from locret.cli.command import parse_options, run
 from locret.data import tasks
 from locret.data.training.question_rows import question_rows, write_rows
+from locret.field_values import check_threads
 from locret.files import write_text
 
 MODEL, HEADS, TEXT = "checkpoints/tiny", "checkpoints/tiny-heads", "recipes/infer/pass_key.txt"
@@ -64,6 +65,7 @@ class DemoOptions:
         for name in ("rows", "steps", "samples", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} is too small; give 1 or more")
+        check_threads(self.threads)
 
 
 def first_answer() -> None:

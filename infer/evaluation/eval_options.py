@@ -12,6 +12,7 @@ from locret.conversation.templates import TEMPLATES
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
+from locret.field_values import check_threads
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.infer_options import ModelOptions
 from locret.policy.budget import units_of_share
@@ -242,6 +243,7 @@ class ReportOptions:
     def __post_init__(self) -> None:
         if self.threads < 0:
             raise ValueError(f"--threads {self.threads} is negative; give 1 or more, or 0 to leave it to PyTorch")
+        check_threads(self.threads)
         if self.figures not in ("all", "none"):
             raise ValueError(f"--figures {self.figures} is unknown; choose all or none")
         if self.resume and self.overwrite:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from locret import method_spec
+from locret.field_values import MOST_THREADS
 from locret.load_options import DTYPES
 from locret.policy.budget import parse_bytes
 from locret.policy.resolve import PolicyFlags
@@ -71,7 +72,12 @@ class BenchOptions(PolicyFlags):
     exclusive: ClassVar = (("shape", "model"),)
 
     def __post_init__(self) -> None:
-        for name, most in (("new_tokens", MOST_PASSES), ("repeats", None), ("threads", 4096), ("hidden_dim", 2**20)):
+        for name, most in (
+            ("new_tokens", MOST_PASSES),
+            ("repeats", None),
+            ("threads", MOST_THREADS),
+            ("hidden_dim", 2**20),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")

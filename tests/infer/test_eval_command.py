@@ -174,6 +174,7 @@ def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluat
             "stabilizers=32 leaves no room for scored units in budget=16; raise budget, lower",
         ),
         (("--budget", "many"), "--budget many is not a list of whole numbers; write it like 256,128"),
+        (("--threads", "23647334"), "--threads 23647334 is too large; give at most 4096"),
         (("--samples", "0"), "--samples 0 leaves nothing to measure; give 1 or more"),
         (
             ("--max-prompt", "100"),
