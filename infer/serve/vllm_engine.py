@@ -108,8 +108,6 @@ class VllmEngine:
             self._submit(self._connect()).result()
         except BaseException as error:
             self.stop()
-            if isinstance(error, (KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError)):
-                raise ValueError(f"{self.url} does not answer as vLLM does; correct --engine-url") from error
             if isinstance(error, httpx.HTTPError):
                 raise OSError(self._lost(error)) from error
             raise

@@ -172,7 +172,8 @@ def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         warnings.simplefilter("ignore" if quiet else "default")
-        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+        # A file that a refused command left open is closed, and warned about, whenever Python collects it.
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning, ResourceWarning):
             warnings.simplefilter("ignore", category)
         yield
 
