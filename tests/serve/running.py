@@ -69,17 +69,24 @@ def running(
     engine = Beside(TransformersEngine(lm.model, kv_bytes=kv_bytes or plan.engine), library.turns)
     engine.start()
     state = ServerState(lm=lm, engine=engine, library=library, plan=plan, **{"model": "tiny", **options})
-    listening = socket.create_server(("127.0.0.1", 0))
+    with listening(state) as port:
+        yield Running(state, port)
+
+
+@contextmanager
+def listening(state: ServerState) -> Iterator[int]:
+    """Let a server listen on a free port of this machine for the block, and close it then."""
+    place = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(make_app(state), log_level="error", lifespan="off", ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
     thread.start()
     try:
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Running(state, listening.getsockname()[1])
+        yield place.getsockname()[1]
     finally:
         server.should_exit = True
         thread.join(10)
-        listening.close()
+        place.close()
         state.close()

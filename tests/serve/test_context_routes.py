@@ -16,10 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+from running import listening
 
 from locret import LongContextModel
-from locret.infer.serve.app import make_app
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.state import ServerState
@@ -33,20 +32,8 @@ def served(library: Library, **options: Any) -> Iterator[str]:
     state = ServerState(
         lm=library.lm, engine=engine, library=library, plan=library.plan, **{"model": "tiny", **options}
     )
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(state), log_level="error", lifespan="off", ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        listening.close()
-        state.close()
+    with listening(state) as port:
+        yield f"http://127.0.0.1:{port}/v1"
 
 
 @pytest.fixture(scope="module")
