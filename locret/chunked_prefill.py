@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from locret.backbone.adapters import find_decoder, input_device, unwrap
+from locret.backbone.forward import run_decoder
 from locret.cache.cache import RetentionCache
 from locret.cache.reader import answering, reading
 from locret.policy.schedule import lookahead
@@ -167,7 +168,7 @@ def feed_held_back(model: nn.Module, cache: RetentionCache) -> None:
     """Feed the last token of an earlier prompt, if an answer that was to begin with it did not begin."""
     if cache.held_back and cache.last_tokens is not None:
         with answering(model, cache):
-            find_decoder(model)(input_ids=cache.last_tokens, past_key_values=cache, use_cache=True)
+            run_decoder(model, cache.last_tokens, cache)
 
 
 def _add_turn(model: nn.Module, stream: Stream, cache: RetentionCache, new_tokens: int, hold_last: bool) -> bool:
@@ -182,7 +183,7 @@ def _add_turn(model: nn.Module, stream: Stream, cache: RetentionCache, new_token
     fed = tokens[:, :-1] if hold_last else tokens
     if fed.shape[1]:
         with answering(model, cache):
-            find_decoder(model)(input_ids=fed, past_key_values=cache, use_cache=True)
+            run_decoder(model, fed, cache)
     cache.last_tokens = None if hold_last else tokens[:, -1:].clone()
     return True
 
@@ -196,7 +197,7 @@ def _read(
     hold_last: bool,
     on_chunk: Callable[[RetentionCache], None] | None = None,
 ) -> Tensor | None:
-    policy, decoder, logits = cache.policy, find_decoder(model), None
+    policy, logits = cache.policy, None
     at_end = policy.when == "prompt_end"
     tail = max(policy.local_len, cache.scorer.lookback) if at_end else policy.local_len
     if not stream.available(1):
@@ -211,7 +212,7 @@ def _read(
             final = left <= size + tail
             tokens = stream.take(min(size, left - tail))
             reader.begin_chunk(final)
-            decoder(input_ids=tokens, past_key_values=cache, use_cache=True)
+            run_decoder(model, tokens, cache)
             bar.update(tokens.shape[1])
             if on_chunk is not None:
                 on_chunk(cache)
@@ -229,9 +230,9 @@ def _read(
                 logits = unwrap(model)(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             elif last and not at_end:
                 if tokens.shape[1] > 1:
-                    decoder(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
+                    run_decoder(model, tokens[:, :-1], cache)
             else:
-                decoder(input_ids=tokens, past_key_values=cache, use_cache=True)
+                run_decoder(model, tokens, cache)
         cache.held_back = hold_last and not at_end
         reader.end()
         if hold_last and at_end:  # it had to be read for the selection; it is fed once more for its logits

@@ -23,6 +23,20 @@ _OUTSIDE = {"ADAPTION_PROMPT", "POLY", "SHADOW", "XLORA"}
 
 
 @dataclass(frozen=True)
+class LayerShape:
+    """Shape of one layer's attention, as this process computes it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def feature_dim(self) -> int:
+        """Width of one token's concatenated q, k and v."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
 class Backbone:
     """Shape of a causal LM, as far as its key-value cache is concerned."""
 
@@ -39,10 +53,14 @@ class Backbone:
     window: int | None
     """Tokens a sliding-window layer sees, if there are such layers."""
 
+    def shape(self, layer: int) -> LayerShape:
+        """Return the shape of one layer's attention."""
+        return LayerShape(self.num_heads, self.num_kv_heads, self.head_dim)
+
     @property
     def feature_dim(self) -> int:
         """Width of one token's concatenated q, k and v."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.shape(self.layers[0]).feature_dim
 
     @property
     def uniform(self) -> bool:

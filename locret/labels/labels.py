@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import Backbone, describe, find_decoder
+from locret.backbone.adapters import Backbone, describe
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Projections
+from locret.backbone.forward import run_decoder
 from locret.backbone.instrument import instrumented
 from locret.labels import kinds
 from locret.labels.base import LabelKind
@@ -59,7 +60,7 @@ def observe(model: nn.Module, input_ids: Tensor, on_layer: Callable[[Attended], 
     `on_layer` is called for each full-attention layer, in order, and may switch gradients on for its own arithmetic.
     """
     with instrumented(model, LayerObserver(describe(model), on_layer)):
-        find_decoder(model)(input_ids=input_ids, use_cache=False)
+        run_decoder(model, input_ids)
 
 
 def answer_labels(
