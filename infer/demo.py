@@ -71,6 +71,7 @@ class DemoOptions:
 def first_answer() -> None:
     """Ask about the shipped text with the shipped heads, and print the answer with the bytes that it took."""
     from locret import LongContextModel
+    from locret.backbone.adapters import compute_dtype
     from locret.conversation.context import EMBEDDED_KNOWS
 
     print(f"reading {TEXT} with the heads that come with the package", flush=True)
@@ -81,7 +82,7 @@ def first_answer() -> None:
         context = lm.read(TEXT)
         answer = context.ask(QUESTION)
     backbone, tokens = lm.backbone, context.cache.seen
-    unit = 2 * backbone.head_dim * next(lm.model.parameters()).element_size()
+    unit = 2 * backbone.head_dim * compute_dtype(lm.model).itemsize
     full = tokens * backbone.num_layers * backbone.num_kv_heads * unit
     print(f"{QUESTION} {answer}")
     print(

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from locret._version import __version__
-from locret.backbone.adapters import Backbone, find_decoder, unwrap
+from locret.backbone.adapters import Backbone, compute_dtype, find_decoder, unwrap
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk
@@ -314,7 +314,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         windows=cache.remembered,
     )
     tensors = _checked_units(path, state, reading)
-    dtype = next(cache.model.parameters()).dtype
+    dtype = compute_dtype(cache.model)
     return {name: tensor.to(dtype) if name == "rows._context" else tensor for name, tensor in tensors.items()}
 
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from locret.backbone.adapters import attention_modules, device_of
 from locret.backbone.chunk import Chunk
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
@@ -40,10 +39,7 @@ class RetainingHeadScorer(Scorer):
         """
         heads = RetainingHeads.from_pretrained(self.heads) if isinstance(self.heads, str) else self.heads
         heads.check_matches(model)
-        for index, module in enumerate(attention_modules(model)):
-            if index in heads.layers:
-                heads[index].to(device_of(module))
-        return heads
+        return heads.follow(model)
 
     def identity(self, prepared: RetainingHeads) -> dict[str, Any]:
         """Return a fingerprint of the heads' weights."""
