@@ -323,6 +323,7 @@ def _with_adapter(model: nn.Module, source: _Source, options: BackboneSource) ->
     """
     from peft import PeftModel, PeftType
 
+    assert source.adapter is not None
     with _one_sentence(f"--adapter {source.adapter} cannot be put on --model {source.model}"):
         model = PeftModel.from_pretrained(model, source.adapter)
         for kind in model.peft_config.values():

@@ -128,7 +128,8 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
     It is the embeddings': quantised matrices hold codes, and parameters of eight bits are none that are computed in.
     """
     weights = [*unwrap(model).get_input_embeddings().parameters(), *model.parameters()]
-    return next(weight.dtype for weight in weights if weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
+    found: list[torch.dtype] = [weight.dtype for weight in weights]
+    return next(dtype for dtype in found if dtype.is_floating_point and dtype.itemsize > 1)
 
 
 def find_decoder(model: nn.Module) -> Any:

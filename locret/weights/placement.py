@@ -25,7 +25,7 @@ def device_map_of(source: WeightOptions) -> str | dict[str, int | str] | None:
     Raises:
         ValueError: If it cannot be read, names a device that is not here, or several processes would share it.
     """
-    given = source.device_map
+    given: str | Mapping[str, Any] | None = source.device_map
     if given is None:
         return None
     _check_alone()
