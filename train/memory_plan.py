@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from locret.backbone.adapters import Backbone, describe
+from locret.backbone.adapters import LayerShape, describe
 from locret.heads.config import HeadsConfig
 from locret.labels.labels import logit_bytes
 from locret.load_options import BackboneSource
@@ -77,10 +77,13 @@ def memory_plan(
         "heads": weights * 4,
         "gradients": weights * 4,
         "optimizer": weights * 8,
-        "one_layer": _one_layer(backbone, text, hidden_dim, *sizes, tokens, trained_tokens),
+        "one_layer": max(
+            _one_layer(shape, text, hidden_dim, *sizes, tokens, trained_tokens) for shape in set(backbone.full_shapes)
+        ),
     }
     if kept_features:
-        plan["features"] = len(backbone.layers) * trained_tokens * backbone.feature_dim * dtype.itemsize
+        widths = sum(shape.feature_dim for shape in backbone.full_shapes)
+        plan["features"] = widths * trained_tokens * dtype.itemsize
     return {**plan, "total": sum(plan.values())}
 
 
@@ -102,7 +105,9 @@ def step_flops(config: Any, parameters: int, heads: int, tokens: int) -> int | N
     if any(getattr(text, name, None) for name in _EXPERTS):
         return None
     embeddings = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
-    attention = 2 * backbone.num_layers * backbone.num_heads * backbone.head_dim * tokens  # causal: half of all pairs
+    shapes = map(backbone.shape, range(backbone.num_layers))
+    widths = sum(shape.num_heads * (shape.query_dim + shape.value_dim) for shape in shapes)
+    attention = widths * tokens  # causal: half of all pairs
     return int(tokens * (2 * (parameters - embeddings) + attention + 4 * heads))
 
 
@@ -141,17 +146,17 @@ def gibibytes(count: int) -> str:
 
 
 def _one_layer(
-    backbone: Backbone, text: Any, hidden_dim: int, size: int, head_size: int, tokens: int, trained: int
+    shape: LayerShape, text: Any, hidden_dim: int, size: int, head_size: int, tokens: int, trained: int
 ) -> int:
-    width, feature, dim = text.hidden_size, backbone.feature_dim, backbone.head_dim
-    queries, keys = backbone.num_heads * dim, backbone.num_kv_heads * dim
+    width, feature, dim = text.hidden_size, shape.feature_dim, shape.head_dim
+    queries, keys = shape.num_heads * shape.query_dim, shape.num_kv_heads * dim
     always = 3 * width + 2 * dim  # embeddings, residual and normed states; cosines and sines
     reading = width + max(3 * getattr(text, "intermediate_size", 4 * width), 2 * feature)
     attended = feature + (queries + keys) + queries  # projections, rotated queries and keys, what attention returned
-    labelling = logit_bytes(backbone.num_heads, dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
+    labelling = logit_bytes(shape.num_heads, shape.query_dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
     # Features, once more where the head computes in another dtype; its hidden states; scores, labels and differences.
     per_token = feature * (size + (head_size if head_size != size else 0)) + 3 * hidden_dim * head_size
-    training = trained * (per_token + 16 * backbone.num_kv_heads) + 4 * hidden_dim * feature  # and a new gradient
+    training = trained * (per_token + 16 * shape.num_kv_heads) + 4 * hidden_dim * feature  # and a new gradient
     return max(tokens * size * (always + reading), tokens * size * (always + attended) + max(labelling, training))
 
 

@@ -37,7 +37,7 @@ class LayerObserver:
     """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
 
     def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None]) -> None:
-        self.projections = {index: Projections(backbone) for index in backbone.layers}
+        self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}
         self.masks = MaskMemo()
         self.attended = on_layer
 
