@@ -90,8 +90,7 @@ def cost(sizes: Sizes, passes: Iterable[Pass]) -> Cost:
     for one in passes:
         new = one.tokens
         products = sum(
-            _products(shape) * _pairs(new, held)
-            for shape, held in zip(backbone.full_shapes, one.held, strict=True)
+            _products(shape) * _pairs(new, held) for shape, held in zip(backbone.full_shapes, one.held, strict=True)
         )
         states = sum(
             _numbers(shape) * (held + 2 * new) for shape, held in zip(backbone.full_shapes, one.held, strict=True)

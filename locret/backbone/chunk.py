@@ -1,6 +1,6 @@
 """What a layer has just computed: the record that label code reads, and the one that every scorer reads."""
 
-# B batch, N query heads, K KV heads, L new tokens, S slots, D head dim, F features, (N + 2 K) D where all are equally wide
+# B batch, N query heads, K KV heads, L new tokens, S slots, D head dim, F features of a token
 
 from __future__ import annotations
 

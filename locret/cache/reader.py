@@ -51,7 +51,9 @@ class Reader:
         self.projections: Mapping[int, Projections] = {i: Projections(shape(i)) for i in cache.backbone.layers}
         self.masks = MaskMemo()
         self.limits = Limits(cache.policy, cache.scorer, len(cache.backbone.layers))
-        self.waiting = Unscored([layer.store for layer in self.layers], [s.feature_dim for s in cache.backbone.full_shapes])
+        self.waiting = Unscored(
+            [layer.store for layer in self.layers], [s.feature_dim for s in cache.backbone.full_shapes]
+        )
         """Generated units without scores."""
         self.answering = answering
         self.torn = False

@@ -269,9 +269,7 @@ class Form:
         """Tensors of all units, in the backbone's type, that a view writes into the workspace."""
         return 1 if self.values.exact else 2
 
-    def unit_bytes(
-        self, head_dim: int, element_size: int, column_bytes: int = 0, value_dim: int | None = None
-    ) -> int:
+    def unit_bytes(self, head_dim: int, element_size: int, column_bytes: int = 0, value_dim: int | None = None) -> int:
         """Return the bytes of a unit, its score, its position and a method's own columns included."""
         wide = head_dim if value_dim is None else value_dim
         held = self.keys.unit_bytes(head_dim, element_size) + self.values.unit_bytes(wide, element_size)
@@ -283,7 +281,9 @@ class Form:
         newest = self.recent * (head_dim + wide) * element_size + COUNT.itemsize
         return newest + self.keys.frame_bytes(head_dim) + self.values.frame_bytes(wide)
 
-    def shapes(self, units: tuple[int, int, int], head_dim: int, value_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def shapes(
+        self, units: tuple[int, int, int], head_dim: int, value_dim: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of what a store of so many units holds in codes, and of what goes with codes.
 
         Args:

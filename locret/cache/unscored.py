@@ -39,11 +39,11 @@ class Unscored:
         numbers = max(store.key_numbers for store in self.stores) if all(s.key_numbers for s in self.stores) else 0
         most = max(least, min(MOST, numbers // sum(self.widths)))
         batch, starts = self.stores[0].batch, list(accumulate(self.widths, initial=0))
-        return [
-            store.scratch((1, batch, most, starts[-1]), dtype).view(-1)[batch * most * start : batch * most * end]
-            .view(batch, most, -1)
-            for store, start, end in zip(self.stores, starts, starts[1:], strict=False)
-        ]
+        rooms = []
+        for store, start, width in zip(self.stores, starts, self.widths, strict=False):
+            every = store.scratch((1, batch, most, starts[-1]), dtype).flatten()
+            rooms.append(every[batch * most * start :][: batch * most * width].view(batch, most, width))
+        return rooms
 
     def add(self, nth: int, parts: list[Tensor]) -> Tensor | None:
         """Let the newest unit of a layer wait.

@@ -57,8 +57,16 @@ class KernelsConfig(HeadsConfig):
 class MergingKernel(nn.Module):
     """Weights with which the units of a KV head are merged, from their keys and values."""
 
-    def __init__(self, slots: int, unit_dim: int, kernel_size: int, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        head_dim: int,
+        kernel_size: int,
+        generator: torch.Generator | None = None,
+        value_dim: int | None = None,
+    ) -> None:
         super().__init__()
+        unit_dim = head_dim + (head_dim if value_dim is None else value_dim)
         reach = 1 / sqrt(unit_dim * kernel_size)  # as torch's own convolutions begin
         self.weight = nn.Parameter(
             torch.empty(slots, unit_dim, kernel_size).uniform_(-reach, reach, generator=generator)
@@ -103,7 +111,13 @@ class MergingKernels(
         self.config = config
         self.kernels = nn.ModuleDict(
             {
-                str(layer): MergingKernel(config.slots, config.shape(layer).unit_dim, config.kernel_size, generator)
+                str(layer): MergingKernel(
+                    config.slots,
+                    config.shape(layer).head_dim,
+                    config.kernel_size,
+                    generator,
+                    config.shape(layer).value_dim,
+                )
                 for layer in config.layers
             }
         )

@@ -34,9 +34,7 @@ class Form(Protocol):
     def states(self) -> int:
         """Tensors of all units that a view writes into the workspace."""
 
-    def unit_bytes(
-        self, head_dim: int, element_size: int, column_bytes: int = 0, value_dim: int | None = None
-    ) -> int:
+    def unit_bytes(self, head_dim: int, element_size: int, column_bytes: int = 0, value_dim: int | None = None) -> int:
         """Return the bytes of a unit."""
 
     def head_bytes(self, head_dim: int, element_size: int, value_dim: int | None = None) -> int:

@@ -164,7 +164,7 @@ class MInference(PrefillAttention):
             if beyond := [head for head in heads if head >= backbone.shape(layer).num_heads]:
                 raise ValueError(
                     f"prefill_attention minference: {self.patterns} has a head {beyond[0]} in layer {layer}, but the "
-                    f"backbone has {backbone.shape(layer).num_heads} heads there; give the patterns that were searched for it"
+                    f"backbone has {backbone.shape(layer).num_heads} heads; give the patterns that were searched for it"
                 )
         return [
             [heads.get(head, self.usual) for head in range(backbone.shape(layer).num_heads)]
