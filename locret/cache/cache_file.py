@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from locret._version import __version__
-from locret.backbone.adapters import Backbone, find_decoder, unwrap
+from locret.backbone.adapters import BOTH, FULL, KINDS, Backbone, find_decoder, unwrap
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk
@@ -225,6 +225,7 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
     saved, here = state.get("backbone"), json.loads(json.dumps(asdict(cache.backbone)))
     if not isinstance(saved, dict):
         raise ValueError("it does not say which backbone it was made with; save the cache again")
+    saved = {"kinds": here["kinds"], **saved}  # files of earlier versions say by `layers` what slides
     different = [
         f"{key} {shown(saved.get(key))} in the file, {shown(here[key])} in the model"
         for key in here
@@ -443,14 +444,30 @@ def read_backbone(path: str | Path) -> tuple[Backbone, dict[str, Any]]:
 def _saved_backbone(state: Mapping[str, Any]) -> Backbone:
     values = state.get("backbone")
     try:
+        if isinstance(values, dict):
+            values = dict(values)
+        kinds = values.pop("kinds", None) if isinstance(values, dict) else None
         given = checked_values(Backbone, values, "backbone")
-        layers = tuple(given["layers"])
+        layers, counters = tuple(given["layers"]), state.get("layers")
         inside = all(type(layer) is int and 0 <= layer < given["num_layers"] for layer in layers)
         if not inside or list(layers) != sorted(set(layers)):
             raise ValueError(f"backbone.layers={shown(layers)} are no layers")
-        return Backbone(**{**given, "layers": layers})
+        if not isinstance(counters, list) or len(counters) != given["num_layers"]:
+            held = len(counters) if isinstance(counters, list) else "no"
+            raise ValueError(f"backbone.num_layers={given['num_layers']}, but it has counters of {held} layers")
+        return Backbone(**{**given, "layers": layers, "kinds": _saved_kinds(kinds, layers, len(counters))})
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"it does not say which backbone it was made with ({error}); save the cache again") from error
+
+
+def _saved_kinds(kinds: Any, layers: tuple[int, ...], count: int) -> tuple[str, ...]:
+    """Return what layers remember, as a file says it; nothing, where it is of an earlier version, which need not."""
+    if kinds is None:
+        return ()
+    known = isinstance(kinds, list) and len(kinds) == count and all(kind in KINDS for kind in kinds)
+    if not known or tuple(index for index, kind in enumerate(kinds) if kind in (FULL, BOTH)) != layers:
+        raise ValueError(f"backbone.kinds={shown(kinds)} does not say what its layers remember")
+    return tuple(kinds)
 
 
 def _header(path: str | Path, writer: str = "save_cache") -> tuple[dict[str, Any], dict[str, Any]]:
