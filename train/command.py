@@ -40,6 +40,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     backbone, data, _, optimizer, _, run = options
     # What can be refused at once is, before torch is imported or the Hub is asked.
     launch.check(optimizer.gradient_accumulation)
+    if run.devices is not None:
+        return _compare_devices(options, chosen)
     folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
     rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
     local = backbone.local_folder() is not None and rows is not None
@@ -116,6 +118,35 @@ def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int
     for name, count in plan.items():
         print(f"#   {name.replace('_', ' '):<10} {count / 2**20:>12,.1f} MiB")
     print("\n".join(f"# {line}" for line in _plan(training, process)))
+    return 0
+
+
+def _compare_devices(options: Sequence[Any], chosen: set[str]) -> int:
+    """Print what each way of loading the backbone takes of the cards of `--devices`, and which one to take."""
+    import torch
+
+    from locret.policy.budget import parse_bytes
+    from locret.train import devices_plan
+    from locret.train.memory_plan import gibibytes
+    from locret.train.training_run import TrainingRun
+
+    run = options[-1]
+    devices = devices_plan.Devices.parse(run.devices)
+    host = None if run.host_memory is None else parse_bytes(run.host_memory)
+    training = TrainingRun(options, chosen)
+    training.resolve(torch.device("cuda"))
+    found = training.devices_plan(devices)
+    facts = devices_plan.record(found, devices, host, training.backbone.model)
+    tokens, dtype = training.planned_tokens(), str(training.dtype).removeprefix("torch.")
+    if run.json:
+        print_json({"model": training.backbone.model, "dtype": dtype, "tokens": tokens, **facts})
+        return 0
+    cards = f"{devices.count} card{'s' if devices.count > 1 else ''} of {gibibytes(devices.each)}"
+    print(f"{training.backbone.model} in {dtype}, rows of {tokens:,} tokens, on {cards} ({devices.text})\n")
+    print("\n".join(devices_plan.table(found, devices, host)))
+    print(f"\ntake: {facts['takes'] or 'none'}\nwhy: {facts['why']}")
+    if facts["command"]:
+        print(f"run: {facts['command']}")
     return 0
 
 
