@@ -143,6 +143,7 @@ def working_bytes(config: Any, scorer: RetainingHeads | Scorer, dtype: torch.dty
     backbone, text = describe(config), config.get_text_config()
     hidden = text.hidden_size
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, list) else inner
     shapes = [backbone.shape(index) for index in range(backbone.num_layers)]
     attention = max(
         4 * shape.num_heads * shape.query_dim
