@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from locret.backbone.adapters import find_decoder, input_device, unwrap
 from locret.backbone.forward import run_decoder
 from locret.cache.cache import RetentionCache
-from locret.cache.reader import answering, reading
+from locret.cache.reader import Reader, answering, going_on, reading
 from locret.policy.schedule import lookahead
 from locret.token_ids import Prompt, Stream, checked_prompt, vocabulary
 
@@ -151,12 +152,16 @@ def read_prompt(
     if cache.pad is None and not apart and mask is None:
         return _read(model, Stream(ids, device, known), cache, new_tokens, progress, hold_last, on_chunk)
     cache.reserve_disk(ids.shape[1], new_tokens, 2 * ids.shape[0])  # one by one, and all of them once more
-    logits, rows, width = [], cache.split(ids.shape[0]), cache.seen + ids.shape[1]
-    for index, row in enumerate(rows):
-        kept = ids[index] if mask is None else ids[index, ids.shape[1] - int(mask[index].sum()) :]
-        stream = Stream(kept[None], device, known)
-        if not (turn and _add_turn(model, stream, row, 0, hold_last=False)):
-            logits.append(_read(model, stream, row, 0, progress, False))
+    width = cache.seen + ids.shape[1]
+    texts = [row[None] if mask is None else row[None, len(row) - int(mask[i].sum()) :] for i, row in enumerate(ids)]
+    if cache.pad is None and not apart and not turn:
+        rows, logits = _read_together(model, texts, cache, progress)
+    else:
+        rows, logits = cache.split(len(texts)), []
+        for text, row in zip(texts, rows, strict=True):
+            stream = Stream(text, device, known)
+            if not (turn and _add_turn(model, stream, row, 0, hold_last=False)):
+                logits.append(_read(model, stream, row, 0, progress, False))
     cache.join(rows, width, new_tokens)
     if hold_last:
         cache.take_back()
@@ -197,44 +202,111 @@ def _read(
     hold_last: bool,
     on_chunk: Callable[[RetentionCache], None] | None = None,
 ) -> Tensor | None:
-    policy, logits = cache.policy, None
-    at_end = policy.when == "prompt_end"
-    tail = max(policy.local_len, cache.scorer.lookback) if at_end else policy.local_len
+    policy = cache.policy
     if not stream.available(1):
         raise ValueError("input_ids is empty; a prompt needs at least one token")
     length = stream.length
     if length is None and (enough := lookahead(policy)) > (available := stream.available(enough)):
         length = available
     cache.reserve_disk(length, new_tokens, stream.rows)
-    bar = tqdm(total=stream.length, unit="token", unit_scale=True, desc="reading", disable=not progress or None)
-    with reading(model, cache, length, new_tokens) as reader, bar:
-        while (left := stream.available((size := reader.chunk_size) + tail + 1)) > tail:
-            final = left <= size + tail
-            tokens = stream.take(min(size, left - tail))
-            reader.begin_chunk(final)
+    with reading(model, cache, length, new_tokens) as reader, _bar(stream.length, progress) as bar:
+        return _read_on(model, reader, stream, bar, hold_last, on_chunk)
+
+
+def _bar(tokens: int | None, progress: bool) -> tqdm[Any]:
+    return tqdm(total=tokens, unit="token", unit_scale=True, desc="reading", disable=not progress or None)
+
+
+def _read_on(
+    model: nn.Module,
+    reader: Reader,
+    stream: Stream,
+    bar: tqdm[Any],
+    hold_last: bool = False,
+    on_chunk: Callable[[RetentionCache], None] | None = None,
+) -> Tensor | None:
+    """Read the chunks that are left, and the local tokens."""
+    cache, logits = reader.cache, None
+    at_end = cache.policy.when == "prompt_end"
+    tail = max(cache.policy.local_len, cache.scorer.lookback) if at_end else cache.policy.local_len
+    while (left := stream.available((size := reader.chunk_size) + tail + 1)) > tail:
+        reader.begin_chunk(left <= size + tail)
+        tokens = stream.take(min(size, left - tail))
+        run_decoder(model, tokens, cache)
+        bar.update(tokens.numel())
+        if on_chunk is not None:
+            on_chunk(cache)
+    reader.begin_local()
+    # Nothing is evicted before the last token, so the local tokens may go in pieces, the last one longest; only the
+    # last token needs logits.
+    size = cache.policy.chunk_size
+    while (left := stream.available(tail)) > 0:
+        last = left <= size
+        tokens = stream.take(left if last else min(size, left - size))
+        cache.last_tokens = tokens[:, -1:].clone()
+        bar.update(tokens.numel())
+        if last:
+            reader.begin_last()
+        if last and not hold_last:
+            logits = unwrap(model)(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        elif last and not at_end:
+            if tokens.shape[1] > 1:
+                run_decoder(model, tokens[:, :-1], cache)
+        else:
             run_decoder(model, tokens, cache)
-            bar.update(tokens.shape[1])
-            if on_chunk is not None:
-                on_chunk(cache)
-        reader.begin_local()
-        # Nothing is evicted before the last token, so the local tokens may go in pieces, the last one longest; only the
-        # last token needs logits.
-        while (left := stream.available(tail)) > 0:
-            last = left <= policy.chunk_size
-            tokens = stream.take(left if last else min(policy.chunk_size, left - policy.chunk_size))
-            cache.last_tokens = tokens[:, -1:].clone()
-            bar.update(tokens.shape[1])
-            if last:
-                reader.begin_last()
-            if last and not hold_last:
-                logits = unwrap(model)(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            elif last and not at_end:
-                if tokens.shape[1] > 1:
-                    run_decoder(model, tokens[:, :-1], cache)
-            else:
-                run_decoder(model, tokens, cache)
-        cache.held_back = hold_last and not at_end
-        reader.end()
-        if hold_last and at_end:  # it had to be read for the selection; it is fed once more for its logits
-            cache.take_back()
+    cache.held_back = hold_last and not at_end
+    reader.end()
+    if hold_last and at_end:  # it had to be read for the selection; it is fed once more for its logits
+        cache.take_back()
     return None if logits is None else logits[:, -1]
+
+
+def _read_together(
+    model: nn.Module, texts: Sequence[Tensor], cache: RetentionCache, progress: bool
+) -> tuple[list[RetentionCache], list[Tensor]]:
+    """Read rows of different length: in one batch as long as their chunks are alike, then each length by itself.
+
+    A row is cut into chunks and evicted as if it were alone, so nothing is padded, and the results are the same.
+
+    Args:
+        model: The backbone.
+        texts: (1, n) ids of each row.
+        cache: What all rows have read before; it is not changed.
+        progress: Show a progress bar over the tokens of all rows.
+
+    Returns:
+        A cache of each row, and its (1, vocabulary) logits.
+    """
+    device, known = input_device(model), vocabulary(model)
+    order = sorted(range(len(texts)), key=lambda row: texts[row].shape[1])
+    of_length = {n: list(rows) for n, rows in groupby(order, key=lambda row: texts[row].shape[1])}
+    streams = {n: Stream(torch.cat([texts[row] for row in rows]), device, known) for n, rows in of_length.items()}
+    caches, logits = [cache] * len(texts), [torch.empty(0)] * len(texts)
+
+    def finish(length: int, reader: Reader) -> None:
+        last = _read_on(model, reader, streams[length], bar)
+        assert last is not None
+        parts = [reader.cache] if len(last) == 1 else reader.cache.split(len(last))
+        for row, one, its in zip(of_length[length], parts, last.split(1), strict=True):
+            caches[row], logits[row] = one, its
+
+    waiting, batch = list(of_length), cache.take_rows(torch.tensor(order))
+    with _bar(sum(text.shape[1] for text in texts), progress) as bar, reading(model, batch, waiting[-1], 0) as reader:
+        while len(waiting) > 1:
+            staying = [n for n in waiting if n == waiting[-1] or reader.goes_on_like(n)]
+            if len(staying) == len(waiting):
+                size = reader.chunk_size
+                reader.begin_chunk(final=False)
+                tokens = torch.cat([streams[n].take(size) for n in waiting])
+                run_decoder(model, tokens, batch)
+                bar.update(tokens.numel())
+                continue
+            in_batch = torch.tensor([n for n in waiting for _ in of_length[n]])
+            for length in (n for n in waiting if n not in staying):
+                part = batch.take_rows((in_batch == length).nonzero()[:, 0])
+                with going_on(model, part, reader, length) as own:
+                    finish(length, own)
+            batch.keep_rows(torch.isin(in_batch, torch.tensor(staying)).nonzero()[:, 0])
+            waiting = staying
+        finish(waiting[0], reader)
+    return caches, logits

@@ -7,7 +7,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from locret import method_spec, shipped
 from locret.nearest import nearest
@@ -18,6 +18,8 @@ MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that transformers makes by itself."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
+SHARDS = ("fsdp", "zero3", "tp")
+_OFFLOADS = {"fsdp": ("cpu",), "zero3": ("cpu", "nvme")}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -118,6 +120,14 @@ class _Named:
 class BackboneSource(WeightOptions, _Named):
     """The backbone, and how its weights are loaded."""
 
+    shard: Literal["fsdp", "zero3", "tp"] | None = None
+    """Spread the frozen backbone over the processes that torchrun starts, so that none holds the whole: fsdp (PyTorch)
+    and zero3 (DeepSpeed) bring a layer together while it runs, tp splits every layer by its heads."""
+    shard_offload: Literal["cpu", "nvme"] | None = None
+    """Where each process keeps its part until a layer runs: cpu, the host's memory; with zero3 also nvme, a disk. If
+    none, on its device."""
+    shard_offload_dir: str | None = None
+    """Folder on the disk for --shard-offload nvme."""
     trust_remote_code = False  # an option of its own where code may come with the backbone
     attn_implementation = None  # what transformers chooses
 
@@ -130,6 +140,38 @@ class BackboneSource(WeightOptions, _Named):
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         self.check_weights()
+        self._check_shard()
+
+    def _check_shard(self) -> None:
+        """Refuse ways of sharding that cannot be, or would be ignored.
+
+        Raises:
+            ValueError: Naming the option, and the way out.
+        """
+        offload, folder = self.shard_offload, self.shard_offload_dir
+        if self.shard is None:
+            if offload is not None:
+                raise ValueError(f"--shard-offload {offload} is about --shard, which is not given; add --shard fsdp")
+        elif self.shard not in SHARDS:
+            raise ValueError(f"--shard {self.shard} is unknown; choose one of {', '.join(SHARDS)}")
+        elif given := list(self.given()):
+            raise ValueError(
+                f"--shard {self.shard} spreads weights as they are, so it does not go with "
+                f"--{given[0].replace('_', '-')}; drop one of them"
+            )
+        elif os.environ.get("WORLD_SIZE", "1") == "1":
+            raise ValueError(
+                f"--shard {self.shard} spreads the backbone over several processes, but this is the only one; start "
+                "them with torchrun --nproc-per-node N -m locret.train.command ... (or locret.infer.command, "
+                "locret.infer.evaluation.command)"
+            )
+        if offload is not None and offload not in (where := _OFFLOADS.get(self.shard or "", ())):
+            kept = f"takes {' or '.join(where)}" if where else "keeps every part on its device"
+            raise ValueError(f"--shard-offload {offload} is not for --shard {self.shard}, which {kept}; change one")
+        if (offload == "nvme") != (folder is not None):
+            if folder is None:
+                raise ValueError("--shard-offload nvme needs a folder on that disk; add --shard-offload-dir DIR")
+            raise ValueError(f"--shard-offload-dir {folder} is for --shard-offload nvme, which is not given; add it")
 
     @property
     def place(self) -> str:

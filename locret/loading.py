@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch import nn
 
 from locret import hub, method_spec, scorers
 from locret.backbone.adapters import describe
+from locret.distributed.sharding import load_sharded
 from locret.field_values import shown
 from locret.files import read_json, shards
 from locret.heads.heads import RetainingHeads
@@ -268,7 +270,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
     where = _where(source, options, config, device, dtype)
     with _one_sentence(f"--model {options.model} cannot be loaded"):
         model: nn.Module
-        model, found = AutoModelForCausalLM.from_pretrained(
+        read = partial(
+            AutoModelForCausalLM.from_pretrained,
             source.model,
             config=config,
             revision=source.revision,
@@ -276,8 +279,11 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             dtype=dtype,
             attn_implementation=options.attn_implementation,
             output_loading_info=True,
-            **where,
         )
+        if options.shard is not None:
+            model, found = load_sharded(options, device, dtype, read)
+        else:
+            model, found = read(**where)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
     if foreign := sorted(found["unexpected_keys"]):

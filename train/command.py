@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret.cli.command import print_json, run
 from locret.data.training.sources import find_local
+from locret.distributed.ranks import joined
 from locret.files import locked
 from locret.train import launch, run_folder, training_options
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from locret.train.training_run import TrainingRun
 
+_GO_ON = "--resume goes on from the last checkpoint, if there is one"
 _ASSUMED_RATE = 1e14
 """Operations per second that planned time is stated for: about what a large GPU reaches in bfloat16."""
 
@@ -38,11 +40,13 @@ def command(argv: Sequence[str] | None = None) -> int:
     backbone, data, _, optimizer, _, run = options
     # What can be refused at once is, before torch is imported or the Hub is asked.
     launch.check(optimizer.gradient_accumulation)
+    if run.devices is not None:
+        return _compare_devices(options, chosen)
     folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
     rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
     local = backbone.local_folder() is not None and rows is not None
     locks = launch.is_main_process() and not run.dry_run
-    with locked(folder, f"--output {run.output}") if locks else nullcontext():
+    with locked(folder, f"--output {run.output}") if locks else nullcontext(), joined("locret-train", way_out=_GO_ON):
         from accelerate import PartialState
 
         from locret.train.training_run import TrainingRun
@@ -118,6 +122,35 @@ def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int
     for name, count in plan.items():
         print(f"#   {name.replace('_', ' '):<10} {count / 2**20:>12,.1f} MiB")
     print("\n".join(f"# {line}" for line in _plan(training, process)))
+    return 0
+
+
+def _compare_devices(options: Sequence[Any], chosen: set[str]) -> int:
+    """Print what each way of loading the backbone takes of the cards of `--devices`, and which one to take."""
+    import torch
+
+    from locret.policy.budget import parse_bytes
+    from locret.train import devices_plan
+    from locret.train.memory_plan import gibibytes
+    from locret.train.training_run import TrainingRun
+
+    run = options[-1]
+    devices = devices_plan.Devices.parse(run.devices)
+    host = None if run.host_memory is None else parse_bytes(run.host_memory)
+    training = TrainingRun(options, chosen)
+    training.resolve(torch.device("cuda"))
+    found = training.devices_plan(devices)
+    facts = devices_plan.record(found, devices, host, training.backbone.model)
+    tokens, dtype = training.planned_tokens(), str(training.dtype).removeprefix("torch.")
+    if run.json:
+        print_json({"model": training.backbone.model, "dtype": dtype, "tokens": tokens, **facts})
+        return 0
+    cards = f"{devices.count} card{'s' if devices.count > 1 else ''} of {gibibytes(devices.each)}"
+    print(f"{training.backbone.model} in {dtype}, rows of {tokens:,} tokens, on {cards} ({devices.text})\n")
+    print("\n".join(devices_plan.table(found, devices, host)))
+    print(f"\ntake: {facts['takes'] or 'none'}\nwhy: {facts['why']}")
+    if facts["command"]:
+        print(f"run: {facts['command']}")
     return 0
 
 

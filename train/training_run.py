@@ -26,6 +26,7 @@ from locret.load_options import WeightOptions
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.policy.policy import RetentionPolicy
 from locret.train import checkpointing, launch, run_folder
+from locret.train.devices_plan import Choice, Devices, PlannedRow, choices
 from locret.train.memory_plan import (
     backbone_parameters,
     check_fits,
@@ -92,6 +93,16 @@ class TrainingRun:
             ValueError: For what the user must change.
             OSError: If the Hub refuses or cannot be reached.
         """
+        self.resolve(device)
+        check_fits(self.plan(), self.device, self.backbone.hidden_dim)
+
+    def resolve(self, device: torch.device) -> None:
+        """Settle what the options come to for a device that need not be there; see `check`.
+
+        Raises:
+            ValueError: For what the user must change.
+            OSError: If the Hub refuses or cannot be reached.
+        """
         if self.run.push_to_hub is not None:
             self._check_push(self.run.push_to_hub)
         self.config = known_config(self.backbone) or load_config(self.backbone)
@@ -108,7 +119,6 @@ class TrainingRun:
             logger.warning("--evict-while-training without --init-from: untrained heads evict by chance at first")
         elif self.backbone.init_from is not None and os.path.isdir(self.backbone.init_from):
             self._take_initial_heads(self.backbone.init_from)
-        check_fits(self.plan(), self.device, self.backbone.hidden_dim)
 
     def fetch(self) -> None:
         """Read what may have to be fetched and is small: the config of the backbone itself, and the initial heads.
@@ -209,16 +219,22 @@ class TrainingRun:
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
         return memory_plan(
-            self.config,
-            self.parameters,
-            hidden_dim=self.backbone.hidden_dim,
-            dtype=self.dtype,
-            autocast=self.precision != "no",
-            tokens=self.planned_tokens(),
-            trained_tokens=min(self.data.max_prompt_tokens, describe(self.config).max_positions),
-            kept_features=self.loss.evict_while_training,
-            backbone_bytes=self.weights.on(self.device),
+            self.config, self.parameters, **self._planned_row(), backbone_bytes=self.weights.on(self.device)
         )
+
+    def devices_plan(self, devices: Devices) -> list[Choice]:
+        """Return what each way of loading the backbone takes of these cards."""
+        return choices(PlannedRow(config=self.config, **self._planned_row()), devices)
+
+    def _planned_row(self) -> dict[str, Any]:
+        return {
+            "hidden_dim": self.backbone.hidden_dim,
+            "dtype": self.dtype,
+            "autocast": self.precision != "no",
+            "tokens": self.planned_tokens(),
+            "trained_tokens": min(self.data.max_prompt_tokens, describe(self.config).max_positions),
+            "kept_features": self.loss.evict_while_training,
+        }
 
     def resolved_options(self) -> dict[str, Any]:
         """Return all options, with what "auto" came to."""
@@ -267,7 +283,8 @@ class TrainingRun:
             checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
             records_until(self.folder / run_folder.LOG, state["step"])
         model = load_model(self.backbone, self.config, self.device, self.dtype)
-        heads = self._new_heads(model).follow(model)
+        heads = self._new_heads(model)
+        heads = heads.follow(model) if self.backbone.shard is None else heads.to(self.device)
         if accelerator.is_main_process:
             options, processes = self.resolved_options(), accelerator.num_processes
             record = run_folder.run_record(options, self.chosen, processes, str(accelerator.device))

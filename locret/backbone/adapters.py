@@ -5,11 +5,13 @@ All facts about architectures live here. They come from the config and the modul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import cache_utils
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 FUSED = "qkv_proj"
@@ -17,7 +19,10 @@ _SUPPORTED = (
     "use a decoder-only model with rotary positions (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2, Gemma-3, SmolLM3, "
     "Granite, OLMo-2, OLMo-3)"
 )
-_KINDS = {"full_attention", "sliding_attention"}
+FULL, SLIDING, RECURRENT, BOTH, NONE = "full", "sliding", "recurrent", "both", "none"
+KINDS = (FULL, SLIDING, RECURRENT, BOTH, NONE)
+"""What a layer remembers; see `Backbone.kinds`."""
+_STATELESS = {"moe", "mlp"}  # which transformers 5.17 gives a cache of states that stays empty
 # Kinds of adapters that do part of their work in PEFT's own forward pass, which reading and answering never call.
 _OUTSIDE = {"ADAPTION_PROMPT", "POLY", "SHADOW", "XLORA"}
 
@@ -29,11 +34,30 @@ class LayerShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Width of a key, as it is held."""
+    value_dim: int = 0
+    """Width of a value, as it is held; where 0 is given, that of a key."""
+    query_dim: int = 0
+    """Width of a query head, as it is projected; where 0 is given, that of a key."""
+
+    def __post_init__(self) -> None:
+        for name in ("value_dim", "query_dim"):
+            object.__setattr__(self, name, getattr(self, name) or self.head_dim)
 
     @property
     def feature_dim(self) -> int:
         """Width of one token's concatenated q, k and v."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.num_heads * self.query_dim + self.num_kv_heads * self.unit_dim
+
+    @property
+    def unit_dim(self) -> int:
+        """Numbers of a cache unit: those of its key and its value."""
+        return self.head_dim + self.value_dim
+
+    @property
+    def plain(self) -> bool:
+        """Whether queries, keys and values are equally wide."""
+        return self.head_dim == self.value_dim == self.query_dim
 
 
 @dataclass(frozen=True)
@@ -43,8 +67,9 @@ class Backbone:
     model_type: str
     num_layers: int
     layers: tuple[int, ...]
-    """Layers with full attention, whose cache is bounded by eviction; the others slide over a window of their own."""
+    """Layers with full attention, whose cache is bounded by eviction; what the others remember is bounded already."""
     num_heads: int
+    """Of the first layer with full attention, as the two numbers that follow; `shape` tells those of any layer."""
     num_kv_heads: int
     head_dim: int
     hidden_act: str
@@ -52,20 +77,69 @@ class Backbone:
     max_positions: int
     window: int | None
     """Tokens a sliding-window layer sees, if there are such layers."""
+    kinds: tuple[str, ...] = ()
+    """What each layer remembers: "full" (keys and values of all tokens), "sliding" (those of a window), "recurrent" (a
+    state of fixed size: linear attention, state space, short convolution), "both" (a state, and the keys and values of
+    all tokens) or "none"."""
+    shapes: tuple[LayerShape, ...] = ()
+    """Of every layer, where they differ or a value is not as wide as a key; empty: the three numbers say all."""
+
+    def __post_init__(self) -> None:
+        """Work out what layers remember where nobody says it, as in files of earlier versions."""
+        if not self.kinds:
+            kinds = tuple(FULL if layer in self.layers else SLIDING for layer in range(self.num_layers))
+            object.__setattr__(self, "kinds", kinds)
 
     def shape(self, layer: int) -> LayerShape:
         """Return the shape of one layer's attention."""
-        return LayerShape(self.num_heads, self.num_kv_heads, self.head_dim)
+        return self.shapes[layer] if self.shapes else LayerShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
-    def feature_dim(self) -> int:
-        """Width of one token's concatenated q, k and v."""
-        return self.shape(self.layers[0]).feature_dim
+    def full_shapes(self) -> tuple[LayerShape, ...]:
+        """Shapes of the layers with full attention, in order."""
+        return tuple(map(self.shape, self.layers))
+
+    def check_alike(self, what: str) -> LayerShape:
+        """Return the one shape of all layers, with values as wide as keys.
+
+        Raises:
+            ValueError: If layers differ, or their values are not as wide as their keys; `what` needs it otherwise.
+        """
+        first = self.shape(0)
+        if not first.plain:
+            raise ValueError(
+                f"{what} takes keys and values of one width, but those of {self.model_type} are {first.head_dim} and "
+                f"{first.value_dim} wide; answer with locret.generate"
+            )
+        for layer in range(self.num_layers):
+            if (other := self.shape(layer)) != first:
+                raise ValueError(
+                    f"{what} takes layers of one shape, but layer {layer} of {self.model_type} has "
+                    f"{other.num_kv_heads} KV heads of width {other.head_dim} and layer 0 has {first.num_kv_heads} of "
+                    f"{first.head_dim}; answer with locret.generate"
+                )
+        return first
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain data, without what is as it is in most backbones."""
+        values = asdict(self)
+        usual = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+        return {name: value for name, value in values.items() if name not in usual or value != usual[name]}
 
     @property
     def uniform(self) -> bool:
-        """Whether every layer is a full-attention layer."""
-        return len(self.layers) == self.num_layers
+        """Whether every layer is a full-attention layer, and nothing else remembers anything."""
+        return set(self.kinds) == {FULL}
+
+    @property
+    def slides(self) -> bool:
+        """Whether some layers slide over a window."""
+        return SLIDING in self.kinds
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers carry a state from token to token."""
+        return RECURRENT in self.kinds or BOTH in self.kinds
 
 
 def describe(model_or_config: Any) -> Backbone:
@@ -188,23 +262,19 @@ def _describe_config(config: Any) -> Backbone:
     if getattr(text, "is_heterogeneous", False):
         names = ", ".join(sorted(text.per_layer_attributes))
         raise ValueError(f"the layers of {model_type} differ in {names}, which is not supported; {_SUPPORTED}")
-    kinds = getattr(text, "layer_types", None)
-    recurrent = sorted({kind for kind in kinds or [] if "attention" not in kind or "linear" in kind})
     heads = getattr(text, "num_attention_heads", None)
-    if recurrent or not isinstance(heads, int) or getattr(text, "state_size", None) or hasattr(text, "ssm_cfg"):
+    num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
+    max_positions = _first(text, "max_position_embeddings") if isinstance(heads, int) else 0
+    # A window as long as the context (Phi-3-mini-128K: 262,144) never slides, so such layers count as full attention.
+    slides = window is not None and window < max_positions
+    kinds = tuple(FULL if kind == SLIDING and not slides else kind for kind in layer_kinds(text))[:num_layers]
+    layers = tuple(index for index, kind in enumerate(kinds) if kind in (FULL, BOTH))
+    if RECURRENT in kinds or BOTH in kinds or not isinstance(heads, int):
+        recurrent = sorted({kind for kind in _layer_types(text) if _kind_of(kind) in (RECURRENT, BOTH)})
         raise ValueError(
             f"{model_type} has layers without softmax attention ({', '.join(recurrent) or 'state-space'}); looked for "
             f"{', '.join(SEPARATE)} or {FUSED} in every layer: use a transformer with rotary positions"
         )
-    if others := sorted(set(kinds or []) - _KINDS):
-        raise ValueError(f"{model_type} has layers of {', '.join(others)}, which is not supported; {_SUPPORTED}")
-    num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
-    max_positions = _first(text, "max_position_embeddings")
-    if kinds is None:
-        kinds = ["sliding_attention" if window else "full_attention"] * num_layers
-    # A window as long as the context (Phi-3-mini-128K: 262,144) never slides, so such layers count as full attention.
-    slides = window is not None and window < max_positions
-    layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "full_attention" or not slides)
     if not layers:
         raise ValueError(
             f"every layer of {model_type} slides over a window of {window} tokens, so its cache is bounded already and "
@@ -220,8 +290,60 @@ def _describe_config(config: Any) -> Backbone:
         hidden_act=_first(text, "hidden_act", "hidden_activation"),
         initializer_range=_first(text, "initializer_range"),
         max_positions=max_positions,
-        window=window if len(layers) < num_layers else None,
+        window=window if SLIDING in kinds else None,
+        kinds=kinds,
     )
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """Return what every layer of a text config remembers (see `Backbone.kinds`), as transformers' own cache has it.
+
+    Raises:
+        ValueError: For a layer that remembers something else, such as compressed or chunked attention.
+    """
+    types = _layer_types(config)
+    kinds = {kind: _kind_of(kind) for kind in types}
+    if others := sorted(kind for kind, found in kinds.items() if found is None):
+        raise ValueError(
+            f"{getattr(config, 'model_type', 'this model')} has layers of {', '.join(others)}, which is not supported; "
+            f"{_SUPPORTED}"
+        )
+    return tuple(str(kinds[kind]) for kind in types)
+
+
+def _layer_types(config: Any) -> list[str]:
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return list(types)
+    if hasattr(config, "ssm_cfg") or getattr(config, "state_size", None):  # Mamba and RWKV of earlier versions
+        return ["linear_attention"] * config.num_hidden_layers
+    for name in ("sliding", "chunked"):
+        if getattr(config, {"sliding": "sliding_window", "chunked": "attention_chunk_size"}[name], None) is not None:
+            return [f"{name}_attention"] * config.num_hidden_layers
+    return ["full_attention"] * config.num_hidden_layers
+
+
+def _kind_of(layer_type: str) -> str | None:
+    """Return what layers of a type remember; None: something that is not supported."""
+    if layer_type in _STATELESS:
+        return NONE
+    # Private names of transformers, by which DynamicCache(config=...) makes its layers; the same in 5.17 and 5.23.
+    known = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", None)
+    recurrent = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
+    if known is None or recurrent is None:
+        raise ValueError(
+            "transformers has moved DYNAMIC_LAYER_TYPE_MAPPING or LinearAttentionCacheLayerMixin, by which the layers "
+            "of a backbone are told apart; install transformers 5.17 to 5.23"
+        )
+    held = known.get(layer_type)
+    if held is None:
+        return None
+    if issubclass(held, recurrent):
+        if not issubclass(held, CacheLayerMixin):
+            return RECURRENT
+        return None if issubclass(held, DynamicSlidingWindowLayer) else BOTH
+    # Of layers with a window, chunked ones see another one.
+    return {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING}.get(held) if "chunked" not in layer_type else None
 
 
 def _first(config: Any, *names: str) -> Any:

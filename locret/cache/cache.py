@@ -203,7 +203,7 @@ class RetentionCache(Cache):
         if not isinstance(layer, RetentionLayer):
             raise ValueError(f"layer {index} slides over a window; layers with scored units: {self.backbone.layers}")
         if not layer.is_initialized:
-            return torch.empty(1, self.backbone.num_kv_heads, 0)
+            return torch.empty(1, self.backbone.shape(index).num_kv_heads, 0)
         return layer.store.held(name)
 
     def memory(self) -> CacheMemory:
@@ -487,12 +487,33 @@ class RetentionCache(Cache):
         self.check_whole()
         self._rate_waiting()
         with self._changed_whole():
-            for layer in self.layers:
-                layer.select_rows(rows)
-            for name in _PER_ROW.values():
-                tensor = getattr(self, name)
-                if tensor is not None:
-                    setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+            self.keep_rows(rows)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Do what `select_rows` says, between the chunks of a read too."""
+        for layer in self.layers:
+            layer.select_rows(rows)
+        self._index_rows(rows)
+
+    @torch.inference_mode(False)
+    def take_rows(self, rows: Tensor) -> Self:
+        """Return some rows as a cache of their own, between the chunks of a read too; this one stays as it is."""
+        part = copy.copy(self)
+        part.reader, part._workspace, part._account = None, Workspace(), self._account.copy()
+        part._interrupted, part.layers = False, []
+        for layer in self.layers:  # one after the other: only one layer is held twice as a whole
+            own = layer.copy(part._workspace)
+            own.select_rows(rows)
+            part.layers.append(own)
+        part._index_rows(rows)
+        route(self.model, part)
+        return part
+
+    def _index_rows(self, rows: Tensor) -> None:
+        for name in _PER_ROW.values():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams of a beam search."""
@@ -514,10 +535,11 @@ class RetentionCache(Cache):
         """Return one cache per row, without the empty slots in front of short rows; new ones if nothing was read."""
         if not self.seen:
             return [self.fresh() for _ in range(batch)]
+        self.check_whole()
+        self._rate_waiting()
         rows = []
         for index in range(batch):
-            row = self.copy()
-            row.select_rows(torch.tensor([index]))
+            row = self.take_rows(torch.tensor([index]))
             row.seen -= 0 if self.pad is None else int(self.pad[index])
             row.text_end -= 0 if self.pad is None else int(self.pad[index])
             row.next_position -= 0 if self.shift is None else int(self.shift[index])

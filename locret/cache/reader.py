@@ -47,10 +47,13 @@ class Reader:
     def __init__(self, cache: RetentionCache, *, answering: bool) -> None:
         self.cache, self.policy, self.scorer = cache, cache.policy, cache.scorer
         self.layers: list[RetentionLayer] = cache.governed
-        self.projections: Mapping[int, Projections] = {i: Projections(cache.backbone) for i in cache.backbone.layers}
+        shape = cache.backbone.shape
+        self.projections: Mapping[int, Projections] = {i: Projections(shape(i)) for i in cache.backbone.layers}
         self.masks = MaskMemo()
         self.limits = Limits(cache.policy, cache.scorer, len(cache.backbone.layers))
-        self.waiting = Unscored([layer.store for layer in self.layers])
+        self.waiting = Unscored(
+            [layer.store for layer in self.layers], [s.feature_dim for s in cache.backbone.full_shapes]
+        )
         """Generated units without scores."""
         self.answering = answering
         self.torn = False
@@ -77,11 +80,12 @@ class Reader:
         strategy = prefill_attention.get(self.policy.prefill_attention)
         if strategy is not None:
             self._sparse = [SparseAttention(heads) for heads in strategy.by_head(cache.backbone)]
-        schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.layers])
+        held = [layer.fill for layer in self.layers]
+        schedule = self.limits.plan(prompt_tokens, held)
         capacity = self.limits.capacity(schedule, new_tokens)
         host = self.limits.host_capacity(schedule, [layer.held for layer in self.layers], new_tokens)
         cache.check_reach(max(capacity) + max(host), None if prompt_tokens is None else prompt_tokens + new_tokens)
-        self.limits.begin(schedule)
+        self.limits.begin(schedule, held)
         self.torn = True
         cache.reserve_slots(capacity, host)  # first: the second tier takes what an earlier answer leaves
         for nth, layer in enumerate(self.layers):
@@ -91,6 +95,15 @@ class Reader:
             if self.scorer.fade != 1 and layer.fill:
                 layer.store.columns["scores"].mul_(self.scorer.fade)
         self._new_tokens = new_tokens
+
+    def go_on(self, other: Reader, prompt_tokens: int) -> None:
+        """Take over, in the middle of a read, rows whose prompt is shorter: their chunks have been alike so far."""
+        self.limits.go_on(other.limits, prompt_tokens)
+        self.torn, self._sparse = True, other._sparse
+
+    def goes_on_like(self, prompt_tokens: int) -> bool:
+        """Return whether the chunk to come is the same for a prompt of another length, and more chunks follow in it."""
+        return self.limits.goes_on_like(prompt_tokens)
 
     @property
     def chunk_size(self) -> int:
@@ -225,7 +238,7 @@ class Reader:
         if evicts_now is not None and not self.scorer.needs_hidden:
             refit = None
             if self.policy.refit and (self._last or self.limits.final):
-                refit = Refit(layer.query, view, layer.scaling, layer.softcap, self.cache.backbone.num_kv_heads)
+                refit = Refit(layer.query, view, layer.scaling, layer.softcap, layer.projections.shape.num_kv_heads)
             self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens, refit)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
@@ -330,9 +343,9 @@ class Reader:
         self._note_unsound(scores)
         states = hidden if cache.newest_hidden is None else torch.cat([cache.newest_hidden, hidden], dim=1)
         cache.newest_hidden = states[:, -2:].clone()
-        for nth, layer in enumerate(self.layers):
+        for nth, (layer, shape) in enumerate(zip(self.layers, cache.backbone.full_shapes, strict=True)):
             device = layer.store.held("scores").device
-            layer.rate(scores[:, None].to(device).expand(-1, cache.backbone.num_kv_heads, -1))
+            layer.rate(scores[:, None].to(device).expand(-1, shape.num_kv_heads, -1))
             stay = self._stay_now(nth)
             if stay is not None:
                 layer.evict(stay, cache.next_position + hidden.shape[1])
@@ -346,9 +359,17 @@ def reading(model: nn.Module, cache: RetentionCache, prompt_tokens: int | None, 
         ValueError: If the cache is being read already, or an earlier read of it was interrupted.
     """
     if cache.pad is not None:
-        raise ValueError("rows of different length are read one at a time; use locret.prefill")
+        raise ValueError("rows of different length are read through locret.prefill")
     with instrumented(model), cache.read_by(Reader(cache, answering=False)) as reader:
         reader.begin(prompt_tokens, new_tokens)
+        yield reader
+
+
+@contextmanager
+def going_on(model: nn.Module, cache: RetentionCache, other: Reader, prompt_tokens: int) -> Iterator[Reader]:
+    """Go on reading rows that were taken out of the batch of another reader, of a prompt of so many tokens in all."""
+    with instrumented(model), cache.read_by(Reader(cache, answering=False)) as reader:
+        reader.go_on(other, prompt_tokens)
         yield reader
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from locret.backbone.adapters import find_decoder
 from locret.load_options import WeightOptions
 from locret.weights import placement, quantisation
 from locret.weights.placement import DISK, HOST
@@ -24,15 +26,15 @@ class WeightPlan:
 
     places: dict[str, int]
     """Bytes by device, such as cuda:0, and on "cpu" and "disk"."""
-    largest_moved: int
-    """The most that is brought to a device at once, of what is elsewhere."""
+    gathered: int
+    """The most that is brought to the device at once of what is elsewhere, or unpacked for one product."""
     device_map: dict[str, int | str] | None
     label: str | None
     """What the weights are quantised with."""
 
     def on(self, device: torch.device) -> int:
-        """Return the bytes on a device, with room for what is brought there."""
-        return self.places.get(name_of(device), 0) + self.largest_moved
+        """Return the bytes on a device, with room for what is brought there and unpacked."""
+        return self.places.get(name_of(device), 0) + self.gathered
 
     @property
     def total(self) -> int:
@@ -80,6 +82,8 @@ def plan_weights(
     """
     if sketch is None:
         sketch = sketch_of(config, dtype, trust_remote_code=getattr(source, "trust_remote_code", False))
+    if (shard := getattr(source, "shard", None)) is not None:
+        return _sharded(sketch, shard, device)
     wanted = quantisation.config_of(source, dtype)
     quantiser = _quantiser(sketch, config, wanted, dtype, placement.device_map_of(source))
     device_map = placement.resolve(sketch, source, quantiser)
@@ -90,8 +94,28 @@ def plan_weights(
         places[place] += count
         if device_map is not None and place in (HOST, DISK) and place != name_of(_main(device_map, device)):
             leaves[name.rpartition(".")[0]] += count
+    gathered = max(max(leaves.values(), default=0), _unpacked(sketch, quantiser, dtype))
     label = quantisation.label_of(config) if wanted is None else quantisation.label(wanted)
-    return WeightPlan(dict(places), max(leaves.values(), default=0), device_map, label)
+    return WeightPlan(dict(places), gathered, device_map, label)
+
+
+def _sharded(sketch: nn.Module, shard: str, device: torch.device) -> WeightPlan:
+    """Return the plan of one process of several that hold a part each, in equal parts.
+
+    Those that bring a layer together have two at a time, and what is no layer, which stays.
+    """
+    layers = [sum(weight.nbytes for weight in layer.parameters()) for layer in find_decoder(sketch).layers]
+    total, processes = sum(weight.nbytes for weight in sketch.parameters()), int(os.environ.get("WORLD_SIZE", "1"))
+    gathered = 0 if shard == "tp" else 2 * max(layers) + total - sum(layers)
+    return WeightPlan({name_of(device): -(-total // processes)}, gathered, None, None)
+
+
+def _unpacked(sketch: nn.Module, quantiser: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of the largest weight of less than a byte, which is unpacked before it is multiplied."""
+    if quantiser is None:
+        return 0
+    sizes = ((weight, quantiser.param_element_size(sketch, name, weight)) for name, weight in sketch.named_parameters())
+    return max((weight.numel() * dtype.itemsize for weight, size in sizes if size < 1), default=0)
 
 
 def _main(device_map: dict[str, int | str], device: torch.device) -> torch.device:

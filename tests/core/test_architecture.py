@@ -43,7 +43,7 @@ STOREYS = (
     ("cache",),
     ("token_ids", "chunked_prefill", "generation"),
     ("weights",),
-    ("loading", "conversation", "engines"),
+    ("loading", "distributed", "conversation", "engines"),
 )
 """The rooms of locret from the ground up; each may import those below it and its own storey."""
 STOREY = {room: number for number, rooms in enumerate(STOREYS) for room in rooms}

@@ -68,7 +68,7 @@ def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, 
     planned, held = plan_of(**options), sum(weight.nbytes for weight in model.parameters() if not weight.is_meta)
     assert planned.places.get("cpu", 0) == held
     assert planned.total == sum(weight.nbytes for weight in model.parameters())
-    assert planned.on(CPU) == held + planned.largest_moved
+    assert planned.on(CPU) == held + planned.gathered
     for found, expected in zip(results(model), whole, strict=True):
         assert torch.equal(found, expected)
 

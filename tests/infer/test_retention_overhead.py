@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from locret.infer.speed.floor import read_static
 from locret.infer.speed.lab import retention_overhead as benchmark
+from locret.infer.speed.lab import rows_together
 from locret.infer.speed.shapes import random_model
 
 CONFIG = LlamaConfig(
@@ -56,3 +57,22 @@ def test_the_floor_feeds_the_same_tokens_in_the_same_chunks() -> None:
     assert [part.shape[1] for part in fed] == [10, 10, 10, 10, 8, 5]
     assert torch.equal(torch.cat(fed, dim=1), ids)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.slow
+def test_rows_read_together_are_timed_against_each_by_itself(tmp_path: Path) -> None:
+    random_model(CONFIG).save_pretrained(tmp_path / "model")
+    numbers = ["--tokens", "64", "--rows", "3", "--budget", "16", "--chunk-size", "8", "--stabilizers", "4"]
+    more = ["--local-len", "4", "--repeats", "2", "--hidden-dim", "8", "--threads", "1"]
+    code = rows_together.command(
+        ["--model", str(tmp_path / "model"), *numbers, *more, "--output", str(tmp_path / "record")]
+    )
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert code == 0
+    assert set(record["ratios"]) == {"together/apart", "equal/apart"}
+    assert all(ratio["p50"] > 0 for ratio in record["ratios"].values())
+
+
+def test_a_batch_of_one_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="--rows 1 is no batch"):
+        rows_together.command(["--rows", "1"])
