@@ -261,7 +261,7 @@ def facts(subject: Subject) -> dict[str, Any]:
         "device": str(input_device(subject.model)),
         "versions": versions(),
     }
-    if parameter.is_cuda:
+    if (device := input_device(subject.model)).type == "cuda":
         with suppress(RuntimeError):
-            found["gpu"] = torch.cuda.get_device_name(parameter.device)
+            found["gpu"] = torch.cuda.get_device_name(device)
     return found
