@@ -250,7 +250,7 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             output_loading_info=True,
         )
         if options.shard is not None:
-            model, found = load_sharded(options, device, dtype, read)
+            model, found = load_sharded(options, config, device, dtype, read)
         else:
             # Straight to the device: the host need not hold the weights.
             model, found = read(device_map=None if device.type == "cpu" else {"": device})

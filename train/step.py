@@ -28,6 +28,7 @@ from locret.backbone.chunk import Attended, Chunk
 from locret.cache.cache import RetentionCache
 from locret.chunked_prefill import prefill
 from locret.heads.heads import RetainingHeads
+from locret.heads.shard import shared_by
 from locret.labels import kinds
 from locret.labels.labels import layer_labels, observe, token_row
 from locret.policy.policy import RetentionPolicy
@@ -107,7 +108,7 @@ def train_step(
         prefill(model, prompt_ids[:, :trained], RetentionCache(model, recorder, policy))
         for layer, labels_KT in waiting.items():
             learn(layer, torch.cat(recorder.features.pop(layer)), labels_KT)
-    return step_result(parts, loss, ids.shape[1])
+    return step_result(heads, parts, loss, ids.shape[1])
 
 
 def learn_layer(
@@ -119,19 +120,22 @@ def learn_layer(
     backward: Callable[[Tensor], None],
 ) -> Tensor:
     """Call `backward` with one layer's share of the total; return (3,) its fit, smoothness and overlap, detached."""
+    ranks = shared_by(heads)
     with torch.enable_grad(), _without_cast_cache(features_TF.device.type):
         scores_KT = heads[layer_idx](features_TF).T
         fit, smoothness = fit_and_smoothness(scores_KT, labels_KT, loss)
         # The fit is a mean over layers, smoothness a sum over them.
-        backward(fit / len(heads) + loss.alpha * smoothness)
+        # Both are means over KV heads: where processes share those, each adds its part of the mean.
+        backward((fit / len(heads) + loss.alpha * smoothness) / (1 if ranks is None else ranks.size))
     overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
     # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
     return torch.stack([fit.detach(), smoothness.detach(), overlap])
 
 
-def step_result(parts: list[Tensor], loss: Loss, tokens: int) -> StepResult:
+def step_result(heads: RetainingHeads, parts: list[Tensor], loss: Loss, tokens: int) -> StepResult:
     """Combine what `learn_layer` returned for every layer."""
-    fits, smoothnesses, overlaps = torch.stack(parts, dim=1)
+    values, ranks = torch.stack(parts, dim=1), shared_by(heads)
+    fits, smoothnesses, overlaps = values if ranks is None else ranks.mean(values)
     fit, smoothness = fits.mean(), smoothnesses.sum()
     return StepResult(fit + loss.alpha * smoothness, fit, smoothness, overlaps, tokens)
 
@@ -140,6 +144,7 @@ class _Recorder(Scorer):
     """Scores with the heads, and keeps what they were given."""
 
     name: ClassVar[str] = "recorder"
+    over_ranks: ClassVar[bool] = True
 
     def __init__(self, heads: RetainingHeads) -> None:
         self.heads = heads

@@ -5,13 +5,16 @@ All facts about architectures live here. They come from the config and the modul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from locret.backbone import head_ranks
+from locret.backbone.head_ranks import HeadRanks
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 FUSED = "qkv_proj"
@@ -96,15 +99,49 @@ class Backbone:
 def describe(model_or_config: Any) -> Backbone:
     """Describe a backbone from its config; given a model, also check that its modules are where they should be.
 
+    Where processes share the heads of a model, they are those of this process; a config knows of no processes.
+
     Raises:
         ValueError: For encoder-decoder, state-space and latent-attention models, those whose layers all slide over a
             window or attend to learned sinks, and adapters that work outside of the layers.
     """
-    if isinstance(model_or_config, nn.Module):
-        backbone = _describe_config(unwrap(model_or_config).config)
-        attention_modules(model_or_config)
-        return backbone
-    return _describe_config(model_or_config)
+    backbone = describe_whole(model_or_config)
+    ranks = ranks_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
+    return backbone if ranks is None else on_rank(backbone, ranks.size)
+
+
+def describe_whole(model_or_config: Any) -> Backbone:
+    """Describe a backbone with the heads of all processes; see `describe`."""
+    if not isinstance(model_or_config, nn.Module):
+        return _describe_config(model_or_config)
+    attention_modules(model_or_config)
+    return _describe_config(unwrap(model_or_config).config)
+
+
+def ranks_of(model: nn.Module) -> HeadRanks | None:
+    """Return the processes that share the attention heads of a model; None: it has all of them."""
+    return head_ranks.find(unwrap(model), attention_modules(model))
+
+
+def sharers_of(model: nn.Module) -> HeadRanks | None:
+    """Return the processes that share the weights of a model by tensor parallelism, even if each has all heads."""
+    return head_ranks.sharing(unwrap(model))
+
+
+def on_rank(backbone: Backbone, ranks: int) -> Backbone:
+    """Return a backbone as each of so many processes has it that share its heads.
+
+    Raises:
+        ValueError: If they cannot have equally many.
+    """
+    if backbone.num_kv_heads % ranks or backbone.num_heads % ranks:
+        counts = [count for count in range(2, backbone.num_kv_heads + 1) if backbone.num_kv_heads % count == 0]
+        way_out = f"start {' or '.join(map(str, counts))} processes, or use" if counts else "use"
+        raise ValueError(
+            f"{ranks} processes cannot share the KV heads of {backbone.model_type} equally in tensor parallelism "
+            f"(--shard tp): it has {backbone.num_kv_heads}; {way_out} --shard fsdp"
+        )
+    return replace(backbone, num_heads=backbone.num_heads // ranks, num_kv_heads=backbone.num_kv_heads // ranks)
 
 
 def unwrap(model: Any) -> Any:
