@@ -43,10 +43,10 @@ class ShardedHeads(RetainingHeads):
         """Take this process's part of the weights of whole heads."""
         with torch.inference_mode(False):
             for layer in self.layers:
-                head, name = self[layer], f"heads.{layer}"
+                head = self[layer]
                 for part in ("fc1", "fc2"):
-                    linear: nn.Linear = getattr(head, part)
-                    own = part_of(whole[f"{name}.{part}.weight"], part, self.config, self.ranks).clone()
+                    linear, name = getattr(head, part), f"heads.{layer}.{part}.weight"
+                    own = part_of(whole[name], name, self.config, self.ranks).clone()
                     if linear.weight.is_meta:
                         linear.weight = nn.Parameter(own)
                     else:
@@ -56,8 +56,7 @@ class ShardedHeads(RetainingHeads):
     def whole_state(self) -> dict[str, Tensor]:
         """Return the weights of the whole heads, on the CPU; called in all processes alike."""
         return {
-            name: whole_of(weight, name.split(".")[-2], self.config, self.ranks).cpu()
-            for name, weight in self.state_dict().items()
+            name: whole_of(weight, name, self.config, self.ranks).cpu() for name, weight in self.state_dict().items()
         }
 
     def whole(self) -> RetainingHeads:
@@ -82,29 +81,35 @@ def shared_by(heads: RetainingHeads) -> HeadRanks | None:
     return heads.ranks if isinstance(heads, ShardedHeads) else None
 
 
-def part_of(whole: Tensor, part: str, config: HeadsConfig, ranks: HeadRanks) -> Tensor:
+def part_of(whole: Tensor, name: str, config: HeadsConfig, ranks: HeadRanks) -> Tensor:
     """Return this process's part of a weight, or of anything of its shape.
 
     Args:
         whole: (R, F) of `fc1`, (K, R) of `fc2`.
-        part: Which of them.
+        name: Of the weight, as in `RetainingHeads.state_dict`.
         config: Of the whole heads.
         ranks: The processes.
     """
-    if part == "fc2":
+    widths = _widths(name, config)
+    if widths is None:
         return ranks.own(whole, 0)
-    return torch.cat([ranks.own(states, 1) for states in whole.split(_widths(config), dim=1)], dim=1)
+    return torch.cat([ranks.own(states, 1) for states in whole.split(widths, dim=1)], dim=1)
 
 
-def whole_of(own: Tensor, part: str, config: HeadsConfig, ranks: HeadRanks) -> Tensor:
+def whole_of(own: Tensor, name: str, config: HeadsConfig, ranks: HeadRanks) -> Tensor:
     """Undo `part_of`; called in all processes alike."""
-    if part == "fc2":
+    widths = _widths(name, config)
+    if widths is None:
         return ranks.gather(own, 0)
-    states = own.split([width // ranks.size for width in _widths(config)], dim=1)
+    states = own.split([width // ranks.size for width in widths], dim=1)
     return torch.cat([ranks.gather(one, 1) for one in states], dim=1)
 
 
-def _widths(config: HeadsConfig) -> list[int]:
-    """Return how many features are q, k and v."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    return [heads * config.head_dim, kv_heads * config.head_dim, kv_heads * config.head_dim]
+def _widths(name: str, config: HeadsConfig) -> list[int] | None:
+    """Return how many inputs of W1 are q, k and v; None for W2, whose outputs are KV heads."""
+    _, layer, part, _ = name.split(".")
+    shape = config.shape(int(layer))
+    if part == "fc2":
+        return None
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    return [heads * shape.query_dim, kv_heads * shape.head_dim, kv_heads * shape.value_dim]

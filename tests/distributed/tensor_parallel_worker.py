@@ -313,7 +313,7 @@ def training(both: Both) -> Any:
             for model, ours in ((both.whole, whole), (both.part, part))
         ]
         far = [
-            float((part_of(theirs.grad, key.split(".")[-2], part.config, both.ranks) - ours.grad).abs().max())
+            float((part_of(theirs.grad, key, part.config, both.ranks) - ours.grad).abs().max())
             for (key, theirs), ours in zip(whole.named_parameters(), part.parameters(), strict=True)
         ]
         most = max(float(one.grad.abs().max()) for one in whole.parameters())
