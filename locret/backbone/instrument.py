@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
-from locret.backbone.adapters import FUSED, Backbone, attention_modules, describe, find_decoder, unwrap
+from locret.backbone.adapters import FUSED, LayerShape, attention_modules, describe, find_decoder, unwrap
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.rotary import long_factors, uses_long_factors
@@ -168,7 +168,7 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     with ExitStack() as stack:
         for module, index in layers.items():
             if index in full:
-                for source, hook in recorders(module, backbone, _finder(index)):
+                for source, hook in recorders(module, backbone.shape(index), _finder(index)):
                     stack.callback(source.register_forward_hook(hook).remove)
         begin, finish, leave = _pass_hooks(instrument)
         stack.callback(decoder.register_forward_pre_hook(begin, with_kwargs=True).remove)
@@ -218,13 +218,13 @@ def _finder(index: int) -> Callable[[], Projections | None]:
 
 
 def recorders(
-    module: nn.Module, backbone: Backbone, find: Callable[[], Projections | None]
+    module: nn.Module, shape: LayerShape, find: Callable[[], Projections | None]
 ) -> list[tuple[nn.Module, Any]]:
     """Return which modules of an attention module to hook, and with what, to record its projections (or the norms).
 
     Args:
         module: An attention module.
-        backbone: Its backbone's shape.
+        shape: Its shape.
         find: Says where to record what is computed now; None: nowhere.
     """
 
@@ -239,7 +239,7 @@ def recorders(
     if hasattr(module, FUSED):
         return [(getattr(module, FUSED), record(FUSED, 0))]
     found = []
-    for name, heads in (("q", backbone.num_heads), ("k", backbone.num_kv_heads), ("v", backbone.num_kv_heads)):
+    for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
         source = next(n for n in (f"{name}_norm", f"{name}_proj") if getattr(module, n, None) is not None)
         found.append((getattr(module, source), record(name, heads)))
     return found
