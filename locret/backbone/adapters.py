@@ -5,7 +5,7 @@ All facts about architectures live here. They come from the config and the modul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -34,11 +34,30 @@ class LayerShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Width of a key, as it is held."""
+    value_dim: int = 0
+    """Width of a value, as it is held; where 0 is given, that of a key."""
+    query_dim: int = 0
+    """Width of a query head, as it is projected; where 0 is given, that of a key."""
+
+    def __post_init__(self) -> None:
+        for name in ("value_dim", "query_dim"):
+            object.__setattr__(self, name, getattr(self, name) or self.head_dim)
 
     @property
     def feature_dim(self) -> int:
         """Width of one token's concatenated q, k and v."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.num_heads * self.query_dim + self.num_kv_heads * self.unit_dim
+
+    @property
+    def unit_dim(self) -> int:
+        """Numbers of a cache unit: those of its key and its value."""
+        return self.head_dim + self.value_dim
+
+    @property
+    def plain(self) -> bool:
+        """Whether queries, keys and values are equally wide."""
+        return self.head_dim == self.value_dim == self.query_dim
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,7 @@ class Backbone:
     layers: tuple[int, ...]
     """Layers with full attention, whose cache is bounded by eviction; what the others remember is bounded already."""
     num_heads: int
+    """Of the first layer with full attention, as the two numbers that follow; `shape` tells those of any layer."""
     num_kv_heads: int
     head_dim: int
     hidden_act: str
@@ -61,6 +81,8 @@ class Backbone:
     """What each layer remembers: "full" (keys and values of all tokens), "sliding" (those of a window), "recurrent" (a
     state of fixed size: linear attention, state space, short convolution), "both" (a state, and the keys and values of
     all tokens) or "none"."""
+    shapes: tuple[LayerShape, ...] = ()
+    """Of every layer, where they differ or a value is not as wide as a key; empty: the three numbers say all."""
 
     def __post_init__(self) -> None:
         """Work out what layers remember where nobody says it, as in files of earlier versions."""
@@ -70,12 +92,39 @@ class Backbone:
 
     def shape(self, layer: int) -> LayerShape:
         """Return the shape of one layer's attention."""
-        return LayerShape(self.num_heads, self.num_kv_heads, self.head_dim)
+        return self.shapes[layer] if self.shapes else LayerShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
-    def feature_dim(self) -> int:
-        """Width of one token's concatenated q, k and v."""
-        return self.shape(self.layers[0]).feature_dim
+    def full_shapes(self) -> tuple[LayerShape, ...]:
+        """Shapes of the layers with full attention, in order."""
+        return tuple(map(self.shape, self.layers))
+
+    def check_alike(self, what: str) -> LayerShape:
+        """Return the one shape of all layers, with values as wide as keys.
+
+        Raises:
+            ValueError: If layers differ, or their values are not as wide as their keys; `what` needs it otherwise.
+        """
+        first = self.shape(0)
+        if not first.plain:
+            raise ValueError(
+                f"{what} takes keys and values of one width, but those of {self.model_type} are {first.head_dim} and "
+                f"{first.value_dim} wide; answer with locret.generate"
+            )
+        for layer in range(self.num_layers):
+            if (other := self.shape(layer)) != first:
+                raise ValueError(
+                    f"{what} takes layers of one shape, but layer {layer} of {self.model_type} has "
+                    f"{other.num_kv_heads} KV heads of width {other.head_dim} and layer 0 has {first.num_kv_heads} of "
+                    f"{first.head_dim}; answer with locret.generate"
+                )
+        return first
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain data, without what is as it is in most backbones."""
+        values = asdict(self)
+        usual = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+        return {name: value for name, value in values.items() if name not in usual or value != usual[name]}
 
     @property
     def uniform(self) -> bool:

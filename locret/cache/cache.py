@@ -203,7 +203,7 @@ class RetentionCache(Cache):
         if not isinstance(layer, RetentionLayer):
             raise ValueError(f"layer {index} slides over a window; layers with scored units: {self.backbone.layers}")
         if not layer.is_initialized:
-            return torch.empty(1, self.backbone.num_kv_heads, 0)
+            return torch.empty(1, self.backbone.shape(index).num_kv_heads, 0)
         return layer.store.held(name)
 
     def memory(self) -> CacheMemory:

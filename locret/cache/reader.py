@@ -44,13 +44,19 @@ class Reader:
         answering: Whether tokens are generated, or a prompt is read.
     """
 
+    exchange = None
+    """A cache holds all tokens that stay."""
+
     def __init__(self, cache: RetentionCache, *, answering: bool) -> None:
         self.cache, self.policy, self.scorer = cache, cache.policy, cache.scorer
         self.layers: list[RetentionLayer] = cache.governed
-        self.projections: Mapping[int, Projections] = {i: Projections(cache.backbone) for i in cache.backbone.layers}
+        shape = cache.backbone.shape
+        self.projections: Mapping[int, Projections] = {i: Projections(shape(i)) for i in cache.backbone.layers}
         self.masks = MaskMemo()
         self.limits = Limits(cache.policy, cache.scorer, len(cache.backbone.layers))
-        self.waiting = Unscored([layer.store for layer in self.layers])
+        self.waiting = Unscored(
+            [layer.store for layer in self.layers], [s.feature_dim for s in cache.backbone.full_shapes]
+        )
         """Generated units without scores."""
         self.answering = answering
         self.torn = False
@@ -235,7 +241,7 @@ class Reader:
         if evicts_now is not None and not self.scorer.needs_hidden:
             refit = None
             if self.policy.refit and (self._last or self.limits.final):
-                refit = Refit(layer.query, view, layer.scaling, layer.softcap, self.cache.backbone.num_kv_heads)
+                refit = Refit(layer.query, view, layer.scaling, layer.softcap, layer.projections.shape.num_kv_heads)
             self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens, refit)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
@@ -340,9 +346,9 @@ class Reader:
         self._note_unsound(scores)
         states = hidden if cache.newest_hidden is None else torch.cat([cache.newest_hidden, hidden], dim=1)
         cache.newest_hidden = states[:, -2:].clone()
-        for nth, layer in enumerate(self.layers):
+        for nth, (layer, shape) in enumerate(zip(self.layers, cache.backbone.full_shapes, strict=True)):
             device = layer.store.held("scores").device
-            layer.rate(scores[:, None].to(device).expand(-1, cache.backbone.num_kv_heads, -1))
+            layer.rate(scores[:, None].to(device).expand(-1, shape.num_kv_heads, -1))
             stay = self._stay_now(nth)
             if stay is not None:
                 layer.evict(stay, cache.next_position + hidden.shape[1])

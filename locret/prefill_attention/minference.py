@@ -161,12 +161,15 @@ class MInference(PrefillAttention):
                 f"{backbone.num_layers}; give the patterns that were searched for it"
             )
         for layer, heads in enumerate(layers):
-            if beyond := [head for head in heads if head >= backbone.num_heads]:
+            if beyond := [head for head in heads if head >= backbone.shape(layer).num_heads]:
                 raise ValueError(
                     f"prefill_attention minference: {self.patterns} has a head {beyond[0]} in layer {layer}, but the "
-                    f"backbone has {backbone.num_heads} heads; give the patterns that were searched for it"
+                    f"backbone has {backbone.shape(layer).num_heads} heads; give the patterns that were searched for it"
                 )
-        return [[heads.get(head, self.usual) for head in range(backbone.num_heads)] for heads in layers]
+        return [
+            [heads.get(head, self.usual) for head in range(backbone.shape(layer).num_heads)]
+            for layer, heads in enumerate(layers)
+        ]
 
     def covers(self, slots: int) -> bool:
         """See `PrefillAttention`."""

@@ -38,7 +38,7 @@ class OracleScorer(Scorer):
             ValueError: If they have another number of layers or KV heads.
         """
         backbone = describe(model)
-        wanted = (len(backbone.layers), backbone.num_kv_heads)
+        wanted = (len(backbone.layers), max(shape.num_kv_heads for shape in backbone.full_shapes))
         if self.labels.ndim != 3 or tuple(self.labels.shape[:2]) != wanted:
             raise ValueError(
                 f"labels of shape {tuple(self.labels.shape)} do not fit this backbone; give (layers, kv_heads, n) = "
@@ -49,7 +49,7 @@ class OracleScorer(Scorer):
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L); tokens after the labelled ones, generated ones, score below all."""
         positions_L = chunk.positions.reshape(-1, chunk.positions.shape[-1])[0]
-        labels_KN = self.labels[chunk.prepared[chunk.layer_idx]].to(chunk.key.device)
+        labels_KN = self.labels[chunk.prepared[chunk.layer_idx]].to(chunk.key.device)[: chunk.key.shape[1]]
         known_L = positions_L < labels_KN.shape[1]
         scores_KL = labels_KN[:, positions_L.clamp(max=labels_KN.shape[1] - 1)]
         scores_KL = torch.where(known_L, scores_KL, torch.full_like(scores_KL, torch.finfo(torch.float32).min))
