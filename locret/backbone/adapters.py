@@ -287,14 +287,16 @@ def _describe_config(config: Any) -> Backbone:
             "use a causal language model"
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "is_heterogeneous", False):
+        names = ", ".join(sorted(text.per_layer_attributes))
+        raise ValueError(f"the layers of {model_type} differ in {names}, which is not supported; {_SUPPORTED}")
+    if not hasattr(text, "num_hidden_layers"):
+        raise ValueError(f"{model_type} is made of several stacks of layers, which is not supported; {_SUPPORTED}")
     if getattr(text, "kv_lora_rank", None):
         raise ValueError(
             f"{model_type} uses latent attention (kv_a_proj_with_mqa); looked for {', '.join(SEPARATE)} or {FUSED}: "
             "its cache has no separate keys and values to evict"
         )
-    if getattr(text, "is_heterogeneous", False):
-        names = ", ".join(sorted(text.per_layer_attributes))
-        raise ValueError(f"the layers of {model_type} differ in {names}, which is not supported; {_SUPPORTED}")
     heads = getattr(text, "num_attention_heads", None)
     num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
     max_positions = _first(text, "max_position_embeddings") if isinstance(heads, int) else 0
