@@ -281,7 +281,7 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             output_loading_info=True,
         )
         if options.shard is not None:
-            model, found = load_sharded(options, device, dtype, read)
+            model, found = load_sharded(options, config, device, dtype, read)
         else:
             model, found = read(**where)
         if missing := sorted(found["missing_keys"]):

@@ -32,8 +32,22 @@ NAME = "locret"
 _NOTHING = object()
 
 
+class Exchange(Protocol):
+    """How processes that hold a slice of a text's tokens each attend: to all tokens, with some of the heads."""
+
+    def heads(self, states: Tensor) -> Tensor:
+        """Given (1, H, own tokens, D), return (1, own heads, all tokens, D)."""
+
+    def tokens(self, states: Tensor) -> Tensor:
+        """Given (1, own heads, all tokens, D), return (1, H, own tokens, D)."""
+
+
 class Observer(Protocol):
     """What a forward pass talks to: the reader of a cache, or the label pass of training."""
+
+    exchange: Exchange | None
+    """How processes share the tokens of a pass; None: this one has them all. What it is told of a layer is the part of
+    this process then: projections of its tokens; queries, keys and values of its heads."""
 
     @property
     def projections(self) -> Mapping[int, Projections]:
@@ -312,6 +326,9 @@ def locret_attention(
             "supported; use another model"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    exchange = observer.exchange
+    if exchange is not None:
+        query, key, value = (exchange.heads(states) for states in (query, key, value))
     view = observer.view(index, query, scaling) or View(key, value)
     out = attend(
         query,
@@ -322,6 +339,8 @@ def locret_attention(
         window=None if full else sliding_window,
         flash=instrument.flash,
     )
+    if exchange is not None:
+        out = exchange.tokens(out)
     if full:
         projections = observer.projections[index]
         observer.attended(
