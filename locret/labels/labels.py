@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import Backbone, describe
+from locret.backbone.adapters import Backbone, describe, device_of
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.forward import run_decoder
 from locret.backbone.instrument import instrumented
+from locret.backbone.passes import keeping_step
 from locret.labels import kinds
 from locret.labels.base import LabelKind
 
@@ -54,6 +55,7 @@ class LayerObserver:
 
 
 @torch.no_grad()
+@keeping_step
 def observe(model: nn.Module, input_ids: Tensor, on_layer: Callable[[Attended], None]) -> None:
     """Run the decoder once over (1, S) token ids, without cache and without the language-model head.
 
@@ -241,4 +243,4 @@ def token_row(ids: Tensor, name: str) -> Tensor:
 
 
 def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+    return device_of(model)
