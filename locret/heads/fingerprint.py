@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import unwrap
+from locret.backbone.adapters import sharers_of, unwrap
+from locret.backbone.head_ranks import HeadRanks, is_spread, samples_of_spread
 
 _SAMPLES = 16
 _EXACT = (torch.float64, torch.float32, torch.bfloat16)
@@ -38,7 +39,8 @@ def weight_fingerprint(model: nn.Module) -> str | None:
     """Return a SHA-256 over every parameter's name, shape and 16 evenly spaced values, rounded to bfloat16.
 
     The rounding makes it the same for a backbone loaded in float32 or in bfloat16. It tells other weights from these,
-    not a change of a few single weights, and proves nothing to somebody who wants to cheat.
+    not a change of a few single weights, and proves nothing to somebody who wants to cheat. Processes that share the
+    weights by tensor parallelism all have to ask, and get that of the whole.
 
     Args:
         model: A backbone; an adapter's weights count too.
@@ -90,12 +92,14 @@ def sample_sharded(model: nn.Module, whole: Callable[[nn.Parameter], AbstractCon
 
 def _samples_of(model: nn.Module) -> Iterator[_Sample | None]:
     """Yield what counts, parameter by parameter; None for one that is not there to be read."""
-    base = unwrap(model)
+    base, ranks = unwrap(model), sharers_of(model)
     if base in _GATHERED:
         yield from _GATHERED[base]
         return
     for name, weight in sorted(base.named_parameters()):
-        if type(weight.data) is not Tensor or weight.is_meta or not weight.numel():
+        if ranks is not None and is_spread(weight):
+            yield _Sample(name, tuple(weight.shape), _values(weight.data, ranks), plain=True)
+        elif type(weight.data) is not Tensor or weight.is_meta or not weight.numel():
             yield None
         else:
             yield _Sample(name, tuple(weight.shape), _values(weight.data), type(weight) is nn.Parameter)
@@ -107,7 +111,9 @@ def crc(tensor: Tensor, start: int = 0) -> int:
     return zlib.crc32(held.data, start) if held.size else start
 
 
-def _values(weight: Tensor) -> Tensor:
+def _values(weight: Tensor, ranks: HeadRanks | None = None) -> Tensor:
+    places = torch.linspace(0, weight.numel() - 1, _SAMPLES, dtype=torch.float64).long()
+    if ranks is not None:
+        return samples_of_spread(weight.detach(), places, ranks).cpu()
     flat = weight.detach().reshape(-1)
-    at = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).long()
-    return flat[at.to(flat.device)].cpu()
+    return flat[places.to(flat.device)].cpu()

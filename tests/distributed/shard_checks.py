@@ -111,7 +111,7 @@ def main(shard: str, offload: str | None = None, folder: str | None = None) -> N
         model = load_model(source, load_config(source), CPU, torch.float32)
         found = own.gather(measure(own, whole, model))
         if own.is_main:
-            print(json.dumps({name: [one[name] for one in found] for name in found[0]}), flush=True)
+            sys.stdout.write(json.dumps({name: [one[name] for one in found] for name in found[0]}) + "\n")
 
 
 if __name__ == "__main__":
