@@ -232,7 +232,11 @@ def device_of(module: nn.Module) -> torch.device:
             device = getattr(single, "execution_device", None)
             if device is not None:
                 return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return next(module.parameters()).device
+    weight = next(module.parameters())
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is not None and mesh.device_type != weight.device.type:  # sharded, and kept in the host's memory
+        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return weight.device
 
 
 def input_device(model: nn.Module) -> torch.device:

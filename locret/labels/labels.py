@@ -24,6 +24,7 @@ from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.forward import run_decoder
 from locret.backbone.instrument import Exchange, instrumented
+from locret.backbone.passes import keeping_step
 from locret.labels import kinds
 from locret.labels.base import LabelKind
 
@@ -57,6 +58,7 @@ class LayerObserver:
 
 
 @torch.no_grad()
+@keeping_step
 def observe(model: nn.Module, input_ids: Tensor, on_layer: Callable[[Attended], None]) -> None:
     """Run the decoder once over (1, S) token ids, without cache and without the language-model head.
 
