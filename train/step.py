@@ -24,12 +24,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import describe
+from locret.backbone.adapters import describe, input_device
 from locret.backbone.chunk import Attended, Chunk
 from locret.cache.cache import RetentionCache
 from locret.chunked_prefill import prefill
 from locret.distributed.ulysses import RowRanks, observe_share
 from locret.heads.heads import RetainingHeads
+from locret.heads.shard import shared_by
 from locret.labels import kinds
 from locret.labels.labels import layer_labels, observe, token_row
 from locret.policy.policy import RetentionPolicy
@@ -111,13 +112,15 @@ def train_step(
         else:
             waiting[chunk.layer_idx] = labels_KT[:, :trained]
 
-    ids = torch.cat([prompt_ids, answer_ids], dim=1).to(next(model.parameters()).device)
+    ids = torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model))
     observe(model, ids, on_layer)
     if policy is not None:
         recorder = _Recorder(heads)
         prefill(model, prompt_ids[:, :trained], RetentionCache(model, recorder, policy))
         for layer, labels_KT in waiting.items():
             learn(layer, recorder.features_of(layer), labels_KT)
+    if (ranks := shared_by(heads)) is not None:
+        parts = list(ranks.mean(torch.stack(parts)))
     return step_result(parts, loss, ids.shape[1])
 
 
@@ -180,11 +183,13 @@ def learn_layer(
     backward: Callable[[Tensor], None],
 ) -> Tensor:
     """Call `backward` with one layer's share of the total; return (3,) its fit, smoothness and overlap, detached."""
+    ranks = shared_by(heads)
     with torch.enable_grad(), _without_cast_cache(features_TF.device.type):
         scores_KT = heads[layer_idx](features_TF).T
         fit, smoothness = fit_and_smoothness(scores_KT, labels_KT, loss)
         # The fit is a mean over layers, smoothness a sum over them.
-        backward(fit / len(heads) + loss.alpha * smoothness)
+        # Both are means over KV heads: where processes share those, each adds its part of the mean.
+        backward((fit / len(heads) + loss.alpha * smoothness) / (1 if ranks is None else ranks.size))
     overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
     # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
     return torch.stack([fit.detach(), smoothness.detach(), overlap])
@@ -206,6 +211,7 @@ class _Recorder(Scorer):
     """
 
     name: ClassVar[str] = "recorder"
+    over_ranks: ClassVar[bool] = True
 
     def __init__(self, heads: RetainingHeads, kept: range | None = None) -> None:
         self.heads, self._kept = heads, kept

@@ -5,13 +5,16 @@ All facts about architectures live here. They come from the config and the modul
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from locret.backbone import head_ranks
+from locret.backbone.head_ranks import HeadRanks
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 FUSED = "qkv_proj"
@@ -145,15 +148,55 @@ class Backbone:
 def describe(model_or_config: Any) -> Backbone:
     """Describe a backbone from its config; given a model, also check that its modules are where they should be.
 
+    Where processes share the heads of a model, they are those of this process; a config knows of no processes.
+
     Raises:
         ValueError: For encoder-decoder, state-space and latent-attention models, those whose layers all slide over a
             window or attend to learned sinks, and adapters that work outside of the layers.
     """
-    if isinstance(model_or_config, nn.Module):
-        backbone = _describe_config(unwrap(model_or_config).config)
-        attention_modules(model_or_config)
-        return backbone
-    return _describe_config(model_or_config)
+    backbone = describe_whole(model_or_config)
+    ranks = ranks_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
+    return backbone if ranks is None else on_rank(backbone, ranks.size)
+
+
+def describe_whole(model_or_config: Any) -> Backbone:
+    """Describe a backbone with the heads of all processes; see `describe`."""
+    if not isinstance(model_or_config, nn.Module):
+        return _describe_config(model_or_config)
+    attention_modules(model_or_config)
+    return _describe_config(unwrap(model_or_config).config)
+
+
+def ranks_of(model: nn.Module) -> HeadRanks | None:
+    """Return the processes that share the attention heads of a model; None: it has all of them."""
+    return head_ranks.find(unwrap(model), attention_modules(model))
+
+
+def sharers_of(model: nn.Module) -> HeadRanks | None:
+    """Return the processes that share the weights of a model by tensor parallelism, even if each has all heads."""
+    return head_ranks.sharing(unwrap(model))
+
+
+def on_rank(backbone: Backbone, ranks: int) -> Backbone:
+    """Return a backbone as each of so many processes has it that share its heads.
+
+    Raises:
+        ValueError: If they cannot have equally many.
+    """
+    kv_heads = {shape.num_kv_heads for shape in backbone.shapes} or {backbone.num_kv_heads}
+    if any(count % ranks for count in kv_heads):
+        counts = [count for count in range(2, min(kv_heads) + 1) if not any(one % count for one in kv_heads)]
+        way_out = f"start {' or '.join(map(str, counts))} processes, or use" if counts else "use"
+        raise ValueError(
+            f"{ranks} processes cannot share the KV heads of {backbone.model_type} equally in tensor parallelism "
+            f"(--shard tp): it has {' or '.join(map(str, sorted(kv_heads)))}; {way_out} --shard fsdp"
+        )
+    shapes = tuple(_part(shape, ranks) for shape in backbone.shapes)
+    return replace(_part(backbone, ranks), shapes=shapes)
+
+
+def _part(shape: Any, ranks: int) -> Any:
+    return replace(shape, num_heads=shape.num_heads // ranks, num_kv_heads=shape.num_kv_heads // ranks)
 
 
 def unwrap(model: Any) -> Any:
@@ -194,6 +237,16 @@ def device_of(module: nn.Module) -> torch.device:
 def input_device(model: nn.Module) -> torch.device:
     """Return where a backbone wants its token ids."""
     return device_of(unwrap(model).get_input_embeddings())
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype that a backbone computes in, and so that of its keys and values.
+
+    It is the embeddings': quantised matrices hold codes, and parameters of eight bits are none that are computed in.
+    """
+    weights = [*unwrap(model).get_input_embeddings().parameters(), *model.parameters()]
+    found: list[torch.dtype] = [weight.dtype for weight in weights]
+    return next(dtype for dtype in found if dtype.is_floating_point and dtype.itemsize > 1)
 
 
 def find_decoder(model: nn.Module) -> Any:
@@ -244,14 +297,16 @@ def _describe_config(config: Any) -> Backbone:
             "use a causal language model"
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "is_heterogeneous", False):
+        names = ", ".join(sorted(text.per_layer_attributes))
+        raise ValueError(f"the layers of {model_type} differ in {names}, which is not supported; {_SUPPORTED}")
+    if not hasattr(text, "num_hidden_layers"):
+        raise ValueError(f"{model_type} is made of several stacks of layers, which is not supported; {_SUPPORTED}")
     if getattr(text, "kv_lora_rank", None):
         raise ValueError(
             f"{model_type} uses latent attention (kv_a_proj_with_mqa); looked for {', '.join(SEPARATE)} or {FUSED}: "
             "its cache has no separate keys and values to evict"
         )
-    if getattr(text, "is_heterogeneous", False):
-        names = ", ".join(sorted(text.per_layer_attributes))
-        raise ValueError(f"the layers of {model_type} differ in {names}, which is not supported; {_SUPPORTED}")
     heads = getattr(text, "num_attention_heads", None)
     num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
     max_positions = _first(text, "max_position_embeddings") if isinstance(heads, int) else 0
