@@ -152,7 +152,7 @@ def describe(model_or_config: Any) -> Backbone:
 
     Raises:
         ValueError: For encoder-decoder, state-space and latent-attention models, those whose layers all slide over a
-            window or attend to learned sinks, and adapters that work outside of the layers.
+            window, and adapters that work outside of the layers.
     """
     backbone = describe_whole(model_or_config)
     ranks = ranks_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
@@ -163,8 +163,9 @@ def describe_whole(model_or_config: Any) -> Backbone:
     """Describe a backbone with the heads of all processes; see `describe`."""
     if not isinstance(model_or_config, nn.Module):
         return _describe_config(model_or_config)
+    backbone = _describe_config(unwrap(model_or_config).config)
     attention_modules(model_or_config)
-    return _describe_config(unwrap(model_or_config).config)
+    return backbone
 
 
 def ranks_of(model: nn.Module) -> HeadRanks | None:
@@ -231,7 +232,11 @@ def device_of(module: nn.Module) -> torch.device:
             device = getattr(single, "execution_device", None)
             if device is not None:
                 return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return next(module.parameters()).device
+    weight = next(module.parameters())
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is not None and mesh.device_type != weight.device.type:  # sharded, and kept in the host's memory
+        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return weight.device
 
 
 def input_device(model: nn.Module) -> torch.device:
@@ -277,10 +282,6 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
     for module in layer.modules():
         if hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE):
-            if getattr(module, "sinks", None) is not None:
-                raise ValueError(
-                    f"{type(unwrap(model)).__name__} attends to learned sinks, which are not supported; {_SUPPORTED}"
-                )
             return module
     found = sorted(name for name, _ in layer.named_children())
     raise ValueError(
