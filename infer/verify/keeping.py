@@ -84,10 +84,20 @@ def protected(subject: Subject) -> Iterator[Finding]:
             recent, first = max(recent, newest), max(first, sinks)
             del nth
     yield exact(
-        f"newest units after a chunk, up to {recent:,} stabilizers", not lost_recent, f"{lost_recent:,} lost", "0 lost", "exact"
+        f"newest units after a chunk, up to {recent:,} stabilizers",
+        not lost_recent,
+        f"{lost_recent:,} lost",
+        "0 lost",
+        "exact",
     )
     if first:
-        yield exact(f"first {first} tokens of the text, which {scorer.name} keeps", not lost_first, f"{lost_first:,} lost", "0 lost", "exact")
+        yield exact(
+            f"first {first} tokens of the text, which {scorer.name} keeps",
+            not lost_first,
+            f"{lost_first:,} lost",
+            "0 lost",
+            "exact",
+        )
     local = read.cache.seen - read.steps[-1].seen if read.steps else 0
     missing = sum(
         position not in set(head.tolist())
@@ -135,8 +145,9 @@ def units(subject: Subject) -> Iterator[Finding]:
         ok=turned <= limit,
         measured=turned,
         tolerance=limit,
-        why="exact: keys are moved, never changed" if turn is None else f"8 units in the last place ({epsilon:.1e}), and "
-        f"rounded angles of up to {reach:,} rad",
+        why="exact: keys are moved, never changed"
+        if turn is None
+        else f"8 units in the last place ({epsilon:.1e}), and rounded angles of up to {reach:,} rad",
         means="kept keys are rotated wrongly, so everything that is not recent is misplaced; use --positions original, "
         "and report it with this table",
     )

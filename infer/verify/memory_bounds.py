@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from locret import RetentionCache
 from locret.backbone.rotary import Rotary
 from locret.cache.limits import planned_bytes, planned_host_bytes
-from locret.infer.verify.findings import Finding, exact
-from locret.infer.verify.subject import NEW_TOKENS, Subject
+from locret.infer.verify.findings import Finding, NotHere, exact
+from locret.infer.verify.subject import NEW_TOKENS, Subject, kept_by_head
 
 
 def planned_bytes_are_counted(subject: Subject) -> Iterator[Finding]:
@@ -51,6 +52,38 @@ def planned_bytes_are_counted(subject: Subject) -> Iterator[Finding]:
         f"{memory.peak:,}",
         f"{short:,}",
         "exact: it must not grow with the text",
+    )
+
+
+def decode_budget(subject: Subject) -> Iterator[Finding]:
+    """Answer within a bound."""
+    interval, scorer = 4, subject.rates
+    if not scorer.rates_answers:
+        raise NotHere(f"scorer {scorer.name} is not defined for generated tokens")
+    plain = subject.plain_policy
+    if plain.recalls_blocks:
+        raise NotHere(f"recall_by={plain.recall_by} bounds an answer by a rule of its own")
+    most = max(plain.decode_budget or 0, plain.budget + plain.local_len + interval)
+    policy = replace(plain, decode_budget=most, decode_interval=interval)
+    cache = subject.read(policy, new_tokens=3 * interval).cache
+    ids, _ = subject.answers(cache, 3 * interval)
+    kept = kept_by_head(cache)
+    held = max(sum(map(len, heads)) / len(heads) for heads in kept)
+    if policy.layer_budgets != "uniform":  # which layer holds how much is the pyramid's matter
+        held = sum(sum(map(len, heads)) / len(heads) for heads in kept) / len(kept)
+    yield exact(
+        f"units per KV head after {ids.shape[1]} answer tokens, and decode_budget",
+        held <= most,
+        f"{held:,.0f}",
+        f"at most {most:,}",
+        "exact",
+    )
+    newest = range(cache.seen - policy.local_len, cache.seen)
+    lost = sum(position not in set(head.tolist()) for heads in kept for head in heads for position in newest)
+    yield exact(f"newest {policy.local_len} units of the answer", not lost, f"{lost:,} lost", "0 lost", "exact")
+    memory = cache.memory()
+    yield exact(
+        "peak of the cache's bytes", memory.peak <= memory.planned, f"{memory.peak:,}", f"{memory.planned:,}", "exact"
     )
 
 

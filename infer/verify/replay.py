@@ -5,7 +5,8 @@ attend to the units that were kept before it, wherever they stand, and to the ch
 cache exists, so none of the engine's bookkeeping can be wrong in the same way.
 """
 
-# N query heads, K KV heads, G query heads of a group, T tokens, L tokens of a block, S units, D head dim, R rotated dims
+# N query heads, K KV heads, G query heads of a group, T tokens, L tokens of a block, S units, D head dim,
+# R rotated dims
 
 from __future__ import annotations
 
@@ -179,9 +180,7 @@ def _attention(
 _Options = tuple[float, float | None, Tensor | None]
 
 
-def _by_blocks(
-    queries: Tensor, keys: Tensor, values: Tensor, running: _Running, nth: int, options: _Options
-) -> Tensor:
+def _by_blocks(queries: Tensor, keys: Tensor, values: Tensor, running: _Running, nth: int, options: _Options) -> Tensor:
     group = queries.shape[0] // keys.shape[0]
     out = queries.new_empty(*queries.shape[:2], values.shape[-1])
     for block, base in zip(running.blocks, running.bases, strict=True):

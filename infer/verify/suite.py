@@ -105,7 +105,7 @@ CHECKS = (
     Check(
         "second-tier",
         "what evicted units become in a second tier; and all of them recalled",
-        f"units that leave the fast tier are lost or doubled; leave --host-budget out, and {_REPORT.replace('it ', 'it ')}",
+        f"units that leave the fast tier are lost or doubled; leave --host-budget out, and {_REPORT}",
         eviction.second_tier,
     ),
     Check(
@@ -119,6 +119,12 @@ CHECKS = (
         "planned bytes, counted bytes and their peak, for two lengths",
         f"memory is not what --dry-run says, so a run may end without memory; {_REPORT}",
         memory_bounds.planned_bytes_are_counted,
+    ),
+    Check(
+        "decode-budget",
+        "units and bytes while an answer is written within --decode-budget",
+        f"a long answer takes more memory than was promised; leave --decode-budget out, and {_REPORT}",
+        memory_bounds.decode_budget,
     ),
     Check(
         "save",
@@ -138,6 +144,12 @@ CHECKS = (
         "heads see other features in use than in training, so what they learned means little; train them with this "
         f"version, or {_REPORT}",
         trained.training_scores,
+    ),
+    Check(
+        "layers",
+        "what trained heads find important, and the labels of their own layers: against chance, and heads of others",
+        "the heads do not belong to the layers they are on, so what stays is arbitrary; train or convert them again",
+        trained.layers,
     ),
     Check(
         "determinism",
