@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from locret import RetainingHeads, RetentionPolicy
-from locret.backbone.adapters import find_decoder, unwrap
+from locret.backbone.adapters import compute_dtype, find_decoder, unwrap
 from locret.backbone.rotary import rotary_parameters
 from locret.cache.export import check_prefix
 from locret.cache.limits import Limits, column_bytes, planned_bytes
@@ -67,10 +67,11 @@ class MemoryPlan:
         total = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
         policy, backbone = lm.policy, lm.backbone
         _check_policy(lm)
-        config, parameter = unwrap(lm.model).config, next(lm.model.parameters())
-        size = parameter.element_size()
+        config, dtype = unwrap(lm.model).config, compute_dtype(lm.model)
+        size = dtype.itemsize
         units = max(Limits(policy, lm.scorer, len(backbone.layers)).plan(None).last.kept)
-        token = backbone.num_layers * 2 * backbone.num_kv_heads * backbone.head_dim * size
+        shape = backbone.check_alike("locret-serve")
+        token = backbone.num_layers * shape.num_kv_heads * shape.unit_dim * size
         stored = host_bytes(backbone, [units] * backbone.num_layers, size, column_bytes=column_bytes(lm.scorer))
         prepared = lm.new_cache().prepared
         heads = prepared if isinstance(prepared, RetainingHeads) else lm.scorer
@@ -78,7 +79,7 @@ class MemoryPlan:
             engine_tokens = units + policy.chunk_size + LONGEST_ANSWER
         reader = planned_bytes(backbone, lm.scorer, policy, size, None)
         moving = _COPIES * stored
-        working = chunk_size.working_bytes(config, heads, parameter.dtype, max(policy.chunk_size, policy.local_len))
+        working = chunk_size.working_bytes(config, heads, dtype, max(policy.chunk_size, policy.local_len))
         least_engine, least_loaded = engine_tokens * token, units * token
         fixed = readers * reader + moving + working
         if (left := total - fixed - least_engine - least_loaded) < 0:

@@ -41,6 +41,11 @@ class Rotary:
 
     def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (..., S, R) in the dtype and on the device of `like`, for any positions (..., S)."""
+        if self._by_type and FULL_ATTENTION not in self._module.rope_type:
+            raise ValueError(
+                "layers of full attention have no rotary positions here, so no rank can be given to their keys; use "
+                'positions="original"'
+            )
         extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
         cos, sin = self._module(like, positions.to(like.device).reshape(1, -1), **extra)
         return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
+from locret.backbone.adapters import attention_modules, device_of
 from locret.heads import card as model_card
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
@@ -56,9 +57,9 @@ class RetainingHeads(
         self.heads = nn.ModuleDict()
         for layer_idx in config.layers:
             self.heads[str(layer_idx)] = RetainingHead(
-                config.feature_dim,
+                config.shape(layer_idx).feature_dim,
                 config.hidden_dim,
-                config.num_key_value_heads,
+                config.shape(layer_idx).num_kv_heads,
                 config.hidden_act,
                 initializer_range=config.initializer_range,
                 generator=generator,
@@ -170,6 +171,13 @@ class RetainingHeads(
                 "on, or train heads for this one",
                 stacklevel=3,
             )
+
+    def follow(self, model: nn.Module) -> RetainingHeads:
+        """Put every head where its layer computes, and return these heads."""
+        for index, module in enumerate(attention_modules(model)):
+            if index in self.layers:
+                self[index].to(device_of(module))
+        return self
 
     def annotate(self, **notes: Any) -> RetainingHeads:
         """Note facts that go into `config.json` and the model card, and return these heads.
