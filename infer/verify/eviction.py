@@ -139,7 +139,9 @@ def second_tier(subject: Subject) -> Iterator[Finding]:
 
 def prefix(subject: Subject) -> Iterator[Finding]:
     """Let the backbone alone go on from what was kept, as an ordinary prefix."""
-    read = subject.read(new_tokens=NEW_TOKENS)
+    if subject.policy.when == "prompt_end":
+        raise NotHere("with --when prompt_end an answer reads the last token again, which a prefix holds as it was")
+    read = subject.read(subject.plain_policy, new_tokens=NEW_TOKENS)
     try:
         exported: DynamicCache = read.cache.to_dynamic_cache()
     except ValueError as error:
