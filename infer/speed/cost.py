@@ -88,7 +88,7 @@ def cost(sizes: Sizes, passes: Iterable[Pass]) -> Cost:
     backbone, flops, moved = sizes.backbone, 0, 0
     query_width = backbone.num_heads * backbone.head_dim
     unit = 2 * backbone.num_kv_heads * backbone.head_dim
-    sliding = backbone.num_layers - len(backbone.layers)
+    sliding = backbone.kinds.count("sliding")
     for one in passes:
         new = one.tokens
         pairs = sum(_pairs(new, held) for held in one.held)

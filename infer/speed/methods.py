@@ -72,9 +72,9 @@ class Full(BenchMethod):
 
     def planned_cache_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
         backbone, units = sizes.backbone, length + new_tokens
-        sliding = backbone.num_layers - len(backbone.layers)
+        sliding = backbone.kinds.count("sliding")
         held = len(backbone.layers) * units + sliding * min(units, (backbone.window or 1) - 1)
-        return held * _unit_bytes(sizes)
+        return held * _unit_bytes(sizes) + backbone.state_bytes(sizes.element_size) // 2
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,11 @@ def _bytes_of(heads: RetainingHeads) -> int:
 
 
 def _check_uniform(sizes: Sizes) -> None:
+    if sizes.backbone.recurrent:
+        raise ValueError(
+            "--methods floor: some layers of this backbone carry a recurrent state, for which there is no floor; leave "
+            "it out of --methods"
+        )
     if not sizes.backbone.uniform:
         raise ValueError(
             f"--methods floor: some layers of this backbone slide over a window of {sizes.backbone.window} tokens, "

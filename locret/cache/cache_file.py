@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from locret._version import __version__
 from locret.backbone.adapters import BOTH, FULL, KINDS, Backbone, find_decoder, unwrap
+from locret.backbone.recurrence import state_shapes
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk
@@ -225,7 +226,8 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
     saved, here = state.get("backbone"), json.loads(json.dumps(asdict(cache.backbone)))
     if not isinstance(saved, dict):
         raise ValueError("it does not say which backbone it was made with; save the cache again")
-    saved = {"kinds": here["kinds"], **saved}  # files of earlier versions say by `layers` what slides
+    # Files of earlier versions say by `layers` what slides, and know of no states.
+    saved = {"kinds": here["kinds"], "state_numbers": here["state_numbers"], **saved}
     different = [
         f"{key} {shown(saved.get(key))} in the file, {shown(here[key])} in the model"
         for key in here
@@ -302,7 +304,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         raise ValueError("its columns are not named; save the cache again")
     if lost := ours.keys() - columns.keys():
         raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
-    config = unwrap(cache.model).config.get_text_config()
+    config, decoder = unwrap(cache.model).config.get_text_config(), find_decoder(cache.model)
     reading = Reading(
         backbone=cache.backbone,
         ragged=cache.policy.head_budgets == "adaptive",
@@ -313,6 +315,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         forms=forms_of(cache.policy, len(cache.backbone.layers)),
         host_budget=cache.policy.host_budget,
         windows=cache.remembered,
+        states=state_shapes(decoder.config, type(decoder)) if cache.carriers else None,
     )
     tensors = _checked_units(path, state, reading)
     dtype = next(cache.model.parameters()).dtype

@@ -121,7 +121,9 @@ def obstacle(
     backbone: Backbone, scorer: Scorer | type[Scorer], policy: RetentionPolicy, held: Collection[int]
 ) -> str | None:
     """Return why no step over layers that hold so many units each can be compiled; None if one can."""
-    if len(backbone.layers) < backbone.num_layers:
+    if backbone.recurrent:
+        return f"layers of {backbone.model_type} carry a recurrent state"
+    if not backbone.uniform:
         return f"layers of {backbone.model_type} slide over a window"
     if not scorer.by_features:
         return f"scorer {scorer.name} looks at every step's attention; retaining heads do not"

@@ -43,7 +43,7 @@ def cache_bytes(
     *,
     still: bool = False,
 ) -> int:
-    """Return the bytes of a cache: its layers' buffers, and the workspace they share.
+    """Return the bytes of a cache: its layers' buffers, their states, and the workspace they share.
 
     Args:
         backbone: The backbone's shape.
@@ -56,10 +56,11 @@ def cache_bytes(
     """
     key = backbone.head_dim * element_size
     heads = rows * backbone.num_kv_heads
-    sliding = (backbone.num_layers - len(capacities)) * heads * ((backbone.window or 0) + 1) * 2 * key
+    sliding = backbone.kinds.count("sliding") * heads * ((backbone.window or 0) + 1) * 2 * key
+    states = rows * backbone.state_bytes(element_size)
     copies = [slots * (int(not still) if form is None else form.states) for slots, form in _formed(capacities, forms)]
     scored = host_bytes(backbone, capacities, element_size, rows, column_bytes, forms)
-    return scored + heads * max(copies, default=0) * key + sliding
+    return scored + heads * max(copies, default=0) * key + sliding + states
 
 
 def host_bytes(

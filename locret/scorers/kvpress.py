@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import attention_modules, describe, find_decoder
 from locret.backbone.chunk import Chunk
-from locret.backbone.rotary import FULL_ATTENTION
+from locret.backbone.rotary import FULL_ATTENTION, rotary_module
 from locret.scorers.base import Scorer
 
 _ARGUMENTS = ["module", "hidden_states", "keys", "values", "attentions", "kwargs"]
@@ -143,7 +143,7 @@ class _Prepared:
 
     def __init__(self, press: Any, model: nn.Module) -> None:
         self.press, self.full = press, describe(model).layers
-        self.modules, self.rotary = attention_modules(model), getattr(find_decoder(model), "rotary_emb", None)
+        self.modules, self.rotary = attention_modules(model), rotary_module(find_decoder(model))
         self.calls = _Calls()
         for index in self.full:
             handle = self.modules[index].register_forward_pre_hook(self.calls.watch, with_kwargs=True)
