@@ -143,12 +143,17 @@ def working_bytes(config: Any, scorer: RetainingHeads | Scorer, dtype: torch.dty
     backbone, text = describe(config), config.get_text_config()
     hidden = text.hidden_size
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    queries = backbone.num_heads * backbone.head_dim
-    keys = backbone.num_kv_heads * backbone.head_dim
-    attention = 4 * queries + 5 * keys + backbone.feature_dim
+    inner = max(inner) if isinstance(inner, list) else inner
+    shapes = [backbone.shape(index) for index in range(backbone.num_layers)]
+    attention = max(
+        4 * shape.num_heads * shape.query_dim
+        + 5 * shape.num_kv_heads * max(shape.head_dim, shape.value_dim)
+        + shape.feature_dim
+        for shape in shapes
+    )
     head = 0
     if isinstance(scorer, RetainingHeads):
         head = scorer.config.hidden_dim * (dtype.itemsize + 2 * 4)
     layer = max(dtype.itemsize * max(attention, 3 * inner), dtype.itemsize * attention + head)
-    angles = 2 * 2 * backbone.head_dim * dtype.itemsize
+    angles = 2 * 2 * max(shape.head_dim for shape in shapes) * dtype.itemsize
     return tokens * (3 * hidden * dtype.itemsize + 2 * hidden * 4 + angles + layer)

@@ -81,8 +81,9 @@ def first_answer() -> None:
         context = lm.read(TEXT)
         answer = context.ask(QUESTION)
     backbone, tokens = lm.backbone, context.cache.seen
-    unit = 2 * backbone.head_dim * next(lm.model.parameters()).element_size()
-    full = tokens * backbone.num_layers * backbone.num_kv_heads * unit
+    shapes = map(backbone.shape, range(backbone.num_layers))
+    numbers = sum(shape.num_kv_heads * shape.unit_dim for shape in shapes)
+    full = tokens * numbers * next(lm.model.parameters()).element_size()
     print(f"{QUESTION} {answer}")
     print(
         f"{tokens:,} tokens in {context.memory().peak / 2**20:.1f} MiB of cache; keeping all of them takes "

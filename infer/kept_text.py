@@ -22,7 +22,7 @@ def share_of_heads(cache: RetentionCache) -> Tensor:
     for layer in cache.backbone.layers:
         positions = cache.kept_positions(layer)[0].flatten().cpu()
         counts += torch.bincount(positions[positions >= 0], minlength=cache.seen)[: cache.seen]
-    return counts / (len(cache.backbone.layers) * cache.backbone.num_kv_heads)
+    return counts / sum(shape.num_kv_heads for shape in cache.backbone.full_shapes)
 
 
 def by_tenths(share: Tensor) -> str:

@@ -17,6 +17,7 @@ COMMANDS = {
     "train": ("locret.train.command", "train retaining heads on a frozen backbone"),
     "kernels": ("locret.train.merging_command", "train kernels that merge evicted units"),
     "eval": ("locret.infer.evaluation.command", "compare methods on tasks within one budget"),
+    "verify": ("locret.infer.verify.command", "check a backbone on this machine before trusting what is read with it"),
     "bench": ("locret.infer.speed.command", "measure time and bytes"),
     "patterns": ("locret.infer.pattern_search", "find which sparse pattern serves each head when a text is read"),
     "push": ("locret.heads.push", "publish heads on the Hugging Face Hub"),

@@ -7,7 +7,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from locret import method_spec, shipped
 from locret.nearest import nearest
@@ -15,6 +15,8 @@ from locret.nearest import nearest
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
+SHARDS = ("fsdp", "zero3", "tp")
+_OFFLOADS = {"fsdp": ("cpu",), "zero3": ("cpu", "nvme")}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -31,6 +33,14 @@ class BackboneSource:
     dtype: str = "auto"
     """bfloat16, float16 or float32; auto takes the backbone's own on an accelerator; on the CPU it takes float32, or
     bfloat16 if that is the backbone's own and this CPU has instructions for it."""
+    shard: Literal["fsdp", "zero3", "tp"] | None = None
+    """Spread the frozen backbone over the processes that torchrun starts, so that none holds the whole: fsdp (PyTorch)
+    and zero3 (DeepSpeed) bring a layer together while it runs, tp splits every layer by its heads."""
+    shard_offload: Literal["cpu", "nvme"] | None = None
+    """Where each process keeps its part until a layer runs: cpu, the host's memory; with zero3 also nvme, a disk. If
+    none, on its device."""
+    shard_offload_dir: str | None = None
+    """Folder on the disk for --shard-offload nvme."""
     trust_remote_code = False  # an option of its own where code may come with the backbone
     attn_implementation = None  # what transformers chooses
 
@@ -42,6 +52,33 @@ class BackboneSource:
             check_path("--adapter", self.adapter)
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+        self._check_shard()
+
+    def _check_shard(self) -> None:
+        """Refuse ways of sharding that cannot be, or would be ignored.
+
+        Raises:
+            ValueError: Naming the option, and the way out.
+        """
+        offload, folder = self.shard_offload, self.shard_offload_dir
+        if self.shard is None:
+            if offload is not None:
+                raise ValueError(f"--shard-offload {offload} is about --shard, which is not given; add --shard fsdp")
+        elif self.shard not in SHARDS:
+            raise ValueError(f"--shard {self.shard} is unknown; choose one of {', '.join(SHARDS)}")
+        elif os.environ.get("WORLD_SIZE", "1") == "1":
+            raise ValueError(
+                f"--shard {self.shard} spreads the backbone over several processes, but this is the only one; start "
+                "them with torchrun --nproc-per-node N -m locret.train.command ... (or locret.infer.command, "
+                "locret.infer.evaluation.command)"
+            )
+        if offload is not None and offload not in (where := _OFFLOADS.get(self.shard or "", ())):
+            kept = f"takes {' or '.join(where)}" if where else "keeps every part on its device"
+            raise ValueError(f"--shard-offload {offload} is not for --shard {self.shard}, which {kept}; change one")
+        if (offload == "nvme") != (folder is not None):
+            if folder is None:
+                raise ValueError("--shard-offload nvme needs a folder on that disk; add --shard-offload-dir DIR")
+            raise ValueError(f"--shard-offload-dir {folder} is for --shard-offload nvme, which is not given; add it")
 
     def local_folder(self) -> str | None:
         """Return the folder of the backbone, or of an adapter; None if `model` is a Hub id. Nothing is fetched.

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from locret import hub, method_spec, scorers
 from locret.backbone.adapters import describe
+from locret.distributed.sharding import load_sharded
 from locret.field_values import shown
 from locret.files import read_json, shards
 from locret.heads.heads import RetainingHeads
@@ -237,17 +239,21 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
     with _one_sentence(f"--model {options.model} cannot be loaded"):
         _check_weights(Path(source.model), config, options.trust_remote_code)
         model: nn.Module
-        model, found = AutoModelForCausalLM.from_pretrained(
+        read = partial(
+            AutoModelForCausalLM.from_pretrained,
             source.model,
             config=config,
             revision=source.revision,
             trust_remote_code=options.trust_remote_code,
             dtype=dtype,
             attn_implementation=options.attn_implementation,
-            # Straight to the device: the host need not hold the weights.
-            device_map=None if device.type == "cpu" else {"": device},
             output_loading_info=True,
         )
+        if options.shard is not None:
+            model, found = load_sharded(options, config, device, dtype, read)
+        else:
+            # Straight to the device: the host need not hold the weights.
+            model, found = read(device_map=None if device.type == "cpu" else {"": device})
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
     if foreign := sorted(found["unexpected_keys"]):

@@ -24,6 +24,7 @@ MODULES = {
     "locret-serve": "locret.infer.serve.command",
     "locret-eval": "locret.infer.evaluation.command",
     "locret-bench": "locret.infer.speed.command",
+    "locret-verify": "locret.infer.verify.command",
     "locret-push": "locret.heads.push",
 }
 HARNESS = "locret.infer.evaluation.harness"

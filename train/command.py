@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret.cli.command import print_json, run
 from locret.data.training.sources import find_local
+from locret.distributed.ranks import joined
 from locret.files import locked
 from locret.train import launch, run_folder, training_options
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from locret.train.training_run import TrainingRun
 
+_GO_ON = "--resume goes on from the last checkpoint, if there is one"
 _ASSUMED_RATE = 1e14
 """Operations per second that planned time is stated for: about what a large GPU reaches in bfloat16."""
 
@@ -44,7 +46,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
     local = backbone.local_folder() is not None and rows is not None
     locks = launch.is_main_process() and not run.dry_run
-    with locked(folder, f"--output {run.output}") if locks else nullcontext():
+    with locked(folder, f"--output {run.output}") if locks else nullcontext(), joined("locret-train", way_out=_GO_ON):
         from accelerate import PartialState
 
         from locret.train.training_run import TrainingRun

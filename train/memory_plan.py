@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from locret.backbone.adapters import describe
+from locret.backbone.adapters import LayerShape, describe
 from locret.heads.config import HeadsConfig
 from locret.labels.labels import logit_bytes
 from locret.load_options import BackboneSource
@@ -94,8 +94,8 @@ def memory_plan(
         "one_layer": layer_bytes(config, hidden_dim, *sizes, tokens, trained_tokens, head_ranks, row_ranks),
     }
     if kept_features:
-        kept = len(backbone.layers) * -(-trained_tokens // row_ranks)
-        plan["features"] = kept * backbone.feature_dim // head_ranks * dtype.itemsize
+        widths = sum(shape.feature_dim for shape in backbone.full_shapes)
+        plan["features"] = -(-trained_tokens // row_ranks) * widths // head_ranks * dtype.itemsize
     return {**plan, "total": sum(plan.values())}
 
 
@@ -117,7 +117,9 @@ def step_flops(config: Any, parameters: int, heads: int, tokens: int) -> int | N
     if any(getattr(text, name, None) for name in _EXPERTS):
         return None
     embeddings = text.vocab_size * text.hidden_size * (1 if text.tie_word_embeddings else 2)
-    attention = 2 * backbone.num_layers * backbone.num_heads * backbone.head_dim * tokens  # causal: half of all pairs
+    shapes = map(backbone.shape, range(backbone.num_layers))
+    widths = sum(shape.num_heads * (shape.query_dim + shape.value_dim) for shape in shapes)
+    attention = widths * tokens  # causal: half of all pairs
     return int(tokens * (2 * (parameters - embeddings) + attention + 4 * heads))
 
 
@@ -177,18 +179,26 @@ def layer_bytes(
         head_ranks: See `memory_plan`; they share the width of the MLP too.
         row_ranks: See `memory_plan`.
     """
-    backbone, text = describe(config), config.get_text_config()
-    shape = backbone.shape(backbone.layers[0])
-    tokens, trained = -(-tokens // row_ranks), -(-trained // row_ranks)
+    shapes = set(describe(config).full_shapes)
+    row, ranks = (-(-tokens // row_ranks), -(-trained // row_ranks)), (head_ranks, row_ranks)
+    text = config.get_text_config()
+    return max(_one_layer(shape, text, hidden_dim, (size, head_size), row, ranks) for shape in shapes)
+
+
+def _one_layer(
+    shape: LayerShape, text: Any, hidden_dim: int, sizes: tuple[int, int], row: tuple[int, int], ranks: tuple[int, int]
+) -> int:
+    (size, head_size), (tokens, trained), (head_ranks, row_ranks) = sizes, row, ranks
     width, feature, dim = text.hidden_size, shape.feature_dim // head_ranks, shape.head_dim
     heads, kv_heads = shape.num_heads // head_ranks, shape.num_kv_heads // head_ranks
-    queries, keys = heads * dim, kv_heads * dim
+    queries, keys = heads * shape.query_dim, kv_heads * max(dim, shape.value_dim)
     always = 3 * width + 2 * dim  # embeddings, residual and normed states; cosines and sines
-    reading = width + max(3 * getattr(text, "intermediate_size", 4 * width) // head_ranks, 2 * feature)
+    inner = getattr(text, "intermediate_size", 4 * width)
+    reading = width + max(3 * (max(inner) if isinstance(inner, list) else inner) // head_ranks, 2 * feature)
     attended = feature + (queries + keys) + queries  # projections, rotated queries and keys, what attention returned
     if row_ranks > 1:  # queries, keys and values once more, of all tokens and this process's heads, and the answer
         attended += queries + 2 * keys + queries
-    labelling = logit_bytes(heads, dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
+    labelling = logit_bytes(heads, shape.query_dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
     # Features, once more where the head computes in another dtype; its hidden states; scores, labels and differences.
     per_token = feature * (size + (head_size if head_size != size else 0)) + 3 * hidden_dim * head_size
     training = trained * (per_token + 16 * kv_heads) + 4 * hidden_dim * feature  # and a new gradient

@@ -21,11 +21,12 @@ from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.files import locked
 
 if TYPE_CHECKING:
+    from locret.distributed.ranks import Ranks
     from locret.infer.evaluation.job import Job
     from locret.infer.evaluation.methods import Setup
-    from locret.infer.evaluation.processes import Processes
     from locret.infer.evaluation.records import SampleLog
 
+_GO_ON = "all answers so far are on disk, --resume goes on"
 DESCRIPTION = "Compare methods of keeping cache units, on the same prompts and within the same budget."
 
 
@@ -43,20 +44,21 @@ def command(argv: Sequence[str] | None = None) -> int:
     if any(word.split("=")[0].replace("_", "-") == "--score-predictions" for word in arguments):
         _score(arguments)
         return 0
-    from locret.infer.evaluation import processes
+    from locret.distributed import ranks
 
-    with processes.joined() as own:
+    with ranks.joined("locret-eval", way_out=_GO_ON) as own:
         _command(own, arguments)
     return 0
 
 
-def _command(processes: Processes, arguments: list[str]) -> None:
+def _command(processes: Ranks, arguments: list[str]) -> None:
     from locret.infer.evaluation.eval_options import OPTION_CLASSES
 
     with processes.together():
         (model, evaluation, budgets, report), chosen = parse_options(
             "locret-eval", DESCRIPTION, OPTION_CLASSES, arguments
         )
+    processes = processes.under(model.shard)
     if report.list:
         if processes.is_main:
             _list(as_json=report.json)
@@ -199,7 +201,7 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
     missing = [case for case in job.cases if any(key(case.axes | run.axes) not in done for run in runs)]
     cases = job.processes.share(missing)
     waiting = sum(case.tokens for case in cases for run in runs if key(case.axes | run.axes) not in done)
-    finished = sum(case.tokens for case in job.cases) * len(runs) - waiting if job.processes.count == 1 else 0
+    finished = sum(case.tokens for case in job.cases) * len(runs) - waiting if job.processes.size == 1 else 0
     with tqdm(
         total=finished + waiting,
         initial=finished,

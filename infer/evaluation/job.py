@@ -15,10 +15,10 @@ from locret import loading
 from locret.cache.limits import check_named
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
+from locret.distributed.ranks import Ranks
 from locret.infer.evaluation import feasible, output_folder, runner
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions
-from locret.infer.evaluation.processes import Processes
 from locret.infer.evaluation.runner import Case, Run
 from locret.infer.infer_options import ModelOptions
 from locret.infer.methods import ANY_BUDGET, check_heard
@@ -41,7 +41,7 @@ class Job:
     scorer: ScorerOptions
     evaluation: EvalOptions
     report: ReportOptions
-    processes: Processes
+    processes: Ranks
     selections: list[Selection]
     """What is asked, task by task."""
     missing: dict[str, str]
@@ -58,10 +58,8 @@ class Job:
 
     @property
     def own_device(self) -> torch.device:
-        """The device of this process: CUDA devices are dealt out to the processes of a machine."""
-        if self.processes.count > 1 and self.device.type == "cuda" and self.device.index is None:
-            return torch.device("cuda", self.processes.local_rank % torch.cuda.device_count())
-        return self.device
+        """The device of this process."""
+        return self.processes.own_device(self.device)
 
     def check(self, tokenizer: Any) -> None:
         """Refuse a tokenizer that cannot express a task or its turns, and a metric whose library is missing.
@@ -132,7 +130,7 @@ def prepare(
     budgets: BudgetOptions,
     report: ReportOptions,
     chosen: set[str],
-    processes: Processes,
+    processes: Ranks,
 ) -> Job:
     """Resolve the options, and refuse what needs neither tokenizer nor weights to be refused.
 

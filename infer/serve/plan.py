@@ -70,7 +70,8 @@ class MemoryPlan:
         config, parameter = unwrap(lm.model).config, next(lm.model.parameters())
         size = parameter.element_size()
         units = max(Limits(policy, lm.scorer, len(backbone.layers)).plan(None).last.kept)
-        token = backbone.num_layers * 2 * backbone.num_kv_heads * backbone.head_dim * size
+        shape = backbone.check_alike("locret-serve")
+        token = backbone.num_layers * shape.num_kv_heads * shape.unit_dim * size
         stored = host_bytes(backbone, [units] * backbone.num_layers, size, column_bytes=column_bytes(lm.scorer))
         prepared = lm.new_cache().prepared
         heads = prepared if isinstance(prepared, RetainingHeads) else lm.scorer

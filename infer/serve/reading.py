@@ -275,7 +275,7 @@ def kept_shares(cache: RetentionCache, columns: int = COLUMNS) -> tuple[float, .
     for layer in cache.backbone.layers:
         positions = cache.kept_positions(layer)[0].flatten().cpu()
         counts += torch.bincount(positions[positions >= 0] * columns // cache.seen, minlength=columns)[:columns]
-    heads = len(cache.backbone.layers) * cache.backbone.num_kv_heads
+    heads = sum(shape.num_kv_heads for shape in cache.backbone.full_shapes)
     return tuple(round(share, 4) for share in (counts * columns / (heads * cache.seen)).clamp(max=1).tolist())
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from locret.backbone.adapters import Backbone, describe, find_decoder
+from locret.backbone.adapters import Backbone, LayerShape, describe, find_decoder
 
 
 @dataclass(frozen=True)
@@ -86,21 +86,39 @@ def sizes_of(config: Any, dtype: torch.dtype) -> Sizes:
 def cost(sizes: Sizes, passes: Iterable[Pass]) -> Cost:
     """Return the least work of some forward passes of one row."""
     backbone, flops, moved = sizes.backbone, 0, 0
+<<<<<<< HEAD
     query_width = backbone.num_heads * backbone.head_dim
     unit = 2 * backbone.num_kv_heads * backbone.head_dim
     sliding = backbone.kinds.count("sliding")
+=======
+    others = [backbone.shape(index) for index in range(backbone.num_layers) if index not in backbone.layers]
+>>>>>>> main
     for one in passes:
         new = one.tokens
-        pairs = sum(_pairs(new, held) for held in one.held)
-        units = sum(held + 2 * new for held in one.held)
-        if sliding:
+        products = sum(
+            _products(shape) * _pairs(new, held) for shape, held in zip(backbone.full_shapes, one.held, strict=True)
+        )
+        states = sum(
+            _numbers(shape) * (held + 2 * new) for shape, held in zip(backbone.full_shapes, one.held, strict=True)
+        )
+        if others:
             assert backbone.window is not None
-            pairs += sliding * _window_pairs(new, one.seen, backbone.window)
-            units += sliding * (min(one.seen, backbone.window - 1) + 2 * new)
-        flops += 2 * sizes.linear * new + 2 * sizes.lm_head * one.logits + 4 * query_width * pairs
+            products += sum(map(_products, others)) * _window_pairs(new, one.seen, backbone.window)
+            states += sum(map(_numbers, others)) * (min(one.seen, backbone.window - 1) + 2 * new)
+        flops += 2 * sizes.linear * new + 2 * sizes.lm_head * one.logits + 2 * products
         weights = sizes.linear + (sizes.lm_head if one.logits else 0)
-        moved += sizes.element_size * (weights + unit * units)
+        moved += sizes.element_size * (weights + states)
     return Cost(flops, moved)
+
+
+def _products(shape: LayerShape) -> int:
+    """Return the products of two numbers that a layer makes for a token and a unit that it sees."""
+    return shape.num_heads * (shape.query_dim + shape.value_dim)
+
+
+def _numbers(shape: LayerShape) -> int:
+    """Return the numbers of the units of one token."""
+    return shape.num_kv_heads * shape.unit_dim
 
 
 def _pairs(new: int, held: int) -> int:

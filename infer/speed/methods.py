@@ -72,9 +72,18 @@ class Full(BenchMethod):
 
     def planned_cache_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
         backbone, units = sizes.backbone, length + new_tokens
+<<<<<<< HEAD
         sliding = backbone.kinds.count("sliding")
         held = len(backbone.layers) * units + sliding * min(units, (backbone.window or 1) - 1)
         return held * _unit_bytes(sizes) + backbone.state_bytes(sizes.element_size) // 2
+=======
+        short = min(units, (backbone.window or 1) - 1)
+        held = (
+            (units if index in backbone.layers else short, backbone.shape(index))
+            for index in range(backbone.num_layers)
+        )
+        return sizes.element_size * sum(count * shape.num_kv_heads * shape.unit_dim for count, shape in held)
+>>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class Floor(BenchMethod):
     def planned_cache_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
         _check_uniform(sizes)
         slots = policy.budget + max(policy.chunk_size, policy.local_len + new_tokens)
-        return sizes.backbone.num_layers * slots * _unit_bytes(sizes)
+        return slots * sizes.element_size * sum(s.num_kv_heads * s.unit_dim for s in sizes.backbone.full_shapes)
 
 
 @dataclass(frozen=True)
@@ -198,10 +207,6 @@ def _passes(schedule: Schedule) -> list[Pass]:
             found.append(Pass(step.tokens, tuple(held), seen, int(step is schedule.last)))
         held, seen = step.kept, seen + step.tokens
     return found
-
-
-def _unit_bytes(sizes: Sizes) -> int:
-    return 2 * sizes.backbone.num_kv_heads * sizes.backbone.head_dim * sizes.element_size
 
 
 def _bytes_of(heads: RetainingHeads) -> int:

@@ -5,7 +5,7 @@ All facts about architectures live here. They come from the config and the modul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,12 @@ from torch import nn
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+<<<<<<< HEAD
 from locret.backbone.recurrence import state_module, state_numbers
+=======
+from locret.backbone import head_ranks
+from locret.backbone.head_ranks import HeadRanks
+>>>>>>> main
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 FUSED = "qkv_proj"
@@ -36,11 +41,30 @@ class LayerShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Width of a key, as it is held."""
+    value_dim: int = 0
+    """Width of a value, as it is held; where 0 is given, that of a key."""
+    query_dim: int = 0
+    """Width of a query head, as it is projected; where 0 is given, that of a key."""
+
+    def __post_init__(self) -> None:
+        for name in ("value_dim", "query_dim"):
+            object.__setattr__(self, name, getattr(self, name) or self.head_dim)
 
     @property
     def feature_dim(self) -> int:
         """Width of one token's concatenated q, k and v."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.num_heads * self.query_dim + self.num_kv_heads * self.unit_dim
+
+    @property
+    def unit_dim(self) -> int:
+        """Numbers of a cache unit: those of its key and its value."""
+        return self.head_dim + self.value_dim
+
+    @property
+    def plain(self) -> bool:
+        """Whether queries, keys and values are equally wide."""
+        return self.head_dim == self.value_dim == self.query_dim
 
 
 @dataclass(frozen=True)
@@ -52,6 +76,7 @@ class Backbone:
     layers: tuple[int, ...]
     """Layers with full attention, whose cache is bounded by eviction; what the others remember is bounded already."""
     num_heads: int
+    """Of the first layer with full attention, as the two numbers that follow; `shape` tells those of any layer."""
     num_kv_heads: int
     head_dim: int
     hidden_act: str
@@ -63,8 +88,13 @@ class Backbone:
     """What each layer remembers: "full" (keys and values of all tokens), "sliding" (those of a window), "recurrent" (a
     state of fixed size: linear attention, state space, short convolution), "both" (a state, and the keys and values of
     all tokens) or "none"."""
+<<<<<<< HEAD
     state_numbers: tuple[int, ...] = (0, 0)
     """How many numbers the states of one row have: in the backbone's dtype, and in float32."""
+=======
+    shapes: tuple[LayerShape, ...] = ()
+    """Of every layer, where they differ or a value is not as wide as a key; empty: the three numbers say all."""
+>>>>>>> main
 
     def __post_init__(self) -> None:
         """Work out what layers remember where nobody says it, as in files of earlier versions."""
@@ -74,12 +104,39 @@ class Backbone:
 
     def shape(self, layer: int) -> LayerShape:
         """Return the shape of one layer's attention."""
-        return LayerShape(self.num_heads, self.num_kv_heads, self.head_dim)
+        return self.shapes[layer] if self.shapes else LayerShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
-    def feature_dim(self) -> int:
-        """Width of one token's concatenated q, k and v."""
-        return self.shape(self.layers[0]).feature_dim
+    def full_shapes(self) -> tuple[LayerShape, ...]:
+        """Shapes of the layers with full attention, in order."""
+        return tuple(map(self.shape, self.layers))
+
+    def check_alike(self, what: str) -> LayerShape:
+        """Return the one shape of all layers, with values as wide as keys.
+
+        Raises:
+            ValueError: If layers differ, or their values are not as wide as their keys; `what` needs it otherwise.
+        """
+        first = self.shape(0)
+        if not first.plain:
+            raise ValueError(
+                f"{what} takes keys and values of one width, but those of {self.model_type} are {first.head_dim} and "
+                f"{first.value_dim} wide; answer with locret.generate"
+            )
+        for layer in range(self.num_layers):
+            if (other := self.shape(layer)) != first:
+                raise ValueError(
+                    f"{what} takes layers of one shape, but layer {layer} of {self.model_type} has "
+                    f"{other.num_kv_heads} KV heads of width {other.head_dim} and layer 0 has {first.num_kv_heads} of "
+                    f"{first.head_dim}; answer with locret.generate"
+                )
+        return first
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain data, without what is as it is in most backbones."""
+        values = asdict(self)
+        usual = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+        return {name: value for name, value in values.items() if name not in usual or value != usual[name]}
 
     @property
     def uniform(self) -> bool:
@@ -105,15 +162,63 @@ class Backbone:
 def describe(model_or_config: Any) -> Backbone:
     """Describe a backbone from its config; given a model, also check that its modules are where they should be.
 
+    Where processes share the heads of a model, they are those of this process; a config knows of no processes.
+
     Raises:
         ValueError: For encoder-decoder and latent-attention models, those without a layer whose units a budget could
             govern or that attend to learned sinks, and adapters that work outside of the layers.
     """
+<<<<<<< HEAD
     if isinstance(model_or_config, nn.Module):
         backbone = _describe_config(unwrap(model_or_config).config, type(find_decoder(model_or_config)))
         attention_modules(model_or_config)
         return backbone
     return _describe_config(model_or_config)
+=======
+    backbone = describe_whole(model_or_config)
+    ranks = ranks_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
+    return backbone if ranks is None else on_rank(backbone, ranks.size)
+
+
+def describe_whole(model_or_config: Any) -> Backbone:
+    """Describe a backbone with the heads of all processes; see `describe`."""
+    if not isinstance(model_or_config, nn.Module):
+        return _describe_config(model_or_config)
+    attention_modules(model_or_config)
+    return _describe_config(unwrap(model_or_config).config)
+
+
+def ranks_of(model: nn.Module) -> HeadRanks | None:
+    """Return the processes that share the attention heads of a model; None: it has all of them."""
+    return head_ranks.find(unwrap(model), attention_modules(model))
+
+
+def sharers_of(model: nn.Module) -> HeadRanks | None:
+    """Return the processes that share the weights of a model by tensor parallelism, even if each has all heads."""
+    return head_ranks.sharing(unwrap(model))
+
+
+def on_rank(backbone: Backbone, ranks: int) -> Backbone:
+    """Return a backbone as each of so many processes has it that share its heads.
+
+    Raises:
+        ValueError: If they cannot have equally many.
+    """
+    kv_heads = {shape.num_kv_heads for shape in backbone.shapes} or {backbone.num_kv_heads}
+    if any(count % ranks for count in kv_heads):
+        counts = [count for count in range(2, min(kv_heads) + 1) if not any(one % count for one in kv_heads)]
+        way_out = f"start {' or '.join(map(str, counts))} processes, or use" if counts else "use"
+        raise ValueError(
+            f"{ranks} processes cannot share the KV heads of {backbone.model_type} equally in tensor parallelism "
+            f"(--shard tp): it has {' or '.join(map(str, sorted(kv_heads)))}; {way_out} --shard fsdp"
+        )
+    shapes = tuple(_part(shape, ranks) for shape in backbone.shapes)
+    return replace(_part(backbone, ranks), shapes=shapes)
+
+
+def _part(shape: Any, ranks: int) -> Any:
+    return replace(shape, num_heads=shape.num_heads // ranks, num_kv_heads=shape.num_kv_heads // ranks)
+>>>>>>> main
 
 
 def unwrap(model: Any) -> Any:
@@ -229,15 +334,24 @@ def _describe_config(config: Any, decoder: type[nn.Module] | None = None) -> Bac
             "use a causal language model"
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "is_heterogeneous", False):
+        names = ", ".join(sorted(text.per_layer_attributes))
+        raise ValueError(f"the layers of {model_type} differ in {names}, which is not supported; {_SUPPORTED}")
+    if not hasattr(text, "num_hidden_layers"):
+        raise ValueError(f"{model_type} is made of several stacks of layers, which is not supported; {_SUPPORTED}")
     if getattr(text, "kv_lora_rank", None):
         raise ValueError(
             f"{model_type} uses latent attention (kv_a_proj_with_mqa); looked for {', '.join(SEPARATE)} or {FUSED}: "
             "its cache has no separate keys and values to evict"
         )
+<<<<<<< HEAD
     if getattr(text, "is_heterogeneous", False):
         names = ", ".join(sorted(text.per_layer_attributes))
         raise ValueError(f"the layers of {model_type} differ in {names}, which is not supported; {_SUPPORTED}")
     heads, types = getattr(text, "num_attention_heads", None), layer_kinds(text)
+=======
+    heads = getattr(text, "num_attention_heads", None)
+>>>>>>> main
     num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
     if not isinstance(heads, int) or not set(types) - {RECURRENT, NONE}:
         raise ValueError(

@@ -1,6 +1,6 @@
 """What a layer has just computed: the record that label code reads, and the one that every scorer reads."""
 
-# B batch, N query heads, K KV heads, L new tokens, S slots, D head dim, F = (N + 2 K) D features
+# B batch, N query heads, K KV heads, L new tokens, S slots, D head dim, F features of a token
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.backbone.adapters import FUSED, Backbone
+from locret.backbone.adapters import FUSED, LayerShape
 
 
 @dataclass
 class Projections:
     """Outputs of one layer's projections, before the rotary embedding and after q/k norms where there are any."""
 
-    backbone: Backbone
+    shape: LayerShape
     parts: dict[str, Tensor] = field(default_factory=dict)
 
     def features(self) -> Tensor:
@@ -32,26 +32,36 @@ class Projections:
 
     def query(self) -> Tensor:
         """Return the un-rotated queries, (B, N, L, D)."""
-        heads, dim = self.backbone.num_heads, self.backbone.head_dim
-        flat = self.parts["q"] if "q" in self.parts else self.parts[FUSED][..., : heads * dim]
-        return flat.reshape(*flat.shape[:-1], heads, dim).transpose(1, 2)
+        return self._heads("q", self.shape.num_heads)
 
     def key(self) -> Tensor:
         """Return the un-rotated keys, (B, K, L, D)."""
-        heads, kv_heads, dim = self.backbone.num_heads, self.backbone.num_kv_heads, self.backbone.head_dim
-        flat = self.parts["k"] if "k" in self.parts else self.parts[FUSED][..., heads * dim : (heads + kv_heads) * dim]
-        return flat.reshape(*flat.shape[:-1], kv_heads, dim).transpose(1, 2)
+        return self._heads("k", self.shape.num_kv_heads)
+
+    def _heads(self, name: str, heads: int) -> Tensor:
+        """Return the (B, heads, L, ...) part of that name."""
+        part, start, width = self._place(name)
+        flat = self.parts[part][..., start : start + heads * width]
+        return flat.reshape(*flat.shape[:-1], heads, width).transpose(1, 2)
+
+    def _place(self, name: str) -> tuple[str, int, int]:
+        """Return which part q, k or v is in, where it begins there, and how wide a head of it is."""
+        shape = self.shape
+        width = {"q": shape.query_dim, "k": shape.head_dim, "v": shape.value_dim}[name]
+        if FUSED not in self.parts:
+            return name, 0, width
+        queries, keys = shape.num_heads * shape.query_dim, shape.num_kv_heads * shape.head_dim
+        return FUSED, {"q": 0, "k": queries, "v": queries + keys}[name], width
 
     def of_head(self, row: int, head: int) -> Projections:
         """Return what belongs to one KV head of one row and its query heads."""
-        heads, kv_heads, dim = self.backbone.num_heads, self.backbone.num_kv_heads, self.backbone.head_dim
-        group = heads // kv_heads
-        starts = {"q": 0, "k": heads * dim, "v": (heads + kv_heads) * dim} if FUSED in self.parts else {}
+        group = self.shape.num_heads // self.shape.num_kv_heads
         parts = {}
-        for name, width in (("q", group * dim), ("k", dim), ("v", dim)):
-            first = starts.get(name, 0) + head * width
-            parts[name] = self.parts[FUSED if starts else name][row : row + 1, :, first : first + width]
-        return Projections(replace(self.backbone, num_heads=group, num_kv_heads=1), parts)
+        for name, heads in (("q", group), ("k", 1), ("v", 1)):
+            part, start, width = self._place(name)
+            first = start + head * heads * width
+            parts[name] = self.parts[part][row : row + 1, :, first : first + heads * width]
+        return Projections(replace(self.shape, num_heads=group, num_kv_heads=1), parts)
 
     def clear(self) -> None:
         """Free the tensors once the layer is done."""

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
+<<<<<<< HEAD
 from locret.backbone.adapters import (
     BOTH,
     FULL,
@@ -35,6 +36,9 @@ from locret.backbone.adapters import (
     state_modules,
     unwrap,
 )
+=======
+from locret.backbone.adapters import FUSED, LayerShape, attention_modules, describe, find_decoder, unwrap
+>>>>>>> main
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.recurrence import carried
@@ -44,8 +48,22 @@ NAME = "locret"
 _NOTHING = object()
 
 
+class Exchange(Protocol):
+    """How processes that hold a slice of a text's tokens each attend: to all tokens, with some of the heads."""
+
+    def heads(self, states: Tensor) -> Tensor:
+        """Given (1, H, own tokens, D), return (1, own heads, all tokens, D)."""
+
+    def tokens(self, states: Tensor) -> Tensor:
+        """Given (1, own heads, all tokens, D), return (1, H, own tokens, D)."""
+
+
 class Observer(Protocol):
     """What a forward pass talks to: the reader of a cache, or the label pass of training."""
+
+    exchange: Exchange | None
+    """How processes share the tokens of a pass; None: this one has them all. What it is told of a layer is the part of
+    this process then: projections of its tokens; queries, keys and values of its heads."""
 
     @property
     def projections(self) -> Mapping[int, Projections]:
@@ -167,7 +185,7 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     with ExitStack() as stack:
         for module, index in layers.items():
             if index in full:
-                for source, hook in recorders(module, backbone, _finder(index)):
+                for source, hook in recorders(module, backbone.shape(index), _finder(index)):
                     stack.callback(source.register_forward_hook(hook).remove)
         begin, finish, leave = _pass_hooks(instrument)
         stack.callback(decoder.register_forward_pre_hook(begin, with_kwargs=True).remove)
@@ -219,13 +237,13 @@ def _finder(index: int) -> Callable[[], Projections | None]:
 
 
 def recorders(
-    module: nn.Module, backbone: Backbone, find: Callable[[], Projections | None]
+    module: nn.Module, shape: LayerShape, find: Callable[[], Projections | None]
 ) -> list[tuple[nn.Module, Any]]:
     """Return which modules of an attention module to hook, and with what, to record its projections (or the norms).
 
     Args:
         module: An attention module.
-        backbone: Its backbone's shape.
+        shape: Its shape.
         find: Says where to record what is computed now; None: nowhere.
     """
 
@@ -241,12 +259,18 @@ def recorders(
     if hasattr(module, FUSED):
         return [(getattr(module, FUSED), record(FUSED, 0))]
     found = []
+<<<<<<< HEAD
     for name, heads in (("q", backbone.num_heads), ("k", backbone.num_kv_heads), ("v", backbone.num_kv_heads)):
         names = (f"{name}_norm", f"{name}_layernorm", f"{name}_proj")
         source = next(n for n in names if getattr(module, n, None) is not None)
         # Falcon-H1 multiplies its keys before it rotates them.
         factor = getattr(module, "key_multiplier", None) if name == "k" else None
         found.append((getattr(module, source), record(name, heads, factor)))
+=======
+    for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
+        source = next(n for n in (f"{name}_norm", f"{name}_proj") if getattr(module, n, None) is not None)
+        found.append((getattr(module, source), record(name, heads)))
+>>>>>>> main
     return found
 
 
@@ -331,6 +355,9 @@ def locret_attention(
             "supported; use another model"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    exchange = observer.exchange
+    if exchange is not None:
+        query, key, value = (exchange.heads(states) for states in (query, key, value))
     view = observer.view(index, query, scaling) or View(key, value)
     out = attend(
         query,
@@ -341,6 +368,8 @@ def locret_attention(
         window=None if full else sliding_window,
         flash=instrument.flash,
     )
+    if exchange is not None:
+        out = exchange.tokens(out)
     if full:
         projections = observer.projections[index]
         observer.attended(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from locret.backbone.adapters import Backbone
+from locret.backbone.adapters import LayerShape
 from locret.backbone.attention import View
 from locret.backbone.chunk import Attended, Chunk, Projections
 from locret.backbone.near_and_far import Far
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-def block_columns(backbone: Backbone) -> dict[str, torch.dtype]:
+def block_columns(shape: LayerShape) -> dict[str, torch.dtype]:
     """Return what is remembered of each near unit: the attention that it got from each query head of its group."""
-    return {attention_column(g): torch.float32 for g in range(backbone.num_heads // backbone.num_kv_heads)}
+    return {attention_column(g): torch.float32 for g in range(shape.num_heads // shape.num_kv_heads)}
 
 
 class BlockLayer(RetentionLayer):

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from locret import mergers
-from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
+from locret.backbone.adapters import (
+    attention_modules,
+    describe,
+    describe_whole,
+    device_of,
+    find_decoder,
+    input_device,
+    ranks_of,
+)
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.cache.digest import shortened
 from locret.cache.disk import Disk
@@ -25,6 +33,7 @@ from locret.cache.layer import HOST, RetentionLayer
 from locret.cache.layers import LayerMaker, checked_disk, find_store
 from locret.cache.limits import Limits, check_pair, check_slots
 from locret.cache.memory import Account, CacheMemory
+from locret.cache.over_ranks import check_over_ranks
 from locret.cache.rounding import forms_of
 from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
@@ -107,6 +116,10 @@ class RetentionCache(Cache):
                 policy = RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy")
             scorer = RetainingHeadScorer(heads=scorer)
         self.model, self.backbone, self.scorer = model, backbone, scorer
+        self.whole = describe_whole(model)
+        """The backbone with the KV heads of all processes."""
+        self.ranks = ranks_of(model)
+        """The processes that share the KV heads; what the cache holds are those of this one."""
         self.policy = policy or RetentionPolicy()
         self.store = None if store is None else find_store(store)
         """What holds the units, if it is not ours."""
@@ -121,6 +134,8 @@ class RetentionCache(Cache):
         """What the merger needs of this backbone."""
         if self.merger is not None:
             check_slots(self.policy, self.merger.slots(self.merging))
+        if self.ranks is not None:
+            check_over_ranks(self)
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
@@ -219,7 +234,7 @@ class RetentionCache(Cache):
             why = "slides over a window" if isinstance(layer, SlidingLayer) else "has no softmax attention"
             raise ValueError(f"layer {index} {why}; layers with scored units: {self.backbone.layers}")
         if not layer.is_initialized:
-            return torch.empty(1, self.backbone.num_kv_heads, 0)
+            return torch.empty(1, self.backbone.shape(index).num_kv_heads, 0)
         return layer.store.held(name)
 
     def memory(self) -> CacheMemory:

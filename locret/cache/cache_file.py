@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from locret._version import __version__
+<<<<<<< HEAD
 from locret.backbone.adapters import BOTH, FULL, KINDS, Backbone, find_decoder, unwrap
 from locret.backbone.recurrence import state_shapes
+=======
+from locret.backbone.adapters import BOTH, FULL, KINDS, Backbone, LayerShape, find_decoder, sharers_of, unwrap
+>>>>>>> main
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk
 from locret.cache.export import check_one_row, check_prefix, positions_now, turned_back
 from locret.cache.layer import HOST
+from locret.cache.over_ranks import own_state, whole_state
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
 from locret.cache.saved_units import (
@@ -75,10 +80,11 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     check_replaceable(path)
     kept = _notes(notes or {})
     tensors, numbers = cache.state()
+    tensors = whole_state(tensors, cache.ranks)
     state = {
         "format": FORMAT,
         "toolkit_version": __version__,
-        "backbone": asdict(cache.backbone),
+        "backbone": cache.whole.record(),
         "policy": cache.policy.to_dict(),
         "weights": any_fingerprint(cache.model),
         "vocab_size": unwrap(cache.model).config.get_text_config().vocab_size,
@@ -89,8 +95,16 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     }
     text, units = json.dumps(state), {name: tensor.cpu() for name, tensor in tensors.items()}
     metadata = {"state": text, "notes": kept, "checksum": checksum(text, units)}
-    with written_whole(path) as fresh:
-        save_file(units, fresh, metadata=metadata)
+
+    def write() -> None:
+        with written_whole(path) as fresh:
+            save_file(units, fresh, metadata=metadata)
+
+    sharers = sharers_of(cache.model)
+    if sharers is None:
+        write()
+    else:
+        sharers.in_first(write)
 
 
 def check_savable(policy: RetentionPolicy, path: str | Path) -> None:
@@ -187,7 +201,7 @@ def load_cache(
     state, _ = _header(path)
     try:
         cache = _empty(state, model, scorer, allow_other_scorer, disk)
-        cache.load(_read_units(path, state, cache), state)
+        cache.load(own_state(_read_units(path, state, cache), cache.ranks), state)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return cache
@@ -223,19 +237,19 @@ def _empty(
 
 
 def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
-    saved, here = state.get("backbone"), json.loads(json.dumps(asdict(cache.backbone)))
+    saved, here = state.get("backbone"), json.loads(json.dumps(cache.whole.record()))
     if not isinstance(saved, dict):
         raise ValueError("it does not say which backbone it was made with; save the cache again")
     # Files of earlier versions say by `layers` what slides, and know of no states.
     saved = {"kinds": here["kinds"], "state_numbers": here["state_numbers"], **saved}
     different = [
-        f"{key} {shown(saved.get(key))} in the file, {shown(here[key])} in the model"
-        for key in here
-        if saved.get(key) != here[key]
+        f"{key} {shown(saved.get(key))} in the file, {shown(here.get(key))} in the model"
+        for key in here | saved
+        if saved.get(key) != here.get(key)
     ]
     if different:
         raise ValueError(f"it was made with another backbone ({'; '.join(different)}); load that backbone")
-    check_counters(state, cache.backbone)
+    check_counters(state, cache.whole)
     rotary = state.get("rotary", {})  # files of earlier versions do not say
     if not isinstance(rotary, dict):
         raise ValueError(f"how its keys are rotated is {shown(rotary)}; save the cache again")
@@ -306,7 +320,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
     config, decoder = unwrap(cache.model).config.get_text_config(), find_decoder(cache.model)
     reading = Reading(
-        backbone=cache.backbone,
+        backbone=cache.whole,
         ragged=cache.policy.head_budgets == "adaptive",
         compact=cache.policy.positions == "compact",
         vocab_size=config.vocab_size,
@@ -414,7 +428,7 @@ def _prefix_of(
     if form is None and counters["rotated"] and counters["fill"] == base and others is None:
         return held["keys"], held["values"]
     try:
-        rotary = rotary_from(state["rotary"], backbone.head_dim, backbone.max_positions)
+        rotary = rotary_from(state["rotary"], backbone.shape(nth).head_dim, backbone.max_positions)
     except ValueError as error:
         raise ValueError(
             f"its units are not at positions 0, 1, ..., or in codes, and {error}; load it with its backbone and take "
@@ -449,7 +463,7 @@ def _saved_backbone(state: Mapping[str, Any]) -> Backbone:
     try:
         if isinstance(values, dict):
             values = dict(values)
-        kinds = values.pop("kinds", None) if isinstance(values, dict) else None
+        kinds, shapes = (values.pop(n, None) if isinstance(values, dict) else None for n in ("kinds", "shapes"))
         given = checked_values(Backbone, values, "backbone")
         layers, counters = tuple(given["layers"]), state.get("layers")
         inside = all(type(layer) is int and 0 <= layer < given["num_layers"] for layer in layers)
@@ -458,9 +472,23 @@ def _saved_backbone(state: Mapping[str, Any]) -> Backbone:
         if not isinstance(counters, list) or len(counters) != given["num_layers"]:
             held = len(counters) if isinstance(counters, list) else "no"
             raise ValueError(f"backbone.num_layers={given['num_layers']}, but it has counters of {held} layers")
-        return Backbone(**{**given, "layers": layers, "kinds": _saved_kinds(kinds, layers, len(counters))})
+        given |= {"layers": layers, "kinds": _saved_kinds(kinds, layers, len(counters))}
+        return Backbone(**given, shapes=_saved_shapes(shapes, len(counters)))
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"it does not say which backbone it was made with ({error}); save the cache again") from error
+
+
+def _saved_shapes(values: Any, layers: int) -> tuple[LayerShape, ...]:
+    """Return what a file says of each layer's shape; nothing where all are alike."""
+    if values is None:
+        return ()
+    if not isinstance(values, list) or len(values) != layers:
+        raise ValueError(f"backbone.shapes={shown(values)} are not those of {layers} layers")
+    shapes = tuple(LayerShape(**checked_values(LayerShape, one, "backbone.shapes")) for one in values)
+    for shape in shapes:
+        if min(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim, shape.query_dim) < 1:
+            raise ValueError(f"backbone.shapes has {shown(shape)}, which is none")
+    return shapes
 
 
 def _saved_kinds(kinds: Any, layers: tuple[int, ...], count: int) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class Step(Cache):
         self.keys, self.values, self.unit_positions = ([slots[i] for slots in opened] for i in range(3))
         batch, kv_heads, slots = self.keys[0].shape[:3]
         device, dtype = self.keys[0].device, self.keys[0].dtype
-        self.rooms = reader.waiting.rooms(cache.backbone.feature_dim, dtype, least=1)
+        self.rooms = reader.waiting.rooms(dtype, least=1)
         for buffer in (*self.keys, *self.values, *self.unit_positions, *self.rooms):
             torch._dynamo.mark_static_address(buffer)
         self.slot = torch.tensor([fill], device=device)
@@ -125,6 +125,8 @@ def obstacle(
         return f"layers of {backbone.model_type} carry a recurrent state"
     if not backbone.uniform:
         return f"layers of {backbone.model_type} slide over a window"
+    if any(shape.num_kv_heads != backbone.num_kv_heads for shape in backbone.full_shapes):
+        return f"layers of {backbone.model_type} have different numbers of KV heads"
     if not scorer.by_features:
         return f"scorer {scorer.name} looks at every step's attention; retaining heads do not"
     if scorer.columns:
@@ -223,12 +225,12 @@ class _Records:
 
     def __init__(self, model: nn.Module) -> None:
         backbone = describe(model)
-        self.projections = [Projections(backbone) for _ in range(backbone.num_layers)]
+        self.projections = [Projections(backbone.shape(index)) for index in range(backbone.num_layers)]
         modules = attention_modules(model)
         self.hooks = [
             found
             for module, projections in zip(modules, self.projections, strict=True)
-            for found in recorders(module, backbone, _always(projections))
+            for found in recorders(module, projections.shape, _always(projections))
         ]
 
 

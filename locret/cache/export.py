@@ -97,6 +97,7 @@ def check_prefix(
             f"some layers of {backbone.model_type} slide over a window and hold other units than the rest, so there is "
             "no prefix of one length; save the context with save_cache instead"
         )
+    backbone.check_alike("an ordinary prefix")
     if policy.head_budgets != "uniform" or len(units) > 1:
         raise ValueError(
             f'head_budgets="{policy.head_budgets}" and layer_budgets="{policy.layer_budgets}" leave heads or layers '

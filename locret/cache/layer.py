@@ -151,7 +151,7 @@ class RetentionLayer(CacheLayerMixin):
         query, projections, positions = layer.query, layer.projections, moment.positions
         if part.where is not None:
             row, head = part.where
-            group = query.shape[1] // layer.projections.backbone.num_kv_heads
+            group = query.shape[1] // layer.projections.shape.num_kv_heads
             query = query[row : row + 1, head * group : (head + 1) * group]
             projections = projections.of_head(row, head)
             positions = positions if len(positions) == 1 else positions[row : row + 1]

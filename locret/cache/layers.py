@@ -148,9 +148,10 @@ class LayerMaker:
                 f"store {kind.name} cannot give blocks away, as recall_by={self.policy.recall_by} does; take another "
                 "recall_by, or derive the store from locret.cache.store.DenseStore"
             )
-        columns = {**self.scorer.columns, **block_columns(self.backbone)}
+        shape = self.backbone.check_alike(f"recall_by={self.policy.recall_by}")
+        columns = {**self.scorer.columns, **block_columns(shape)}
         store = kind(self.rotary, self.workspace, columns)
-        return BlockLayer(store, self.policy.blocks(), self.backbone.num_heads)
+        return BlockLayer(store, self.policy.blocks(), shape.num_heads)
 
     def _host(self, kind: type[Store], nth: int) -> HostTier | None:
         policy = self.policy

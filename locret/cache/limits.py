@@ -104,7 +104,7 @@ def planned_bytes(
     still = limits.still(capacity)
     held = cache_bytes(backbone, capacity, element_size, column_bytes=columns, forms=forms, still=still)
     beside = limits.beside(limits.host_capacity(schedule, [0] * len(backbone.layers), new_tokens))
-    queries = limits.remembered_queries * backbone.num_heads * backbone.head_dim * element_size
+    queries = limits.query_numbers(backbone) * element_size
     forms = forms_of(policy, len(backbone.layers), host=True)
     return held + host_bytes(backbone, beside, element_size, column_bytes=columns, forms=forms) + queries
 
@@ -140,9 +140,9 @@ def near_bytes(
     backbone: Backbone, scorer: Scorer, policy: RetentionPolicy, slots: Sequence[int], element_size: int, rows: int = 1
 ) -> int:
     """Return the bytes on the device where old tokens go to blocks: so many near slots per layer, copies of blocks."""
-    blocks, group = policy.blocks(), backbone.num_heads // backbone.num_kv_heads
-    columns = column_bytes(scorer) + group * torch.float32.itemsize
-    copies = blocks.copies_bytes(backbone.num_kv_heads, backbone.head_dim, element_size)
+    blocks, shape = policy.blocks(), backbone.check_alike(f"recall_by={policy.recall_by}")
+    columns = column_bytes(scorer) + shape.num_heads // shape.num_kv_heads * torch.float32.itemsize
+    copies = blocks.copies_bytes(shape.num_kv_heads, shape.head_dim, element_size)
     return cache_bytes(backbone, slots, element_size, rows, columns) + rows * len(slots) * copies
 
 
@@ -150,8 +150,9 @@ def block_bytes(
     backbone: Backbone, policy: RetentionPolicy, slots: Sequence[int], element_size: int, rows: int = 1
 ) -> int:
     """Return the bytes of blocks with so many slots per KV head in each full-attention layer."""
-    blocks, shape = policy.blocks(), (backbone.num_kv_heads, backbone.num_heads, backbone.head_dim)
-    return rows * sum(blocks.host_bytes(units, *shape, element_size) for units in slots)
+    blocks, shape = policy.blocks(), backbone.check_alike(f"recall_by={policy.recall_by}")
+    numbers = shape.num_kv_heads, shape.num_heads, shape.head_dim
+    return rows * sum(blocks.host_bytes(units, *numbers, element_size) for units in slots)
 
 
 def column_bytes(scorer: Scorer) -> int:
@@ -255,10 +256,10 @@ class Limits:
         """Return those slots of second tiers that lie in the fast tier's memory."""
         return [units if near else 0 for units, near in zip(host, self.resident, strict=True)]
 
-    @property
-    def remembered_queries(self) -> int:
-        """Queries per query head that lookups look from, over all layers."""
-        return sum(self.windows)
+    def query_numbers(self, backbone: Backbone) -> int:
+        """Return the numbers of the queries that lookups look from, over all layers."""
+        shapes = zip(self.windows, backbone.full_shapes, strict=True)
+        return sum(window * shape.num_heads * shape.head_dim for window, shape in shapes)
 
     def answer_capacity(self, nth: int, units: int) -> int:
         """Return the slots a layer needs to grow to `units` while an answer is written."""

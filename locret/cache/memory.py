@@ -87,7 +87,7 @@ class Account:
             slots = list(self.limits.plan(None).peak)
         if self.policy.recalls_blocks:
             return near_bytes(shape, self.scorer, self.policy, slots, size, rows)
-        queries = rows * self.limits.remembered_queries * shape.num_heads * shape.head_dim * size
+        queries = rows * self.limits.query_numbers(shape) * size
         forms = forms_of(self.policy, len(shape.layers))
         still = self.limits.still(slots)
         held = cache_bytes(shape, slots, size, rows, column_bytes(self.scorer), forms, still=still)
@@ -107,14 +107,11 @@ class Account:
 
     def indexes(self, layers: Sequence[RetentionLayer], rows: int, *, begun: bool) -> int:
         """Return the planned bytes of what lookups make of the second tier's keys."""
-        return (
-            rows
-            * self.backbone.num_kv_heads
-            * sum(
-                layer.host.lookup.index_bytes(units, self.backbone.head_dim, self.element_size)
-                for layer, units in zip(layers, self._second(begun), strict=True)
-                if layer.host is not None and units
-            )
+        slots = zip(layers, self._second(begun), self.backbone.full_shapes, strict=True)
+        return rows * sum(
+            shape.num_kv_heads * layer.host.lookup.index_bytes(units, shape.head_dim, self.element_size)
+            for layer, units, shape in slots
+            if layer.host is not None and units
         )
 
     def _second(self, begun: bool) -> list[int]:

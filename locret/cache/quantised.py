@@ -80,11 +80,11 @@ class QuantisedStore(DenseStore):
         return 0
 
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        batch, heads, _, dim = keys.shape
-        window = (batch, heads, self.form.recent, dim)
+        batch, heads = keys.shape[:2]
+        window = (batch, heads, self.form.recent)
         self.fixed |= {
-            "exact_keys": torch.zeros(window, dtype=keys.dtype, device=keys.device),
-            "exact_values": torch.zeros(window, dtype=values.dtype, device=keys.device),
+            "exact_keys": torch.zeros((*window, keys.shape[-1]), dtype=keys.dtype, device=keys.device),
+            "exact_values": torch.zeros((*window, values.shape[-1]), dtype=values.dtype, device=keys.device),
             "exact": torch.zeros((batch, heads), dtype=COUNT, device=keys.device),
         }
         for name, states in (("keys", keys), ("values", values)):
@@ -133,10 +133,11 @@ class QuantisedStore(DenseStore):
         head_dim: int,
         element_size: int,
         columns: Sequence[torch.dtype] = (),
+        value_dim: int | None = None,
     ) -> int:
         """See `Store`."""
-        unit = self.form.unit_bytes(head_dim, element_size, sum(dtype.itemsize for dtype in columns))
-        return rows * kv_heads * (slots * unit + self.form.head_bytes(head_dim, element_size))
+        unit = self.form.unit_bytes(head_dim, element_size, sum(dtype.itemsize for dtype in columns), value_dim)
+        return rows * kv_heads * (slots * unit + self.form.head_bytes(head_dim, element_size, value_dim))
 
     # -- units --------------------------------------------------------------------------------------------------------
 
@@ -174,8 +175,13 @@ class QuantisedStore(DenseStore):
         begin = base - old if newest is not None and newest.waiting else None
         like, copies = self.fixed["exact_keys"], self.form.states
         batch, heads, _, dim = like.shape
-        room = self.workspace.take((copies * batch, heads, self.fill, dim), self.capacity, like)
-        keys, values = room[:batch], room[batch:] if copies > 1 else self.values[:, :, : self.fill]
+        wide = self.fixed["exact_values"].shape[-1] if copies > 1 else 0
+        room = self.workspace.take((batch, heads, self.fill, dim + wide), self.capacity, like).view(-1)
+        count = batch * heads * self.fill * dim
+        keys = room[:count].view(batch, heads, self.fill, dim)
+        values = self.values[:, :, : self.fill]
+        if copies > 1:
+            values = room[count:].view(batch, heads, self.fill, wide)
         for start in range(0, old, _BLOCK):
             span = slice(start, min(start + _BLOCK, old))
             self._read_keys(span, begin, out=keys[:, :, span])
@@ -249,7 +255,7 @@ class QuantisedStore(DenseStore):
 
     def states_of(self, name: str, held: Mapping[str, Tensor]) -> Tensor:
         """Return keys as queries attend to them, or values, (B, heads, ..., D), of what is held of them."""
-        like, shape = self.fixed["exact_keys"], held[name].shape[:-1]
+        like, shape = self.fixed[f"exact_{name}"], held[name].shape[:-1]
         parts = [held[part].flatten(2, -2) for part in _PARTS[name] if part in held]
         units, device = parts[0].shape[2], parts[0].device
         frame = self.fixed.get(_FRAMES[name])
@@ -276,11 +282,11 @@ class QuantisedStore(DenseStore):
         if self.keys is None:
             self.capacity = max(self.capacity, self.fill + new)
             device = self.empty((0,), dtype=PLACE, device=like.fixed["exact"].device).device
-            nothing = like.fixed["exact_keys"][:, :, :0].to(device)
+            nothing = [like.fixed[name][:, :, :0].to(device) for name in ("exact_keys", "exact_values")]
             self.fixed = {
                 name: like.fixed[name].to(device, copy=True) for name in _FRAMES.values() if name in like.fixed
             }
-            self._allocate(nothing, nothing)
+            self._allocate(*nothing)
         elif self.fill + new > self.capacity:
             self.reserve(self.fill + new)
         self.fill += new

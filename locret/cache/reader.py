@@ -44,13 +44,19 @@ class Reader:
         answering: Whether tokens are generated, or a prompt is read.
     """
 
+    exchange = None
+    """A cache holds all tokens that stay."""
+
     def __init__(self, cache: RetentionCache, *, answering: bool) -> None:
         self.cache, self.policy, self.scorer = cache, cache.policy, cache.scorer
         self.layers: list[RetentionLayer] = cache.governed
-        self.projections: Mapping[int, Projections] = {i: Projections(cache.backbone) for i in cache.backbone.layers}
+        shape = cache.backbone.shape
+        self.projections: Mapping[int, Projections] = {i: Projections(shape(i)) for i in cache.backbone.layers}
         self.masks = MaskMemo()
         self.limits = Limits(cache.policy, cache.scorer, len(cache.backbone.layers))
-        self.waiting = Unscored([layer.store for layer in self.layers])
+        self.waiting = Unscored(
+            [layer.store for layer in self.layers], [s.feature_dim for s in cache.backbone.full_shapes]
+        )
         """Generated units without scores."""
         self.answering = answering
         self.torn = False
@@ -76,7 +82,8 @@ class Reader:
         cache = self.cache
         strategy = prefill_attention.get(self.policy.prefill_attention)
         if strategy is not None:
-            self._sparse = [SparseAttention(heads) for heads in strategy.by_head(cache.backbone)]
+            own = slice(None) if cache.ranks is None else cache.ranks.part(cache.whole.num_heads)
+            self._sparse = [SparseAttention(heads[own]) for heads in strategy.by_head(cache.whole)]
         held = [layer.fill for layer in self.layers]
         schedule = self.limits.plan(prompt_tokens, held)
         capacity = self.limits.capacity(schedule, new_tokens)
@@ -111,7 +118,8 @@ class Reader:
         """Announce the next chunk of the prompt; after the final one no stabilizers are protected."""
         ratios = None
         if self.limits.wants_ratios:
-            ratios = [float(layer.store.share_before(self._chunk_start)) for layer in self.layers]
+            shares = torch.stack([layer.store.share_before(self._chunk_start).cpu() for layer in self.layers])
+            ratios = (shares if self.cache.ranks is None else self.cache.ranks.mean(shares)).tolist()
         self.limits.next_chunk(final, ratios)
         self._chunk_start = self.cache.seen
         self._align()
@@ -195,7 +203,7 @@ class Reader:
         self._view = layer.view(self.cache.next_position, self.projections[layer_idx])
         recalled = None
         if layer.host is not None and not (self._evicting and (layer.compact or not layer.host.lookup.reading)):
-            asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared)
+            asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared, ranks=self.cache.ranks)
             recalled = layer.host.recalled(asking)
         sparse = None
         if self._evicting and self._sparse is not None and not self._sparse[layer_idx].covers(layer.store.longest):
@@ -237,7 +245,7 @@ class Reader:
         if evicts_now is not None and not self.scorer.needs_hidden:
             refit = None
             if self.policy.refit and (self._last or self.limits.final):
-                refit = Refit(layer.query, view, layer.scaling, layer.softcap, self.cache.backbone.num_kv_heads)
+                refit = Refit(layer.query, view, layer.scaling, layer.softcap, layer.projections.shape.num_kv_heads)
             self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens, refit)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
@@ -285,6 +293,8 @@ class Reader:
             return
         cache, device = self.cache, self._unsound[0].device
         unsound = torch.stack([flag.to(device) for flag in self._unsound]).any()
+        if cache.ranks is not None:  # what one of them finds stops all
+            unsound = cache.ranks.largest(unsound.int()) > 0
         self._unsound = []
         if first:  # later ones do not wait for the device
             cache.check_scores(unsound)
@@ -342,9 +352,9 @@ class Reader:
         self._note_unsound(scores)
         states = hidden if cache.newest_hidden is None else torch.cat([cache.newest_hidden, hidden], dim=1)
         cache.newest_hidden = states[:, -2:].clone()
-        for nth, layer in enumerate(self.layers):
+        for nth, (layer, shape) in enumerate(zip(self.layers, cache.backbone.full_shapes, strict=True)):
             device = layer.store.held("scores").device
-            layer.rate(scores[:, None].to(device).expand(-1, cache.backbone.num_kv_heads, -1))
+            layer.rate(scores[:, None].to(device).expand(-1, shape.num_kv_heads, -1))
             stay = self._stay_now(nth)
             if stay is not None:
                 layer.evict(stay, cache.next_position + hidden.shape[1])

@@ -269,31 +269,36 @@ class Form:
         """Tensors of all units, in the backbone's type, that a view writes into the workspace."""
         return 1 if self.values.exact else 2
 
-    def unit_bytes(self, head_dim: int, element_size: int, column_bytes: int = 0) -> int:
+    def unit_bytes(self, head_dim: int, element_size: int, column_bytes: int = 0, value_dim: int | None = None) -> int:
         """Return the bytes of a unit, its score, its position and a method's own columns included."""
-        held = self.keys.unit_bytes(head_dim, element_size) + self.values.unit_bytes(head_dim, element_size)
+        wide = head_dim if value_dim is None else value_dim
+        held = self.keys.unit_bytes(head_dim, element_size) + self.values.unit_bytes(wide, element_size)
         return held + unit_bytes(0, element_size, column_bytes) + (PLACE.itemsize if self.placed else 0)
 
-    def head_bytes(self, head_dim: int, element_size: int) -> int:
+    def head_bytes(self, head_dim: int, element_size: int, value_dim: int | None = None) -> int:
         """Return the bytes of what a KV head of a row has once, however many units it holds."""
-        newest = self.recent * 2 * head_dim * element_size + COUNT.itemsize
-        return newest + self.keys.frame_bytes(head_dim) + self.values.frame_bytes(head_dim)
+        wide = head_dim if value_dim is None else value_dim
+        newest = self.recent * (head_dim + wide) * element_size + COUNT.itemsize
+        return newest + self.keys.frame_bytes(head_dim) + self.values.frame_bytes(wide)
 
-    def shapes(self, units: tuple[int, int, int], head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def shapes(
+        self, units: tuple[int, int, int], head_dim: int, value_dim: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of what a store of so many units holds in codes, and of what goes with codes.
 
         Args:
             units: Rows, KV heads, and units of each.
             head_dim: Numbers of a key.
+            value_dim: Numbers of a value.
         """
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, coder in (("key", self.keys), ("value", self.values)):
+        for name, coder, dim in (("key", self.keys, head_dim), ("value", self.values, value_dim)):
             if coder.exact:
                 continue
-            shapes[f"{name}s"] = ((*units, packed_bytes(head_dim, coder.bits)), torch.uint8)
-            shapes[f"{name}_scales"] = ((*units, 2 * coder.rounding.groups(head_dim)), _SCALE)
+            shapes[f"{name}s"] = ((*units, packed_bytes(dim, coder.bits)), torch.uint8)
+            shapes[f"{name}_scales"] = ((*units, 2 * coder.rounding.groups(dim)), _SCALE)
             if coder.framed:
-                shapes[f"{name}_frame"] = ((*units[:2], 2, head_dim), torch.float32)
+                shapes[f"{name}_frame"] = ((*units[:2], 2, dim), torch.float32)
         if self.placed:
             shapes["places"] = (units, PLACE)
         return {**shapes, "exact": (units[:2], COUNT)}

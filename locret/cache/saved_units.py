@@ -16,8 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD
 from locret.backbone.adapters import BOTH, NONE, RECURRENT, SLIDING, Backbone
 from locret.backbone.recurrence import CONV, SCAN, States
+=======
+from locret.backbone.adapters import Backbone, LayerShape
+>>>>>>> main
 from locret.cache.layer import HOST
 from locret.cache.rounding import Form
 from locret.cache.states import BEFORE, STATES
@@ -182,7 +186,8 @@ def _first(reading: Reading) -> str:
 
 def _layer(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
     fill, turned = counters["fill"], counters["rotated"]
-    heads, dim = reading.backbone.num_kv_heads, reading.backbone.head_dim
+    shape = reading.backbone.shape(index)
+    heads, wide = shape.num_kv_heads, (("keys", shape.head_dim), ("values", shape.value_dim))
     row_start: dict[str, _Rule] = {"row_start": ((rows,), ("I64",))} if f"layers.{index}.row_start" in shapes else {}
     if reading.backbone.kinds[index] in (RECURRENT, NONE):
         return {}
@@ -191,8 +196,7 @@ def _layer(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, r
         found = shapes.get(f"layers.{index}.keys", ((), ""))[0]
         # One less once the newest token was taken back.
         slots = found[2] if len(found) == 4 and found[2] == most - 1 else most
-        window: _Rule = ((rows, heads, slots, dim), _FLOATS)
-        return {"keys": window, "values": window, **row_start}
+        return {**{name: ((rows, heads, slots, dim), _FLOATS) for name, dim in wide}, **row_start}
     columns = {name: dtype_name(dtype) for name, dtype in COLUMNS.items()} | dict(reading.columns)
     if not reading.ragged:
         units: tuple[int, ...] = (rows, heads, fill)
@@ -201,43 +205,43 @@ def _layer(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, r
         found = shapes.get(f"layers.{index}.keys", ((), ""))[0]
         units = (min(found[0] if found else 0, rows * heads * fill),)
         extra = {"counts": ((rows, heads), ("I64",))}
-    states: _Rule = ((*units, dim), _FLOATS)
+    states: dict[str, _Rule] = {name: ((*units, dim), _FLOATS) for name, dim in wide}
     form = _form(index, reading)
     if form is not None:
-        extra = {**extra, **_coded(form, units, dim, turned=turned)}
-    return {"keys": states, "values": states, **{name: (units, (dtype,)) for name, dtype in columns.items()}, **extra}
+        extra = {**extra, **_coded(form, units, shape, turned=turned)}
+    return {**states, **{name: (units, (dtype,)) for name, dtype in columns.items()}, **extra}
 
 
 def _form(index: int, reading: Reading) -> Form | None:
     return reading.forms[reading.backbone.layers.index(index)] if reading.forms else None
 
 
-def _coded(form: Form, units: tuple[int, ...], dim: int, *, turned: bool) -> dict[str, _Rule]:
+def _coded(form: Form, units: tuple[int, ...], shape: LayerShape, *, turned: bool) -> dict[str, _Rule]:
     """Return the rules of units that are held in codes; keys or values with 16 bits are held as they are."""
     rows, heads, slots = units
-    rules: dict[str, _Rule] = {
-        name: (shape, (dtype_name(dtype),)) for name, (shape, dtype) in form.shapes((rows, heads, slots), dim).items()
-    }
-    window: _Rule = ((rows, heads, form.recent, dim), _FLOATS)
-    rules |= {"exact_keys": window, "exact_values": window}
+    coded = form.shapes((rows, heads, slots), shape.head_dim, shape.value_dim)
+    rules: dict[str, _Rule] = {name: (sizes, (dtype_name(dtype),)) for name, (sizes, dtype) in coded.items()}
+    rules["exact_keys"] = ((rows, heads, form.recent, shape.head_dim), _FLOATS)
+    rules["exact_values"] = ((rows, heads, form.recent, shape.value_dim), _FLOATS)
     return {**rules, "following": ((2, rows), ("I64",))} if turned else rules
 
 
 def _host(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
-    fill = counters.get("host_fill", 0)
-    units = (rows, reading.backbone.num_kv_heads, fill)
-    states: _Rule = ((*units, reading.backbone.head_dim), _FLOATS)
+    fill, shape = counters.get("host_fill", 0), reading.backbone.shape(index)
+    units = (rows, shape.num_kv_heads, fill)
+    keys: _Rule = ((*units, shape.head_dim), _FLOATS)
+    values: _Rule = ((*units, shape.value_dim), _FLOATS)
     columns = {name: dtype_name(dtype) for name, dtype in COLUMNS.items()} | dict(reading.columns)
-    held = {"keys": states, "values": states, **{name: (units, (dtype,)) for name, dtype in columns.items()}}
+    held = {"keys": keys, "values": values, **{name: (units, (dtype,)) for name, dtype in columns.items()}}
     form = _form(index, reading) if index in reading.backbone.layers else None
     if form is not None:
-        held |= _coded(replace(form, recent=0), units, reading.backbone.head_dim, turned=counters["rotated"])
+        held |= _coded(replace(form, recent=0), units, shape, turned=counters["rotated"])
     held = held if fill else {}
     if fill and f"layers.{index}.{HOST}row_start" in shapes:
         held["row_start"] = ((rows,), ("I64",))
     if reading.windows.get(index) and f"layers.{index}.{HOST}queries" in shapes:
         window = reading.windows[index]
-        held["queries"] = ((rows, reading.backbone.num_heads, window, reading.backbone.head_dim), _FLOATS)
+        held["queries"] = ((rows, shape.num_heads, window, shape.head_dim), _FLOATS)
     return {f"{HOST}{name}": rule for name, rule in held.items()}
 
 

@@ -122,10 +122,17 @@ class Store(ABC):
 
     @staticmethod
     def plan(
-        slots: int, rows: int, kv_heads: int, head_dim: int, element_size: int, columns: Sequence[torch.dtype] = ()
+        slots: int,
+        rows: int,
+        kv_heads: int,
+        head_dim: int,
+        element_size: int,
+        columns: Sequence[torch.dtype] = (),
+        value_dim: int | None = None,
     ) -> int:
         """Return the bytes of a store of so many slots, before any is made; columns are those a scorer declares."""
-        return rows * kv_heads * slots * unit_bytes(head_dim, element_size, sum(dtype.itemsize for dtype in columns))
+        beside = sum(dtype.itemsize for dtype in columns)
+        return rows * kv_heads * slots * unit_bytes(head_dim, element_size, beside, value_dim)
 
     @property
     def nbytes(self) -> int:
@@ -172,9 +179,10 @@ class Store(ABC):
 
     @property
     def key_numbers(self) -> int:
-        """Numbers of one row's keys: what a plan grants the workspace, per row; 0 where it is never idle."""
+        """Numbers of one row's keys, or values: what a plan grants the workspace, per row; 0 where it is never idle."""
         assert self.keys is not None
-        return self.keys[0].numel()
+        assert self.values is not None
+        return max(self.keys[0].numel(), self.values[0].numel())
 
     # -- units --------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ features wait in the workspace, which is idle while an answer is written, and ne
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,20 +25,25 @@ class Unscored:
 
     Args:
         stores: Where the units of each full-attention layer are.
+        widths: F of each of these layers.
     """
 
-    def __init__(self, stores: Sequence[Store]) -> None:
-        self.stores = stores
+    def __init__(self, stores: Sequence[Store], widths: Sequence[int]) -> None:
+        self.stores, self.widths = stores, widths
         self._rooms: list[Tensor] = []
         self._counts: dict[int, int] = {}
 
-    def rooms(self, width: int, dtype: torch.dtype, least: int = 0) -> list[Tensor]:
+    def rooms(self, dtype: torch.dtype, least: int = 0) -> list[Tensor]:
         """Return where features of each layer may wait, (B, W, F), in the workspace; W is at least `least`."""
         # As many as fit into the workspace that the plan grants, which is as large as the largest layer's keys.
         numbers = max(store.key_numbers for store in self.stores) if all(s.key_numbers for s in self.stores) else 0
-        most = max(least, min(MOST, numbers // (len(self.stores) * width)))
-        shape = (len(self.stores), self.stores[0].batch, most, width)
-        return [store.scratch(shape, dtype)[nth] for nth, store in enumerate(self.stores)]
+        most = max(least, min(MOST, numbers // sum(self.widths)))
+        batch, starts = self.stores[0].batch, list(accumulate(self.widths, initial=0))
+        rooms = []
+        for store, start, width in zip(self.stores, starts, self.widths, strict=False):
+            every = store.scratch((1, batch, most, starts[-1]), dtype).flatten()
+            rooms.append(every[batch * most * start :][: batch * most * width].view(batch, most, width))
+        return rooms
 
     def add(self, nth: int, parts: list[Tensor]) -> Tensor | None:
         """Let the newest unit of a layer wait.
@@ -52,7 +58,7 @@ class Unscored:
         if not all(store.batch for store in self.stores):
             return torch.cat(parts, dim=-1)  # the first token of all: the workspace has not its size yet
         if not self._rooms:
-            self._rooms = self.rooms(sum(part.shape[-1] for part in parts), parts[0].dtype)
+            self._rooms = self.rooms(parts[0].dtype)
         room = self._rooms[nth]
         most = room.shape[1]
         if not most:

@@ -144,7 +144,9 @@ class SavedContext:
         """Return the facts as people read them: what, and how much of it."""
         policy, backbone, facts = self.saved.policy, self.saved.backbone, self.facts()
         system = "a system message" if facts["system"] else "no system message"
-        shape = f"{backbone.num_layers} layers of {backbone.num_kv_heads} KV heads, head dim {backbone.head_dim}"
+        shapes = {backbone.shape(index): None for index in range(backbone.num_layers)}
+        widths = " or ".join(f"{one.num_kv_heads} KV heads, head dim {one.head_dim}" for one in shapes)
+        shape = f"{backbone.num_layers} layers of {widths}"
         weights = str(facts["weights"]).rpartition(":")[2][:12] if facts["weights"] else "not recorded"
         sizes = [f"{name} {int(getattr(policy, name)):,}" for name in _SIZES]
         read = [f"{one.name}, {one.tokens:,} tokens, SHA-256 of its {one.of} {one.sha256[:16]}" for one in self.sources]

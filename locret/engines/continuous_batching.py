@@ -80,8 +80,13 @@ class Shared:
 
 
 def page_bytes(backbone: Backbone, dtype: torch.dtype, page_size: int) -> int:
-    """Return the bytes of one page: keys and values of all layers for `page_size` tokens."""
-    return 2 * backbone.num_layers * backbone.num_kv_heads * backbone.head_dim * dtype.itemsize * page_size
+    """Return the bytes of one page: keys and values of all layers for `page_size` tokens.
+
+    Raises:
+        ValueError: If the layers differ in shape, so that no page holds all of them.
+    """
+    shape = backbone.check_alike("paged memory")
+    return backbone.num_layers * shape.num_kv_heads * shape.unit_dim * dtype.itemsize * page_size
 
 
 def planned_bytes(backbone: Backbone, dtype: torch.dtype, sizes: Sizes) -> int:

@@ -36,7 +36,7 @@ from locret.engines.prefix import Prefix
 from locret.field_values import shown
 
 _OPTIONS = {"contexts": "", "contexts_in_memory": 16}
-_SHAPE = ("model_type", "num_layers", "layers", "num_heads", "num_kv_heads", "head_dim")
+_SHAPE = ("model_type", "num_layers", "layers", "num_heads", "num_kv_heads", "head_dim", "shapes")
 
 _logger = init_logger("vllm.locret")  # vLLM shows loggers below its own name only
 

@@ -14,7 +14,7 @@ from math import isfinite, prod
 from typing import TYPE_CHECKING, Any
 
 from locret._version import __version__
-from locret.backbone.adapters import Backbone, describe, unwrap
+from locret.backbone.adapters import Backbone, LayerShape, describe_whole, unwrap
 from locret.field_values import check_fields, checked, checked_values, shown
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
@@ -58,6 +58,9 @@ class HeadsConfig:
     """Activation between the two layers: the backbone's own."""
     initializer_range: float
     """Standard deviation of untrained weights: the backbone's own."""
+    shapes: dict[str, Any] | None = None
+    """By layer its `LayerShape` as plain data, where layers differ or values are not as wide as keys; the three numbers
+    above are the first layer's then."""
     label: dict[str, Any] | None = None
     """Definition of the training labels: `kind`, `include_last_prompt_token`, ..."""
     policy: dict[str, Any] | None = None
@@ -98,6 +101,7 @@ class HeadsConfig:
                 raise ValueError(
                     f"{name}={shown(value)} is not a name; use letters, digits, '-', '_', '.', '+' and '/'"
                 )
+        self._check_shapes()
         for name in ("label", "training", "evaluation"):
             if not _is_plain(getattr(self, name)):
                 raise ValueError(
@@ -106,10 +110,26 @@ class HeadsConfig:
         # Whether the numbers agree is known only with those that the user gives.
         checked_values(RetentionPolicy, self.policy or {}, "policy")
 
+    def _check_shapes(self) -> None:
+        if self.shapes is None:
+            return
+        if list(self.shapes) != [str(layer) for layer in self.layers]:
+            raise ValueError(f"shapes={shown(list(self.shapes))} are not those of layers={shown(list(self.layers))}")
+        for layer in self.layers:
+            shape = self.shape(layer)
+            if min(asdict(shape).values()) < 1:
+                raise ValueError(f"shapes has {shown(shape)} for layer {layer}; its numbers must be at least 1")
+
+    def shape(self, layer: int) -> LayerShape:
+        """Return the shape of the attention of one of `layers`."""
+        if self.shapes is None:
+            return LayerShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+        return LayerShape(**checked_values(LayerShape, self.shapes[str(layer)], "shapes"))
+
     @property
     def feature_dim(self) -> int:
-        """Width of a head's input, (H + 2 K) * D."""
-        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        """Width of the input of the first layer's head; see `LayerShape.feature_dim`."""
+        return self.shape(self.layers[0]).feature_dim
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -118,8 +138,8 @@ class HeadsConfig:
             f"heads.{layer}.{name}.weight": shape
             for layer in self.layers
             for name, shape in (
-                ("fc1", (self.hidden_dim, self.feature_dim)),
-                ("fc2", (self.num_key_value_heads, self.hidden_dim)),
+                ("fc1", (self.hidden_dim, self.shape(layer).feature_dim)),
+                ("fc2", (self.shape(layer).num_kv_heads, self.hidden_dim)),
             )
         }
 
@@ -140,7 +160,7 @@ class HeadsConfig:
         Raises:
             ValueError: For a backbone that retaining heads cannot work on, or `hidden_dim` below 1.
         """
-        backbone = describe(model_or_config)
+        backbone = describe_whole(model_or_config)
         name, revision = base_identity(model_or_config)
         config = _config_of(model_or_config)
         return cls(
@@ -195,7 +215,10 @@ class HeadsConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `json` can write and `from_json` reads back."""
-        return {**asdict(self), "layers": list(self.layers)}
+        written = {**asdict(self), "layers": list(self.layers)}
+        if self.shapes is None:  # toolkits that do not know the key can read the rest
+            del written["shapes"]
+        return written
 
     def annotated(self, **notes: Any) -> Self:
         """Return a copy with some of `NOTES` set.
@@ -210,7 +233,7 @@ class HeadsConfig:
 
     def differences(self, model_or_config: Any, *, allow_other_base: bool = False) -> list[str]:
         """List how a backbone differs from the one these heads are for, both sides in each line."""
-        backbone = describe(model_or_config)
+        backbone = describe_whole(model_or_config)
         theirs = _dimensions(backbone, _config_of(model_or_config))
         lines = [
             f"{name} is {_show(getattr(self, name))} in the heads and {_show(value)} in the model"
@@ -265,6 +288,7 @@ def _dimensions(backbone: Backbone, config: Any) -> dict[str, Any]:
         "num_key_value_heads": backbone.num_kv_heads,
         "head_dim": backbone.head_dim,
         "hidden_act": backbone.hidden_act,
+        "shapes": {str(i): asdict(backbone.shape(i)) for i in backbone.layers} if backbone.shapes else None,
     }
 
 

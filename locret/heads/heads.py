@@ -56,9 +56,9 @@ class RetainingHeads(
         self.heads = nn.ModuleDict()
         for layer_idx in config.layers:
             self.heads[str(layer_idx)] = RetainingHead(
-                config.feature_dim,
+                config.shape(layer_idx).feature_dim,
                 config.hidden_dim,
-                config.num_key_value_heads,
+                config.shape(layer_idx).num_kv_heads,
                 config.hidden_act,
                 initializer_range=config.initializer_range,
                 generator=generator,

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from locret.backbone.adapters import Backbone, describe
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.forward import run_decoder
-from locret.backbone.instrument import instrumented
+from locret.backbone.instrument import Exchange, instrumented
 from locret.labels import kinds
 from locret.labels.base import LabelKind
 
@@ -36,8 +37,10 @@ _BLOCK_ELEMENTS = 2**22
 class LayerObserver:
     """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
 
+    exchange: Exchange | None = None
+
     def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None]) -> None:
-        self.projections = {index: Projections(backbone) for index in backbone.layers}
+        self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}
         self.masks = MaskMemo()
         self.attended = on_layer
 
@@ -84,6 +87,7 @@ def answer_labels(
 
     Returns:
         (layers, kv_heads, n) float32 for prompt positions 0 to n - 1; dimension 0 runs over the full-attention layers.
+        Where layers have different numbers of KV heads, rows of -inf follow those of the layers that have fewer.
 
     Raises:
         ValueError: For an unknown kind, or a prompt or answer that is empty or more than one row.
@@ -102,7 +106,7 @@ def answer_labels(
         rows.append(layer_labels(chunk, prompt, kind, include_last_prompt_token, earlier_answers=earlier_answers))
 
     observe(model, torch.cat([prompt_ids, answer_ids], dim=1).to(_device(model)), on_layer)
-    return torch.stack(rows)
+    return pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
 
 
 def prompt_scores(model: nn.Module, heads: RetainingHeads, prompt_ids: Tensor) -> Tensor:
@@ -123,7 +127,7 @@ def prompt_scores(model: nn.Module, heads: RetainingHeads, prompt_ids: Tensor) -
         token_row(prompt_ids, "prompt_ids").to(_device(model)),
         lambda chunk: rows.append(heads[chunk.layer_idx](chunk.features()[0]).T),
     )
-    return torch.stack(rows)
+    return pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
 
 
 def layer_labels(

@@ -47,7 +47,7 @@ class KernelsConfig(HeadsConfig):
             f"kernels.{layer}.{name}": shape
             for layer in self.layers
             for name, shape in (
-                ("weight", (self.slots, 2 * self.head_dim, self.kernel_size)),
+                ("weight", (self.slots, self.shape(layer).unit_dim, self.kernel_size)),
                 ("bias", (self.slots,)),
                 ("alpha", (1,)),
             )
@@ -57,11 +57,19 @@ class KernelsConfig(HeadsConfig):
 class MergingKernel(nn.Module):
     """Weights with which the units of a KV head are merged, from their keys and values."""
 
-    def __init__(self, slots: int, head_dim: int, kernel_size: int, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        head_dim: int,
+        kernel_size: int,
+        generator: torch.Generator | None = None,
+        value_dim: int | None = None,
+    ) -> None:
         super().__init__()
-        reach = 1 / sqrt(2 * head_dim * kernel_size)  # as torch's own convolutions begin
+        unit_dim = head_dim + (head_dim if value_dim is None else value_dim)
+        reach = 1 / sqrt(unit_dim * kernel_size)  # as torch's own convolutions begin
         self.weight = nn.Parameter(
-            torch.empty(slots, 2 * head_dim, kernel_size).uniform_(-reach, reach, generator=generator)
+            torch.empty(slots, unit_dim, kernel_size).uniform_(-reach, reach, generator=generator)
         )
         self.bias = nn.Parameter(torch.empty(slots).uniform_(-reach, reach, generator=generator))
         self.alpha = nn.Parameter(torch.full((1,), 0.5))
@@ -103,7 +111,13 @@ class MergingKernels(
         self.config = config
         self.kernels = nn.ModuleDict(
             {
-                str(layer): MergingKernel(config.slots, config.head_dim, config.kernel_size, generator)
+                str(layer): MergingKernel(
+                    config.slots,
+                    config.shape(layer).head_dim,
+                    config.kernel_size,
+                    generator,
+                    config.shape(layer).value_dim,
+                )
                 for layer in config.layers
             }
         )

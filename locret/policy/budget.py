@@ -8,15 +8,23 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from locret.backbone.adapters import Backbone
+    from locret.backbone.adapters import Backbone, LayerShape
 
 _SCORE_AND_POSITION_BYTES = 8
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def unit_bytes(head_dim: int, element_size: int, column_bytes: int = 0) -> int:
-    """Return the bytes of a cache unit: its key, its value, its score, its position and a method's own columns."""
-    return 2 * head_dim * element_size + _SCORE_AND_POSITION_BYTES + column_bytes
+def unit_bytes(head_dim: int, element_size: int, column_bytes: int = 0, value_dim: int | None = None) -> int:
+    """Return the bytes of a cache unit: its key, its value, its score, its position and a method's own columns.
+
+    Args:
+        head_dim: Numbers of a key.
+        element_size: Bytes of a number.
+        column_bytes: Bytes of a method's own columns.
+        value_dim: Numbers of a value; None: as many as of a key.
+    """
+    width = head_dim + (head_dim if value_dim is None else value_dim)
+    return width * element_size + _SCORE_AND_POSITION_BYTES + column_bytes
 
 
 class Form(Protocol):
@@ -26,10 +34,10 @@ class Form(Protocol):
     def states(self) -> int:
         """Tensors of all units that a view writes into the workspace."""
 
-    def unit_bytes(self, head_dim: int, element_size: int, column_bytes: int = 0) -> int:
+    def unit_bytes(self, head_dim: int, element_size: int, column_bytes: int = 0, value_dim: int | None = None) -> int:
         """Return the bytes of a unit."""
 
-    def head_bytes(self, head_dim: int, element_size: int) -> int:
+    def head_bytes(self, head_dim: int, element_size: int, value_dim: int | None = None) -> int:
         """Return the bytes of what a KV head of a row has once."""
 
 
@@ -54,6 +62,7 @@ def cache_bytes(
         forms: How each layer holds its units; None: as they are.
         still: Whether units never leave their slots nor are turned there; only those in codes need a workspace then.
     """
+<<<<<<< HEAD
     key = backbone.head_dim * element_size
     heads = rows * backbone.num_kv_heads
     sliding = backbone.kinds.count("sliding") * heads * ((backbone.window or 0) + 1) * 2 * key
@@ -61,6 +70,26 @@ def cache_bytes(
     copies = [slots * (int(not still) if form is None else form.states) for slots, form in _formed(capacities, forms)]
     scored = host_bytes(backbone, capacities, element_size, rows, column_bytes, forms)
     return scored + heads * max(copies, default=0) * key + sliding + states
+=======
+    others = [backbone.shape(index) for index in range(backbone.num_layers) if index not in backbone.layers]
+    sliding = ((backbone.window or 0) + 1) * sum(shape.num_kv_heads * shape.unit_dim for shape in others)
+    workspace = max(
+        (
+            slots * shape.num_kv_heads * _copied(shape, form, still)
+            for shape, slots, form in _formed(backbone, capacities, forms)
+        ),
+        default=0,
+    )
+    scored = host_bytes(backbone, capacities, element_size, rows, column_bytes, forms)
+    return scored + rows * element_size * (workspace + sliding)
+
+
+def _copied(shape: LayerShape, form: Form | None, still: bool) -> int:
+    """Return how many numbers of a unit are in the workspace at once: keys turned, units moved, or codes decoded."""
+    if form is not None:
+        return shape.unit_dim if form.states > 1 else shape.head_dim
+    return 0 if still else max(shape.head_dim, shape.value_dim)
+>>>>>>> main
 
 
 def host_bytes(
@@ -72,17 +101,19 @@ def host_bytes(
     forms: Sequence[Form | None] | None = None,
 ) -> int:
     """Return the bytes of a second tier of so many slots per KV head in each layer; see `cache_bytes`."""
-    size, total = (backbone.head_dim, element_size), 0
-    for slots, form in _formed(capacities, forms):
-        if form is None:
-            total += slots * unit_bytes(*size, column_bytes)
-        elif slots:
-            total += slots * form.unit_bytes(*size, column_bytes) + form.head_bytes(*size)
-    return rows * backbone.num_kv_heads * total
+    total = 0
+    for shape, slots, form in _formed(backbone, capacities, forms):
+        keys, values = shape.head_dim, shape.value_dim
+        unit = (unit_bytes if form is None else form.unit_bytes)(keys, element_size, column_bytes, values)
+        once = 0 if form is None or not slots else form.head_bytes(keys, element_size, values)
+        total += shape.num_kv_heads * (slots * unit + once)
+    return rows * total
 
 
-def _formed(capacities: Sequence[int], forms: Sequence[Form | None] | None) -> Iterator[tuple[int, Form | None]]:
-    yield from zip(capacities, forms or [None] * len(capacities), strict=True)
+def _formed(
+    backbone: Backbone, capacities: Sequence[int], forms: Sequence[Form | None] | None
+) -> Iterator[tuple[LayerShape, int, Form | None]]:
+    yield from zip(backbone.full_shapes, capacities, forms or [None] * len(capacities), strict=True)
 
 
 def parse_bytes(text: str) -> int:

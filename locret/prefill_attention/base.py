@@ -57,7 +57,7 @@ class PrefillAttention(Chosen):
         Raises:
             ValueError: If what the options name does not fit the backbone.
         """
-        return [[self] * backbone.num_heads] * backbone.num_layers
+        return [[self] * backbone.shape(layer).num_heads for layer in range(backbone.num_layers)]
 
     @abstractmethod
     def covers(self, slots: int) -> bool:

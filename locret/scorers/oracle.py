@@ -23,13 +23,15 @@ class OracleScorer(Scorer):
     """Keep the units that the true answer looks at most."""
 
     name: ClassVar[str] = "oracle"
+    over_ranks: ClassVar[bool] = True
     needs: ClassVar[str] = (
         "the labels of the true answer, which only locret-eval knows; compare it there with --methods oracle, or give "
         "labels=answer_labels(...) in Python"
     )
 
     labels: Tensor
-    """(layers, kv_heads, n): labels of the prompt's n tokens; layers are the full-attention ones, in order."""
+    """(layers, kv_heads, n): labels of the prompt's n tokens; layers are the full-attention ones, in order, KV heads
+    those of this process."""
 
     def prepare(self, model: nn.Module) -> dict[int, int]:
         """Return which row of the labels belongs to which layer.
@@ -38,7 +40,7 @@ class OracleScorer(Scorer):
             ValueError: If they have another number of layers or KV heads.
         """
         backbone = describe(model)
-        wanted = (len(backbone.layers), backbone.num_kv_heads)
+        wanted = (len(backbone.layers), max(shape.num_kv_heads for shape in backbone.full_shapes))
         if self.labels.ndim != 3 or tuple(self.labels.shape[:2]) != wanted:
             raise ValueError(
                 f"labels of shape {tuple(self.labels.shape)} do not fit this backbone; give (layers, kv_heads, n) = "
@@ -49,7 +51,7 @@ class OracleScorer(Scorer):
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L); tokens after the labelled ones, generated ones, score below all."""
         positions_L = chunk.positions.reshape(-1, chunk.positions.shape[-1])[0]
-        labels_KN = self.labels[chunk.prepared[chunk.layer_idx]].to(chunk.key.device)
+        labels_KN = self.labels[chunk.prepared[chunk.layer_idx]].to(chunk.key.device)[: chunk.key.shape[1]]
         known_L = positions_L < labels_KN.shape[1]
         scores_KL = labels_KN[:, positions_L.clamp(max=labels_KN.shape[1] - 1)]
         scores_KL = torch.where(known_L, scores_KL, torch.full_like(scores_KL, torch.finfo(torch.float32).min))

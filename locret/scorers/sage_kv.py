@@ -34,6 +34,7 @@ class SageKVScorer(Scorer):
     """Keep what the prompt's last token looks at, every query head on its own."""
 
     name: ClassVar[str] = "sage_kv"
+    over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
 

@@ -30,6 +30,7 @@ BASES: dict[str, dict[str, Any]] = {
     "train": {"model": "checkpoints/tiny", "dataset": "rows.json", "output": "out", "dry_run": True},
     "eval": {**TINY, "tasks": "passkey", "methods": "full,locret", "samples": 2, "dry_run": True, "quiet": True},
     "bench": {"shape": "tiny", "methods": "full,locret", "lengths": 512, "dry_run": True, "quiet": True},
+    "verify": {**TINY, "dry_run": True, "quiet": True},
     "push": {"heads": "checkpoints/tiny-heads", "repo": "org/name", "dry_run": True},
     "serve": {**TINY, "kv_memory": "2GiB", "dry_run": True, "quiet": True},
     "context read": {**TINY, "prompt_file": "text.txt", "output": "a.ctx", "dry_run": True, "quiet": True},

@@ -12,6 +12,7 @@ COMMANDS = {
     "locret-infer": "locret.infer.command",
     "locret-eval": "locret.infer.evaluation.command",
     "locret-bench": "locret.infer.speed.command",
+    "locret-verify": "locret.infer.verify.command",
     "locret-push": "locret.heads.push",
     "locret-context": "locret.infer.context_command",
     "locret-serve": "locret.infer.serve.command",

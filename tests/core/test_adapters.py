@@ -51,7 +51,7 @@ class Recorder:
 
     def __init__(self, model: Any) -> None:
         backbone = describe(model)
-        self.projections = {index: Projections(backbone) for index in backbone.layers}
+        self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}
         self.masks = MaskMemo()
         self.features: dict[int, torch.Tensor] = {}
 

@@ -42,7 +42,7 @@ STOREYS = (
     ("scorers", "mergers"),
     ("cache",),
     ("token_ids", "chunked_prefill", "generation"),
-    ("loading", "conversation", "engines"),
+    ("loading", "distributed", "conversation", "engines"),
 )
 """The rooms of locret from the ground up; each may import those below it and its own storey."""
 STOREY = {room: number for number, rooms in enumerate(STOREYS) for room in rooms}

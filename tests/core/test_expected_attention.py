@@ -13,6 +13,7 @@ from scorer_passes import policy, read_and_answer, watch
 from torch import Tensor
 
 from locret import RetentionCache, prefill, reference, scorers
+from locret.backbone.adapters import describe
 from locret.backbone.chunk import Chunk, Projections
 from locret.backbone.rotary import rotate
 
@@ -20,7 +21,7 @@ ROTARIES = ["llama", "llama-mha", "llama-yarn", "phi3", "phi3-partial", "phi3-lo
 
 
 def slow_expected(model: Any, scorer: Any, chunk: Chunk, next_position: int) -> Tensor:
-    rotary, kind = model.model.rotary_emb, "full_attention_" if chunk.projections.backbone.window else ""
+    rotary, kind = model.model.rotary_emb, "full_attention_" if describe(model).window else ""
     inv_freq = getattr(rotary, f"{kind}inv_freq")
     magnitude = getattr(rotary, f"{kind}attention_scaling")
     coming = range(next_position, next_position + scorer.future)
@@ -103,7 +104,7 @@ def test_expected_attention_depends_on_distances_only() -> None:
             turned,
             8**-0.5,
             value=key,
-            projections=Projections(cache.backbone, {"q": flat}),
+            projections=Projections(cache.backbone.shape(0), {"q": flat}),
             selects=True,
             budget=9,
             next_position=start + 30,

@@ -30,7 +30,7 @@ def layer(query_NLD: torch.Tensor, key_KLD: torch.Tensor, value_KLD: torch.Tenso
         value=value_KLD[None],
         scaling=SCALING,
         softcap=None,
-        projections=Projections(describe(build("llama").config)),
+        projections=Projections(describe(build("llama").config).shape(0)),
     )
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from eval_runs import TIMES, cases, cells, environment, finish, records, start
 
+from locret.distributed.ranks import Ranks
 from locret.files import locked
-from locret.infer.evaluation import processes
 from locret.infer.evaluation.records import PART, SampleLog, key
 
 LINE = ("--methods", "full,locret,random", "--tasks", "passkey,number", "--lengths", "300,400", "--budget", 64)
@@ -78,7 +78,7 @@ def test_shares_are_all_of_it_and_disjoint() -> None:
     from locret.data import tasks
 
     places = cases([tasks.get("passkey")], [300, 600], 5, 0)
-    shares = [processes.Processes(rank, 3).share(places) for rank in range(3)]
+    shares = [Ranks(rank, 3).under("fsdp").share(places) for rank in range(3)]
     assert [len(share) for share in shares] == [4, 3, 3]
     assert {place.tokens for place in shares[2]} == {300, 600}
     assert sorted(p.axes["tokens"] * 10 + p.index for share in shares for p in share) == sorted(

@@ -1,0 +1,87 @@
+"""Is memory what was planned, and does it stay that however long the text is?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locret import RetentionCache
+from locret.backbone.rotary import Rotary
+from locret.cache.limits import planned_bytes, planned_host_bytes
+from locret.infer.verify.findings import Finding, exact
+from locret.infer.verify.subject import NEW_TOKENS, Subject
+
+
+def planned_bytes_are_counted(subject: Subject) -> Iterator[Finding]:
+    """Plan, read, and count the tensors of the cache."""
+    read = subject.read(new_tokens=NEW_TOKENS)
+    memory, policy = read.cache.memory(), subject.policy
+    size = next(subject.model.parameters()).element_size()
+    sizes = (subject.backbone, subject.rates, policy, size, subject.tokens, NEW_TOKENS)
+    planned = planned_bytes(*sizes)
+    counted = counted_bytes(read.cache)
+    said, host = memory.actual + memory.host, memory.host
+    yield exact(
+        "bytes of all tensors of the cache, and what it says", counted == said, f"{counted:,}", f"{said:,}", "exact"
+    )
+    grows = policy.when == "prompt_end"
+    loose = grows or not subject.backbone.uniform  # a layer with a window plans for one token more than it holds
+    yield exact(
+        "bytes planned before reading, and counted",
+        counted - host <= planned if loose else counted - host == planned,
+        f"{counted - host:,}",
+        f"at most {planned:,}" if loose else f"{planned:,}",
+        "exact: it is what --dry-run prints",
+    )
+    yield exact(
+        "peak of the cache's bytes", memory.peak <= planned, f"{memory.peak:,}", f"at most {planned:,}", "exact"
+    )
+    if policy.has_host:
+        most = planned_host_bytes(*sizes)
+        yield exact("bytes of the second tier", host <= most, f"{host:,}", f"at most {most:,}", "exact")
+    if grows:
+        return
+    short = subject.read(ids=subject.ids[:, : least_tokens(subject)], new_tokens=NEW_TOKENS).cache.memory().peak
+    yield exact(
+        f"peak for {least_tokens(subject):,} and for {subject.tokens:,} tokens",
+        short == memory.peak,
+        f"{memory.peak:,}",
+        f"{short:,}",
+        "exact: it must not grow with the text",
+    )
+
+
+def least_tokens(subject: Subject) -> int:
+    """Return the shortest text that fills the cache."""
+    policy = subject.policy
+    return policy.budget + policy.chunk_size + policy.local_len
+
+
+def counted_bytes(cache: RetentionCache) -> int:
+    """Return the bytes of all memory that the tensors of a cache lie in, found by looking at all its objects."""
+    found: dict[tuple[torch.device, int], int] = {}
+    seen: set[int] = set()
+
+    def walk(thing: Any) -> None:
+        if id(thing) in seen or isinstance(thing, nn.Module | Rotary | type):
+            return
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            memory = thing.untyped_storage()
+            if memory.nbytes() and thing.ndim:  # a number is a counter
+                found[thing.device, memory.data_ptr()] = memory.nbytes()
+        elif isinstance(thing, Mapping):
+            for part in thing.values():
+                walk(part)
+        elif isinstance(thing, list | tuple):
+            for part in thing:
+                walk(part)
+        elif type(thing).__module__.startswith(("locret.cache", "locret.lookups")) and hasattr(thing, "__dict__"):
+            walk(vars(thing))
+
+    walk(cache.layers)
+    walk(cache._workspace)
+    return sum(found.values())

@@ -1,0 +1,228 @@
+"""The processes of a run, as torchrun, `accelerate launch` or `deepspeed` start them; alone, nothing changes.
+
+A process that dies takes the others with it, within a minute and with one sentence: whoever waits for it would wait for
+ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from locret.cli.command import FAILURE, USAGE_ERROR
+
+if TYPE_CHECKING:
+    import torch
+
+_JOINING = timedelta(minutes=10)
+_PATIENCE = timedelta(days=30)
+"""How long processes wait for each other: one may have far longer rows than the others, and who dies is noticed."""
+_NOTICING = 2.0
+"""Seconds until it is known that a process has died, once a collective has failed."""
+_SAME_ROWS = ("tp",)
+"""Ways of sharding in which all processes work on the same rows."""
+
+_T = TypeVar("_T")
+
+
+class _EndedTogether(SystemExit):
+    """This process ends because another one has failed, which all know and one has said."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of a run."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Number of this process on its machine: its CUDA device."""
+    data_rank: int = 0
+    """Number of this process among those that have rows of their own."""
+    data_size: int = 1
+    """Into how many parts rows are dealt out; 1 where all processes work on the same ones."""
+    shard: str | None = None
+    """How the backbone is spread over the processes; None: each has a whole one."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process keeps the output folder and reports."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[_T]) -> Sequence[_T]:
+        """Return the items that this process takes: every n-th, so that long and short ones are spread evenly."""
+        return items[self.data_rank :: self.data_size]
+
+    def under(self, shard: str | None) -> Ranks:
+        """Return this process as one of a run that spreads its backbone so."""
+        rows = (0, 1) if shard in _SAME_ROWS else (self.rank, self.size)
+        return replace(self, shard=shard, data_rank=rows[0], data_size=rows[1])
+
+    def own_device(self, device: torch.device) -> torch.device:
+        """Return the device of this process: CUDA devices are dealt out to the processes of a machine."""
+        if self.size > 1 and device.type == "cuda" and device.index is None:
+            import torch
+
+            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        return device
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every process gave, by rank.
+
+        Raises:
+            OSError: If another process is gone.
+        """
+        if self.size == 1:
+            return [value]
+        import torch.distributed
+
+        found: list[Any] = [None] * self.size
+        try:
+            torch.distributed.all_gather_object(found, value)
+        except RuntimeError as error:
+            raise OSError("another process has ended early") from error
+        return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Take a step in every process and wait for all; what fails in one ends all of them, and is said once.
+
+        Not around what runs a sharded backbone, whose other processes would wait for this one in the middle of it.
+
+        Raises:
+            SystemExit: If another process failed, which says why.
+            OSError: If another process is gone.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            failure = error
+        if self.size == 1:
+            if failure is not None:
+                raise failure
+            return
+        codes = self.gather(0 if failure is None else FAILURE if isinstance(failure, OSError) else USAGE_ERROR)
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failure is not None and failed[0] == self.rank:
+            raise failure
+        if failed:
+            raise _EndedTogether(codes[failed[0]])
+
+    def agree(self, facts: Mapping[str, Any], way_out: str = "start all processes with the same options") -> None:
+        """Make sure that all processes work on the same run.
+
+        Args:
+            facts: What must be the same, by the name that a user knows it by.
+            way_out: What to do if it is not.
+
+        Raises:
+            ValueError: In every process, if one of them has others; the message names both.
+        """
+        given = self.gather({name: repr(value) for name, value in facts.items()})
+        for rank, other in enumerate(given):
+            for name in dict.fromkeys([*given[0], *other]):
+                first, second = (one.get(name, "not at all") for one in (given[0], other))
+                if first != second:
+                    raise ValueError(f"{name} is {first} in process 0 and {second} in process {rank}; {way_out}")
+
+
+def launched() -> tuple[int, int, int]:
+    """Return rank, size and local rank as the launcher has put them into the environment; (0, 1, 0) without one.
+
+    Raises:
+        OSError: If they are no numbers.
+    """
+    rank, size, local = (os.environ.get(n, d) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+    try:
+        return int(rank), int(size), int(local)
+    except ValueError as error:
+        raise _unreachable(rank, size, error) from error
+
+
+def _unreachable(rank: object, size: object, error: Exception) -> OSError:
+    return OSError(
+        f"process {rank} of {size} cannot reach the others ({str(error).splitlines()[0]}); start them with torchrun or "
+        "accelerate launch"
+    )
+
+
+def join() -> None:
+    """Join the process group that the launcher has made room for, unless this process has.
+
+    Raises:
+        OSError: If the others cannot be reached.
+    """
+    import torch
+    from torch import distributed
+    from torch.distributed.rendezvous import rendezvous
+
+    if distributed.is_initialized():
+        return
+    rank, size, local_rank = launched()
+    on_gpus = torch.cuda.is_available() and distributed.is_nccl_available()
+    if on_gpus:
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    try:
+        store, rank, size = next(rendezvous("env://", rank, size, timeout=_JOINING))
+        # What processes tell each other is on the CPU, weights are on the GPUs.
+        backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+    except (RuntimeError, ValueError) as error:  # ValueError: variables that are missing
+        raise _unreachable(rank, size, error) from error
+
+
+@contextmanager
+def joined(prog: str, *, way_out: str = "see what it says, and start all of them again") -> Iterator[Ranks]:
+    """Find the other processes that a launcher has started, and take leave of them at the end.
+
+    Args:
+        prog: Name of the command.
+        way_out: What to do once a process has died.
+
+    Raises:
+        OSError: If one of them cannot be reached, or has died.
+    """
+    rank, size, local_rank = launched()
+    if size == 1:
+        yield Ranks()
+        return
+    join()
+    import torch.distributed
+
+    from locret.distributed.watch import Watch
+
+    own = Ranks(rank, size, local_rank, rank, size)
+
+    def sentence(gone: int) -> str:
+        return f"process {gone} of {size} has ended early; {way_out}"
+
+    watch, orderly = Watch(rank, size, lambda value: own.gather(value)[0], sentence, prog, FAILURE), False
+    try:
+        yield own
+        orderly = True
+    except SystemExit as end:
+        orderly = not end.code or isinstance(end, _EndedTogether)
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        # A collective that a process is missing in fails, or a launcher interrupts the others of one that died.
+        if not _of_collectives(error) or (gone := watch.gone(_NOTICING)) is None:
+            raise
+        raise OSError(sentence(gone)) from error
+    finally:
+        watch.close(orderly=orderly)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _of_collectives(error: BaseException | None) -> bool:
+    """Return whether an error may come from the exchange between processes."""
+    while error is not None:
+        if isinstance(error, RuntimeError | KeyboardInterrupt):
+            return True
+        error = error.__cause__
+    return False
