@@ -86,13 +86,7 @@ def sizes_of(config: Any, dtype: torch.dtype) -> Sizes:
 def cost(sizes: Sizes, passes: Iterable[Pass]) -> Cost:
     """Return the least work of some forward passes of one row."""
     backbone, flops, moved = sizes.backbone, 0, 0
-<<<<<<< HEAD
-    query_width = backbone.num_heads * backbone.head_dim
-    unit = 2 * backbone.num_kv_heads * backbone.head_dim
-    sliding = backbone.kinds.count("sliding")
-=======
-    others = [backbone.shape(index) for index in range(backbone.num_layers) if index not in backbone.layers]
->>>>>>> main
+    others = [backbone.shape(index) for index in range(backbone.num_layers) if backbone.kinds[index] == "sliding"]
     for one in passes:
         new = one.tokens
         products = sum(

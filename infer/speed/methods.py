@@ -72,18 +72,14 @@ class Full(BenchMethod):
 
     def planned_cache_bytes(self, sizes: Sizes, policy: RetentionPolicy, length: int, new_tokens: int) -> int:
         backbone, units = sizes.backbone, length + new_tokens
-<<<<<<< HEAD
-        sliding = backbone.kinds.count("sliding")
-        held = len(backbone.layers) * units + sliding * min(units, (backbone.window or 1) - 1)
-        return held * _unit_bytes(sizes) + backbone.state_bytes(sizes.element_size) // 2
-=======
         short = min(units, (backbone.window or 1) - 1)
         held = (
             (units if index in backbone.layers else short, backbone.shape(index))
-            for index in range(backbone.num_layers)
+            for index, kind in enumerate(backbone.kinds)
+            if kind not in ("recurrent", "none")
         )
-        return sizes.element_size * sum(count * shape.num_kv_heads * shape.unit_dim for count, shape in held)
->>>>>>> main
+        units_held = sum(count * shape.num_kv_heads * shape.unit_dim for count, shape in held)
+        return sizes.element_size * units_held + backbone.state_bytes(sizes.element_size) // 2
 
 
 @dataclass(frozen=True)

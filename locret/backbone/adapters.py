@@ -13,12 +13,9 @@ from torch import nn
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-<<<<<<< HEAD
-from locret.backbone.recurrence import state_module, state_numbers
-=======
 from locret.backbone import head_ranks
 from locret.backbone.head_ranks import HeadRanks
->>>>>>> main
+from locret.backbone.recurrence import state_module, state_numbers
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 FUSED = "qkv_proj"
@@ -88,13 +85,10 @@ class Backbone:
     """What each layer remembers: "full" (keys and values of all tokens), "sliding" (those of a window), "recurrent" (a
     state of fixed size: linear attention, state space, short convolution), "both" (a state, and the keys and values of
     all tokens) or "none"."""
-<<<<<<< HEAD
     state_numbers: tuple[int, ...] = (0, 0)
     """How many numbers the states of one row have: in the backbone's dtype, and in float32."""
-=======
     shapes: tuple[LayerShape, ...] = ()
     """Of every layer, where they differ or a value is not as wide as a key; empty: the three numbers say all."""
->>>>>>> main
 
     def __post_init__(self) -> None:
         """Work out what layers remember where nobody says it, as in files of earlier versions."""
@@ -168,13 +162,6 @@ def describe(model_or_config: Any) -> Backbone:
         ValueError: For encoder-decoder and latent-attention models, those without a layer whose units a budget could
             govern or that attend to learned sinks, and adapters that work outside of the layers.
     """
-<<<<<<< HEAD
-    if isinstance(model_or_config, nn.Module):
-        backbone = _describe_config(unwrap(model_or_config).config, type(find_decoder(model_or_config)))
-        attention_modules(model_or_config)
-        return backbone
-    return _describe_config(model_or_config)
-=======
     backbone = describe_whole(model_or_config)
     ranks = ranks_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
     return backbone if ranks is None else on_rank(backbone, ranks.size)
@@ -184,8 +171,9 @@ def describe_whole(model_or_config: Any) -> Backbone:
     """Describe a backbone with the heads of all processes; see `describe`."""
     if not isinstance(model_or_config, nn.Module):
         return _describe_config(model_or_config)
+    backbone = _describe_config(unwrap(model_or_config).config, model_or_config)
     attention_modules(model_or_config)
-    return _describe_config(unwrap(model_or_config).config)
+    return backbone
 
 
 def ranks_of(model: nn.Module) -> HeadRanks | None:
@@ -218,7 +206,6 @@ def on_rank(backbone: Backbone, ranks: int) -> Backbone:
 
 def _part(shape: Any, ranks: int) -> Any:
     return replace(shape, num_heads=shape.num_heads // ranks, num_kv_heads=shape.num_kv_heads // ranks)
->>>>>>> main
 
 
 def unwrap(model: Any) -> Any:
@@ -318,6 +305,12 @@ def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
                 raise ValueError(
                     f"{type(unwrap(model)).__name__} attends to learned sinks, which are not supported; {_SUPPORTED}"
                 )
+            fused = getattr(module, FUSED, None)
+            if fused is not None and not hasattr(fused, "base_layer") and any(True for _ in fused.children()):
+                raise ValueError(
+                    f"the {FUSED} of {type(unwrap(model)).__name__} is no projection but a {type(fused).__name__}, "
+                    f"which mixes tokens; {_SUPPORTED}"
+                )
             return module
     found = sorted(name for name, _ in layer.named_children())
     raise ValueError(
@@ -326,7 +319,7 @@ def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
     )
 
 
-def _describe_config(config: Any, decoder: type[nn.Module] | None = None) -> Backbone:
+def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
     model_type = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
@@ -344,14 +337,7 @@ def _describe_config(config: Any, decoder: type[nn.Module] | None = None) -> Bac
             f"{model_type} uses latent attention (kv_a_proj_with_mqa); looked for {', '.join(SEPARATE)} or {FUSED}: "
             "its cache has no separate keys and values to evict"
         )
-<<<<<<< HEAD
-    if getattr(text, "is_heterogeneous", False):
-        names = ", ".join(sorted(text.per_layer_attributes))
-        raise ValueError(f"the layers of {model_type} differ in {names}, which is not supported; {_SUPPORTED}")
     heads, types = getattr(text, "num_attention_heads", None), layer_kinds(text)
-=======
-    heads = getattr(text, "num_attention_heads", None)
->>>>>>> main
     num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
     if not isinstance(heads, int) or not set(types) - {RECURRENT, NONE}:
         raise ValueError(
@@ -369,7 +355,9 @@ def _describe_config(config: Any, decoder: type[nn.Module] | None = None) -> Bac
             f"{' or carries a state' if RECURRENT in kinds else ''}, so its cache is bounded already and "
             "a budget would govern nothing; use model.generate, or a backbone with full attention"
         )
-    recurrent = RECURRENT in kinds or BOTH in kinds
+    carried = (0, 0)
+    if RECURRENT in kinds or BOTH in kinds:
+        carried = state_numbers(text, None if model is None else type(find_decoder(model)))
     return Backbone(
         model_type=model_type,
         num_layers=num_layers,
@@ -382,7 +370,7 @@ def _describe_config(config: Any, decoder: type[nn.Module] | None = None) -> Bac
         max_positions=max_positions,
         window=window if SLIDING in kinds else None,
         kinds=kinds,
-        state_numbers=state_numbers(text, decoder) if recurrent else (0, 0),
+        state_numbers=carried,
     )
 
 

@@ -23,22 +23,18 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
-<<<<<<< HEAD
 from locret.backbone.adapters import (
     BOTH,
     FULL,
     FUSED,
     SLIDING,
-    Backbone,
+    LayerShape,
     attention_modules,
     describe,
     find_decoder,
     state_modules,
     unwrap,
 )
-=======
-from locret.backbone.adapters import FUSED, LayerShape, attention_modules, describe, find_decoder, unwrap
->>>>>>> main
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.recurrence import carried
@@ -259,18 +255,12 @@ def recorders(
     if hasattr(module, FUSED):
         return [(getattr(module, FUSED), record(FUSED, 0))]
     found = []
-<<<<<<< HEAD
-    for name, heads in (("q", backbone.num_heads), ("k", backbone.num_kv_heads), ("v", backbone.num_kv_heads)):
+    for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
         names = (f"{name}_norm", f"{name}_layernorm", f"{name}_proj")
         source = next(n for n in names if getattr(module, n, None) is not None)
         # Falcon-H1 multiplies its keys before it rotates them.
         factor = getattr(module, "key_multiplier", None) if name == "k" else None
         found.append((getattr(module, source), record(name, heads, factor)))
-=======
-    for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
-        source = next(n for n in (f"{name}_norm", f"{name}_proj") if getattr(module, n, None) is not None)
-        found.append((getattr(module, source), record(name, heads)))
->>>>>>> main
     return found
 
 

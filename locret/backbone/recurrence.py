@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, Cache, DynamicCache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache
 
 CONV, SCAN = "conv", "recurrent"
 """What the names of states begin with: the newest inputs of a convolution, and what a recurrence carries."""
@@ -85,7 +85,7 @@ def _traced(config: Any, decoder: type[nn.Module] | None) -> States:
     held = DynamicCache(config=config)
     try:
         with torch.device("meta"), torch.no_grad():
-            model: Any = AutoModel.from_config(config) if decoder is None else decoder(config)
+            model: Any = AutoModelForCausalLM.from_config(config) if decoder is None else decoder(config)
             # In a dtype that no state is in for its own sake, those that follow the backbone's can be told apart.
             model.eval().to(torch.bfloat16)
             model(input_ids=torch.ones(1, 1, dtype=torch.long), past_key_values=held, use_cache=True)

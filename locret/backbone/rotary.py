@@ -49,7 +49,6 @@ class Rotary:
         return last[1]
 
     def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-<<<<<<< HEAD
         """Return cos and sin, each (..., S, R) in the dtype and on the device of `like`, for any positions (..., S).
 
         Where the backbone has no rotary embedding they are those of no angle, which change nothing.
@@ -57,14 +56,11 @@ class Rotary:
         if self._module is None:
             still = like.new_ones((*positions.shape, 2))
             return still, torch.zeros_like(still)
-=======
-        """Return cos and sin, each (..., S, R) in the dtype and on the device of `like`, for any positions (..., S)."""
         if self._by_type and FULL_ATTENTION not in self._module.rope_type:
             raise ValueError(
                 "layers of full attention have no rotary positions here, so no rank can be given to their keys; use "
                 'positions="original"'
             )
->>>>>>> main
         extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
         flat = positions.to(like.device).reshape(1, -1)
         # Of text, positions in time, height and width are the same.

@@ -15,12 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from locret._version import __version__
-<<<<<<< HEAD
-from locret.backbone.adapters import BOTH, FULL, KINDS, Backbone, find_decoder, unwrap
-from locret.backbone.recurrence import state_shapes
-=======
 from locret.backbone.adapters import BOTH, FULL, KINDS, Backbone, LayerShape, find_decoder, sharers_of, unwrap
->>>>>>> main
+from locret.backbone.recurrence import state_shapes
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk

@@ -16,12 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-from locret.backbone.adapters import BOTH, NONE, RECURRENT, SLIDING, Backbone
+from locret.backbone.adapters import BOTH, NONE, RECURRENT, SLIDING, Backbone, LayerShape
 from locret.backbone.recurrence import CONV, SCAN, States
-=======
-from locret.backbone.adapters import Backbone, LayerShape
->>>>>>> main
 from locret.cache.layer import HOST
 from locret.cache.rounding import Form
 from locret.cache.states import BEFORE, STATES

@@ -62,16 +62,7 @@ def cache_bytes(
         forms: How each layer holds its units; None: as they are.
         still: Whether units never leave their slots nor are turned there; only those in codes need a workspace then.
     """
-<<<<<<< HEAD
-    key = backbone.head_dim * element_size
-    heads = rows * backbone.num_kv_heads
-    sliding = backbone.kinds.count("sliding") * heads * ((backbone.window or 0) + 1) * 2 * key
-    states = rows * backbone.state_bytes(element_size)
-    copies = [slots * (int(not still) if form is None else form.states) for slots, form in _formed(capacities, forms)]
-    scored = host_bytes(backbone, capacities, element_size, rows, column_bytes, forms)
-    return scored + heads * max(copies, default=0) * key + sliding + states
-=======
-    others = [backbone.shape(index) for index in range(backbone.num_layers) if index not in backbone.layers]
+    others = [backbone.shape(index) for index in range(backbone.num_layers) if backbone.kinds[index] == "sliding"]
     sliding = ((backbone.window or 0) + 1) * sum(shape.num_kv_heads * shape.unit_dim for shape in others)
     workspace = max(
         (
@@ -81,7 +72,7 @@ def cache_bytes(
         default=0,
     )
     scored = host_bytes(backbone, capacities, element_size, rows, column_bytes, forms)
-    return scored + rows * element_size * (workspace + sliding)
+    return scored + rows * element_size * (workspace + sliding) + rows * backbone.state_bytes(element_size)
 
 
 def _copied(shape: LayerShape, form: Form | None, still: bool) -> int:
@@ -89,7 +80,6 @@ def _copied(shape: LayerShape, form: Form | None, still: bool) -> int:
     if form is not None:
         return shape.unit_dim if form.states > 1 else shape.head_dim
     return 0 if still else max(shape.head_dim, shape.value_dim)
->>>>>>> main
 
 
 def host_bytes(

@@ -1,7 +1,7 @@
 """Reading with eviction, slowly, for any backbone: the whole text in one pass of the backbone's own code, under masks.
 
-What a token attends to follows from what had been evicted before its chunk. A mask over the whole text says the same, so
-nothing is held from chunk to chunk: neither units, nor the states of layers that carry any.
+What a token attends to follows from what had been evicted before its chunk. A mask over the whole text says the same,
+so nothing is held from chunk to chunk: neither units, nor the states of layers that carry any.
 """
 
 # N query heads, K KV heads, T tokens, D head dim, E hidden size
