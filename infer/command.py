@@ -141,7 +141,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     if options.model.store is not None:
         find_store(options.model.store)
     document = None if dry_run else _document(options.prompt)
-    device = loading.resolve_device(options.model.device)
+    device = loading.device_of_source(options.model)
     heads = loading.chosen_heads(options.scorer.heads, options.model.model)
     options = replace(options, scorer=replace(options.scorer, heads=heads))
     scorer, recommended = loading.load_scorer(options.scorer)
@@ -162,7 +162,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
         on_disk=options.model.disk is not None,
         new_tokens=options.generation.max_new_tokens,
         num_beams=options.generation.num_beams,
-        trust_remote_code=options.model.trust_remote_code,
+        source=options.model,
     )
     policy, chunk_choice = sizing.final_policy(options.policy, options.chosen, recommended, run_of)
     if not _apart(options, asked):
@@ -194,6 +194,7 @@ def _setup(options: Options, scorer: Any, policy: Any, device: Any, dtype: Any) 
     """Return what a record says about how its numbers came about."""
     return {
         "model": options.model.model,
+        **options.model.given(),
         "scorer": options.scorer.label or scorer.name,
         **({"store": options.model.store} if options.model.store else {}),
         "policy": policy.to_dict(),
@@ -291,7 +292,7 @@ def loaded(options: Options, paths: Sequence[str]) -> Iterator[tuple[Any, list[A
     files = [find_context(path) for path in paths]
     for file in files:
         read_notes(file, CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
-    device = loading.resolve_device(options.model.device)
+    device = loading.device_of_source(options.model)
     heads = loading.chosen_heads(options.scorer.heads, options.model.model)
     options = replace(options, scorer=replace(options.scorer, heads=heads))
     scorer, _ = loading.load_scorer(options.scorer)
@@ -419,6 +420,7 @@ def _print_plan(options: Options, run_of: Any, policy: Any, setup: dict[str, Any
     steps = run_of.schedule(policy).table()
     plan = {
         **run_of.plan(policy),
+        "planned_weights": run_of.weights.to_dict(),
         "prompt_tokens": run_of.prompt_tokens,
         "not_given": policy.following(),
         "steps": steps,

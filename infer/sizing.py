@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from locret.cache.limits import Limits, check_named, check_pair, planned_bytes, 
 from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.infer_options import PolicyOptions
+from locret.load_options import WeightOptions
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
 from locret.scorers import RetainingHeadScorer, Scorer
+from locret.weights.plan import WeightPlan, plan_weights
 
 _ANY = 2**62
 AUTO = "auto"
@@ -76,7 +79,8 @@ class PlannedRun:
     """Longest answer."""
     num_beams: int = 1
     """Beams, each of which holds the cache once more."""
-    trust_remote_code: bool = False
+    source: WeightOptions | None = None
+    """How the weights are loaded; None: as they are, on the device."""
     on_disk: bool = False
     """Whether a second tier is in a file, rather than in host memory."""
 
@@ -120,8 +124,13 @@ class PlannedRun:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the backbone's weights."""
-        return chunk_size.weight_bytes(self.config, self.dtype, trust_remote_code=self.trust_remote_code)
+        """The bytes of the backbone's weights on the device, with room for those that are brought there."""
+        return self.weights.on(self.device)
+
+    @cached_property
+    def weights(self) -> WeightPlan:
+        """Where the backbone's weights will be, and how many bytes they take there."""
+        return plan_weights(self.source or WeightOptions(), self.config, self.device, self.dtype)
 
     def least_chunk(self, policy: RetentionPolicy) -> int:
         """Return the smallest chunk that the scorer and the policy can work with."""

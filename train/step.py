@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import describe
+from locret.backbone.adapters import describe, input_device
 from locret.backbone.chunk import Attended, Chunk
 from locret.cache.cache import RetentionCache
 from locret.chunked_prefill import prefill
@@ -112,7 +112,7 @@ def train_step(
         else:
             waiting[chunk.layer_idx] = labels_KT[:, :trained]
 
-    ids = torch.cat([prompt_ids, answer_ids], dim=1).to(next(model.parameters()).device)
+    ids = torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model))
     observe(model, ids, on_layer)
     if policy is not None:
         recorder = _Recorder(heads)

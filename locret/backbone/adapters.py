@@ -248,6 +248,16 @@ def input_device(model: nn.Module) -> torch.device:
     return device_of(unwrap(model).get_input_embeddings())
 
 
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype that a backbone computes in, and so that of its keys and values.
+
+    It is the embeddings': quantised matrices hold codes, and parameters of eight bits are none that are computed in.
+    """
+    weights = [*unwrap(model).get_input_embeddings().parameters(), *model.parameters()]
+    found: list[torch.dtype] = [weight.dtype for weight in weights]
+    return next(dtype for dtype in found if dtype.is_floating_point and dtype.itemsize > 1)
+
+
 def find_decoder(model: nn.Module) -> Any:
     """Return the stack of decoder layers, which owns `layers`, and `rotary_emb` where positions are rotated.
 

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, DynamicCache
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM, Cache, DynamicCache
 
 CONV, SCAN = "conv", "recurrent"
 """What the names of states begin with: the newest inputs of a convolution, and what a recurrence carries."""
@@ -62,7 +62,7 @@ def state_shapes(config: Any, decoder: type[nn.Module] | None = None) -> States:
 
     Args:
         config: The text config.
-        decoder: The class of the stack of decoder layers; None: what transformers has for the config.
+        decoder: The class of the stack of decoder layers, for a config that transformers has no causal model for.
 
     Returns:
         By layer and by name, "conv.0" for the first convolution's inputs and "recurrent.0" for the first state. What is
@@ -85,7 +85,7 @@ def _traced(config: Any, decoder: type[nn.Module] | None) -> States:
     held = DynamicCache(config=config)
     try:
         with torch.device("meta"), torch.no_grad():
-            model: Any = AutoModelForCausalLM.from_config(config) if decoder is None else decoder(config)
+            model = _weightless(config, decoder)
             # In a dtype that no state is in for its own sake, those that follow the backbone's can be told apart.
             model.eval().to(torch.bfloat16)
             model(input_ids=torch.ones(1, 1, dtype=torch.long), past_key_values=held, use_cache=True)
@@ -104,6 +104,12 @@ def _traced(config: Any, decoder: type[nn.Module] | None) -> States:
         }
         for index, layer in enumerate(held.layers)
     }
+
+
+def _weightless(config: Any, decoder: type[nn.Module] | None) -> Any:
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM.from_config(config)
+    return AutoModel.from_config(config) if decoder is None else decoder(config)
 
 
 def state_numbers(config: Any, decoder: type[nn.Module] | None = None) -> tuple[int, int]:

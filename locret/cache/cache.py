@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache
 from locret import mergers
 from locret.backbone.adapters import (
     attention_modules,
+    compute_dtype,
     describe,
     describe_whole,
     device_of,
@@ -139,7 +140,7 @@ class RetentionCache(Cache):
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
-        self._account = Account(backbone, self._limits, next(model.parameters()).element_size())
+        self._account = Account(backbone, self._limits, compute_dtype(model).itemsize)
         maker = LayerMaker(
             backbone=backbone,
             policy=self.policy,
@@ -721,7 +722,7 @@ class RetentionCache(Cache):
     @torch.inference_mode(False)
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned, on the backbone's device and in its dtype."""
-        dtype, rows = next(self.model.parameters()).dtype, input_device(self.model)
+        dtype, rows = compute_dtype(self.model), input_device(self.model)
         devices = [device_of(module) for module in attention_modules(self.model)]
         self.seen, self.held_back = numbers["seen"], numbers["held_back"]
         self.fed_again = numbers.get("fed_again", False)  # files of earlier versions do not say

@@ -15,7 +15,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from locret._version import __version__
-from locret.backbone.adapters import BOTH, FULL, KINDS, Backbone, LayerShape, find_decoder, sharers_of, unwrap
+from locret.backbone.adapters import (
+    BOTH,
+    FULL,
+    KINDS,
+    Backbone,
+    LayerShape,
+    compute_dtype,
+    find_decoder,
+    sharers_of,
+    unwrap,
+)
 from locret.backbone.recurrence import state_shapes
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.cache.cache import RetentionCache
@@ -328,7 +338,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         states=state_shapes(decoder.config, type(decoder)) if cache.carriers else None,
     )
     tensors = _checked_units(path, state, reading)
-    dtype = next(cache.model.parameters()).dtype
+    dtype = compute_dtype(cache.model)
     return {name: tensor.to(dtype) if name == "rows._context" else tensor for name, tensor in tensors.items()}
 
 

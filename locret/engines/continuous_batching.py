@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from locret.backbone.adapters import Backbone
+from locret.backbone.adapters import Backbone, input_device
 from locret.backbone.attention import MaskMemo, View, attend
 
 NAME = "locret_pages"
@@ -178,7 +178,7 @@ class ContinuousBatching:
             self._rows = [self._tables._kv_token_views[layer] for layer in layers]
             self._stride, self._cache.max_tokens_read = self._tables.block_physical_stride, sizes.reads
         width = sizes.reads + sizes.max_batch_tokens
-        self._inputs.read_index_storage = torch.zeros(1, width, dtype=torch.int64, device=model.device)
+        self._inputs.read_index_storage = torch.zeros(1, width, dtype=torch.int64, device=input_device(model))
         self._cache.use_prefix_sharing, self._cache.search_prefix_match = True, self._start
         self._free, self._cache.free_blocks = self._cache.free_blocks, self._give_back
         self._processor.model_runner._sample = self._sample
@@ -237,7 +237,7 @@ class ContinuousBatching:
         """Write the units of a context, for each layer (U, K, D), into its pages."""
         size = self._sizes.page_size
         slots = [page * self._stride + offset for page in pages for offset in range(size)][: len(keys[0])]
-        index = torch.tensor(slots, device=self._model.device)
+        index = torch.tensor(slots, device=input_device(self._model))
         for (key_rows, value_rows), key, value in zip(self._rows, keys, values, strict=True):
             key_rows.index_copy_(0, index, key.to(key_rows))
             value_rows.index_copy_(0, index, value.to(value_rows))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from locret.backbone.adapters import Backbone, describe
+from locret.backbone.adapters import Backbone, describe, input_device
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.forward import run_decoder
@@ -105,7 +105,7 @@ def answer_labels(
         prompt = prompt_ids.shape[1]
         rows.append(layer_labels(chunk, prompt, kind, include_last_prompt_token, earlier_answers=earlier_answers))
 
-    observe(model, torch.cat([prompt_ids, answer_ids], dim=1).to(_device(model)), on_layer)
+    observe(model, torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model)), on_layer)
     return pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
 
 
@@ -124,7 +124,7 @@ def prompt_scores(model: nn.Module, heads: RetainingHeads, prompt_ids: Tensor) -
     rows: list[Tensor] = []
     observe(
         model,
-        token_row(prompt_ids, "prompt_ids").to(_device(model)),
+        token_row(prompt_ids, "prompt_ids").to(input_device(model)),
         lambda chunk: rows.append(heads[chunk.layer_idx](chunk.features()[0]).T),
     )
     return pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
@@ -242,7 +242,3 @@ def token_row(ids: Tensor, name: str) -> Tensor:
     if row.ndim != 2 or row.shape[0] != 1 or not row.shape[1]:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}; give the ids of one text, (n,) or (1, n), n >= 1")
     return row
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

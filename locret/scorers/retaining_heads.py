@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from locret.backbone.adapters import attention_modules, device_of, ranks_of
+from locret.backbone.adapters import ranks_of
 from locret.backbone.chunk import Chunk
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
@@ -42,11 +42,7 @@ class RetainingHeadScorer(Scorer):
         """
         heads = RetainingHeads.from_pretrained(self.heads) if isinstance(self.heads, str) else self.heads
         heads.check_matches(model)
-        heads = sharded(heads, ranks_of(model))
-        for index, module in enumerate(attention_modules(model)):
-            if index in heads.layers:
-                heads[index].to(device_of(module))
-        return heads
+        return sharded(heads, ranks_of(model)).follow(model)
 
     def identity(self, prepared: RetainingHeads) -> dict[str, Any]:
         """Return a fingerprint of the heads' weights."""
