@@ -246,8 +246,7 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
     saved, here = state.get("backbone"), json.loads(json.dumps(cache.whole.record()))
     if not isinstance(saved, dict):
         raise ValueError("it does not say which backbone it was made with; save the cache again")
-    # Files of earlier versions say by `layers` what slides, and know of no states.
-    saved = {"kinds": here["kinds"], "state_numbers": here["state_numbers"], **saved}
+    saved = {"kinds": here["kinds"], **saved}  # files of earlier versions say by `layers` what slides
     different = [
         f"{key} {shown(saved.get(key))} in the file, {shown(here.get(key))} in the model"
         for key in here | saved

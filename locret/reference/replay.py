@@ -8,8 +8,6 @@ so nothing is held from chunk to chunk: neither units, nor the states of layers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ History = list[list[list[list[int]]]]
 
 
 def read_whole(
-    model: Any, heads: Any, prompt_T: Tensor, attentions: Mapping[int, Any], numbers: tuple[int, int, int, int]
+    model: Any, heads: Any, prompt_T: Tensor, attentions: dict[int, Any], numbers: tuple[int, int, int, int]
 ) -> tuple[History, Tensor]:
     """Read a prompt as `read_prompt` does, with original positions; the backbone attends eagerly.
 
@@ -66,9 +64,9 @@ def _pass(
     model: Any,
     heads: Any,
     ids_T: Tensor,
-    attentions: Mapping[int, Any],
-    seen: Mapping[int, list[list[list[int]]]],
-    groups: Mapping[int, int],
+    attentions: dict[int, Any],
+    seen: dict[int, list[list[list[int]]]],
+    groups: dict[int, int],
 ) -> tuple[dict[int, Tensor], Tensor]:
     """Return (T, K) scores of each governed layer, and (T, vocabulary) logits."""
     scores: dict[int, Tensor] = {}
@@ -86,7 +84,9 @@ def _pass(
 
         return hook
 
-    with ExitStack() as stack:
-        for index, module in attentions.items():
-            stack.callback(module.register_forward_pre_hook(masked(index), with_kwargs=True).remove)
+    hooks = [module.register_forward_pre_hook(masked(i), with_kwargs=True) for i, module in attentions.items()]
+    try:
         return scores, model(ids_T[None], use_cache=False).logits[0]
+    finally:
+        for hook in hooks:
+            hook.remove()

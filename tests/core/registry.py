@@ -335,7 +335,7 @@ def _check_whole(
 ) -> None:
     policy = RetentionPolicy(budget=TOKENS + 1, chunk_size=7, stabilizers=4, local_len=5, positions=positions)
     logits = prefill(model, ids, RetentionCache(model, FirstNumber(), policy))
-    _close(logits[0], own[1][0])
+    _close(logits[0], own[1][0], model)
     cache = RetentionCache(model, FirstNumber(), policy)
     sequences, logits = _answer(partial(generate, model, cache=cache), ids)
     assert torch.equal(sequences, own[0])
