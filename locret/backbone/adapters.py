@@ -160,7 +160,7 @@ def describe(model_or_config: Any) -> Backbone:
 
     Raises:
         ValueError: For encoder-decoder and latent-attention models, those without a layer whose units a budget could
-            govern or that attend to learned sinks, and adapters that work outside of the layers.
+            govern, and adapters that work outside of the layers.
     """
     backbone = describe_whole(model_or_config)
     ranks = ranks_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
@@ -240,7 +240,11 @@ def device_of(module: nn.Module) -> torch.device:
             device = getattr(single, "execution_device", None)
             if device is not None:
                 return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return next(module.parameters()).device
+    weight = next(module.parameters())
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is not None and mesh.device_type != weight.device.type:  # sharded, and kept in the host's memory
+        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return weight.device
 
 
 def input_device(model: nn.Module) -> torch.device:
@@ -270,7 +274,20 @@ def find_decoder(model: nn.Module) -> Any:
         raise ValueError(
             f"{type(base).__name__} has no decoder with 'layers', so its cache cannot be bounded; {_SUPPORTED}"
         )
+    places = [name for name, child in decoder.named_children() if "position" in name and name != "rotary_emb"]
+    if places and rotary_module(decoder) is None:
+        raise ValueError(
+            f"{type(base).__name__} adds its positions to the hidden states ({places[0]}), not by rotating keys, so its "
+            f"cache cannot be bounded; {_SUPPORTED}"
+        )
     return decoder
+
+
+def rotary_module(decoder: Any) -> Any:
+    """Return the rotary embedding of a stack of decoder layers; None where its attention knows no positions."""
+    if hasattr(decoder, "rotary_emb"):
+        return decoder.rotary_emb
+    return next((child for child in decoder.children() if hasattr(child, "rope_type")), None)
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -311,10 +328,6 @@ def state_modules(model: nn.Module) -> dict[int, nn.Module]:
 def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
     for module in layer.modules():
         if hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE):
-            if getattr(module, "sinks", None) is not None:
-                raise ValueError(
-                    f"{type(unwrap(model)).__name__} attends to learned sinks, which are not supported; {_SUPPORTED}"
-                )
             fused = getattr(module, FUSED, None)
             if fused is not None and not hasattr(fused, "base_layer") and any(True for _ in fused.children()):
                 raise ValueError(

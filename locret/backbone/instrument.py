@@ -53,6 +53,9 @@ class Exchange(Protocol):
     def tokens(self, states: Tensor) -> Tensor:
         """Given (1, own heads, all tokens, D), return (1, H, own tokens, D)."""
 
+    def own_heads(self, numbers: Tensor) -> Tensor:
+        """Given (H,), return those of this process's heads."""
+
 
 class Observer(Protocol):
     """What a forward pass talks to: the reader of a cache, or the label pass of training."""
@@ -326,16 +329,14 @@ def locret_attention(
     """Ask the observer what to attend to, attend, and tell it. The signature is that of a transformers attention.
 
     Raises:
-        ValueError: Outside `instrumented`, or where the backbone asks for learned sinks, attention dropout, a mask of
-            its own, or more than one attention in a layer.
+        ValueError: Outside `instrumented`, or where the backbone asks for attention dropout, a mask of its own,
+            or more than one attention in a layer.
     """
     running = _PASS.get()
     if running is None or running.observer is None or module not in running.instrument.layers:
         raise ValueError('attention "locret" works inside locret.prefill and locret.generate; choose "sdpa" elsewhere')
-    if s_aux is not None or dropout:
-        raise ValueError(
-            "attention with learned sinks or dropout is not supported; call model.eval() or use another model"
-        )
+    if dropout:
+        raise ValueError("attention with dropout is not supported; call model.eval() or use another model")
     observer, instrument = running.observer, running.instrument
     index = instrument.layers[module]
     full = index in instrument.full
@@ -348,6 +349,7 @@ def locret_attention(
     exchange = observer.exchange
     if exchange is not None:
         query, key, value = (exchange.heads(states) for states in (query, key, value))
+        s_aux = None if s_aux is None else exchange.own_heads(s_aux)
     view = observer.view(index, query, scaling) or View(key, value)
     out = attend(
         query,
@@ -357,6 +359,7 @@ def locret_attention(
         softcap=softcap,
         window=None if full else sliding_window,
         flash=instrument.flash,
+        sinks=s_aux,
     )
     if exchange is not None:
         out = exchange.tokens(out)
@@ -370,6 +373,7 @@ def locret_attention(
                 value=view.values,
                 scaling=scaling,
                 softcap=softcap,
+                learned_sinks=s_aux,
                 projections=projections,
             )
         )

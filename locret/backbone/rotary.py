@@ -15,16 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from locret.backbone.adapters import rotary_module
 from locret.field_values import shown
 
 FULL_ATTENTION = "full_attention"
-
-
-def rotary_module(decoder: Any) -> Any:
-    """Return the rotary embedding of a stack of decoder layers; None where its attention knows no positions."""
-    if hasattr(decoder, "rotary_emb"):
-        return decoder.rotary_emb
-    return next((child for child in decoder.children() if hasattr(child, "rope_type")), None)
 
 
 class Rotary:
@@ -35,6 +29,9 @@ class Rotary:
         self._by_type = self._module is not None and (
             "layer_type" in inspect.signature(self._module.forward).parameters
         )
+        prefix = f"{FULL_ATTENTION}_" if self._by_type else ""
+        frequencies: Tensor | None = getattr(self._module, f"{prefix}inv_freq", None)
+        self._pairs = None if frequencies is None else frequencies.shape[-1]
         self._last: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
 
     def table(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,6 +63,8 @@ class Rotary:
         # Of text, positions in time, height and width are the same.
         grid = flat.expand(3, 1, -1) if hasattr(self._module, "mrope_section") else flat
         cos, sin = self._module(like, grid, **extra)
+        if cos.shape[-1] == self._pairs:  # gpt-oss has one column per pair, where others have one per dimension
+            cos, sin = (torch.cat([columns, columns], dim=-1) for columns in (cos, sin))
         return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
 
     def forget(self) -> None:

@@ -218,11 +218,17 @@ class RetentionCache(Cache):
 
         Returns:
             (batch, kv_heads, units) int64, ascending; -1 in front where a row or head holds fewer units than others.
+            Under tensor parallelism the KV heads are those of this process.
 
         Raises:
             ValueError: If that layer slides over a window and holds no scored units.
         """
         return self._held(layer, "positions").long()
+
+    def kept_everywhere(self, layer: int) -> Tensor:
+        """Return `kept_positions` with the KV heads of all processes that share them; called in all of them alike."""
+        own = self.kept_positions(layer)
+        return own if self.ranks is None else self.ranks.gather(own, 1)
 
     def kept_scores(self, layer: int) -> Tensor:
         """Return the (batch, kv_heads, units) float32 scores of the units held in one layer."""

@@ -245,7 +245,8 @@ class Reader:
         if evicts_now is not None and not self.scorer.needs_hidden:
             refit = None
             if self.policy.refit and (self._last or self.limits.final):
-                refit = Refit(layer.query, view, layer.scaling, layer.softcap, layer.projections.shape.num_kv_heads)
+                kv_heads, sinks = layer.projections.shape.num_kv_heads, layer.learned_sinks
+                refit = Refit(layer.query, view, layer.scaling, layer.softcap, kv_heads, sinks)
             self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens, refit)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:

@@ -136,6 +136,10 @@ class RowShare:
         received = self._exchange(sent, sizes, [own * heads * dim] * self.ranks.size)
         return received.view(self.ranks.size * heads, own, dim)[None]
 
+    def own_heads(self, numbers: Tensor) -> Tensor:
+        """Given (H,), return the (H / P,) of this process's heads."""
+        return numbers.chunk(self.ranks.size)[self.ranks.rank]
+
     def _exchange(self, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
         out = sent.new_empty(sum(received))
         distributed.all_to_all_single(out, sent, received, sizes, group=self.ranks.group)

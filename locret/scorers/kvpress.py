@@ -26,9 +26,9 @@ from typing import Any, ClassVar, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import attention_modules, describe, find_decoder
+from locret.backbone.adapters import attention_modules, describe, find_decoder, rotary_module
 from locret.backbone.chunk import Chunk
-from locret.backbone.rotary import FULL_ATTENTION, rotary_module
+from locret.backbone.rotary import FULL_ATTENTION
 from locret.scorers.base import Scorer
 
 _ARGUMENTS = ["module", "hidden_states", "keys", "values", "attentions", "kwargs"]

@@ -29,7 +29,6 @@ def random_model(model_type: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("gpt_oss", {"head_dim": 8, "num_local_experts": 4}, "GptOssForCausalLM attends to learned sinks"),
         ("mistral", WINDOW, "every layer of mistral slides over a window of 24 tokens, .* would govern nothing"),
         ("gemma4_text", {"head_dim": 8}, "the layers of gemma4_text differ in head_dim"),
         ("mamba", {}, "no layer of mamba has softmax attention, so there is nothing to evict"),
