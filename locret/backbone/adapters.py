@@ -277,8 +277,8 @@ def find_decoder(model: nn.Module) -> Any:
     places = [name for name, child in decoder.named_children() if "position" in name and name != "rotary_emb"]
     if places and rotary_module(decoder) is None:
         raise ValueError(
-            f"{type(base).__name__} adds its positions to the hidden states ({places[0]}), not by rotating keys, so its "
-            f"cache cannot be bounded; {_SUPPORTED}"
+            f"{type(base).__name__} adds its positions to the hidden states ({places[0]}), not by rotating keys, so "
+            f"its cache cannot be bounded; {_SUPPORTED}"
         )
     return decoder
 
