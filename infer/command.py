@@ -12,11 +12,12 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
+from locret.distributed.ranks import Ranks, joined, launched
 from locret.infer.infer_options import (
     GenerationOptions,
     OutputOptions,
@@ -43,6 +44,8 @@ class Options:
     generation: GenerationOptions
     output: OutputOptions
     chosen: frozenset[str]
+    ranks: Ranks = Ranks()
+    """The processes that share the backbone."""
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -65,9 +68,45 @@ def command(argv: Sequence[str] | None = None) -> int:
         OSError: If a Hub, a disk or a device's memory fails.
     """
     options = parse(argv)
-    with warnings_as_lines("locret-infer", quiet=options.output.quiet):
+    with together("locret-infer", options) as options, warnings_as_lines("locret-infer", quiet=options.output.quiet):
         execute(options)
     return 0
+
+
+@contextmanager
+def together(prog: str, options: Options) -> Iterator[Options]:
+    """Join the processes that share a backbone, of which the first alone speaks; give the options of this one.
+
+    Raises:
+        ValueError: If there are several processes, and nothing that they share.
+        OSError: If one of them cannot be reached, or has died.
+    """
+    count, shard = launched()[1], options.model.shard
+    if count > 1 and shard is None:
+        raise ValueError(
+            f"{count} processes were started, but each would read and answer the same; share the backbone with --shard "
+            "fsdp or --shard tp, or start one process"
+        )
+    if (
+        count > 1
+        and not options.output.dry_run
+        and options.prompt.context is None
+        and options.prompt.prompt_file in (None, "-")
+    ):
+        raise ValueError("a text on standard input reaches one process alone; give it to all with --prompt-file FILE")
+    with joined(prog) as ranks:
+        ranks.agree({f"--{name}": value for name, value in _agreed(options).items()})
+        if ranks.is_main:
+            yield replace(options, ranks=ranks)
+            return
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            yield replace(options, ranks=ranks, output=replace(options.output, quiet=True))
+
+
+def _agreed(options: Options) -> dict[str, Any]:
+    """Return all options by flag: processes that share a backbone do the same, or wait for each other for ever."""
+    groups = (options.model, options.scorer, options.policy, options.prompt, options.generation, options.output)
+    return {name.replace("_", "-"): value for group in groups for name, value in asdict(group).items()}
 
 
 def execute(options: Options) -> None:
@@ -184,6 +223,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     setup = _setup(options, scorer, policy, device, dtype)
     if chunk_choice:
         setup["chunk_choice"] = chunk_choice.to_dict()
+    options.ranks.agree({"what auto came to": policy.to_dict()}, "give --chunk-size and --kv-memory as numbers")
     if dry_run:
         _print_plan(options, run_of, policy, setup)
         return None
@@ -469,11 +509,14 @@ def _painter(path: str | None, scorer: ScorerOptions) -> Any:
 
     def paint(cache: Any) -> None:
         from locret import pictures
+        from locret.backbone.adapters import sharers_of
         from locret.scorers import FALLBACK
 
         name = scorer.label or FALLBACK
         title = f"{name}, budget {cache.policy.budget:,}"
-        pictures.retention_map([pictures.retention_of(cache, title)], path)
+        kept, sharers = pictures.retention_of(cache, title), sharers_of(cache.model)
+        if sharers is None or sharers.rank == 0:
+            pictures.retention_map([kept], path)
 
     return paint
 

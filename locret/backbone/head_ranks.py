@@ -123,7 +123,7 @@ def find(base: nn.Module, modules: list[nn.Module]) -> HeadRanks | None:
     Raises:
         ValueError: If only some layers are spread, or the model's plan is not where transformers had it.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if sharing(base) is None:
         return None
     found = [_mesh_of(module) for module in modules]
     if all(mesh is None for mesh in found):
@@ -157,8 +157,10 @@ def sharing(base: nn.Module) -> HeadRanks | None:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
+    if any(isinstance(module, FSDPModule) for module in base.modules()):
+        return None  # whose weights are whole where they are used
     for weight in base.parameters():
-        if isinstance(weight, DTensor) and weight.device_mesh.size() > 1 and not isinstance(base, FSDPModule):
+        if isinstance(weight, DTensor) and weight.device_mesh.size() > 1:
             mesh = weight.device_mesh
             return HeadRanks(mesh.get_local_rank(), mesh.size(), mesh.get_group())
     return None

@@ -23,9 +23,21 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
-from locret.backbone.adapters import FUSED, LayerShape, attention_modules, describe, find_decoder, unwrap
+from locret.backbone.adapters import (
+    BOTH,
+    FULL,
+    FUSED,
+    SLIDING,
+    LayerShape,
+    attention_modules,
+    describe,
+    find_decoder,
+    state_modules,
+    unwrap,
+)
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.backbone.chunk import Attended, Projections
+from locret.backbone.recurrence import carried
 from locret.backbone.rotary import long_factors, uses_long_factors
 
 NAME = "locret"
@@ -40,6 +52,9 @@ class Exchange(Protocol):
 
     def tokens(self, states: Tensor) -> Tensor:
         """Given (1, own heads, all tokens, D), return (1, H, own tokens, D)."""
+
+    def own_heads(self, numbers: Tensor) -> Tensor:
+        """Given (H,), return those of this process's heads."""
 
 
 class Observer(Protocol):
@@ -163,7 +178,8 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     backbone, base, modules = describe(model), unwrap(model), attention_modules(model)
     implementation = base.config._attn_implementation
     full = frozenset(backbone.layers)
-    layers = {module: index for index, module in enumerate(modules)}
+    attends = (FULL, SLIDING, BOTH)
+    layers = {module: index for index, module in enumerate(modules) if backbone.kinds[index] in attends}
     instrument = _Instrument(layers, full, flash=implementation == "flash_attention_2")
     with ExitStack() as stack:
         for module, index in layers.items():
@@ -177,6 +193,8 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
         base.set_attn_implementation(NAME)
         stack.callback(base.set_attn_implementation, implementation)
         stack.enter_context(fixed_factors(base, decoder))
+        if backbone.recurrent:
+            stack.enter_context(carried(state_modules(model).items()))
         instrument.undo = stack.pop_all()
     return instrument
 
@@ -228,10 +246,11 @@ def recorders(
         find: Says where to record what is computed now; None: nowhere.
     """
 
-    def record(name: str, heads: int) -> Any:
+    def record(name: str, heads: int, factor: float | None = None) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             projections = find()
             if projections is not None:
+                output = output if factor is None else output * factor
                 projections.parts[name] = _token_major(output, inputs[0], heads) if output.ndim == 4 else output
 
         return hook
@@ -240,8 +259,11 @@ def recorders(
         return [(getattr(module, FUSED), record(FUSED, 0))]
     found = []
     for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
-        source = next(n for n in (f"{name}_norm", f"{name}_proj") if getattr(module, n, None) is not None)
-        found.append((getattr(module, source), record(name, heads)))
+        names = (f"{name}_norm", f"{name}_layernorm", f"{name}_proj")
+        source = next(n for n in names if getattr(module, n, None) is not None)
+        # Falcon-H1 multiplies its keys before it rotates them.
+        factor = getattr(module, "key_multiplier", None) if name == "k" else None
+        found.append((getattr(module, source), record(name, heads, factor)))
     return found
 
 
@@ -307,16 +329,14 @@ def locret_attention(
     """Ask the observer what to attend to, attend, and tell it. The signature is that of a transformers attention.
 
     Raises:
-        ValueError: Outside `instrumented`, or where the backbone asks for learned sinks, attention dropout, a mask of
-            its own, or more than one attention in a layer.
+        ValueError: Outside `instrumented`, or where the backbone asks for attention dropout, a mask of its own,
+            or more than one attention in a layer.
     """
     running = _PASS.get()
     if running is None or running.observer is None or module not in running.instrument.layers:
         raise ValueError('attention "locret" works inside locret.prefill and locret.generate; choose "sdpa" elsewhere')
-    if s_aux is not None or dropout:
-        raise ValueError(
-            "attention with learned sinks or dropout is not supported; call model.eval() or use another model"
-        )
+    if dropout:
+        raise ValueError("attention with dropout is not supported; call model.eval() or use another model")
     observer, instrument = running.observer, running.instrument
     index = instrument.layers[module]
     full = index in instrument.full
@@ -329,6 +349,7 @@ def locret_attention(
     exchange = observer.exchange
     if exchange is not None:
         query, key, value = (exchange.heads(states) for states in (query, key, value))
+        s_aux = None if s_aux is None else exchange.own_heads(s_aux)
     view = observer.view(index, query, scaling) or View(key, value)
     out = attend(
         query,
@@ -338,6 +359,7 @@ def locret_attention(
         softcap=softcap,
         window=None if full else sliding_window,
         flash=instrument.flash,
+        sinks=s_aux,
     )
     if exchange is not None:
         out = exchange.tokens(out)
@@ -351,6 +373,7 @@ def locret_attention(
                 value=view.values,
                 scaling=scaling,
                 softcap=softcap,
+                learned_sinks=s_aux,
                 projections=projections,
             )
         )

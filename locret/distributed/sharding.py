@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from locret.distributed import ranks
 from locret.load_options import BackboneSource
@@ -49,3 +50,17 @@ def load_sharded(
     from locret.distributed import tensor_parallel
 
     return tensor_parallel.load(config, read)
+
+
+@contextmanager
+def whole(parameter: nn.Parameter) -> Iterator[Tensor]:
+    """Bring a parameter together that all processes hold a part of; all must enter the block."""
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield parameter.data
+    elif hasattr(parameter, "full_tensor"):
+        yield parameter.full_tensor()
+    else:
+        yield parameter.data

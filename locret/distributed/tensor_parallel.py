@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed
 from torch import nn
 
-from locret.backbone.adapters import describe, on_rank, sharers_of
+from locret.backbone.adapters import Backbone, describe, on_rank, sharers_of
 from locret.backbone.head_ranks import SPLIT
 
 
@@ -30,14 +30,7 @@ def load(config: Any, read: Callable[..., tuple[nn.Module, Any]]) -> tuple[nn.Mo
     from transformers.distributed import DistributedConfig
 
     size = torch.distributed.get_world_size()
-    text = config.get_text_config()
-    if not getattr(text, "base_model_tp_plan", None):
-        raise ValueError(
-            f"transformers has no plan for tensor parallelism of {text.model_type} (base_model_tp_plan); use --shard "
-            "fsdp"
-        )
-    if _splits_heads(text.base_model_tp_plan):
-        on_rank(describe(config), size)
+    part_of(config, size)
     model, found = read(distributed_config=DistributedConfig(tp_size=size))
     if sharers_of(model) is None:
         raise ValueError(f"transformers has not split {type(model).__name__}; use --shard fsdp")
@@ -45,5 +38,19 @@ def load(config: Any, read: Callable[..., tuple[nn.Module, Any]]) -> tuple[nn.Mo
     return model, found
 
 
-def _splits_heads(plan: dict[str, str]) -> bool:
-    return any(name.endswith(".k_proj") and style == SPLIT for name, style in plan.items())
+def part_of(config: Any, size: int) -> Backbone:
+    """Return a backbone as each of so many processes will have it: where its plan splits heads, with some of them.
+
+    Raises:
+        ValueError: If transformers has no plan for it, or its KV heads cannot be shared equally.
+    """
+    text = config.get_text_config()
+    plan = getattr(text, "base_model_tp_plan", None)
+    if not plan:
+        raise ValueError(
+            f"transformers has no plan for tensor parallelism of {text.model_type} (base_model_tp_plan); use --shard "
+            "fsdp"
+        )
+    backbone = describe(config)
+    splits = any(name.endswith(".k_proj") and style == SPLIT for name, style in plan.items())
+    return on_rank(backbone, size) if splits else backbone

@@ -29,6 +29,7 @@ from transformers import (
 
 from locret.backbone.adapters import Backbone, input_device
 from locret.backbone.attention import MaskMemo, View, attend
+from locret.backbone.learned_sinks import attention_weights
 
 NAME = "locret_pages"
 RANGE = "5.17 to 5.23"
@@ -421,7 +422,13 @@ def _grouped(index: Tensor, spans: list[_Span], lead: int) -> _Group:
 
 
 def _attend_together(
-    query: Tensor, keys: Tensor, values: Tensor, group: _Group, scaling: float, softcap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: _Group,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Let the tokens of a group attend, (H, R, D); pages that all begin with are gathered once.
 
@@ -432,6 +439,7 @@ def _attend_together(
         group: Who sees what.
         scaling: Factor of the logits.
         softcap: Bound of the logits.
+        sinks: (H,) logits of learned sinks.
     """
     asked = query[:, group.tokens].transpose(0, 1).unflatten(1, (keys.shape[1], -1)).float()  # (R, K, H / K, D)
     own_keys, own_values = (rows.index_select(0, group.own.flatten()).float() for rows in (keys, values))
@@ -441,7 +449,8 @@ def _attend_together(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits[..., len(group.shared) :].masked_fill_(~group.there[:, None, None], -torch.inf)
-    shared, own = logits.softmax(-1).split([len(group.shared), group.own.shape[1]], dim=-1)
+    weights = attention_weights(logits, None if sinks is None else sinks.view(keys.shape[1], -1, 1))
+    shared, own = weights.split([len(group.shared), group.own.shape[1]], dim=-1)
     out: Tensor = torch.einsum("rkgc,ckd->rkgd", shared, shared_values) + own @ own_values
     return out.flatten(1, 2).transpose(0, 1)
 
@@ -457,6 +466,7 @@ def paged_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     *,
     read_index: Sequence[Tensor],
     write_index: Sequence[Tensor],
@@ -472,6 +482,7 @@ def paged_attention(
         attention_mask: None.
         scaling: Factor of the logits.
         softcap: Bound of the logits.
+        s_aux: (H,) logits of learned sinks.
         read_index: The rows that each request sees, one after the other; empty if they are the new tokens.
         write_index: The rows of the new tokens.
     """
@@ -490,9 +501,10 @@ def paged_attention(
         else:
             own_keys, own_values = new_keys[span], new_values[span]
         view = View(own_keys.transpose(0, 1)[None], own_values.transpose(0, 1)[None])
-        out[:, :, span] = attend(query[:, :, span], view, scaling=scaling, memo=step.memo, softcap=softcap)
+        asking = query[:, :, span]
+        out[:, :, span] = attend(asking, view, scaling=scaling, memo=step.memo, softcap=softcap, sinks=s_aux)
     for group in step.groups:
-        out[0, :, group.tokens] = _attend_together(query[0], keys, values, group, scaling, softcap).to(out)
+        out[0, :, group.tokens] = _attend_together(query[0], keys, values, group, scaling, softcap, s_aux).to(out)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -24,6 +24,7 @@ from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.forward import run_decoder
 from locret.backbone.instrument import Exchange, instrumented
+from locret.backbone.passes import keeping_step
 from locret.labels import kinds
 from locret.labels.base import LabelKind
 
@@ -57,6 +58,7 @@ class LayerObserver:
 
 
 @torch.no_grad()
+@keeping_step
 def observe(model: nn.Module, input_ids: Tensor, on_layer: Callable[[Attended], None]) -> None:
     """Run the decoder once over (1, S) token ids, without cache and without the language-model head.
 
@@ -158,6 +160,8 @@ def layer_labels(
     kind = kinds.get(kind)
     labelled = prompt if labelled is None else min(labelled, prompt)
     fused = kind.kernel is not None and (_kernels_work(chunk.key) if fused is None else fused)
+    if kind.whole_rows and chunk.learned_sinks is not None:  # which the kernels do not know
+        fused = False
     labels_KT = chunk.key.new_full((chunk.key.shape[1], labelled), -torch.inf, dtype=torch.float32)
     # Float32 even under autocast: labels rounded to bfloat16 tie, and the log-sum-exp is a difference of large numbers.
     with torch.autocast(chunk.query.device.type, enabled=False):
@@ -209,6 +213,10 @@ def _raise_by_blocks(
             future_RR = torch.ones(last - first, last - first, dtype=torch.bool, device=keys_KDS.device).triu(1)
             group = logits_KQS.shape[1] // (last - first)
             logits_KQS[:, :, first:].masked_fill_(future_RR.repeat(group, 1), -torch.inf)
+            if chunk.learned_sinks is not None:  # what else the prompt's tokens weigh against
+                sinks_KG = chunk.learned_sinks.float().view(len(logits_KQS), -1)
+                column_KQ = sinks_KG.repeat_interleave(last - first, dim=1)
+                logits_KQS = torch.cat([logits_KQS, column_KQ[..., None]], dim=-1)
         torch.maximum(labels_KT, kind.block(logits_KQS, labelled), out=labels_KT)
 
 
