@@ -42,7 +42,11 @@ class Rotary:
     def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (..., S, R) in the dtype and on the device of `like`, for any positions (..., S)."""
         extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
-        cos, sin = self._module(like, positions.to(like.device).reshape(1, -1), **extra)
+        table = self._module(like, positions.to(like.device).reshape(1, -1), **extra)
+        if isinstance(table, Tensor):  # complex numbers (DeepSeek-V2)
+            cos, sin = (torch.cat([part, part], dim=-1).to(like.dtype) for part in (table.real, table.imag))
+        else:
+            cos, sin = table
         return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
 
     def forget(self) -> None:

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from locret import mergers
-from locret.backbone.adapters import attention_modules, describe, device_of, find_decoder, input_device
+from locret.backbone.adapters import (
+    attention_modules,
+    describe,
+    device_of,
+    find_decoder,
+    input_device,
+    latents,
+)
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.cache.digest import shortened
 from locret.cache.disk import Disk
@@ -116,6 +123,8 @@ class RetentionCache(Cache):
         """What the merger needs of this backbone."""
         if self.merger is not None:
             check_slots(self.policy, self.merger.slots(self.merging))
+        self.latents = latents(model)
+        """The layers with latent attention."""
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
