@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from locret import RetentionCache, generate, prefill
-from locret.backbone.adapters import unwrap
+from locret.backbone.adapters import input_device, unwrap
 from locret.cache.compiled_step import check_can_compile
 from locret.conversation.chat import AnswerStreamer, Chat
 from locret.conversation.document import PositionWarning, ReadingBar, as_prompt
@@ -211,7 +211,7 @@ def _measured(
     """Read so many tokens, write an answer, and say what both took."""
     if options.compile:
         check_can_compile(cache, options.max_new_tokens, options.num_beams)
-    device = next(model.parameters()).device
+    device = input_device(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     torch.manual_seed(options.seed)

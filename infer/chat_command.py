@@ -80,7 +80,7 @@ def _load(
         )
     if model.store is not None:
         find_store(model.store)
-    device = loading.resolve_device(model.device)
+    device = loading.device_of_source(model)
     scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
     rates, recommended = loading.load_scorer(scorer)
     sizing.draft_policy(policy, chosen, recommended)
@@ -96,7 +96,7 @@ def _load(
         new_tokens=generation.max_new_tokens,
         num_beams=generation.num_beams,
         on_disk=model.disk is not None,
-        trust_remote_code=model.trust_remote_code,
+        source=model,
     )
     final, _ = sizing.final_policy(policy, chosen, recommended, planned)
     sizing.check_fits(planned, final)

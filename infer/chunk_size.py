@@ -116,15 +116,6 @@ def _group_bytes(name: str) -> int | None:
         return None
 
 
-def weight_bytes(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> int:
-    """Return the bytes of a backbone's weights, from its config alone."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-
-
 def head_bytes(scorer: RetainingHeads | Scorer, dtype: torch.dtype) -> int:
     """Return the bytes of retaining heads, with the copies of their weights that a shorter dtype works with."""
     if not isinstance(scorer, RetainingHeads):

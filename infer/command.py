@@ -12,11 +12,12 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
+from locret.distributed.ranks import Ranks, joined, launched
 from locret.infer.infer_options import (
     GenerationOptions,
     OutputOptions,
@@ -43,6 +44,8 @@ class Options:
     generation: GenerationOptions
     output: OutputOptions
     chosen: frozenset[str]
+    ranks: Ranks = Ranks()
+    """The processes that share the backbone."""
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -65,9 +68,45 @@ def command(argv: Sequence[str] | None = None) -> int:
         OSError: If a Hub, a disk or a device's memory fails.
     """
     options = parse(argv)
-    with warnings_as_lines("locret-infer", quiet=options.output.quiet):
+    with together("locret-infer", options) as options, warnings_as_lines("locret-infer", quiet=options.output.quiet):
         execute(options)
     return 0
+
+
+@contextmanager
+def together(prog: str, options: Options) -> Iterator[Options]:
+    """Join the processes that share a backbone, of which the first alone speaks; give the options of this one.
+
+    Raises:
+        ValueError: If there are several processes, and nothing that they share.
+        OSError: If one of them cannot be reached, or has died.
+    """
+    count, shard = launched()[1], options.model.shard
+    if count > 1 and shard is None:
+        raise ValueError(
+            f"{count} processes were started, but each would read and answer the same; share the backbone with --shard "
+            "fsdp or --shard tp, or start one process"
+        )
+    if (
+        count > 1
+        and not options.output.dry_run
+        and options.prompt.context is None
+        and options.prompt.prompt_file in (None, "-")
+    ):
+        raise ValueError("a text on standard input reaches one process alone; give it to all with --prompt-file FILE")
+    with joined(prog) as ranks:
+        ranks.agree({f"--{name}": value for name, value in _agreed(options).items()})
+        if ranks.is_main:
+            yield replace(options, ranks=ranks)
+            return
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            yield replace(options, ranks=ranks, output=replace(options.output, quiet=True))
+
+
+def _agreed(options: Options) -> dict[str, Any]:
+    """Return all options by flag: processes that share a backbone do the same, or wait for each other for ever."""
+    groups = (options.model, options.scorer, options.policy, options.prompt, options.generation, options.output)
+    return {name.replace("_", "-"): value for group in groups for name, value in asdict(group).items()}
 
 
 def execute(options: Options) -> None:
@@ -141,7 +180,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     if options.model.store is not None:
         find_store(options.model.store)
     document = None if dry_run else _document(options.prompt)
-    device = loading.resolve_device(options.model.device)
+    device = loading.device_of_source(options.model)
     heads = loading.chosen_heads(options.scorer.heads, options.model.model)
     options = replace(options, scorer=replace(options.scorer, heads=heads))
     scorer, recommended = loading.load_scorer(options.scorer)
@@ -162,7 +201,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
         on_disk=options.model.disk is not None,
         new_tokens=options.generation.max_new_tokens,
         num_beams=options.generation.num_beams,
-        trust_remote_code=options.model.trust_remote_code,
+        source=options.model,
     )
     policy, chunk_choice = sizing.final_policy(options.policy, options.chosen, recommended, run_of)
     if not _apart(options, asked):
@@ -184,6 +223,7 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     setup = _setup(options, scorer, policy, device, dtype)
     if chunk_choice:
         setup["chunk_choice"] = chunk_choice.to_dict()
+    options.ranks.agree({"what auto came to": policy.to_dict()}, "give --chunk-size and --kv-memory as numbers")
     if dry_run:
         _print_plan(options, run_of, policy, setup)
         return None
@@ -194,6 +234,7 @@ def _setup(options: Options, scorer: Any, policy: Any, device: Any, dtype: Any) 
     """Return what a record says about how its numbers came about."""
     return {
         "model": options.model.model,
+        **options.model.given(),
         "scorer": options.scorer.label or scorer.name,
         **({"store": options.model.store} if options.model.store else {}),
         "policy": policy.to_dict(),
@@ -291,7 +332,7 @@ def loaded(options: Options, paths: Sequence[str]) -> Iterator[tuple[Any, list[A
     files = [find_context(path) for path in paths]
     for file in files:
         read_notes(file, CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
-    device = loading.resolve_device(options.model.device)
+    device = loading.device_of_source(options.model)
     heads = loading.chosen_heads(options.scorer.heads, options.model.model)
     options = replace(options, scorer=replace(options.scorer, heads=heads))
     scorer, _ = loading.load_scorer(options.scorer)
@@ -419,6 +460,7 @@ def _print_plan(options: Options, run_of: Any, policy: Any, setup: dict[str, Any
     steps = run_of.schedule(policy).table()
     plan = {
         **run_of.plan(policy),
+        "planned_weights": run_of.weights.to_dict(),
         "prompt_tokens": run_of.prompt_tokens,
         "not_given": policy.following(),
         "steps": steps,
@@ -467,11 +509,14 @@ def _painter(path: str | None, scorer: ScorerOptions) -> Any:
 
     def paint(cache: Any) -> None:
         from locret import pictures
+        from locret.backbone.adapters import sharers_of
         from locret.scorers import FALLBACK
 
         name = scorer.label or FALLBACK
         title = f"{name}, budget {cache.policy.budget:,}"
-        pictures.retention_map([pictures.retention_of(cache, title)], path)
+        kept, sharers = pictures.retention_of(cache, title), sharers_of(cache.model)
+        if sharers is None or sharers.rank == 0:
+            pictures.retention_map([kept], path)
 
     return paint
 

@@ -71,6 +71,7 @@ class DemoOptions:
 def first_answer() -> None:
     """Ask about the shipped text with the shipped heads, and print the answer with the bytes that it took."""
     from locret import LongContextModel
+    from locret.backbone.adapters import compute_dtype
     from locret.conversation.context import EMBEDDED_KNOWS
 
     print(f"reading {TEXT} with the heads that come with the package", flush=True)
@@ -83,7 +84,7 @@ def first_answer() -> None:
     backbone, tokens = lm.backbone, context.cache.seen
     shapes = map(backbone.shape, range(backbone.num_layers))
     numbers = sum(shape.num_kv_heads * shape.unit_dim for shape in shapes)
-    full = tokens * numbers * next(lm.model.parameters()).element_size()
+    full = tokens * numbers * compute_dtype(lm.model).itemsize
     print(f"{QUESTION} {answer}")
     print(
         f"{tokens:,} tokens in {context.memory().peak / 2**20:.1f} MiB of cache; keeping all of them takes "

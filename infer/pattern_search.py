@@ -102,7 +102,7 @@ def search(source: SourceOptions, options: SearchOptions) -> dict[str, Any]:
     record: dict[str, Any] = {"model": source.model, "candidates": [entry(one, 0)[:3] for one in CANDIDATES]}
     if options.dry_run:
         return record
-    device = loading.resolve_device(source.device)
+    device = loading.device_of_source(source)
     config = loading.load_config(source)
     ids = _read(options, loading.load_tokenizer(source)).to(device)
     model = loading.load_model(source, config, device, loading.resolve_dtype(source.dtype, config, device))

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from locret import RetainingHeads, RetentionPolicy, lookups
-from locret.backbone.adapters import describe
+from locret.backbone.adapters import Backbone, describe
 from locret.cache.compiled_step import obstacle
 from locret.cache.limits import Limits, check_named, check_pair, planned_bytes, planned_host_bytes
+from locret.distributed import tensor_parallel
+from locret.distributed.ranks import launched
 from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.infer_options import PolicyOptions
+from locret.load_options import WeightOptions
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
 from locret.scorers import RetainingHeadScorer, Scorer
+from locret.weights.plan import WeightPlan, plan_weights
 
 _ANY = 2**62
 AUTO = "auto"
@@ -76,13 +81,21 @@ class PlannedRun:
     """Longest answer."""
     num_beams: int = 1
     """Beams, each of which holds the cache once more."""
-    trust_remote_code: bool = False
+    source: WeightOptions | None = None
+    """How the weights are loaded; None: as they are, on the device."""
     on_disk: bool = False
     """Whether a second tier is in a file, rather than in host memory."""
 
     @property
     def _rates(self) -> Scorer:
         return RetainingHeadScorer(heads=self.scorer) if isinstance(self.scorer, RetainingHeads) else self.scorer
+
+    @cached_property
+    def _backbone(self) -> Backbone:
+        """As this process has it."""
+        if getattr(self.source, "shard", None) == "tp":
+            return tensor_parallel.part_of(self.config, launched()[1])
+        return describe(self.config)
 
     @property
     def _copies(self) -> int:
@@ -91,14 +104,14 @@ class PlannedRun:
     def cache_bytes(self, policy: RetentionPolicy) -> int:
         """Return the planned bytes of the cache and its copies, without a second tier."""
         sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
-        return self._copies * planned_bytes(describe(self.config), self._rates, policy, *sizes)
+        return self._copies * planned_bytes(self._backbone, self._rates, policy, *sizes)
 
     def host_bytes(self, policy: RetentionPolicy) -> int | None:
         """Return the planned bytes of the second tier and its copies; None where it grows with an unknown length."""
         if policy.host_grows and self.prompt_tokens is None:
             return None
         sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
-        return self._copies * planned_host_bytes(describe(self.config), self._rates, policy, *sizes)
+        return self._copies * planned_host_bytes(self._backbone, self._rates, policy, *sizes)
 
     def plan(self, policy: RetentionPolicy) -> dict[str, int | None]:
         """Return the planned bytes of each tier, as plain data."""
@@ -108,7 +121,7 @@ class PlannedRun:
 
     def schedule(self, policy: RetentionPolicy) -> Schedule:
         """Return the planned steps."""
-        return Limits(policy, self._rates, len(describe(self.config).layers)).plan(self.prompt_tokens)
+        return Limits(policy, self._rates, len(self._backbone.layers)).plan(self.prompt_tokens)
 
     def bytes_beside_weights(self, policy: RetentionPolicy) -> int:
         """Return the planned bytes of the cache, of heads, and of what a chunk works with."""
@@ -120,8 +133,13 @@ class PlannedRun:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the backbone's weights."""
-        return chunk_size.weight_bytes(self.config, self.dtype, trust_remote_code=self.trust_remote_code)
+        """The bytes of the backbone's weights on the device, with room for those that are brought there."""
+        return self.weights.on(self.device)
+
+    @cached_property
+    def weights(self) -> WeightPlan:
+        """Where the backbone's weights will be, and how many bytes they take there."""
+        return plan_weights(self.source or WeightOptions(), self.config, self.device, self.dtype)
 
     def least_chunk(self, policy: RetentionPolicy) -> int:
         """Return the smallest chunk that the scorer and the policy can work with."""
@@ -267,7 +285,7 @@ def check_compiles(run: PlannedRun, policy: RetentionPolicy) -> None:
     Raises:
         ValueError: Saying why, and what to change.
     """
-    if (reason := obstacle(describe(run.config), run._rates, policy, ())) is not None:
+    if (reason := obstacle(run._backbone, run._rates, policy, ())) is not None:
         raise ValueError(f"--compile: generation cannot be compiled here: {reason}; leave out --compile")
 
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from locret.backbone.adapters import find_decoder, input_device, unwrap
 from locret.backbone.forward import run_decoder
+from locret.backbone.passes import keeping_step
 from locret.cache.cache import RetentionCache
 from locret.cache.reader import Reader, answering, going_on, reading
 from locret.policy.schedule import lookahead
@@ -22,6 +23,7 @@ from locret.token_ids import Prompt, Stream, checked_prompt, vocabulary
 
 @torch.inference_mode(False)
 @torch.no_grad()
+@keeping_step
 def prefill(
     model: nn.Module,
     input_ids: Tensor | Mapping[str, Any] | Iterable[Any],
@@ -68,6 +70,7 @@ def prefill(
 
 @torch.inference_mode(False)
 @torch.no_grad()
+@keeping_step
 def read_turn(model: nn.Module, input_ids: Tensor, cache: RetentionCache, *, new_tokens: int = 0) -> None:
     """Read what follows a text, such as a question, as the policy's `turns` says; arguments as for `prefill`."""
     prompt = checked(model, cache, input_ids)

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
 from locret.backbone.adapters import input_device, unwrap
+from locret.backbone.passes import gathering_root, keeping_step
 from locret.cache.cache import ASSISTED, RetentionCache
 from locret.cache.compiled_step import check_can_compile, compiled_steps
 from locret.cache.digest import digest_of
@@ -32,6 +33,7 @@ _MODES = {
 
 @torch.inference_mode(False)
 @torch.no_grad()
+@keeping_step
 def generate(
     model: nn.Module,
     input_ids: Tensor | Mapping[str, Any] | Iterable[Any] | None = None,
@@ -78,6 +80,11 @@ def generate(
     config = checked_options(base, options)
     new_tokens = _most_new_tokens(config, input_ids)
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
+    if gathering_root(model) is not None:
+        # Passes are kept equal here; transformers' own way feeds a finished answer more tokens.
+        options["synced_gpus"] = False
+        if compile:
+            raise ValueError("compile joins the steps of a backbone that one process holds; leave it out with a shard")
     if compile:
         check_can_compile(cache, config.max_new_tokens or 0, copies)
     full = None

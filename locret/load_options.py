@@ -13,6 +13,9 @@ from locret import method_spec, shipped
 from locret.nearest import nearest
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+GGUF = ".gguf"
+MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Device maps that transformers makes by itself."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 SHARDS = ("fsdp", "zero3", "tp")
@@ -21,8 +24,86 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackboneSource:
-    """The backbone, and the type of its weights."""
+class WeightOptions:
+    """How a backbone's weights are loaded: in which numbers, and where."""
+
+    gguf_file: str | None = None
+    """GGUF file in the folder or repository of --model, which transformers reads; or give a local one as --model."""
+    load_in_4bit: bool = False
+    """Quantise the weights to four bits while they are loaded (bitsandbytes: NF4, double quantisation, products in
+    --dtype)."""
+    load_in_8bit: bool = False
+    """Quantise the weights to eight bits while they are loaded (bitsandbytes: LLM.int8)."""
+    quantization_config: str | dict[str, Any] | None = None
+    """Quantise the weights in another way of transformers (torchao, quanto, hqq, ...): a JSON file, or JSON, with
+    quant_method and the method's own settings."""
+    device_map: str | dict[str, int | str] | None = None
+    """Where weights are, instead of --device: auto, balanced, balanced_low_0 or sequential, which fill accelerators,
+    then host memory, then the disk; or a mapping of modules to devices, cpu and disk, as JSON or a JSON file."""
+    max_memory: dict[int | str, int | str] | None = None
+    """The most that --device-map may put in each place, such as {0: 20GiB, cpu: 60GiB}."""
+    offload_folder: str | None = None
+    """Folder for weights that --device-map puts on disk, where the files of the backbone cannot be read in place."""
+
+    def check_weights(self) -> None:
+        """Refuse what does not go together, as far as the options tell.
+
+        Raises:
+            ValueError: Naming both, and the way out.
+        """
+        self._check_quantisation()
+        self._check_places()
+
+    def _check_quantisation(self) -> None:
+        given = self.quantising()
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} exclude each other; drop one of them")
+        if given and self.gguf is not None:
+            raise ValueError(
+                f"{given[0]}: {self.gguf} is quantised already, or not, as it was written; drop it, or load the "
+                "backbone that the file was made from"
+            )
+
+    def quantising(self) -> list[str]:
+        """Return the flags that were given and quantise weights."""
+        names = ("load_in_4bit", "load_in_8bit", "quantization_config")
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) not in (None, False)]
+
+    def _check_places(self) -> None:
+        device = str(getattr(self, "device", "auto"))
+        if self.device_map is None:
+            for name in ("max_memory", "offload_folder"):
+                if getattr(self, name) is not None:
+                    flag = f"--{name.replace('_', '-')}"
+                    raise ValueError(f"{flag} belongs to --device-map, which is not given; add --device-map auto")
+            return
+        if device != "auto":
+            raise ValueError(
+                f"--device {device} and --device-map exclude each other: the map says where weights are; drop one of "
+                "them"
+            )
+        if self.max_memory is not None and not (isinstance(self.device_map, str) and self.device_map in MAPS):
+            raise ValueError(
+                f"--max-memory is for a --device-map that is made here, one of {', '.join(MAPS)}; a mapping says "
+                "itself what goes where, so drop one of them"
+            )
+
+    def given(self) -> dict[str, Any]:
+        """Return how weights are loaded, as plain data, as far as it was said."""
+        names = ("gguf_file", "load_in_4bit", "load_in_8bit", "quantization_config", "device_map", "max_memory")
+        found = {name: getattr(self, name) for name in names if getattr(self, name) not in (None, False)}
+        return {name: value.to_dict() if hasattr(value, "to_dict") else value for name, value in found.items()}
+
+    @property
+    def gguf(self) -> str | None:
+        """The GGUF file that is loaded, if one is: its name in the folder or repository."""
+        model = str(getattr(self, "model", None) or "")
+        return os.path.basename(model) if self.gguf_file is None and model.lower().endswith(GGUF) else self.gguf_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Named:
+    """Which backbone."""
 
     model: str
     """Folder of the backbone, or its Hub id."""
@@ -33,6 +114,12 @@ class BackboneSource:
     dtype: str = "auto"
     """bfloat16, float16 or float32; auto takes the backbone's own on an accelerator; on the CPU it takes float32, or
     bfloat16 if that is the backbone's own and this CPU has instructions for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneSource(WeightOptions, _Named):
+    """The backbone, and how its weights are loaded."""
+
     shard: Literal["fsdp", "zero3", "tp"] | None = None
     """Spread the frozen backbone over the processes that torchrun starts, so that none holds the whole: fsdp (PyTorch)
     and zero3 (DeepSpeed) bring a layer together while it runs, tp splits every layer by its heads."""
@@ -52,6 +139,7 @@ class BackboneSource:
             check_path("--adapter", self.adapter)
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+        self.check_weights()
         self._check_shard()
 
     def _check_shard(self) -> None:
@@ -66,6 +154,11 @@ class BackboneSource:
                 raise ValueError(f"--shard-offload {offload} is about --shard, which is not given; add --shard fsdp")
         elif self.shard not in SHARDS:
             raise ValueError(f"--shard {self.shard} is unknown; choose one of {', '.join(SHARDS)}")
+        elif given := list(self.given()):
+            raise ValueError(
+                f"--shard {self.shard} spreads weights as they are, so it does not go with "
+                f"--{given[0].replace('_', '-')}; drop one of them"
+            )
         elif os.environ.get("WORLD_SIZE", "1") == "1":
             raise ValueError(
                 f"--shard {self.shard} spreads the backbone over several processes, but this is the only one; start "
@@ -80,13 +173,22 @@ class BackboneSource:
                 raise ValueError("--shard-offload nvme needs a folder on that disk; add --shard-offload-dir DIR")
             raise ValueError(f"--shard-offload-dir {folder} is for --shard-offload nvme, which is not given; add it")
 
+    @property
+    def place(self) -> str:
+        """The folder or repository that is loaded from."""
+        if self.gguf_file is None and self.gguf is not None:
+            return os.path.dirname(os.path.abspath(os.path.expanduser(self.model)))
+        return self.model
+
     def local_folder(self) -> str | None:
         """Return the folder of the backbone, or of an adapter; None if `model` is a Hub id. Nothing is fetched.
 
         Raises:
             ValueError: If it can be neither.
         """
-        name = shipped.find(self.model)
+        if self.place != self.model and not os.path.isfile(os.path.expanduser(self.model)):
+            raise ValueError(f"--model {self.model}: there is no such file; give a GGUF file that exists")
+        name = shipped.find(self.place)
         if os.path.exists(name) and not os.path.isdir(name):
             raise ValueError(f"--model {name} is a file; give the folder of a backbone, or its Hub id")
         if not os.path.isdir(name):
@@ -95,6 +197,10 @@ class BackboneSource:
                     f"--model {name}: there is no such folder; give the folder of a backbone, or its Hub id"
                 )
             return None
+        if self.gguf is not None:
+            if not os.path.isfile(os.path.join(name, self.gguf)):
+                raise ValueError(f"--gguf-file {self.gguf}: there is no such file in {name}; give one that exists")
+            return name
         if not any(os.path.isfile(os.path.join(name, file)) for file in (CONFIG, ADAPTER_CONFIG)):
             raise ValueError(f"--model {name} has no {CONFIG}; give the folder of a backbone, or its Hub id")
         return name

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +18,16 @@ from torch import nn
 
 from locret import hub, method_spec, scorers
 from locret.backbone.adapters import describe
-from locret.distributed.sharding import load_sharded
+from locret.distributed.sharding import load_sharded, whole
 from locret.field_values import shown
 from locret.files import read_json, shards
+from locret.heads.fingerprint import sample_sharded
 from locret.heads.heads import RetainingHeads
 from locret.heads.search import find_heads
 from locret.load_options import ADAPTER_CONFIG, CONFIG, BackboneSource, ScorerOptions
 from locret.scorers import Scorer
+from locret.weights import placement, quantisation
+from locret.weights.plan import plan_weights, sketch_of
 
 AUTO_HEADS = "auto"
 _MOST = {
@@ -57,6 +61,17 @@ def resolve_device(name: str) -> torch.device:
     if (device.index or 0) >= count:
         raise ValueError(f"--device {name}: PyTorch sees {count} {device.type} devices here; use --device auto")
     return device
+
+
+def device_of_source(options: BackboneSource) -> torch.device:
+    """Return where a backbone begins to compute: what its device map says, else what `--device` means here.
+
+    Raises:
+        ValueError: For a device that PyTorch does not see, or a device map that cannot be read.
+    """
+    asked = placement.device_map_of(options)
+    mapped = None if asked is None else placement.main_device(asked)
+    return mapped or resolve_device(str(getattr(options, "device", "auto")))
 
 
 def _has_mps() -> bool:
@@ -103,6 +118,8 @@ def _source(options: BackboneSource) -> _Source:
     """
     folder = options.local_folder()
     name = folder or options.model
+    if options.gguf is not None:
+        return _Source(name, options.revision, options.adapter, name)
     found = os.path.isfile(os.path.join(folder, CONFIG)) if folder else _fetch_config(name, options.revision)
     if found:
         return _Source(name, options.revision, options.adapter, name)
@@ -142,7 +159,8 @@ def load_config(options: BackboneSource) -> Any:
     from transformers import AutoConfig
 
     source = _source(options)
-    if os.path.isdir(source.model):
+    gguf = _gguf(options)
+    if os.path.isdir(source.model) and not gguf:
         values = read_json(Path(source.model, "config.json"), "the config of a backbone")
         if not isinstance(values, dict):
             raise ValueError(f"--model {source.model} has a config.json without names; give the folder of a backbone")
@@ -153,7 +171,7 @@ def load_config(options: BackboneSource) -> Any:
             )
     with _one_sentence(f"--model {source.model} has a config.json that cannot be read"):
         config = AutoConfig.from_pretrained(
-            source.model, revision=source.revision, trust_remote_code=options.trust_remote_code
+            source.model, revision=source.revision, trust_remote_code=options.trust_remote_code, **gguf
         )
         _check_config(config)
     try:
@@ -163,7 +181,21 @@ def load_config(options: BackboneSource) -> Any:
             f"--model {source.model} has a config.json that says too little ({' '.join(str(error).split())[:200]}); "
             "give the folder of a backbone with full attention"
         ) from error
+    quantisation.check(options, config)
     return config
+
+
+def _gguf(options: BackboneSource) -> dict[str, str]:
+    """Return what tells transformers of a GGUF file, if one is loaded.
+
+    Raises:
+        ValueError: If the package that reads it is not installed.
+    """
+    if options.gguf is None:
+        return {}
+    if find_spec("gguf") is None:
+        raise ValueError(f"--gguf-file {options.gguf} needs the package gguf; run pip install 'locret[llamacpp]'")
+    return {"gguf_file": options.gguf}
 
 
 def _check_config(config: Any) -> None:
@@ -223,7 +255,7 @@ def load_tokenizer(options: BackboneSource) -> Any:
     revision = source.revision if source.tokenizer == source.model else options.revision
     with _one_sentence(f"--model {options.model} has no tokenizer that can be read"):
         return AutoTokenizer.from_pretrained(
-            source.tokenizer, revision=revision, trust_remote_code=options.trust_remote_code
+            source.tokenizer, revision=revision, trust_remote_code=options.trust_remote_code, **_gguf(options)
         )
 
 
@@ -236,8 +268,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
     from transformers import AutoModelForCausalLM
 
     source = _source(options)
+    where = _where(source, options, config, device, dtype)
     with _one_sentence(f"--model {options.model} cannot be loaded"):
-        _check_weights(Path(source.model), config, options.trust_remote_code)
         model: nn.Module
         read = partial(
             AutoModelForCausalLM.from_pretrained,
@@ -250,10 +282,9 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             output_loading_info=True,
         )
         if options.shard is not None:
-            model, found = load_sharded(options, device, dtype, read)
+            model, found = load_sharded(options, config, device, dtype, read)
         else:
-            # Straight to the device: the host need not hold the weights.
-            model, found = read(device_map=None if device.type == "cpu" else {"": device})
+            model, found = read(**where)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
     if foreign := sorted(found["unexpected_keys"]):
@@ -263,30 +294,60 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             stacklevel=2,
         )
     if source.adapter:
-        from peft import PeftModel, PeftType
-
-        with _one_sentence(f"--adapter {source.adapter} cannot be put on --model {source.model}"):
-            model = PeftModel.from_pretrained(model, source.adapter)
-            for kind in model.peft_config.values():
-                if kind.is_prompt_learning:
-                    raise ValueError(
-                        f"{PeftType(kind.peft_type).value} works outside of the layers and would be dropped"
-                    )
-            describe(model)
+        model = _with_adapter(model, source, options)
+    if options.shard in ("fsdp", "zero3"):
+        sample_sharded(model, whole)
     return model.eval().requires_grad_(False)
 
 
-def _check_weights(folder: Path, config: Any, trust_remote_code: bool) -> None:
-    """Refuse a config that describes far more weights than a local folder holds, before memory is taken for them."""
-    from transformers import AutoModelForCausalLM
+def _where(
+    source: _Source, options: BackboneSource, config: Any, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return what tells transformers where weights go, and in which numbers.
 
-    if not folder.is_dir():
-        return
+    Raises:
+        ValueError: If that does not go together, or with the backbone; or its files are no match for its config.
+    """
+    folder, sketch = Path(source.model), None
+    if folder.is_dir():
+        with _one_sentence(f"--model {options.model} cannot be loaded"):
+            sketch = sketch_of(config, dtype, trust_remote_code=options.trust_remote_code)
+            _check_weights(folder, sketch, options.gguf)
+    where: dict[str, Any] = _gguf(options)
+    quantised = quantisation.config_of(options, dtype)
+    if quantised is not None:
+        where["quantization_config"] = quantised
+    if options.device_map is not None:
+        plan = plan_weights(options, config, device, dtype, sketch)
+        return {**where, "device_map": plan.device_map, "offload_folder": options.offload_folder}
+    # Straight to the device: the host need not hold the weights.
+    return {**where, "device_map": None if device.type == "cpu" and quantised is None else {"": device}}
+
+
+def _with_adapter(model: nn.Module, source: _Source, options: BackboneSource) -> nn.Module:
+    """Return a backbone with an adapter on it.
+
+    Raises:
+        ValueError: If it cannot be read, does not fit, or works outside of the layers.
+    """
+    from peft import PeftModel, PeftType
+
+    assert source.adapter is not None
+    with _one_sentence(f"--adapter {source.adapter} cannot be put on --model {source.model}"):
+        model = PeftModel.from_pretrained(model, source.adapter)
+        for kind in model.peft_config.values():
+            if kind.is_prompt_learning:
+                raise ValueError(f"{PeftType(kind.peft_type).value} works outside of the layers and would be dropped")
+        describe(model)
+    return model
+
+
+def _check_weights(folder: Path, sketch: nn.Module, gguf: str | None) -> None:
+    """Refuse a config that describes far more weights than a local folder holds, before memory is taken for them."""
     for index in folder.glob("*.index.json"):
         shards(index)
-    held = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
-    with torch.device("meta"):
-        sketch = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    patterns = ("*.safetensors", "*.bin") if gguf is None else (gguf,)
+    held = sum(file.stat().st_size for pattern in patterns for file in folder.glob(pattern))
     described = sum(weight.numel() for weight in sketch.parameters())
     if described > _MOST_PER_BYTE * held:
         raise ValueError(f"its config.json describes {described:,} weights and its files hold {held:,} bytes")

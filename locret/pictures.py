@@ -39,7 +39,7 @@ class Retention:
 def retention_of(cache: RetentionCache, title: str) -> Retention:
     """Take down which positions a cache holds now (its first row, in a batch)."""
     kept = {
-        layer: [head[head >= 0] for head in cache.kept_positions(layer)[0].cpu()] for layer in cache.backbone.layers
+        layer: [head[head >= 0] for head in cache.kept_everywhere(layer)[0].cpu()] for layer in cache.backbone.layers
     }
     return Retention(title, kept, cache.seen)
 

@@ -20,6 +20,9 @@ class Chosen(ABC):
     kind: ClassVar[str]
     """What messages call it."""
     name: ClassVar[str]
+    over_ranks: ClassVar[bool] = False
+    """Whether it does the same where processes share the KV heads of a layer (tensor parallelism): it looks at one KV
+    head and its query heads at a time, or asks the other processes."""
 
     def __post_init__(self) -> None:
         """Check the options by their types; a class with ranges of its own checks those afterwards.

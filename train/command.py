@@ -86,6 +86,8 @@ def _plan(training: TrainingRun, process: PartialState) -> list[str]:
 
     steps, tokens = training.optimizer.steps, f"{training.planned_tokens():,} tokens"
     memory = ", ".join(f"{name.replace('_', ' ')} {gibibytes(count)}" for name, count in training.plan().items())
+    for place, count in training.weights.elsewhere(training.device).items():
+        memory += f"; backbone on {place} {gibibytes(count)}"
     flops = training.step_flops(process.num_processes)
     work = "unknown, a mixture of experts does as much as its router says"
     if flops is not None:
@@ -94,7 +96,7 @@ def _plan(training: TrainingRun, process: PartialState) -> list[str]:
         work = f"{flops:.2e} operations a step, {time} at {_ASSUMED_RATE:.0e} a second"
     return [
         f"plan: {steps:,} steps on {training.data.dataset} for {training.backbone.model}, into {training.run.output}",
-        f"  memory on {process.device}, for a row of {tokens}: {memory}",
+        f"  memory on {training.device}, for a row of {tokens}: {memory}",
         f"  work, for rows of {tokens}: {work}; the time it takes here is known after the first steps",
     ]
 
@@ -108,7 +110,9 @@ def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int
     resolved, plan = {**training.resolved_options(), "device": str(process.device)}, training.plan()
     if training.run.json:
         flops = training.step_flops(process.num_processes)
-        print_json({"config": resolved, "rows": rows, "memory_bytes": plan, "step_flops": flops})
+        weights = training.weights.to_dict()
+        record = {"config": resolved, "rows": rows, "memory_bytes": plan, "weight_bytes": weights, "step_flops": flops}
+        print_json(record)
         return 0
     import yaml
 

@@ -58,6 +58,7 @@ def memory_plan(
     tokens: int,
     trained_tokens: int,
     kept_features: bool = False,
+    backbone_bytes: int | None = None,
     head_ranks: int = 1,
     row_ranks: int = 1,
 ) -> dict[str, int]:
@@ -72,6 +73,7 @@ def memory_plan(
         tokens: Tokens of the longest row, prompt and answer.
         trained_tokens: Prompt tokens of it that are trained on.
         kept_features: Whether the features of all layers are held at once, as training under eviction does.
+        backbone_bytes: What the backbone's weights take on the device; None: all of them, in `dtype`.
         head_ranks: Processes that share the attention heads and what belongs to them (tensor parallelism).
         row_ranks: Processes that share the tokens of a row (sequence parallelism).
 
@@ -87,7 +89,7 @@ def memory_plan(
     weights = -(-HeadsConfig.for_model(config, hidden_dim).num_weights // head_ranks)
     sizes = dtype.itemsize, 2 if autocast else 4
     plan = {
-        "backbone": parameters * dtype.itemsize,
+        "backbone": parameters * dtype.itemsize if backbone_bytes is None else backbone_bytes,
         "heads": weights * 4,
         "gradients": weights * 4,
         "optimizer": weights * 8,
@@ -134,7 +136,7 @@ def check_fits(plan: dict[str, int], device: torch.device, hidden_dim: int) -> N
     if plan["backbone"] > memory:
         raise ValueError(
             f"--model takes {gibibytes(plan['backbone'])} of weights, but {device} has {gibibytes(memory)}; choose a "
-            "smaller backbone or --dtype, or a larger device"
+            "smaller backbone or --dtype, --load-in-4bit, --device-map auto, or a larger device"
         )
     if plan["backbone"] + training > memory:
         raise ValueError(

@@ -110,10 +110,10 @@ def _train(backbone: BackboneSource, options: KernelOptions) -> dict[str, Any]:
     from locret.data.training.stream import TrainingStream, load_rows
     from locret.heads import checkpoint
     from locret.heads.heads import RetainingHeads
-    from locret.loading import load_config, load_model, load_tokenizer, resolve_device, resolve_dtype
+    from locret.loading import device_of_source, load_config, load_model, load_tokenizer, resolve_dtype
     from locret.mergers.kernels import KernelsConfig, MergingKernels
 
-    config, device = load_config(backbone), resolve_device("auto")
+    config, device = load_config(backbone), device_of_source(backbone)
     heads = RetainingHeads.from_pretrained(options.heads)
     heads.check_matches(config)
     assert options.slots is not None
@@ -127,7 +127,7 @@ def _train(backbone: BackboneSource, options: KernelOptions) -> dict[str, Any]:
     )
     checkpoint.refuse_foreign(Path(options.output), KernelsConfig)
     model = load_model(backbone, config, device, resolve_dtype(backbone.dtype, config, device))
-    losses = _steps(model, heads.to(device), kernels.to(device), stream, options)
+    losses = _steps(model, heads.follow(model), kernels.to(device), stream, options)
     facts = {"dataset": options.dataset, "steps": options.steps, "lr": options.lr, "seed": options.seed}
     kernels.config = kernels.config.annotated(
         policy=options.policy.to_dict(), training={**facts, "final_loss": losses[-1], "torch": torch.__version__}

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from locret.backbone.adapters import input_device
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.backbone.chunk import Chunk
 from locret.backbone.rotary import Rotary, rotate
@@ -71,7 +72,7 @@ def merging_step(
     object.__setattr__(lesson, "rotary", cache.governed[0].store.rotary)
     for index, layer in zip(cache.backbone.layers, cache.governed, strict=True):
         layer.folding = Folding(lesson, None, index)
-    ids = token_row(prompt_ids, "prompt_ids").to(next(model.parameters()).device)
+    ids = token_row(prompt_ids, "prompt_ids").to(input_device(model))
     prefill(model, ids, cache)
     if not lesson.losses:
         raise ValueError(
@@ -121,7 +122,8 @@ class _Lesson(Merger):
                 torch.cat([turned.to(new_keys.dtype), new_keys], dim=2),
                 torch.cat([values.to(new_values.dtype), new_values], dim=2),
             )
-            return attend(chunk.query, view, scaling=chunk.scaling, softcap=chunk.softcap, memo=self.masks)
+            given = {"scaling": chunk.scaling, "softcap": chunk.softcap, "sinks": chunk.learned_sinks}
+            return attend(chunk.query, view, memo=self.masks, **given)
 
         wanted = read(units.keys, units.values).float()
         evicted = read(take(units.keys, units.kept), take(units.values, units.kept)).float()

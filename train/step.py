@@ -24,15 +24,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from locret.backbone.adapters import describe, input_device
 from locret.backbone.chunk import Attended, Chunk
 from locret.cache.cache import RetentionCache
 from locret.chunked_prefill import prefill
+from locret.distributed.ulysses import RowRanks, observe_share
 from locret.heads.heads import RetainingHeads
+from locret.heads.shard import shared_by
 from locret.labels import kinds
 from locret.labels.labels import layer_labels, observe, token_row
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 from locret.train.loss import fit_and_smoothness, top_overlap
+from locret.train.shared_rows import share_of_loss
 from locret.train.training_options import DataOptions, Loss
 
 
@@ -62,6 +66,7 @@ def train_step(
     max_prompt_tokens: int = DataOptions.max_prompt_tokens,
     earlier_answers: Sequence[tuple[int, int]] = (),
     backward: Callable[[Tensor], None] = Tensor.backward,
+    row_ranks: RowRanks | None = None,
 ) -> StepResult:
     """Add the gradient of one row's loss to the heads' float32 gradients.
 
@@ -75,14 +80,21 @@ def train_step(
         max_prompt_tokens: First prompt tokens to train on; labels are those of the whole text.
         earlier_answers: See `answer_labels`.
         backward: Called once per layer with the layer's share of the loss; the shares add up to the total.
+        row_ranks: Processes that share the row by its tokens; all call this with the same arguments. Each adds its part
+            of the gradient, whose sum is the row's.
 
     Returns:
-        The losses of the row; its tokens are counted once.
+        The losses of the row, the same in all of `row_ranks`; its tokens are counted once.
 
     Raises:
-        ValueError: For an unknown kind of label, or a prompt or answer that is empty or more than one row.
+        ValueError: For an unknown kind of label, a prompt or answer that is empty or more than one row, or a backbone
+            whose rows cannot be shared.
     """
     loss = loss or Loss()
+    if row_ranks is not None and row_ranks.size > 1:
+        return _shared_step(
+            model, heads, prompt_ids, answer_ids, loss, policy, max_prompt_tokens, earlier_answers, backward, row_ranks
+        )
     kind, last = kinds.get(loss.label_kind), loss.include_last_prompt_token
     prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
     prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)
@@ -100,14 +112,66 @@ def train_step(
         else:
             waiting[chunk.layer_idx] = labels_KT[:, :trained]
 
-    ids = torch.cat([prompt_ids, answer_ids], dim=1).to(next(model.parameters()).device)
+    ids = torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model))
     observe(model, ids, on_layer)
     if policy is not None:
         recorder = _Recorder(heads)
         prefill(model, prompt_ids[:, :trained], RetentionCache(model, recorder, policy))
         for layer, labels_KT in waiting.items():
-            learn(layer, torch.cat(recorder.features.pop(layer)), labels_KT)
+            learn(layer, recorder.features_of(layer), labels_KT)
+    if (ranks := shared_by(heads)) is not None:
+        parts = list(ranks.mean(torch.stack(parts)))
     return step_result(parts, loss, ids.shape[1])
+
+
+def _shared_step(
+    model: nn.Module,
+    heads: RetainingHeads,
+    prompt_ids: Tensor,
+    answer_ids: Tensor,
+    loss: Loss,
+    policy: RetentionPolicy | None,
+    max_prompt_tokens: int,
+    earlier_answers: Sequence[tuple[int, int]],
+    backward: Callable[[Tensor], None],
+    row_ranks: RowRanks,
+) -> StepResult:
+    """Take the part of a step that belongs to this process's tokens of the row; see `train_step`."""
+    row_ranks.check(describe(model))
+    kind, last = kinds.get(loss.label_kind), loss.include_last_prompt_token
+    prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
+    ids = torch.cat([prompt_ids, answer_ids], dim=1)
+    prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)
+    share = row_ranks.share(ids.shape[1])
+    own, follows = share.own(trained), share.end < trained
+    parts: list[Tensor] = []
+    waiting: dict[int, Tensor] = {}
+
+    def learn(layer: int, own_LF: Tensor, next_1F: Tensor, labels_KL: Tensor) -> None:
+        with torch.enable_grad(), _without_cast_cache(own_LF.device.type):
+            fit, smoothness, overlap = share_of_loss(heads[layer], own_LF, next_1F, labels_KL, loss, share, trained)
+            backward(fit / len(heads) + loss.alpha * smoothness)
+        parts.append(torch.stack([fit.detach(), smoothness.detach(), overlap()]))
+
+    def on_layer(chunk: Attended) -> None:
+        # Of all tokens in this process's heads; then of its own tokens in all heads.
+        labels_KT = layer_labels(chunk, prompt, kind, last, labelled=trained, earlier_answers=earlier_answers)
+        labels_KL = share.tokens(labels_KT[None, :, :, None])[0, :, :, 0]
+        if policy is not None:
+            waiting[chunk.layer_idx] = labels_KL
+            return
+        own_LF = _first_features(chunk, own)
+        next_1F = share.next_token(own_LF)
+        learn(chunk.layer_idx, own_LF, next_1F if follows else next_1F[:0], labels_KL)
+
+    observe_share(model, share, ids, on_layer)
+    if policy is not None:
+        recorder = _Recorder(heads, range(share.start, share.end + follows))
+        prefill(model, prompt_ids[:, :trained], RetentionCache(model, recorder, policy))
+        for layer, labels_KL in waiting.items():
+            features = recorder.features_of(layer)
+            learn(layer, features[:own], features[own:], labels_KL)
+    return step_result(list(share.total(torch.stack(parts))), loss, ids.shape[1])
 
 
 def learn_layer(
@@ -119,11 +183,13 @@ def learn_layer(
     backward: Callable[[Tensor], None],
 ) -> Tensor:
     """Call `backward` with one layer's share of the total; return (3,) its fit, smoothness and overlap, detached."""
+    ranks = shared_by(heads)
     with torch.enable_grad(), _without_cast_cache(features_TF.device.type):
         scores_KT = heads[layer_idx](features_TF).T
         fit, smoothness = fit_and_smoothness(scores_KT, labels_KT, loss)
         # The fit is a mean over layers, smoothness a sum over them.
-        backward(fit / len(heads) + loss.alpha * smoothness)
+        # Both are means over KV heads: where processes share those, each adds its part of the mean.
+        backward((fit / len(heads) + loss.alpha * smoothness) / (1 if ranks is None else ranks.size))
     overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
     # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
     return torch.stack([fit.detach(), smoothness.detach(), overlap])
@@ -137,19 +203,34 @@ def step_result(parts: list[Tensor], loss: Loss, tokens: int) -> StepResult:
 
 
 class _Recorder(Scorer):
-    """Scores with the heads, and keeps what they were given."""
+    """Scores with the heads, and keeps what they were given.
+
+    Args:
+        heads: The heads.
+        kept: Positions of the tokens whose features are kept; None: all.
+    """
 
     name: ClassVar[str] = "recorder"
+    over_ranks: ClassVar[bool] = True
 
-    def __init__(self, heads: RetainingHeads) -> None:
-        self.heads = heads
-        self.features: dict[int, list[Tensor]] = {layer: [] for layer in heads}
+    def __init__(self, heads: RetainingHeads, kept: range | None = None) -> None:
+        self.heads, self._kept = heads, kept
+        self._features: dict[int, list[Tensor]] = {layer: [] for layer in heads}
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (1, K, L)."""
         features_BLF = chunk.features()
-        self.features[chunk.layer_idx].append(features_BLF[0])
+        features_LF = features_BLF[0]
+        if self._kept is not None:
+            first = int(chunk.positions[0, 0, 0])
+            # A copy: a view would hold on to the features of the whole chunk.
+            features_LF = features_LF[max(0, self._kept.start - first) : max(0, self._kept.stop - first)].clone()
+        self._features[chunk.layer_idx].append(features_LF)
         return self.heads[chunk.layer_idx](features_BLF).transpose(1, 2)  # type: ignore[no-any-return]
+
+    def features_of(self, layer: int) -> Tensor:
+        """Return (T, F), and forget them."""
+        return torch.cat(self._features.pop(layer))
 
 
 def _first_features(chunk: Attended, tokens: int) -> Tensor:

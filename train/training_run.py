@@ -10,18 +10,19 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from locret.backbone.adapters import describe
+from locret.backbone.adapters import describe, unwrap
 from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.hub import no_token
+from locret.load_options import WeightOptions
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.policy.policy import RetentionPolicy
 from locret.train import checkpointing, launch, run_folder
@@ -46,6 +47,9 @@ from locret.train.training_options import (
     plain,
 )
 from locret.train.validation import comparison, hold_out, steps_between
+from locret.weights import quantisation
+from locret.weights.placement import device_map_of, main_device
+from locret.weights.plan import plan_weights
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
@@ -53,7 +57,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
-_FREE = ("data_dir", "skip_bad_rows", "max_row_bytes", "eval_every", *RunOptions.__dataclass_fields__)
+_PLACES = ("device_map", "max_memory", "offload_folder")
+_FREE = (*_PLACES, "data_dir", "skip_bad_rows", "max_row_bytes", "eval_every", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
@@ -89,7 +94,7 @@ class TrainingRun:
             OSError: If the Hub refuses or cannot be reached.
         """
         self.resolve(device)
-        check_fits(self.plan(), device, self.backbone.hidden_dim)
+        check_fits(self.plan(), self.device, self.backbone.hidden_dim)
 
     def resolve(self, device: torch.device) -> None:
         """Settle what the options come to for a device that need not be there; see `check`.
@@ -102,7 +107,10 @@ class TrainingRun:
             self._check_push(self.run.push_to_hub)
         self.config = known_config(self.backbone) or load_config(self.backbone)
         self.parameters = backbone_parameters(self.config)
-        self.device, self.dtype = device, resolve_dtype(self.backbone.dtype, self.config, device)
+        asked = device_map_of(self.backbone)
+        self.device = (None if asked is None else main_device(asked)) or device
+        self.dtype = resolve_dtype(self.backbone.dtype, self.config, self.device)
+        self.weights = plan_weights(self.backbone, self.config, self.device, self.dtype)
         self.precision = self.backbone.mixed_precision
         if self.precision == "auto":
             self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
@@ -210,7 +218,9 @@ class TrainingRun:
 
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
-        return memory_plan(self.config, self.parameters, **self._planned_row())
+        return memory_plan(
+            self.config, self.parameters, **self._planned_row(), backbone_bytes=self.weights.on(self.device)
+        )
 
     def devices_plan(self, devices: Devices) -> list[Choice]:
         """Return what each way of loading the backbone takes of these cards."""
@@ -254,7 +264,11 @@ class TrainingRun:
         free = set(_FREE) - ({"policy"} if self.loss.evict_while_training else set())
         fixed = {name: value for name, value in self.resolved_options().items() if name not in free}
         rows_per_step = fixed.pop("gradient_accumulation") * processes
-        return {**fixed, "rows_per_step": rows_per_step}
+        # Those that were not given are left out: earlier runs did not have them.
+        weights = {field.name for field in fields(WeightOptions)}
+        given = {name: value for name, value in self.backbone.given().items() if name not in _FREE}
+        fixed = {name: value for name, value in fixed.items() if name not in weights}
+        return {**fixed, **given, "rows_per_step": rows_per_step}
 
     def train(self, accelerator: Accelerator) -> dict[str, Any]:
         """Load the weights, train, save; return the final record."""
@@ -268,8 +282,9 @@ class TrainingRun:
                 stored = {"eval_rows": 0, **state["config"]}
             checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
             records_until(self.folder / run_folder.LOG, state["step"])
-        model = load_model(self.backbone, self.config, accelerator.device, self.dtype)
-        heads = self._new_heads(model).to(accelerator.device)
+        model = load_model(self.backbone, self.config, self.device, self.dtype)
+        heads = self._new_heads(model)
+        heads = heads.follow(model) if self.backbone.shard is None else heads.to(self.device)
         if accelerator.is_main_process:
             options, processes = self.resolved_options(), accelerator.num_processes
             record = run_folder.run_record(options, self.chosen, processes, str(accelerator.device))
@@ -328,7 +343,10 @@ class TrainingRun:
 
     def _annotate(self, heads: RetainingHeads, model: torch.nn.Module, summary: dict[str, Any]) -> RetainingHeads:
         final = {f"final_{name}": summary[name] for name in ("total", self.loss.objective, "smoothness", "overlap")}
-        precision = f"backbone {str(self.dtype).removeprefix('torch.')}, autocast {self.precision}"
+        numbers = ", ".join(
+            filter(None, [str(self.dtype).removeprefix("torch."), quantisation.label_of(unwrap(model))])
+        )
+        precision = f"backbone {numbers}, autocast {self.precision}"
         facts = {"dataset_rows": self.stream.size, "rows": summary["rows"], "tokens": summary["tokens"], **final}
         if self.held_out:
             facts |= {"held_out_rows": len(self.held_out), "held_out_overlap": summary["eval_overlap"]}

@@ -156,7 +156,7 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     job.check(tokenizer)
     draw = report.figures == "all" and job.processes.is_main and _can_draw()
     model = loading.load_model(job.model, job.config, job.own_device, job.dtype)
-    trained = job.heads.to(job.own_device) if job.evaluation.heads else None
+    trained = job.heads.follow(model) if job.evaluation.heads else None
     # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.
     weights = {"model": weight_fingerprint(model), "heads": trained and weight_fingerprint(trained)}
     settings = {**job.settings(), "weights": weights, "tokenizer": output_folder.tokenizer_facts(tokenizer)}

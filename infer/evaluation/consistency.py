@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
+from locret.backbone.adapters import input_device
 from locret.backbone.chunk import Attended, Chunk
 from locret.labels.labels import observe
 from locret.scorers import Rated, RetainingHeadScorer, Scorer
@@ -134,7 +135,7 @@ def attention_sums(model: nn.Module, ids: Tensor, prefixes: Sequence[int]) -> li
         (L, K, n) float32 for every prefix.
     """
     rows: list[list[Tensor]] = []
-    device = next(model.parameters()).device
+    device = input_device(model)
     observe(model, ids[:, : prefixes[-1]].to(device), lambda chunk: rows.append(_layer_attention_sums(chunk, prefixes)))
     return [torch.stack([layer[index] for layer in rows]) for index in range(len(prefixes))]
 

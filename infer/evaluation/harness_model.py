@@ -62,10 +62,12 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         if unknown := sorted(set(settings) - _MODEL_KEYS - _SCORER_KEYS - _POLICY_KEYS):
             known = ", ".join(sorted(_MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS))
             raise ValueError(f"--model_args: {unknown[0]} is not a setting of the model locret; choose among {known}")
-        self._device = loading.resolve_device("auto" if device is None else str(device))
         model = ModelOptions(
-            model=pretrained, device=str(self._device), **{k: v for k, v in settings.items() if k in _MODEL_KEYS}
+            model=pretrained,
+            device="auto" if device is None else str(device),
+            **{k: v for k, v in settings.items() if k in _MODEL_KEYS},
         )
+        self._device = loading.device_of_source(model)
         scorer = ScorerOptions(**{k: v for k, v in settings.items() if k in _SCORER_KEYS})
         config, self.tokenizer = loading.load_config(model), loading.load_tokenizer(model)
         self.scorer, recommended = loading.load_scorer(scorer)

@@ -26,6 +26,7 @@ from locret.infer.reading_warnings import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.load_options import ScorerOptions
 from locret.policy.resolve import check_no_turns, check_used
+from locret.weights.plan import plan_weights
 
 _OF_ROWS = ("data_dir", "data_revision", "skip_bad_rows", "max_prompt", "template")
 """Options of published tasks alone."""
@@ -86,6 +87,7 @@ class Job:
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "attn": model.attn,
+            **model.given(),
             "heads": evaluation.heads,
             "methods": [method.name for method in evaluation.chosen_methods()],
             "tasks": {one.task.name: one.facts for one in self.selections},
@@ -110,12 +112,13 @@ class Job:
                 device=self.device,
                 prompt_tokens=longest if grows else None,
                 new_tokens=max(one.task.max_new_tokens for one in self.selections),
-                trust_remote_code=self.model.trust_remote_code,
+                source=self.model,
             )
             planned.append({**policy.to_dict(), "not_given": policy.following(), **run.plan(policy)})
         return {
             "runs": len(self.runs) * len(self.cases),
             "tokens": sum(case.tokens for case in self.cases) * len(self.runs),
+            "weights": plan_weights(self.model, self.config, self.own_device, self.dtype).to_dict(),
             "policies": planned,
             "missing": self.missing,
             "output": self.report.output,
@@ -146,7 +149,7 @@ def prepare(
     methods = evaluation.chosen_methods()
     if report.threads:
         torch.set_num_threads(report.threads)
-    device = loading.resolve_device(model.device)
+    device = loading.device_of_source(model)
     # Something has to be chosen; without heads it is not used.
     scorer = ScorerOptions(
         heads=evaluation.heads,

@@ -37,7 +37,7 @@ class Setup:
     def untrained(self) -> RetainingHeads:
         """Fresh heads of the trained heads' size."""
         width = self.heads.config.hidden_dim if self.heads is not None else 1024
-        return RetainingHeads.for_model(self.model, width, seed=self.seed).to(next(self.model.parameters()).device)
+        return RetainingHeads.for_model(self.model, width, seed=self.seed).follow(self.model)
 
 
 @dataclass

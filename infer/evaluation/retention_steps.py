@@ -63,7 +63,7 @@ def record_steps(model: nn.Module, ids: Tensor, cache: RetentionCache, title: st
 
     def on_chunk(cache: RetentionCache) -> None:
         # The cache evicts in axes, so what it holds now must be copied.
-        now = {layer: cache.kept_positions(layer)[0].cpu().clone() for layer in cache.backbone.layers}
+        now = {layer: cache.kept_everywhere(layer)[0].cpu().clone() for layer in cache.backbone.layers}
         kept.append({layer: [head[head >= 0] for head in heads] for layer, heads in now.items()})
         read.append(cache.seen)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetentionCache, generate, prefill
-from locret.backbone.adapters import unwrap
+from locret.backbone.adapters import input_device, unwrap
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import SampleSet, Selection
@@ -195,7 +195,7 @@ def ask(setup: Setup, case: Case) -> tuple[Prompt, dict[str, Any]]:
     if sample.id:
         facts = {"item": sample.id, "tokens_before": built.tokens_before, "tokens_after": built.tokens_after}
         facts |= {"depth": sample.depths[0]} if sample.depths else {}
-    return Prompt(torch.tensor([built.ids], device=next(setup.model.parameters()).device), sample, setup), facts
+    return Prompt(torch.tensor([built.ids], device=input_device(setup.model)), sample, setup), facts
 
 
 def unasked(tokenizer: Any, cases: Sequence[Case], runs: Sequence[Run], done: set[Any]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from locret import RetentionCache, prefill
-from locret.backbone.adapters import unwrap
+from locret.backbone.adapters import input_device, unwrap
 from locret.conversation.templates import encode, leading_special_ids
 from locret.infer.evaluation.methods import ORACLE, Prompt, make_scorer
 from locret.infer.evaluation.records import second_tier
@@ -70,7 +70,7 @@ class Session:
             logits = prefill(self.model, ids, self.cache)
             self.most_units = max(self.most_units, self.cache.memory().units)
             return logits
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         out = self.model(input_ids=ids.to(device), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.most_units = max(self.most_units, self.cache.get_seq_length())
         return out.logits[:, -1]  # type: ignore[no-any-return]

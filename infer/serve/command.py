@@ -128,7 +128,7 @@ def _load(
     from locret import LongContextModel, loading
     from locret.policy.resolve import resolve_options
 
-    device = loading.resolve_device(model.device)
+    device = loading.device_of_source(model)
     scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
     rates, recommended = loading.load_scorer(scorer)
     if recommended.get("positions", "compact") != "compact" and "positions" not in chosen:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from locret import RetainingHeads, RetentionPolicy
-from locret.backbone.adapters import find_decoder, unwrap
+from locret.backbone.adapters import compute_dtype, find_decoder, unwrap
 from locret.backbone.rotary import rotary_parameters
 from locret.cache.export import check_prefix
 from locret.cache.limits import Limits, column_bytes, planned_bytes
@@ -67,8 +67,8 @@ class MemoryPlan:
         total = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
         policy, backbone = lm.policy, lm.backbone
         _check_policy(lm)
-        config, parameter = unwrap(lm.model).config, next(lm.model.parameters())
-        size = parameter.element_size()
+        config, dtype = unwrap(lm.model).config, compute_dtype(lm.model)
+        size = dtype.itemsize
         units = max(Limits(policy, lm.scorer, len(backbone.layers)).plan(None).last.kept)
         shape = backbone.check_alike("locret-serve")
         token = backbone.num_layers * shape.num_kv_heads * shape.unit_dim * size
@@ -79,7 +79,7 @@ class MemoryPlan:
             engine_tokens = units + policy.chunk_size + LONGEST_ANSWER
         reader = planned_bytes(backbone, lm.scorer, policy, size, None)
         moving = _COPIES * stored
-        working = chunk_size.working_bytes(config, heads, parameter.dtype, max(policy.chunk_size, policy.local_len))
+        working = chunk_size.working_bytes(config, heads, dtype, max(policy.chunk_size, policy.local_len))
         least_engine, least_loaded = engine_tokens * token, units * token
         fixed = readers * reader + moving + working
         if (left := total - fixed - least_engine - least_loaded) < 0:

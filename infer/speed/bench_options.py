@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from locret import method_spec
 from locret.field_values import MOST_THREADS
-from locret.load_options import DTYPES
+from locret.load_options import DTYPES, WeightOptions
 from locret.policy.budget import parse_bytes
 from locret.policy.resolve import PolicyFlags
 
@@ -24,7 +24,7 @@ _THOUSANDS = {"": 1, "K": 1024, "M": 1024**2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(PolicyFlags):
+class BenchOptions(WeightOptions, PolicyFlags):
     """What is measured, and how often."""
 
     shape: str = "cpu-512"
@@ -87,6 +87,17 @@ class BenchOptions(PolicyFlags):
             raise ValueError(f"--peer-timeout {self.peer_timeout:g} is not a time to wait; give seconds above 0")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+        self.check_weights()
+        if self.given() and self.model is None:
+            raise ValueError(
+                f"{', '.join('--' + name.replace('_', '-') for name in self.given())}: the weights of --shape are "
+                "random and made here; give a backbone with --model, or drop it"
+            )
+        if self.given() and self.vs:
+            raise ValueError(
+                f"--vs {self.vs}: peers load the backbone as it is, so times would not compare; drop it, or "
+                f"{', '.join('--' + name.replace('_', '-') for name in self.given())}"
+            )
         if self.memory_cap is not None:
             self.cap_bytes()
 

@@ -12,9 +12,11 @@ import torch
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.speed.cost import Cost, Pass, Sizes, cost, sizes_of
 from locret.infer.speed.methods import BenchMethod, Bounded
+from locret.load_options import BackboneSource
 from locret.method_spec import parse
 from locret.policy.policy import RetentionPolicy
 from locret.tables import Columns, number, of_rows
+from locret.weights.plan import plan_weights
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class BenchPlan:
     """Of random weights, fresh heads and prompts."""
     memory_cap: int | None
     """Bytes of device memory that the process may take."""
+    source: BackboneSource | None
+    """How the weights of `model` are loaded."""
     peers: tuple[str, ...]
     peer_timeout: float
     """Seconds that one request to a side of a comparison may take."""
@@ -76,9 +80,17 @@ class BenchPlan:
         """The backbone's weights, counted."""
         return sizes_of(self.config, self.dtype)
 
+    @cached_property
+    def weight_bytes(self) -> int:
+        """The bytes of the backbone's weights on the device."""
+        if self.source is None or not self.source.given():
+            return self.sizes.weight_bytes
+        device = self.device or torch.device("cuda")
+        return plan_weights(self.source, self.config, device, self.dtype).on(device)
+
     def planned_bytes(self, method: BenchMethod, length: int) -> PlannedBytes:
         """Return what a method will hold."""
-        weights = self.sizes.weight_bytes + method.extra_weight_bytes(self.config, self.hidden_dim, self.heads)
+        weights = self.weight_bytes + method.extra_weight_bytes(self.config, self.hidden_dim, self.heads)
         cache = method.planned_cache_bytes(self.sizes, self.policy, length, self.new_tokens)
         host = method.planned_host_bytes(self.sizes, self.policy, length, self.new_tokens)
         return PlannedBytes(weights, cache, host)
@@ -103,6 +115,7 @@ class BenchPlan:
         return {
             "shape": self.shape,
             "model": self.model,
+            **(self.source.given() if self.source else {}),
             "methods": [method.name for method in self.methods],
             "lengths": list(self.lengths),
             "policy": self.policy.to_dict(),

@@ -23,9 +23,10 @@ from locret.infer.speed.bench_options import MOST_PASSES, BenchOptions
 from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
-from locret.load_options import ScorerOptions
+from locret.load_options import BackboneSource, ScorerOptions, WeightOptions
 from locret.policy.resolve import check_no_turns, check_used, resolve
 from locret.scorers import Scorer
+from locret.weights.plan import plan_weights
 
 
 def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
@@ -42,8 +43,12 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     if options.model is not None and "shape" in chosen:
         raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
     options = replace(options, heads=loading.chosen_heads(options.heads, options.model))
-    preset, config = _backbone(options)
-    device = _device(options, preset)
+    source = _source(options)
+    preset, config = _backbone(options, source)
+    if source is not None and source.device_map is not None:
+        device: torch.device | None = loading.device_of_source(source)
+    else:
+        device = _device(options, preset)
     own = _own(options, chosen)
     compared = tuple(methods.get(name, own) for name in options.method_names())
     if options.heads is not None and not any(_with_heads(method) for method in compared):
@@ -74,6 +79,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         device=device,
         seed=options.seed,
         memory_cap=options.cap_bytes(),
+        source=source,
         peers=peers,
         peer_timeout=options.peer_timeout,
     )
@@ -89,15 +95,17 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     return plan
 
 
-def model_options(plan: BenchPlan) -> ModelOptions:
-    """Return what loads a plan's backbone from a folder or the Hub."""
-    assert plan.model is not None
-    return ModelOptions(model=plan.model, device=str(plan.device), dtype=plan.dtype_name)
+def _source(options: BenchOptions) -> BackboneSource | None:
+    """Return what loads a backbone from a folder or the Hub; None for one of random weights."""
+    if options.model is None:
+        return None
+    weights = {field.name: getattr(options, field.name) for field in fields(WeightOptions)}
+    return ModelOptions(model=options.model, dtype=options.dtype, **weights)
 
 
-def _backbone(options: BenchOptions) -> tuple[Preset, Any]:
-    if options.model is not None:
-        return Preset(), loading.load_config(ModelOptions(model=options.model))
+def _backbone(options: BenchOptions, source: BackboneSource | None) -> tuple[Preset, Any]:
+    if source is not None:
+        return Preset(), loading.load_config(source)
     if options.shape not in SHAPES:
         raise ValueError(f"--shape {options.shape} is unknown; choose one of {', '.join(SHAPES)}")
     return PRESETS[options.shape], SHAPES[options.shape]
@@ -163,7 +171,8 @@ def with_chosen_chunk(plan: BenchPlan, policy_of: Callable[[int], RetentionPolic
         ValueError: If not even the smallest chunk fits.
     """
     runs = [(method, run) for method in _deciding(plan) for run in _runs(plan, method)]
-    draft, weights = policy_of(chunk_size.LARGEST), chunk_size.weight_bytes(plan.config, plan.dtype)
+    draft, device = policy_of(chunk_size.LARGEST), plan.device or torch.device("cuda")
+    weights = plan_weights(plan.source or WeightOptions(), plan.config, device, plan.dtype).on(device)
 
     def needed(policy: RetentionPolicy) -> int:
         return weights + max(run.bytes_beside_weights(method.policy(policy)) for method, run in runs)

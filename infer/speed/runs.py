@@ -150,21 +150,20 @@ def make_setup(plan: BenchPlan) -> BenchSetup:
         ValueError: If weights are missing or broken, or heads do not fit.
     """
     from locret import loading
-    from locret.infer.speed.resolve import model_options
 
     assert plan.device is not None
     model: Any
-    if plan.model is None:
+    if plan.source is None:
         model = random_model(plan.config, plan.seed, plan.dtype, plan.device)
     else:
-        model = loading.load_model(model_options(plan), plan.config, plan.device, plan.dtype)
+        model = loading.load_model(plan.source, plan.config, plan.device, plan.dtype)
     # Nothing ends an answer early, and no published sampling settings apply.
     model.generation_config = GenerationConfig(pad_token_id=0)
     heads = None
     if any(isinstance(method, Bounded) and method.has_heads for method in plan.methods):
         made = RetainingHeads.for_model(model, plan.hidden_dim, seed=plan.seed)
         heads = made if plan.heads is None else RetainingHeads.from_pretrained(plan.heads)
-        heads.to(plan.device)
+        heads.follow(model)
     generator = torch.Generator().manual_seed(plan.seed)
     ids = torch.randint(model.config.get_text_config().vocab_size, (1, max(plan.lengths)), generator=generator)
     return BenchSetup(model, heads, plan, ids.to(plan.device))

@@ -155,7 +155,7 @@ def _dry(plan: _Plan, options: VerifyOptions) -> dict[str, Any]:
         device=plan.device,
         prompt_tokens=plan.tokens,
         new_tokens=NEW_TOKENS,
-        trust_remote_code=plan.model.trust_remote_code,
+        source=plan.model,
     )
     working = chunk_size.working_bytes(plan.config, plan.scorer, plan.dtype, plan.tokens)
     return {

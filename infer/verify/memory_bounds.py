@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetentionCache
+from locret.backbone.adapters import compute_dtype
 from locret.backbone.rotary import Rotary
 from locret.cache.limits import planned_bytes, planned_host_bytes
 from locret.infer.verify.findings import Finding, exact
@@ -19,7 +20,7 @@ def planned_bytes_are_counted(subject: Subject) -> Iterator[Finding]:
     """Plan, read, and count the tensors of the cache."""
     read = subject.read(new_tokens=NEW_TOKENS)
     memory, policy = read.cache.memory(), subject.policy
-    size = next(subject.model.parameters()).element_size()
+    size = compute_dtype(subject.model).itemsize
     sizes = (subject.backbone, subject.rates, policy, size, subject.tokens, NEW_TOKENS)
     planned = planned_bytes(*sizes)
     counted = counted_bytes(read.cache)

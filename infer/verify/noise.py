@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from locret.backbone.adapters import unwrap
+from locret.backbone.adapters import compute_dtype, unwrap
 
 FACTOR = 8.0
 """Noises that a difference may amount to. Measured on all families of the tests in float32 and bfloat16: 0.6 to 2.8."""
@@ -99,9 +99,7 @@ def measured_noise(model: nn.Module, decoder: Any, ids: Tensor, expected: Tensor
         for start, end in ((0, tokens // 3), (tokens // 3, tokens // 2), (tokens // 2, tokens)):
             decoder(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
     found = [relative(rounded[0][0], expected), relative(torch.cat([part[0] for part in pieces]), expected)]
-    dtype = next(decoder.parameters()).dtype
-    epsilon = torch.finfo(dtype if dtype.is_floating_point else torch.bfloat16).eps
-    return Noise(torch.stack(found).amax(0), epsilon)
+    return Noise(torch.stack(found).amax(0), torch.finfo(compute_dtype(model)).eps)
 
 
 @contextmanager

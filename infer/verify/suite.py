@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, scorers
-from locret.backbone.adapters import describe, unwrap
+from locret.backbone.adapters import compute_dtype, describe, input_device, unwrap
 from locret.environment import versions
 from locret.infer.verify import equality, keeping, memory_bounds, round_trips
 from locret.infer.verify.findings import FAILED, OK, REFUSED, SKIPPED, Finding, NotHere, Refused, Report, Row
@@ -251,18 +251,17 @@ def rows_of(check: Check, subject: Subject) -> list[Row]:
 
 def facts(subject: Subject) -> dict[str, Any]:
     """Return what the numbers of a report depend on."""
-    parameter = next(subject.model.parameters())
     found: dict[str, Any] = {
         "backbone": subject.backbone.model_type,
         "scorer": subject.rates.name,
         "policy": subject.policy.to_dict(),
         "tokens": subject.tokens,
         "seed": subject.seed,
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "device": str(parameter.device),
+        "dtype": str(compute_dtype(subject.model)).removeprefix("torch."),
+        "device": str(input_device(subject.model)),
         "versions": versions(),
     }
-    if parameter.is_cuda:
+    if (device := input_device(subject.model)).type == "cuda":
         with suppress(RuntimeError):
-            found["gpu"] = torch.cuda.get_device_name(parameter.device)
+            found["gpu"] = torch.cuda.get_device_name(device)
     return found

@@ -5,7 +5,7 @@ All facts about architectures live here. They come from the config and the modul
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import nn
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from locret.backbone import head_ranks
+from locret.backbone.head_ranks import HeadRanks
 from locret.backbone.latent import Latent, is_latent
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
@@ -159,15 +161,56 @@ class Backbone:
 def describe(model_or_config: Any) -> Backbone:
     """Describe a backbone from its config; given a model, also check that its modules are where they should be.
 
+    Where processes share the heads of a model, they are those of this process; a config knows of no processes.
+
     Raises:
         ValueError: For encoder-decoder and state-space models, those that choose what they attend to, whose layers all
             slide over a window or attend to learned sinks, and adapters that work outside of the layers.
     """
-    if isinstance(model_or_config, nn.Module):
-        backbone = _describe_config(unwrap(model_or_config).config)
-        attention_modules(model_or_config)
-        return backbone
-    return _describe_config(model_or_config)
+    backbone = describe_whole(model_or_config)
+    ranks = ranks_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
+    return backbone if ranks is None else on_rank(backbone, ranks.size)
+
+
+def describe_whole(model_or_config: Any) -> Backbone:
+    """Describe a backbone with the heads of all processes; see `describe`."""
+    if not isinstance(model_or_config, nn.Module):
+        return _describe_config(model_or_config)
+    backbone = _describe_config(unwrap(model_or_config).config)
+    attention_modules(model_or_config)
+    return backbone
+
+
+def ranks_of(model: nn.Module) -> HeadRanks | None:
+    """Return the processes that share the attention heads of a model; None: it has all of them."""
+    return head_ranks.find(unwrap(model), attention_modules(model))
+
+
+def sharers_of(model: nn.Module) -> HeadRanks | None:
+    """Return the processes that share the weights of a model by tensor parallelism, even if each has all heads."""
+    return head_ranks.sharing(unwrap(model))
+
+
+def on_rank(backbone: Backbone, ranks: int) -> Backbone:
+    """Return a backbone as each of so many processes has it that share its heads.
+
+    Raises:
+        ValueError: If they cannot have equally many.
+    """
+    kv_heads = {shape.num_kv_heads for shape in backbone.shapes} or {backbone.num_kv_heads}
+    if any(count % ranks for count in kv_heads):
+        counts = [count for count in range(2, min(kv_heads) + 1) if not any(one % count for one in kv_heads)]
+        way_out = f"start {' or '.join(map(str, counts))} processes, or use" if counts else "use"
+        raise ValueError(
+            f"{ranks} processes cannot share the KV heads of {backbone.model_type} equally in tensor parallelism "
+            f"(--shard tp): it has {' or '.join(map(str, sorted(kv_heads)))}; {way_out} --shard fsdp"
+        )
+    shapes = tuple(_part(shape, ranks) for shape in backbone.shapes)
+    return replace(_part(backbone, ranks), shapes=shapes)
+
+
+def _part(shape: Any, ranks: int) -> Any:
+    return replace(shape, num_heads=shape.num_heads // ranks, num_kv_heads=shape.num_kv_heads // ranks)
 
 
 def unwrap(model: Any) -> Any:
@@ -202,12 +245,26 @@ def device_of(module: nn.Module) -> torch.device:
             device = getattr(single, "execution_device", None)
             if device is not None:
                 return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return next(module.parameters()).device
+    weight = next(module.parameters())
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is not None and mesh.device_type != weight.device.type:  # sharded, and kept in the host's memory
+        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return weight.device
 
 
 def input_device(model: nn.Module) -> torch.device:
     """Return where a backbone wants its token ids."""
     return device_of(unwrap(model).get_input_embeddings())
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype that a backbone computes in, and so that of its keys and values.
+
+    It is the embeddings': quantised matrices hold codes, and parameters of eight bits are none that are computed in.
+    """
+    weights = [*unwrap(model).get_input_embeddings().parameters(), *model.parameters()]
+    found: list[torch.dtype] = [weight.dtype for weight in weights]
+    return next(dtype for dtype in found if dtype.is_floating_point and dtype.itemsize > 1)
 
 
 def find_decoder(model: nn.Module) -> Any:
@@ -243,12 +300,8 @@ def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
             f"layer {index} of {type(unwrap(model)).__name__} attends {len(attending)} times, and a layer of a cache "
             f"holds the units of one attention; {_SUPPORTED}"
         )
-    for module in attending:
-        if getattr(module, "sinks", None) is not None:
-            raise ValueError(
-                f"{type(unwrap(model)).__name__} attends to learned sinks, which are not supported; {_SUPPORTED}"
-            )
-        return module
+    if attending:
+        return attending[0]
     found = sorted(name for name, _ in layer.named_children())
     raise ValueError(
         f"layer {index} of {type(unwrap(model)).__name__} has no attention with {', '.join(SEPARATE)} or {FUSED} "
@@ -266,9 +319,8 @@ def latents(model: nn.Module) -> dict[int, Latent]:
     Raises:
         ValueError: If one of them is not like DeepSeek's.
     """
-    rotary = getattr(find_decoder(model), "rotary_emb", None)
     modules = enumerate(attention_modules(model))
-    return {index: Latent.of(module, rotary) for index, module in modules if is_latent(module)}
+    return {index: Latent.of(module) for index, module in modules if is_latent(module)}
 
 
 def _describe_config(config: Any) -> Backbone:
@@ -279,6 +331,8 @@ def _describe_config(config: Any) -> Backbone:
             "use a causal language model"
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not hasattr(text, "num_hidden_layers"):
+        raise ValueError(f"{model_type} is made of several stacks of layers, which is not supported; {_SUPPORTED}")
     _check_layers(text, model_type)
     heads = _of_layer(text, 0, "num_attention_heads")
     num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)

@@ -5,17 +5,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from locret.backbone.learned_sinks import attention_weights, by_kv_head
 from locret.backbone.near_and_far import Far, attend_near_and_far
 
 _ROWS_CPU = 64
-_SOFTCAP_ROWS = 256
+_PRODUCT_ROWS = 256
 _MASK_STEP = 256
 _RECALLED_LOGITS = 1 << 24
 
@@ -45,7 +46,9 @@ class MaskMemo:
 class Attention(Protocol):
     """A way for queries of one layer to attend to a part of what there is, causally, as `attend` does to all of it."""
 
-    def __call__(self, query: Tensor, view: View, scaling: float, softcap: float | None) -> Tensor:
+    def __call__(
+        self, query: Tensor, view: View, scaling: float, softcap: float | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return (B, N, L, D)."""
 
 
@@ -90,6 +93,7 @@ def attend(
     softcap: float | None = None,
     window: int | None = None,
     flash: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally: new token i of L sees slots 0 .. S - L + i of its head.
 
@@ -101,25 +105,27 @@ def attend(
         softcap: Bound of the logits, as in Gemma-2.
         window: Tokens a sliding-window layer sees, the own one included.
         flash: Use the flash-attn package where it can do the job; it has no form for rows that differ.
+        sinks: (N,) learned logits that take their share of the softmax and add nothing, as in gpt-oss; None: none.
 
     Returns:
         (B, N, L, D).
     """
     if view.far is not None:
-        return attend_near_and_far(view.keys, view.values, view.far, scaling, memo, softcap)
+        return attend_near_and_far(view.keys, view.values, view.far, scaling, memo, softcap, sinks)
     if view.recalled is not None:
-        return _attend_both(query, view, view.recalled, scaling, memo, softcap, flash)
+        return _attend_both(query, view, view.recalled, scaling, memo, softcap, flash, sinks)
     if view.sparse is not None:
-        return view.sparse(query, view, scaling, softcap)
+        return view.sparse(query, view, scaling, softcap, sinks)
     if view.segments is None:
-        return _attend(query, view.keys, view.values, scaling, memo, softcap, window, view.row_start, flash)
+        return _attend(query, view.keys, view.values, scaling, memo, softcap, window, view.row_start, flash, sinks)
     group = query.shape[1] // len(view.segments[0])
     out = query.new_empty(*query.shape[:-1], view.values.shape[-1])
     for row, heads in enumerate(view.segments):
         for head, span in enumerate(heads):
             asking = slice(head * group, (head + 1) * group)
             key, value = (states[row : row + 1, :, span] for states in (view.keys, view.values))
-            part = _attend(query[row : row + 1, asking], key, value, scaling, memo, softcap, window, None, flash)
+            own = None if sinks is None else sinks[asking]
+            part = _attend(query[row : row + 1, asking], key, value, scaling, memo, softcap, window, None, flash, own)
             out[row, asking] = part[0]
     return out
 
@@ -132,6 +138,7 @@ def _attend_both(
     memo: MaskMemo,
     softcap: float | None,
     flash: bool,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend to what is held and what is recalled, (B, K or N, 1 or L, R, D), in one softmax."""
     new, slots, extra = query.shape[-2], view.keys.shape[-2], recalled.keys.shape[-2]
@@ -144,7 +151,7 @@ def _attend_both(
         # In front of the held units, where every query sees them.
         key = torch.cat([recalled.keys[:, :, 0], key], dim=2)
         value = torch.cat([recalled.values[:, :, 0], value], dim=2)
-        return _attend(query, key, value, scaling, memo, softcap, None, None, flash)
+        return _attend(query, key, value, scaling, memo, softcap, None, None, flash, sinks)
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     rows = max(1, _RECALLED_LOGITS // (query.shape[0] * heads * (slots + extra)))
     for start in range(0, new, rows):
@@ -161,7 +168,7 @@ def _attend_both(
         logits[..., :seen] += mask[:, :, None] if mask.ndim == 4 else mask
         if recalled.there is not None:
             logits[..., seen:].masked_fill_(~recalled.there[:, :, None, of], -torch.inf)
-        weights = logits.softmax(-1).to(value.dtype)
+        weights = attention_weights(logits, by_kv_head(sinks, own)).to(value.dtype)
         values = recalled.values[:, :, of].expand(-1, -1, block.shape[-2], -1, -1)
         part = weights[..., :seen] @ value[:, :, None, :seen]
         part = part + torch.einsum("bkglr,bklrd->bkgld", weights[..., seen:], values)
@@ -179,13 +186,14 @@ def _attend(
     window: int | None,
     row_start: Tensor | None,
     flash: bool,
+    sinks: Tensor | None,
 ) -> Tensor:
     new, slots = query.shape[-2], key.shape[-2]
     if window is not None and slots <= window:
         window = None
     if flash and row_start is None:
-        return _flash(query, key, value, scaling, softcap, window)
-    if softcap is None and window is None and row_start is None:
+        return _flash(query, key, value, scaling, softcap, window, sinks)
+    if softcap is None and window is None and row_start is None and sinks is None:
         if new == 1:
             # The query heads of a group become rows of one product: no copy of the keys for each of them.
             batch, heads, _, dim = query.shape
@@ -197,7 +205,7 @@ def _attend(
         if query.is_cuda:  # the aligned bias reaches a flash kernel; on the CPU it would be expanded for every layer
             mask = causal_lower_right(new, slots)
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
-    return _masked(query, key, value, scaling, memo, softcap, window, row_start)
+    return _masked(query, key, value, scaling, memo, softcap, window, row_start, sinks)
 
 
 def _masked(
@@ -209,22 +217,24 @@ def _masked(
     softcap: float | None,
     window: int | None,
     row_start: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     # A few query rows at a time: on the CPU, so that no mask of the whole chunk exists and no row looks at slots that
-    # come after its block; with a softcap, so that no logits of the whole chunk exist. Where CUDA has a fused kernel, a
-    # call per block would cost more than the mask.
+    # come after its block; with a softcap or sinks, so that no logits of the whole chunk exist. Where CUDA has a
+    # fused kernel, a call per block would cost more than the mask.
     new, slots = query.shape[-2], key.shape[-2]
-    rows = _SOFTCAP_ROWS if softcap is not None else new if query.is_cuda else _ROWS_CPU
+    plain = softcap is None and sinks is None
+    rows = (new if query.is_cuda else _ROWS_CPU) if plain else _PRODUCT_ROWS
     out = query.new_empty(*query.shape[:-1], value.shape[-1]) if rows < new else None
     for start in range(0, new, rows):
         end = min(start + rows, new)
         seen = slots - new + end
         mask = _with_rows(memo.causal(end - start, seen, window, query), row_start, seen)
         block = query[..., start:end, :], key[..., :seen, :], value[..., :seen, :]
-        if softcap is None:
+        if plain:
             part = F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scaling, enable_gqa=True)
         else:
-            part = _softcapped(*block, mask, scaling, softcap)
+            part = _by_products(*block, mask, scaling, softcap, sinks)
         if out is None:
             return part
         out[..., start:end, :] = part
@@ -233,13 +243,20 @@ def _masked(
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    softcap: float | None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     # The package aligns causal masks to the bottom right, counts a window to the left without the own token, and wants
     # heads behind tokens.
     from flash_attn import flash_attn_func
 
-    out: Tensor = flash_attn_func(
+    options = {} if sinks is None else {"return_attn_probs": True}
+    out: Any = flash_attn_func(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
@@ -247,8 +264,13 @@ def _flash(
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
         softcap=softcap or 0.0,
+        **options,
     )
-    return out.transpose(1, 2)
+    if sinks is None:
+        return out.transpose(1, 2)  # type: ignore[no-any-return]
+    out, log_sums_BNL, *_ = out
+    share = torch.sigmoid(log_sums_BNL.float() - sinks.float()[:, None])
+    return (out.transpose(1, 2) * share[..., None]).to(query.dtype)  # type: ignore[no-any-return]
 
 
 def _with_rows(mask_LS: Tensor, row_start: Tensor | None, slots: int) -> Tensor:
@@ -258,12 +280,21 @@ def _with_rows(mask_LS: Tensor, row_start: Tensor | None, slots: int) -> Tensor:
     return mask_LS + torch.zeros_like(empty, dtype=mask_LS.dtype).masked_fill_(empty, -torch.inf)[:, None, None, :]
 
 
-def _softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
-    # No fused kernel of PyTorch caps logits.
+def _by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    # No fused kernel of PyTorch caps logits, or has sinks.
     batch, heads, rows, dim = query.shape
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], rows, dim)
     logits = grouped @ key[:, :, None].transpose(-1, -2) * scaling
-    logits = softcap * torch.tanh(logits / softcap)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     logits = logits + (mask[:, :, None] if mask.ndim == 4 else mask)
-    out = logits.softmax(-1, dtype=torch.float32).to(query.dtype) @ value[:, :, None]
+    out = attention_weights(logits, by_kv_head(sinks, key.shape[1])).to(query.dtype) @ value[:, :, None]
     return out.reshape(batch, heads, rows, value.shape[-1])

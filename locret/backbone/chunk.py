@@ -87,6 +87,8 @@ class Attended:
     softcap: float | None
     """Bound of the logits (Gemma-2); None where the backbone has none."""
     projections: Projections
+    learned_sinks: Tensor | None = None
+    """(N,) logits of learned sinks (gpt-oss), which take part in the softmax; None where the backbone has none."""
 
     @property
     def new_tokens(self) -> int:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed
 from torch import Tensor, nn
 
 from locret.backbone.adapters import find_decoder, unwrap
+from locret.backbone.passes import gathering_root
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -24,17 +24,8 @@ def run_decoder(model: nn.Module, input_ids: Tensor, cache: Cache | None = None)
         cache: Read and filled; None: none is used.
     """
     arguments: dict[str, Any] = {"input_ids": input_ids, "past_key_values": cache, "use_cache": cache is not None}
-    if _gathers_from_the_root(model):
-        # FSDP begins a pass at the module it was put on; the logits of one token cost nothing.
+    if gathering_root(model) is not None:
+        # Layers come together from the root on; the logits of one token cost nothing.
         unwrap(model)(logits_to_keep=1, **arguments)
     else:
         find_decoder(model)(**arguments)
-
-
-def _gathers_from_the_root(model: nn.Module) -> bool:
-    """Return whether FSDP shards the model as a whole."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(unwrap(model), FSDPModule)

@@ -33,8 +33,25 @@ NAME = "locret"
 _NOTHING = object()
 
 
+class Exchange(Protocol):
+    """How processes that hold a slice of a text's tokens each attend: to all tokens, with some of the heads."""
+
+    def heads(self, states: Tensor) -> Tensor:
+        """Given (1, H, own tokens, D), return (1, own heads, all tokens, D)."""
+
+    def tokens(self, states: Tensor) -> Tensor:
+        """Given (1, own heads, all tokens, D), return (1, H, own tokens, D)."""
+
+    def own_heads(self, numbers: Tensor) -> Tensor:
+        """Given (H,), return those of this process's heads."""
+
+
 class Observer(Protocol):
     """What a forward pass talks to: the reader of a cache, or the label pass of training."""
+
+    exchange: Exchange | None
+    """How processes share the tokens of a pass; None: this one has them all. What it is told of a layer is the part of
+    this process then: projections of its tokens; queries, keys and values of its heads."""
 
     @property
     def projections(self) -> Mapping[int, Projections]:
@@ -322,16 +339,14 @@ def locret_attention(
     """Ask the observer what to attend to, attend, and tell it. The signature is that of a transformers attention.
 
     Raises:
-        ValueError: Outside `instrumented`, or where the backbone asks for learned sinks, attention dropout, a mask of
-            its own, or more than one attention in a layer.
+        ValueError: Outside `instrumented`, or where the backbone asks for attention dropout, a mask of its own,
+            or more than one attention in a layer.
     """
     running = _PASS.get()
     if running is None or running.observer is None or module not in running.instrument.layers:
         raise ValueError('attention "locret" works inside locret.prefill and locret.generate; choose "sdpa" elsewhere')
-    if s_aux is not None or dropout:
-        raise ValueError(
-            "attention with learned sinks or dropout is not supported; call model.eval() or use another model"
-        )
+    if dropout:
+        raise ValueError("attention with dropout is not supported; call model.eval() or use another model")
     observer, instrument = running.observer, running.instrument
     index = instrument.layers[module]
     full = index in instrument.full
@@ -341,7 +356,12 @@ def locret_attention(
             "supported; use another model"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    latent = instrument.latents.get(index)
+    latent, exchange = instrument.latents.get(index), observer.exchange
+    if exchange is not None:
+        if latent is not None:
+            raise ValueError(f"{type(module).__name__} attends to latents, which processes do not share by heads")
+        query, key, value = (exchange.heads(states) for states in (query, key, value))
+        s_aux = None if s_aux is None else exchange.own_heads(s_aux)
     if latent is not None:
         query = latent.query(query)
     view = observer.view(index, query, scaling)
@@ -355,7 +375,10 @@ def locret_attention(
         softcap=softcap,
         window=None if full else sliding_window,
         flash=instrument.flash and latent is None,
+        sinks=s_aux,
     )
+    if exchange is not None:
+        out = exchange.tokens(out)
     if full:
         projections = observer.projections[index]
         observer.attended(
@@ -366,6 +389,7 @@ def locret_attention(
                 value=view.values,
                 scaling=scaling,
                 softcap=softcap,
+                learned_sinks=s_aux,
                 projections=projections,
             )
         )

@@ -48,8 +48,8 @@ class Latent:
     """Whether rotated ones have them side by side too."""
 
     @classmethod
-    def of(cls, module: Any, rotary: Any) -> Latent:
-        """Describe an attention module; `rotary` is the decoder's rotary embedding.
+    def of(cls, module: Any) -> Latent:
+        """Describe an attention module.
 
         Raises:
             ValueError: If it has not what DeepSeek's has.
@@ -64,8 +64,8 @@ class Latent:
         calls = type(module).forward.__code__.co_names
         swapped = getattr(config, "rope_interleave", "apply_rotary_pos_emb_interleave" in calls)
         paired = "apply_rotary_emb" in calls and "apply_rotary_pos_emb" not in calls
-        numbers = (getattr(config, name) for name in names)
-        return cls(module, *numbers, swapped=bool(swapped) or paired, paired=paired)
+        heads, rank, rotated, value = (int(getattr(config, name)) for name in names)
+        return cls(module, heads, rank, rotated, value, swapped=bool(swapped) or paired, paired=paired)
 
     def halves(self, states: Tensor) -> Tensor:
         """Bring rotated dims, side by side as the backbone has rotated them, into two halves."""
@@ -100,7 +100,7 @@ class Latent:
         # Adapters, codes and weights that are elsewhere: what the projection does says what it is.
         plain = type(up) is nn.Linear and up.weight.is_floating_point() and up.weight.device == like.device
         if plain and not hasattr(up, "_hf_hook"):
-            weight = up.weight
+            weight: Tensor = up.weight
         else:
             weight = up(torch.eye(self.rank, dtype=like.dtype, device=like.device)).mT
         return weight.to(like.dtype).view(self.heads, -1, self.rank)
@@ -124,10 +124,11 @@ def own_view(latent: Latent, key: Tensor, latents: Tensor) -> View:
 
 def _query(module: Any) -> nn.Module | None:
     """Return what projects the queries."""
-    found: list[nn.Module] = [
-        found for name in ("q_b_proj", "q_proj") if (found := getattr(module, name, None)) is not None
-    ]
-    return found[0] if found else None
+    for name in ("q_b_proj", "q_proj"):
+        found: nn.Module | None = getattr(module, name, None)
+        if found is not None:
+            return found
+    return None
 
 
 def query_projection(module: Any) -> nn.Module:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from locret.backbone.learned_sinks import attention_weights, by_kv_head
+
 if TYPE_CHECKING:
     from locret.backbone.attention import MaskMemo
 
@@ -44,9 +46,17 @@ class Far:
 
 
 def attend_near_and_far(
-    keys: Tensor, values: Tensor, far: Far, scaling: float, memo: MaskMemo, softcap: float | None
+    keys: Tensor,
+    values: Tensor,
+    far: Far,
+    scaling: float,
+    memo: MaskMemo,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally to (B, K, S, D) near slots, the new tokens last, and to the far ones, in one softmax.
+
+    The other arguments are those of `locret.backbone.attention.attend`.
 
     Returns:
         (B, N, L, D).
@@ -75,7 +85,7 @@ def attend_near_and_far(
         if far.empty is not None:
             empty = torch.cat([far.empty[..., span], far.empty[..., near:]], dim=-1)
             logits.masked_fill_(empty[:, :, None, None], -torch.inf)
-        weights = logits.softmax(-1)
+        weights = attention_weights(logits, by_kv_head(sinks, kv_heads))
         near_mass[..., span] += weights[..., :width].sum(-2)
         far_mass += weights[..., width:].sum(-2)
         weights = weights.to(values.dtype)

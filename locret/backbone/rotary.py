@@ -26,6 +26,9 @@ class Rotary:
     def __init__(self, decoder: Any) -> None:
         self._module: Any = decoder.rotary_emb
         self._by_type = "layer_type" in inspect.signature(self._module.forward).parameters
+        prefix = f"{FULL_ATTENTION}_" if self._by_type else ""
+        frequencies: Tensor | None = getattr(self._module, f"{prefix}inv_freq", None)
+        self._pairs = None if frequencies is None else frequencies.shape[-1]
         self._last: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
 
     def table(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,12 +44,19 @@ class Rotary:
 
     def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (..., S, R) in the dtype and on the device of `like`, for any positions (..., S)."""
+        if self._by_type and FULL_ATTENTION not in self._module.rope_type:
+            raise ValueError(
+                "layers of full attention have no rotary positions here, so no rank can be given to their keys; use "
+                'positions="original"'
+            )
         extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
         table = self._module(like, positions.to(like.device).reshape(1, -1), **extra)
         if isinstance(table, Tensor):  # complex numbers (DeepSeek-V2)
             cos, sin = (torch.cat([part, part], dim=-1).to(like.dtype) for part in (table.real, table.imag))
         else:
             cos, sin = table
+        if cos.shape[-1] == self._pairs:  # gpt-oss has one column per pair, where others have one per dimension
+            cos, sin = (torch.cat([columns, columns], dim=-1) for columns in (cos, sin))
         return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
 
     def forget(self) -> None:

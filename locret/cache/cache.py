@@ -18,11 +18,14 @@ from transformers import Cache, DynamicCache
 from locret import mergers
 from locret.backbone.adapters import (
     attention_modules,
+    compute_dtype,
     describe,
+    describe_whole,
     device_of,
     find_decoder,
     input_device,
     latents,
+    ranks_of,
 )
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.cache.digest import shortened
@@ -32,6 +35,7 @@ from locret.cache.layer import HOST, RetentionLayer
 from locret.cache.layers import LayerMaker, checked_disk, find_store
 from locret.cache.limits import Limits, check_pair, check_slots
 from locret.cache.memory import Account, CacheMemory
+from locret.cache.over_ranks import check_over_ranks
 from locret.cache.rounding import forms_of
 from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
@@ -109,6 +113,10 @@ class RetentionCache(Cache):
                 policy = RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy")
             scorer = RetainingHeadScorer(heads=scorer)
         self.model, self.backbone, self.scorer = model, backbone, scorer
+        self.whole = describe_whole(model)
+        """The backbone with the KV heads of all processes."""
+        self.ranks = ranks_of(model)
+        """The processes that share the KV heads; what the cache holds are those of this one."""
         self.policy = policy or RetentionPolicy()
         self.store = None if store is None else find_store(store)
         """What holds the units, if it is not ours."""
@@ -123,12 +131,14 @@ class RetentionCache(Cache):
         """What the merger needs of this backbone."""
         if self.merger is not None:
             check_slots(self.policy, self.merger.slots(self.merging))
+        if self.ranks is not None:
+            check_over_ranks(self)
         self.latents = latents(model)
         """The layers with latent attention."""
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
-        self._account = Account(backbone, self._limits, next(model.parameters()).element_size())
+        self._account = Account(backbone, self._limits, compute_dtype(model).itemsize)
         maker = LayerMaker(
             backbone=backbone,
             policy=self.policy,
@@ -196,11 +206,17 @@ class RetentionCache(Cache):
 
         Returns:
             (batch, kv_heads, units) int64, ascending; -1 in front where a row or head holds fewer units than others.
+            Under tensor parallelism the KV heads are those of this process.
 
         Raises:
             ValueError: If that layer slides over a window and holds no scored units.
         """
         return self._held(layer, "positions").long()
+
+    def kept_everywhere(self, layer: int) -> Tensor:
+        """Return `kept_positions` with the KV heads of all processes that share them; called in all of them alike."""
+        own = self.kept_positions(layer)
+        return own if self.ranks is None else self.ranks.gather(own, 1)
 
     def kept_scores(self, layer: int) -> Tensor:
         """Return the (batch, kv_heads, units) float32 scores of the units held in one layer."""
@@ -647,7 +663,7 @@ class RetentionCache(Cache):
     @torch.inference_mode(False)
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned, on the backbone's device and in its dtype."""
-        dtype, rows = next(self.model.parameters()).dtype, input_device(self.model)
+        dtype, rows = compute_dtype(self.model), input_device(self.model)
         devices = [device_of(module) for module in attention_modules(self.model)]
         self.seen, self.held_back = numbers["seen"], numbers["held_back"]
         self.fed_again = numbers.get("fed_again", False)  # files of earlier versions do not say

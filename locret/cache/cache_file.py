@@ -15,12 +15,23 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from locret._version import __version__
-from locret.backbone.adapters import BOTH, FULL, KINDS, Backbone, LayerShape, find_decoder, unwrap
+from locret.backbone.adapters import (
+    BOTH,
+    FULL,
+    KINDS,
+    Backbone,
+    LayerShape,
+    compute_dtype,
+    find_decoder,
+    sharers_of,
+    unwrap,
+)
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk
 from locret.cache.export import check_one_row, check_prefix, positions_now, turned_back
 from locret.cache.layer import HOST
+from locret.cache.over_ranks import own_state, whole_state
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
 from locret.cache.saved_units import (
@@ -74,10 +85,11 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     check_replaceable(path)
     kept = _notes(notes or {})
     tensors, numbers = cache.state()
+    tensors = whole_state(tensors, cache.ranks)
     state = {
         "format": FORMAT,
         "toolkit_version": __version__,
-        "backbone": cache.backbone.record(),
+        "backbone": cache.whole.record(),
         "policy": cache.policy.to_dict(),
         "weights": any_fingerprint(cache.model),
         "vocab_size": unwrap(cache.model).config.get_text_config().vocab_size,
@@ -88,8 +100,16 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     }
     text, units = json.dumps(state), {name: tensor.cpu() for name, tensor in tensors.items()}
     metadata = {"state": text, "notes": kept, "checksum": checksum(text, units)}
-    with written_whole(path) as fresh:
-        save_file(units, fresh, metadata=metadata)
+
+    def write() -> None:
+        with written_whole(path) as fresh:
+            save_file(units, fresh, metadata=metadata)
+
+    sharers = sharers_of(cache.model)
+    if sharers is None:
+        write()
+    else:
+        sharers.in_first(write)
 
 
 def check_savable(policy: RetentionPolicy, path: str | Path) -> None:
@@ -186,7 +206,7 @@ def load_cache(
     state, _ = _header(path)
     try:
         cache = _empty(state, model, scorer, allow_other_scorer, disk)
-        cache.load(_read_units(path, state, cache), state)
+        cache.load(own_state(_read_units(path, state, cache), cache.ranks), state)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return cache
@@ -222,7 +242,7 @@ def _empty(
 
 
 def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
-    saved, here = state.get("backbone"), json.loads(json.dumps(cache.backbone.record()))
+    saved, here = state.get("backbone"), json.loads(json.dumps(cache.whole.record()))
     if not isinstance(saved, dict):
         raise ValueError("it does not say which backbone it was made with; save the cache again")
     saved = {"kinds": here["kinds"], **saved}  # files of earlier versions say by `layers` what slides
@@ -233,7 +253,7 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
     ]
     if different:
         raise ValueError(f"it was made with another backbone ({'; '.join(different)}); load that backbone")
-    check_counters(state, cache.backbone)
+    check_counters(state, cache.whole)
     rotary = state.get("rotary", {})  # files of earlier versions do not say
     if not isinstance(rotary, dict):
         raise ValueError(f"how its keys are rotated is {shown(rotary)}; save the cache again")
@@ -304,7 +324,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
     config = unwrap(cache.model).config.get_text_config()
     reading = Reading(
-        backbone=cache.backbone,
+        backbone=cache.whole,
         ragged=cache.policy.head_budgets == "adaptive",
         compact=cache.policy.positions == "compact",
         vocab_size=config.vocab_size,
@@ -315,7 +335,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         windows=cache.remembered,
     )
     tensors = _checked_units(path, state, reading)
-    dtype = next(cache.model.parameters()).dtype
+    dtype = compute_dtype(cache.model)
     return {name: tensor.to(dtype) if name == "rows._context" else tensor for name, tensor in tensors.items()}
 
 

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from locret.backbone.adapters import Backbone, attention_modules, describe, find_decoder, unwrap
 from locret.backbone.chunk import Projections
 from locret.backbone.instrument import exclusively, fixed_factors, recorders, replaced
+from locret.backbone.learned_sinks import attention_weights, by_kv_head
 from locret.cache.cache import RetentionCache
 from locret.cache.reader import Reader
 from locret.cache.store import DenseStore
@@ -97,19 +98,22 @@ def attend_slots(
     attention_mask: Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """Attend from one token to all slots, (B, K, S, D), that the mask (1, 1, 1, S) leaves; a transformers attention."""
     batch, heads, _, dim = query.shape
     scaling = dim**-0.5 if scaling is None else scaling
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
-    if softcap is None and not query.is_cuda:
+    if softcap is None and s_aux is None and not query.is_cuda:
         out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     else:
         # No kernel of PyTorch for masked attention splits the slots of one token; products of matrices do.
         logits = (grouped @ key.transpose(-1, -2)).float() * scaling
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        out = (logits + attention_mask).softmax(-1).to(value.dtype) @ value
+        sinks = by_kv_head(s_aux, key.shape[1])
+        sinks = None if sinks is None else sinks[..., 0]
+        out = attention_weights(logits + attention_mask, sinks).to(value.dtype) @ value
     return out.reshape(batch, 1, heads, value.shape[-1]), None
 
 

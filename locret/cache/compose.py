@@ -324,6 +324,8 @@ def _skip(cache: RetentionCache, tokens: int) -> None:
     if not tokens:
         return
     most = [_most_of(layer, tokens) for layer in cache.governed]
+    if cache.ranks is not None:
+        most = cache.ranks.largest(torch.tensor(most)).tolist()
     if len({layer.fill for layer in cache.governed}) == 1:  # layers that hold as many go on to
         most = [max(most)] * len(most)
     for layer, count in zip(cache.governed, most, strict=True):

@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import threading
+import time
 import uuid
 import weakref
 from pathlib import Path
@@ -26,6 +27,7 @@ from locret.field_values import shown
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _ZEROS = bytes(2**20)
+_TRIES, _PAUSE = 10, 0.01
 _WAY_OUT = "make room there, give a file on another disk, or lower host_budget"
 
 
@@ -156,10 +158,17 @@ def _nameless(path: str | Path) -> int:
         target = Path(path).expanduser()
         target = target / f".locret-{uuid.uuid4().hex}" if target.is_dir() else target
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-        with interrupts.uninterrupted():
-            file = os.open(target, flags, 0o600)  # units tell what the text says
-            os.unlink(target)
-        return file
+        for left in reversed(range(_TRIES)):
+            try:
+                with interrupts.uninterrupted():
+                    file = os.open(target, flags, 0o600)  # units tell what the text says
+                    os.unlink(target)
+                return file
+            except FileExistsError:  # for a moment, where another process makes its own
+                if not left:
+                    raise
+                time.sleep(_PAUSE)
+        raise AssertionError
     except FileExistsError:
         raise ValueError(
             f"disk={path} is there already and is not overwritten; give a file that is not there yet"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.attention import Recalled
+from locret.backbone.head_ranks import HeadRanks
 from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore, Ranks
 from locret.lookups import Ask, Lookup
 from locret.policy.selectors import score_order
@@ -37,6 +38,8 @@ class Asking(NamedTuple):
     layers: int
     generating: bool
     shared: dict[str, Any]
+    ranks: HeadRanks | None = None
+    """The processes that share the heads."""
 
 
 class HostTier:
@@ -178,6 +181,7 @@ class HostTier:
             layers=asking.layers,
             generating=asking.generating,
             shared=asking.shared,
+            ranks=asking.ranks,
         )
         ranks = self.lookup.choose(ask)
         there = None

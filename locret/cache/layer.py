@@ -150,11 +150,13 @@ class RetentionLayer(CacheLayerMixin):
 
     def _chunk(self, layer: Attended, part: Part, moment: Moment) -> Chunk:
         query, projections, positions = layer.query, layer.projections, moment.positions
+        learned_sinks = layer.learned_sinks
         if part.where is not None:
             row, head = part.where
             group = query.shape[1] // layer.projections.shape.num_kv_heads
             query = query[row : row + 1, head * group : (head + 1) * group]
             projections = projections.of_head(row, head)
+            learned_sinks = None if learned_sinks is None else learned_sinks[head * group : (head + 1) * group]
             positions = positions if len(positions) == 1 else positions[row : row + 1]
         held, stay = part.keys.shape[2] - layer.new_tokens, moment.stay or Stay(part.keys.shape[2], 0, 0)
         padded, row_start = self.store.row_start is not None, self.store.row_start
@@ -167,6 +169,7 @@ class RetentionLayer(CacheLayerMixin):
             value=part.values,
             scaling=layer.scaling,
             softcap=layer.softcap,
+            learned_sinks=learned_sinks,
             projections=projections,
             positions=positions,
             unit_positions=part.columns[POSITIONS],

@@ -44,6 +44,9 @@ class Reader:
         answering: Whether tokens are generated, or a prompt is read.
     """
 
+    exchange = None
+    """A cache holds all tokens that stay."""
+
     def __init__(self, cache: RetentionCache, *, answering: bool) -> None:
         self.cache, self.policy, self.scorer = cache, cache.policy, cache.scorer
         self.layers: list[RetentionLayer] = cache.governed
@@ -83,7 +86,8 @@ class Reader:
         cache = self.cache
         strategy = prefill_attention.get(self.policy.prefill_attention)
         if strategy is not None:
-            self._sparse = [SparseAttention(heads) for heads in strategy.by_head(cache.backbone)]
+            own = slice(None) if cache.ranks is None else cache.ranks.part(cache.whole.num_heads)
+            self._sparse = [SparseAttention(heads[own]) for heads in strategy.by_head(cache.whole)]
         held = [layer.fill for layer in self.layers]
         schedule = self.limits.plan(prompt_tokens, held)
         capacity = self.limits.capacity(schedule, new_tokens)
@@ -118,7 +122,8 @@ class Reader:
         """Announce the next chunk of the prompt; after the final one no stabilizers are protected."""
         ratios = None
         if self.limits.wants_ratios:
-            ratios = [float(layer.store.share_before(self._chunk_start)) for layer in self.layers]
+            shares = torch.stack([layer.store.share_before(self._chunk_start).cpu() for layer in self.layers])
+            ratios = (shares if self.cache.ranks is None else self.cache.ranks.mean(shares)).tolist()
         self.limits.next_chunk(final, ratios)
         self._chunk_start = self.cache.seen
         self._align()
@@ -202,7 +207,7 @@ class Reader:
         self._view = layer.view(self.cache.next_position, self.projections[layer_idx])
         recalled = None
         if layer.host is not None and not (self._evicting and (layer.compact or not layer.host.lookup.reading)):
-            asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared)
+            asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared, ranks=self.cache.ranks)
             recalled = layer.host.recalled(asking)
         sparse = None
         if self._evicting and self._sparse is not None and not self._sparse[layer_idx].covers(layer.store.longest):
@@ -244,7 +249,8 @@ class Reader:
         if evicts_now is not None and not self.scorer.needs_hidden:
             refit = None
             if self.policy.refit and (self._last or self.limits.final):
-                refit = Refit(layer.query, view, layer.scaling, layer.softcap, layer.projections.shape.num_kv_heads)
+                kv_heads, sinks = layer.projections.shape.num_kv_heads, layer.learned_sinks
+                refit = Refit(layer.query, view, layer.scaling, layer.softcap, kv_heads, sinks)
             self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens, refit)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
@@ -292,6 +298,8 @@ class Reader:
             return
         cache, device = self.cache, self._unsound[0].device
         unsound = torch.stack([flag.to(device) for flag in self._unsound]).any()
+        if cache.ranks is not None:  # what one of them finds stops all
+            unsound = cache.ranks.largest(unsound.int()) > 0
         self._unsound = []
         if first:  # later ones do not wait for the device
             cache.check_scores(unsound)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.attention import View
+from locret.backbone.learned_sinks import attention_weights, by_kv_head
 from locret.cache.merging import kept_parts
 from locret.cache.store import Store
 from locret.policy.selectors import Kept
@@ -41,6 +42,8 @@ class Refit:
     scaling: float
     softcap: float | None
     kv_heads: int
+    learned_sinks: Tensor | None = None
+    """(N,) logits of learned sinks."""
 
     def apply(self, store: Store, kept: Kept) -> None:
         """Write new values over those of the units that stay; `Store.keep` comes next."""
@@ -50,7 +53,13 @@ class Refit:
                 for k in range(part.keys.shape[1]):
                     query, own = self._queries(row + b, head + k), chosen.units[b, k]
                     part.values[b, k, own] = refitted_values(
-                        query, part.keys[b, k], part.values[b, k], own, self.scaling, self.softcap
+                        query,
+                        part.keys[b, k],
+                        part.values[b, k],
+                        own,
+                        self.scaling,
+                        self.softcap,
+                        None if self.learned_sinks is None else by_kv_head(self.learned_sinks, self.kv_heads)[head + k],
                     ).to(part.values.dtype)
 
     def _queries(self, row: int, head: int) -> Tensor:
@@ -60,7 +69,13 @@ class Refit:
 
 
 def refitted_values(
-    query_GLD: Tensor, keys_SD: Tensor, values_SD: Tensor, kept_C: Tensor, scaling: float, softcap: float | None = None
+    query_GLD: Tensor,
+    keys_SD: Tensor,
+    values_SD: Tensor,
+    kept_C: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks_G11: Tensor | None = None,
 ) -> Tensor:
     """Return (C, D) float32 values of one KV head's kept units.
 
@@ -71,6 +86,7 @@ def refitted_values(
         kept_C: Ranks of the units that stay.
         scaling: Factor of the logits.
         softcap: Bound of the logits; None where there is none.
+        sinks_G11: Logits of learned sinks; None where there are none.
     """
     group, new, dim = query_GLD.shape
     slots = len(keys_SD)
@@ -80,11 +96,12 @@ def refitted_values(
         logits = softcap * torch.tanh(logits / softcap)
     unseen = torch.arange(slots, device=rows.device) > (slots - new + rows)[:, None]
     logits = logits.masked_fill(unseen, -torch.inf).flatten(0, 1)
+    sinks = None if sinks_G11 is None else sinks_G11[:, 0].repeat_interleave(len(rows), 0)
     values, kept_values = values_SD.float(), values_SD[kept_C].float()
     # A query that comes before all kept units has nothing to be fitted with.
-    weights = logits[:, kept_C].softmax(-1).nan_to_num(0.0)
+    weights = attention_weights(logits[:, kept_C], sinks).nan_to_num(0.0)
     sees = weights.sum(-1, keepdim=True) > 0
-    missing = (logits.softmax(-1) @ values - weights @ kept_values) * sees
+    missing = (attention_weights(logits, sinks) @ values - weights @ kept_values) * sees
     # Of the two forms of the solution that with as many unknowns as queries, whose number is bounded.
     weights64 = weights.double()
     gram = weights64 @ weights64.T

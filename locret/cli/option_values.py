@@ -208,9 +208,9 @@ def _tuple(value: Any, kind: Any, text: bool) -> tuple[Any, ...]:
 
 def _dict(value: Any, kind: Any, text: bool) -> dict[str, Any]:
     value = recipes.scalar(value) if text else value
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+    names, member = get_args(kind) or (str, Any)
+    if not isinstance(value, Mapping) or not all(isinstance(name, union_members(names)) for name in value):
         raise WrongType(rule(kind))
-    member = (get_args(kind) or (str, Any))[1]
     return {name: read(item, member, text=False) for name, item in value.items()}
 
 

@@ -73,6 +73,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cut
 
 @dataclass(frozen=True, kw_only=True)
 class _Backbone(BackboneSource):
+    device: str = "auto"
     trust_remote_code: bool = False
     attn_implementation: str | None = None  # type: ignore[assignment]
 
@@ -137,6 +138,13 @@ class LongContextModel:
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         torch_dtype: str | torch.dtype | None = None,
+        device_map: str | dict[str, int | str] | None = None,
+        max_memory: dict[int | str, int | str] | None = None,
+        offload_folder: str | Path | None = None,
+        load_in_4bit: bool = False,
+        load_in_8bit: bool = False,
+        quantization_config: Any = None,
+        gguf_file: str | None = None,
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         allow_other_base: bool = False,
@@ -158,6 +166,14 @@ class LongContextModel:
             device: "cpu", "cuda", "cuda:N" or "mps"; "auto" takes the first of CUDA, mps and cpu that there is.
             dtype: Of the weights; "auto" takes the backbone's own on an accelerator, and what is fast on a CPU.
             torch_dtype: The older name of `dtype` in transformers.
+            device_map: Where weights are, as in transformers, instead of `device`.
+            max_memory: The most that `device_map` may put in each place, as in transformers.
+            offload_folder: Folder for weights that `device_map` puts on disk, as in transformers.
+            load_in_4bit: Quantise the weights while they are loaded (bitsandbytes: NF4, double quantisation).
+            load_in_8bit: Quantise the weights while they are loaded (bitsandbytes: LLM.int8).
+            quantization_config: Quantise the weights in another way: one of transformers' configs, its values, or a
+                JSON file.
+            gguf_file: GGUF file in the folder or repository; or give a local one as `model`.
             attn_implementation: As in transformers.
             trust_remote_code: Run Python code that comes with the backbone.
             allow_other_base: Accept heads of another backbone of the same shape.
@@ -184,10 +200,18 @@ class LongContextModel:
                 revision=revision,
                 adapter=adapter,
                 dtype=str(dtype).removeprefix("torch."),
+                device=str(device),
+                device_map=device_map,
+                max_memory=max_memory,
+                offload_folder=None if offload_folder is None else str(offload_folder),
+                load_in_4bit=load_in_4bit,
+                load_in_8bit=load_in_8bit,
+                quantization_config=quantization_config,
+                gguf_file=gguf_file,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attn_implementation,
             )
-            place, found = loading.resolve_device(str(device)), heads if heads is not None else scorer
+            place, found = loading.device_of_source(source), heads if heads is not None else scorer
             named = ScorerOptions(heads=str(heads) if heads is not None else None, allow_other_base=allow_other_base)
             if found is None:
                 found = scorers.FALLBACK

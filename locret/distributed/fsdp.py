@@ -21,12 +21,19 @@ def load(device: torch.device, read: Callable[..., tuple[nn.Module, Any]], *, of
         device: Where this process computes.
         read: transformers' `from_pretrained`.
         offload: Keep the slices in the host's memory until a layer runs.
+
+    Raises:
+        ValueError: If they are there anyway.
     """
     from torch.distributed.fsdp import FSDPModule
     from transformers.distributed import DistributedConfig
 
+    if offload and device.type == "cpu":
+        raise ValueError("--shard-offload cpu: without a GPU all weights are in the host's memory anyway; drop it")
     size = torch.distributed.get_world_size()
     model, found = read(distributed_config=DistributedConfig(fsdp_size=size, fsdp_cpu_offload=offload))
     if not isinstance(model, FSDPModule):
         raise ValueError(f"transformers has not sharded {type(model).__name__}; leave --shard fsdp out")
+    # Of itself the root would keep what it gathered, and so would transformers' plan for the language-model head.
+    model.set_reshard_after_forward(True)
     return model, found

@@ -42,11 +42,35 @@ def load(
     model, found = read()
     del alive
     engine, *_ = deepspeed.initialize(model=model.eval().requires_grad_(False), config=config)
+    _forget_weightless(engine.module)
     return engine.module, found
 
 
+def _forget_weightless(model: nn.Module) -> None:
+    """Take DeepSpeed's hooks off the modules that have no weights.
+
+    It follows the order of modules, which must be the same in all processes; the rotary embedding is called outside of
+    passes too, whenever a process moves keys.
+    """
+    for module in model.modules():
+        if next(module.parameters(), None) is None:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in [key for key, hook in hooks.items() if _is_deepspeeds(hook)]:
+                    del hooks[key]
+
+
+def _is_deepspeeds(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)
+    return (getattr(hook, "__module__", None) or "").startswith("deepspeed")
+
+
 def _config(dtype: torch.dtype, offload: str | None, folder: str | None) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    # A module's weights come when it runs and go when it has run; DeepSpeed would hold on to a small backbone's.
+    zero: dict[str, Any] = {
+        "stage": 3,
+        **dict.fromkeys(("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"), 0),
+        "stage3_param_persistence_threshold": 0,
+    }
     if offload is not None:
         zero["offload_param"] = {"device": offload, **({"nvme_path": folder} if folder else {})}
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)

@@ -27,8 +27,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from locret.backbone.adapters import Backbone
+from locret.backbone.adapters import Backbone, input_device
 from locret.backbone.attention import MaskMemo, View, attend
+from locret.backbone.learned_sinks import attention_weights
 
 NAME = "locret_pages"
 RANGE = "5.17 to 5.23"
@@ -178,7 +179,7 @@ class ContinuousBatching:
             self._rows = [self._tables._kv_token_views[layer] for layer in layers]
             self._stride, self._cache.max_tokens_read = self._tables.block_physical_stride, sizes.reads
         width = sizes.reads + sizes.max_batch_tokens
-        self._inputs.read_index_storage = torch.zeros(1, width, dtype=torch.int64, device=model.device)
+        self._inputs.read_index_storage = torch.zeros(1, width, dtype=torch.int64, device=input_device(model))
         self._cache.use_prefix_sharing, self._cache.search_prefix_match = True, self._start
         self._free, self._cache.free_blocks = self._cache.free_blocks, self._give_back
         self._processor.model_runner._sample = self._sample
@@ -237,7 +238,7 @@ class ContinuousBatching:
         """Write the units of a context, for each layer (U, K, D), into its pages."""
         size = self._sizes.page_size
         slots = [page * self._stride + offset for page in pages for offset in range(size)][: len(keys[0])]
-        index = torch.tensor(slots, device=self._model.device)
+        index = torch.tensor(slots, device=input_device(self._model))
         for (key_rows, value_rows), key, value in zip(self._rows, keys, values, strict=True):
             key_rows.index_copy_(0, index, key.to(key_rows))
             value_rows.index_copy_(0, index, value.to(value_rows))
@@ -421,7 +422,13 @@ def _grouped(index: Tensor, spans: list[_Span], lead: int) -> _Group:
 
 
 def _attend_together(
-    query: Tensor, keys: Tensor, values: Tensor, group: _Group, scaling: float, softcap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: _Group,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Let the tokens of a group attend, (H, R, D); pages that all begin with are gathered once.
 
@@ -432,6 +439,7 @@ def _attend_together(
         group: Who sees what.
         scaling: Factor of the logits.
         softcap: Bound of the logits.
+        sinks: (H,) logits of learned sinks.
     """
     asked = query[:, group.tokens].transpose(0, 1).unflatten(1, (keys.shape[1], -1)).float()  # (R, K, H / K, D)
     own_keys, own_values = (rows.index_select(0, group.own.flatten()).float() for rows in (keys, values))
@@ -441,7 +449,8 @@ def _attend_together(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits[..., len(group.shared) :].masked_fill_(~group.there[:, None, None], -torch.inf)
-    shared, own = logits.softmax(-1).split([len(group.shared), group.own.shape[1]], dim=-1)
+    weights = attention_weights(logits, None if sinks is None else sinks.view(keys.shape[1], -1, 1))
+    shared, own = weights.split([len(group.shared), group.own.shape[1]], dim=-1)
     out: Tensor = torch.einsum("rkgc,ckd->rkgd", shared, shared_values) + own @ own_values
     return out.flatten(1, 2).transpose(0, 1)
 
@@ -457,6 +466,7 @@ def paged_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     *,
     read_index: Sequence[Tensor],
     write_index: Sequence[Tensor],
@@ -472,6 +482,7 @@ def paged_attention(
         attention_mask: None.
         scaling: Factor of the logits.
         softcap: Bound of the logits.
+        s_aux: (H,) logits of learned sinks.
         read_index: The rows that each request sees, one after the other; empty if they are the new tokens.
         write_index: The rows of the new tokens.
     """
@@ -490,9 +501,10 @@ def paged_attention(
         else:
             own_keys, own_values = new_keys[span], new_values[span]
         view = View(own_keys.transpose(0, 1)[None], own_values.transpose(0, 1)[None])
-        out[:, :, span] = attend(query[:, :, span], view, scaling=scaling, memo=step.memo, softcap=softcap)
+        asking = query[:, :, span]
+        out[:, :, span] = attend(asking, view, scaling=scaling, memo=step.memo, softcap=softcap, sinks=s_aux)
     for group in step.groups:
-        out[0, :, group.tokens] = _attend_together(query[0], keys, values, group, scaling, softcap).to(out)
+        out[0, :, group.tokens] = _attend_together(query[0], keys, values, group, scaling, softcap, s_aux).to(out)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -14,7 +14,7 @@ from math import isfinite, prod
 from typing import TYPE_CHECKING, Any
 
 from locret._version import __version__
-from locret.backbone.adapters import Backbone, LayerShape, describe, unwrap
+from locret.backbone.adapters import Backbone, LayerShape, describe_whole, unwrap
 from locret.field_values import check_fields, checked, checked_values, shown
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
@@ -160,7 +160,7 @@ class HeadsConfig:
         Raises:
             ValueError: For a backbone that retaining heads cannot work on, or `hidden_dim` below 1.
         """
-        backbone = describe(model_or_config)
+        backbone = describe_whole(model_or_config)
         name, revision = base_identity(model_or_config)
         config = _config_of(model_or_config)
         return cls(
@@ -233,7 +233,7 @@ class HeadsConfig:
 
     def differences(self, model_or_config: Any, *, allow_other_base: bool = False) -> list[str]:
         """List how a backbone differs from the one these heads are for, both sides in each line."""
-        backbone = describe(model_or_config)
+        backbone = describe_whole(model_or_config)
         theirs = _dimensions(backbone, _config_of(model_or_config))
         lines = [
             f"{name} is {_show(getattr(self, name))} in the heads and {_show(value)} in the model"

@@ -4,41 +4,60 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import unwrap
+from locret.backbone.adapters import sharers_of, unwrap
+from locret.backbone.head_ranks import HeadRanks, is_spread, samples_of_spread
 
 _SAMPLES = 16
 _EXACT = (torch.float64, torch.float32, torch.bfloat16)
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class _Sample:
+    """What counts of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    values: Tensor
+    """(16,) of its values, on the CPU."""
+    plain: bool
+    """Whether it is of no class of its own, as quantised weights are."""
+
+
+_GATHERED: WeakKeyDictionary[nn.Module, list[_Sample]] = WeakKeyDictionary()
+"""Samples of backbones that no process holds as a whole, taken by all processes at once when they were loaded."""
+
+
 def weight_fingerprint(model: nn.Module) -> str | None:
     """Return a SHA-256 over every parameter's name, shape and 16 evenly spaced values, rounded to bfloat16.
 
     The rounding makes it the same for a backbone loaded in float32 or in bfloat16. It tells other weights from these,
-    not a change of a few single weights, and proves nothing to somebody who wants to cheat.
+    not a change of a few single weights, and proves nothing to somebody who wants to cheat. Processes that share the
+    weights by tensor parallelism all have to ask, and get that of the whole.
 
     Args:
         model: A backbone; an adapter's weights count too.
 
     Returns:
         64 hexadecimal digits; None if weights are not there to be read as they were saved: on the meta device,
-        quantised, sharded, or in float16, which rounds otherwise.
+        quantised, in float16, which rounds otherwise, or sharded and not sampled by `sample_sharded`.
     """
     digest = hashlib.sha256()
-    for name, weight in sorted(unwrap(model).named_parameters()):
-        # Sharded and quantised weights are of other types.
-        if type(weight) is not nn.Parameter or weight.is_meta or weight.dtype not in _EXACT or not weight.numel():
+    for one in _samples_of(model):
+        if one is None or not one.plain or one.values.dtype not in _EXACT:
             return None
-        values = _samples(weight).to(torch.bfloat16).view(torch.int16).cpu()
-        digest.update(f"{name} {tuple(weight.shape)} {values.tolist()}\n".encode())
+        values = one.values.to(torch.bfloat16).view(torch.int16)
+        digest.update(f"{one.name} {one.shape} {values.tolist()}\n".encode())
     return digest.hexdigest()
 
 
-@torch.no_grad()
 def any_fingerprint(model: nn.Module) -> str | None:
     """Return `weight_fingerprint`, or one that holds for weights in this very form: quantised, or in float16.
 
@@ -48,13 +67,42 @@ def any_fingerprint(model: nn.Module) -> str | None:
     if exact := weight_fingerprint(model):
         return exact
     digest, forms = hashlib.sha256(), set()
-    for name, weight in sorted(unwrap(model).named_parameters()):
-        if type(weight.data) is not torch.Tensor or weight.is_meta or not weight.numel():
+    for one in _samples_of(model):
+        if one is None:
             return None
-        forms.add(str(weight.dtype).removeprefix("torch."))
-        values = _samples(weight.data).contiguous().view(torch.uint8).cpu()
-        digest.update(f"{name} {tuple(weight.shape)} {values.tolist()}\n".encode())
+        forms.add(str(one.values.dtype).removeprefix("torch."))
+        values = one.values.contiguous().view(torch.uint8)
+        digest.update(f"{one.name} {one.shape} {values.tolist()}\n".encode())
     return f"{' '.join(sorted(forms))}:{digest.hexdigest()}"
+
+
+def sample_sharded(model: nn.Module, whole: Callable[[nn.Parameter], AbstractContextManager[Tensor]]) -> None:
+    """Sample the weights of a backbone whose processes hold parts of it; all of them must call this at once.
+
+    Args:
+        model: The backbone, with its adapter if it has one.
+        whole: Gives a parameter as a whole; called for one after the other.
+    """
+    samples = []
+    for name, weight in sorted(unwrap(model).named_parameters()):
+        with torch.no_grad(), whole(weight) as gathered:
+            samples.append(_Sample(name, tuple(gathered.shape), _values(gathered), plain=True))
+    _GATHERED[unwrap(model)] = samples
+
+
+def _samples_of(model: nn.Module) -> Iterator[_Sample | None]:
+    """Yield what counts, parameter by parameter; None for one that is not there to be read."""
+    base, ranks = unwrap(model), sharers_of(model)
+    if base in _GATHERED:
+        yield from _GATHERED[base]
+        return
+    for name, weight in sorted(base.named_parameters()):
+        if ranks is not None and is_spread(weight):
+            yield _Sample(name, tuple(weight.shape), _values(weight.data, ranks), plain=True)
+        elif type(weight.data) is not Tensor or weight.is_meta or not weight.numel():
+            yield None
+        else:
+            yield _Sample(name, tuple(weight.shape), _values(weight.data), type(weight) is nn.Parameter)
 
 
 def crc(tensor: Tensor, start: int = 0) -> int:
@@ -63,6 +111,9 @@ def crc(tensor: Tensor, start: int = 0) -> int:
     return zlib.crc32(held.data, start) if held.size else start
 
 
-def _samples(weight: Tensor) -> Tensor:
+def _values(weight: Tensor, ranks: HeadRanks | None = None) -> Tensor:
+    places = torch.linspace(0, weight.numel() - 1, _SAMPLES, dtype=torch.float64).long()
+    if ranks is not None:
+        return samples_of_spread(weight.detach(), places, ranks).cpu()
     flat = weight.detach().reshape(-1)
-    return flat[torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).long().to(flat.device)]
+    return flat[places.to(flat.device)].cpu()

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 from transformers.activations import ACT2FN
 
+from locret.backbone.head_ranks import HeadRanks
+
 
 class RetainingHead(nn.Module):
     """The MLP of one layer: `feature_dim` -> `hidden_dim` -> one score per KV head, without biases.
@@ -52,6 +54,8 @@ class RetainingHead(nn.Module):
         self.fc1 = skip_init(nn.Linear, feature_dim, hidden_dim, bias=False, dtype=torch.float32, device=device)
         self.fc2 = skip_init(nn.Linear, hidden_dim, num_kv_heads, bias=False, dtype=torch.float32, device=device)
         self.activation = ACT2FN[activation]
+        self.ranks: HeadRanks | None = None
+        """The processes that share this head, each with the inputs and outputs of its own attention heads."""
         self._cast: tuple[Any, Tensor] | None = None
         for layer in (self.fc1, self.fc2):
             nn.init.normal_(layer.weight, std=initializer_range, generator=generator)
@@ -79,11 +83,16 @@ class RetainingHead(nn.Module):
             )
         if torch.is_autocast_enabled(features.device.type):
             self._cast = None
-            return self.fc2(self.activation(self.fc1(features))).float()  # type: ignore[no-any-return]
+            return self._scores(self.fc1(features)).float()
         if torch.is_grad_enabled() and (features.requires_grad or self.fc1.weight.requires_grad):
             self._cast = None  # the next thing is likely an update of the weights; do not hold a stale copy in memory
-            return self.fc2(self.activation(self.fc1(features.float())))  # type: ignore[no-any-return]
-        hidden = F.linear(features, self._weight_as(features.dtype)).float()  # (..., R)
+            return self._scores(self.fc1(features.float()))
+        return self._scores(F.linear(features, self._weight_as(features.dtype)).float())
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        """Return (..., K) of (..., R) products with W1, which every process has a part of where they share the head."""
+        if self.ranks is not None:
+            hidden = self.ranks.sum(hidden)
         return self.fc2(self.activation(hidden))  # type: ignore[no-any-return]
 
     def _weight_as(self, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
+from locret.backbone.adapters import attention_modules, device_of
 from locret.heads import card as model_card
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
@@ -170,6 +171,13 @@ class RetainingHeads(
                 "on, or train heads for this one",
                 stacklevel=3,
             )
+
+    def follow(self, model: nn.Module) -> RetainingHeads:
+        """Put every head where its layer computes, and return these heads."""
+        for index, module in enumerate(attention_modules(model)):
+            if index in self.layers:
+                self[index].to(device_of(module))
+        return self
 
     def annotate(self, **notes: Any) -> RetainingHeads:
         """Note facts that go into `config.json` and the model card, and return these heads.

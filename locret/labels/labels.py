@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from locret.backbone.adapters import Backbone, describe
+from locret.backbone.adapters import Backbone, describe, input_device
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.forward import run_decoder
-from locret.backbone.instrument import instrumented
+from locret.backbone.instrument import Exchange, instrumented
+from locret.backbone.passes import keeping_step
 from locret.labels import kinds
 from locret.labels.base import LabelKind
 
@@ -36,6 +37,8 @@ _BLOCK_ELEMENTS = 2**22
 
 class LayerObserver:
     """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
+
+    exchange: Exchange | None = None
 
     def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None]) -> None:
         self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}
@@ -55,6 +58,7 @@ class LayerObserver:
 
 
 @torch.no_grad()
+@keeping_step
 def observe(model: nn.Module, input_ids: Tensor, on_layer: Callable[[Attended], None]) -> None:
     """Run the decoder once over (1, S) token ids, without cache and without the language-model head.
 
@@ -103,7 +107,7 @@ def answer_labels(
         prompt = prompt_ids.shape[1]
         rows.append(layer_labels(chunk, prompt, kind, include_last_prompt_token, earlier_answers=earlier_answers))
 
-    observe(model, torch.cat([prompt_ids, answer_ids], dim=1).to(_device(model)), on_layer)
+    observe(model, torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model)), on_layer)
     return pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
 
 
@@ -122,7 +126,7 @@ def prompt_scores(model: nn.Module, heads: RetainingHeads, prompt_ids: Tensor) -
     rows: list[Tensor] = []
     observe(
         model,
-        token_row(prompt_ids, "prompt_ids").to(_device(model)),
+        token_row(prompt_ids, "prompt_ids").to(input_device(model)),
         lambda chunk: rows.append(heads[chunk.layer_idx](chunk.features()[0]).T),
     )
     return pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
@@ -156,6 +160,8 @@ def layer_labels(
     kind = kinds.get(kind)
     labelled = prompt if labelled is None else min(labelled, prompt)
     fused = kind.kernel is not None and (_kernels_work(chunk.key) if fused is None else fused)
+    if kind.whole_rows and chunk.learned_sinks is not None:  # which the kernels do not know
+        fused = False
     labels_KT = chunk.key.new_full((chunk.key.shape[1], labelled), -torch.inf, dtype=torch.float32)
     # Float32 even under autocast: labels rounded to bfloat16 tie, and the log-sum-exp is a difference of large numbers.
     with torch.autocast(chunk.query.device.type, enabled=False):
@@ -207,6 +213,10 @@ def _raise_by_blocks(
             future_RR = torch.ones(last - first, last - first, dtype=torch.bool, device=keys_KDS.device).triu(1)
             group = logits_KQS.shape[1] // (last - first)
             logits_KQS[:, :, first:].masked_fill_(future_RR.repeat(group, 1), -torch.inf)
+            if chunk.learned_sinks is not None:  # what else the prompt's tokens weigh against
+                sinks_KG = chunk.learned_sinks.float().view(len(logits_KQS), -1)
+                column_KQ = sinks_KG.repeat_interleave(last - first, dim=1)
+                logits_KQS = torch.cat([logits_KQS, column_KQ[..., None]], dim=-1)
         torch.maximum(labels_KT, kind.block(logits_KQS, labelled), out=labels_KT)
 
 
@@ -240,7 +250,3 @@ def token_row(ids: Tensor, name: str) -> Tensor:
     if row.ndim != 2 or row.shape[0] != 1 or not row.shape[1]:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}; give the ids of one text, (n,) or (1, n), n >= 1")
     return row
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

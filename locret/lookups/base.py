@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from locret.backbone.head_ranks import HeadRanks
 from locret.registry import Chosen
 
 DECODED = 4096
@@ -98,6 +99,8 @@ class Ask:
     """Whether a token is being generated, rather than the prompt's last tokens read."""
     shared: dict[str, Any]
     """Lives for one forward pass: what one layer leaves for those after it."""
+    ranks: HeadRanks | None = None
+    """The processes that share the heads."""
 
 
 class Lookup(Chosen):

@@ -107,6 +107,7 @@ class CodesLookup(Lookup):
     """Rate all units by keys of a few bits, and the best of them by their exact keys."""
 
     name: ClassVar[str] = "codes"
+    over_ranks: ClassVar[bool] = True
 
     bits: int = 4
     """Bits of each channel of a key in the index: 2, 4 or 8."""

@@ -26,6 +26,7 @@ class ExactLookup(Lookup):
     """Scan all keys of the second tier for the largest logits."""
 
     name: ClassVar[str] = "exact"
+    over_ranks: ClassVar[bool] = True
 
     def choose(self, ask: Ask) -> Tensor:
         """See `Lookup`; ranks are (B, K, L, R)."""

@@ -25,6 +25,7 @@ class MeansLookup(Lookup):
     """Recall the blocks whose mean key has the largest logit."""
 
     name: ClassVar[str] = "means"
+    over_ranks: ClassVar[bool] = True
 
     page: int = 4
     """Units of a block."""

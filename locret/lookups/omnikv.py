@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from locret.backbone.head_ranks import HeadRanks
 from locret.lookups.base import Ask, Keys, Lookup, check_tokens, logits_of
 
 PUBLISHED: Mapping[int, tuple[int, ...]] = MappingProxyType({32: (2, 8, 18), 48: (6, 11, 30), 80: (4, 19, 41)})
@@ -65,6 +66,7 @@ class OmniKVLookup(Lookup):
     """Recall the tokens that a filter layer chose for the layers after it (OmniKV)."""
 
     name: ClassVar[str] = "omnikv"
+    over_ranks: ClassVar[bool] = True
     reading: ClassVar[bool] = True
 
     filter_layers: str | int | None = None
@@ -226,7 +228,7 @@ class OmniKVLookup(Lookup):
             logits = logits.masked_fill((ask.positions < 0)[:, :, None], -torch.inf)
             shares = logits if self.selector == "raw" and ask.generating else logits.softmax(-1)
             shares = shares.unflatten(2, (grouped.shape[2], -1)).amax(2)  # (B, K, W, H)
-            total = total + _by_token(shares, positions, weights[start : start + rows])
+            total = total + _by_token(shares, positions, weights[start : start + rows], ask.ranks)
         assert isinstance(total, Tensor)
         return total
 
@@ -239,25 +241,29 @@ class OmniKVLookup(Lookup):
 
 
 def _positions(ask: Ask) -> Tensor:
-    """Return (B, K or 1, H) positions: one row of them where all heads hold the same tokens."""
-    return ask.positions[:, :1] if ask.index else ask.positions
+    """Return (B, K or 1, H) positions: one row of them where all heads hold the same tokens, none elsewhere."""
+    return ask.positions[:, :1] if ask.index and ask.ranks is None else ask.positions
 
 
-def _by_token(shares: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+def _by_token(shares: Tensor, positions: Tensor, weights: Tensor, ranks: HeadRanks | None) -> Tensor:
     """Return (B, T): the largest share of any head, weighed and summed over queries.
 
     Args:
         shares: (B, K, W, H).
         positions: (B, K or 1, H), one row of them where all heads hold the same tokens; -1 is none.
         weights: (W,).
+        ranks: The processes that share the heads; then all of them have the result.
     """
-    if positions.shape[1] == 1:  # alike for all heads, so weighed before they are put in their places
+    last = positions.max()
+    if positions.shape[1] == 1 and ranks is None:  # alike for all heads, so weighed before they are put in their places
         shares = (shares.amax(1, keepdim=True) * weights[:, None]).sum(2, keepdim=True)
         weights = weights.new_ones(1)
-    tokens = int(positions.max()) + 1
+    tokens = int(last if ranks is None else ranks.largest(last)) + 1
     where = torch.where(positions < 0, tokens, positions).long()  # what is no token goes behind the last
     table = shares.new_full((len(shares), shares.shape[2], tokens + 1), -torch.inf)
     for head in range(shares.shape[1]):
         own = where[:, head, None].expand(-1, shares.shape[2], -1)
         table.scatter_reduce_(2, own, shares[:, head], "amax")
+    if ranks is not None:
+        table = ranks.largest(table)
     return (table[..., :tokens] * weights[:, None]).sum(1)

@@ -37,6 +37,7 @@ class PagesLookup(Lookup):
     """Recall the pages whose keys could have the largest logits."""
 
     name: ClassVar[str] = "pages"
+    over_ranks: ClassVar[bool] = True
 
     page: int = 16
     """Units of a page (Quest: 16)."""

@@ -35,6 +35,7 @@ class QuestLookup(Lookup):
     """Recall the pages whose keys could have the largest logits (Quest)."""
 
     name: ClassVar[str] = "quest"
+    over_ranks: ClassVar[bool] = True
     reading: ClassVar[bool] = True
 
     page: int = 16

@@ -31,6 +31,7 @@ class D2OMerger(Merger):
     """Add an evicted unit to the kept one with the most similar key."""
 
     name: ClassVar[str] = "d2o"
+    over_ranks: ClassVar[bool] = True
 
     threshold: float | None = None
     """Least cosine similarity of keys that are merged; none: the mean of the best ones in each eviction (the

@@ -30,6 +30,7 @@ class KVMerger(Merger):
     """Add an evicted unit to a kept neighbour with a similar key."""
 
     name: ClassVar[str] = "kvmerger"
+    over_ranks: ClassVar[bool] = True
 
     threshold: float = 0.75
     """Least cosine similarity of keys that are merged (the paper's)."""

@@ -35,6 +35,7 @@ class LoCoMerger(Merger):
     """Merge all that is not among the best into a few slots, by trained convolutions."""
 
     name: ClassVar[str] = "loco"
+    over_ranks: ClassVar[bool] = True
 
     kernels: str
     """Folder or Hub repository of trained merging kernels (locret kernels trains them)."""

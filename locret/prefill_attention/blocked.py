@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from locret.backbone.attention import View
+from locret.backbone.learned_sinks import attention_weights
 from locret.prefill_attention.base import PrefillAttention, capped
 
 _FLEX_BLOCK = 128
@@ -31,7 +32,9 @@ class SparseAttention:
         """Return whether all of so many slots are seen, so that this is dense attention."""
         return all(pattern.covers(slots) for pattern in set(self.patterns))
 
-    def __call__(self, query: Tensor, view: View, scaling: float, softcap: float | None) -> Tensor:
+    def __call__(
+        self, query: Tensor, view: View, scaling: float, softcap: float | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend causally, as `locret.backbone.attention.attend` does, to what the patterns choose.
 
         Args:
@@ -39,6 +42,7 @@ class SparseAttention:
             view: What there is to attend to, dense, padded or ragged.
             scaling: Factor of the logits.
             softcap: Bound of the logits, as in Gemma-2.
+            sinks: (N,) logits of learned sinks, as in gpt-oss; patterns are chosen without them.
 
         Returns:
             (B, N, L, D).
@@ -47,7 +51,6 @@ class SparseAttention:
         kv_heads = view.keys.shape[1] if view.segments is None else len(view.segments[0])
         starts = [0] * batch if view.row_start is None else view.row_start.tolist()
         group = heads // kv_heads
-        attended = by_flex if query.is_cuda else by_gathering
         out = query.new_empty(*query.shape[:-1], view.values.shape[-1])
         for row, head in ((row, head) for row in range(batch) for head in range(kv_heads)):
             if view.segments is None:
@@ -58,7 +61,11 @@ class SparseAttention:
             asking = slice(head * group, (head + 1) * group)
             key, value = view.keys[row, where, units], view.values[row, where, units]
             chosen, rows = chosen_slots(self.patterns[asking], query[row, asking], key, scaling, softcap)
-            out[row, asking] = attended(query[row, asking], key, value, chosen, rows, scaling, softcap)
+            given = query[row, asking], key, value, chosen, rows, scaling, softcap
+            if query.is_cuda and sinks is None:
+                out[row, asking] = by_flex(*given)
+            else:
+                out[row, asking] = by_gathering(*given, sinks=None if sinks is None else sinks[asking])
         return out
 
 
@@ -92,6 +99,7 @@ def by_gathering(
     rows: int,
     scaling: float,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return (G, L, D): each block of queries attends to a copy of its chosen slots alone."""
     heads, new, _ = query_GLD.shape
@@ -114,19 +122,27 @@ def by_gathering(
             corner = mask[: end - start, count - len(late) : count]
             corner.masked_fill_(late > own[:, None], -torch.inf)
             query = query_GLD[head, start:end]
-            out[head, start:end] = _attended(query, keys, values, mask[: end - start, :count], scaling, softcap)
+            own_sink = None if sinks is None else sinks[head]
+            seen_mask = mask[: end - start, :count]
+            out[head, start:end] = _attended(query, keys, values, seen_mask, scaling, softcap, own_sink)
             corner.zero_()
     return out
 
 
 def _attended(
-    query_LD: Tensor, key_SD: Tensor, value_SD: Tensor, mask_LS: Tensor, scaling: float, softcap: float | None
+    query_LD: Tensor,
+    key_SD: Tensor,
+    value_SD: Tensor,
+    mask_LS: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sink: Tensor | None,
 ) -> Tensor:
-    if softcap is None:
+    if softcap is None and sink is None:
         query, key, value = (states[None, None] for states in (query_LD, key_SD, value_SD))
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask_LS[None, None], scale=scaling)[0, 0]
     logits = capped(query_LD @ key_SD.T * scaling, softcap) + mask_LS
-    return logits.softmax(-1, dtype=torch.float32).to(query_LD.dtype) @ value_SD
+    return attention_weights(logits, sink).to(query_LD.dtype) @ value_SD
 
 
 def by_flex(

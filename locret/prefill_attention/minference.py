@@ -43,6 +43,7 @@ class AShape(PrefillAttention):
     """The first slots and the nearest ones."""
 
     name: ClassVar[str] = "a_shape"
+    over_ranks: ClassVar[bool] = True
     sinks: int = 128
     """First slots (MInference's baseline: 128; its search: 100)."""
     window: int = 3968
@@ -69,6 +70,7 @@ class VerticalSlash(PrefillAttention):
     """The columns and diagonals that the last queries look at most."""
 
     name: ClassVar[str] = "vertical_slash"
+    over_ranks: ClassVar[bool] = True
     vertical: int = 1000
     """Columns (MInference, where a head has no entry: 1000; at least 30)."""
     slash: int = 6096
@@ -98,6 +100,7 @@ class BlockSparse(PrefillAttention):
     """The blocks of keys whose means are nearest to the mean of a block of queries."""
 
     name: ClassVar[str] = "block_sparse"
+    over_ranks: ClassVar[bool] = True
     blocks: int = 100
     """Blocks of 64 keys per block of 64 queries (MInference: 100)."""
 
@@ -127,6 +130,7 @@ class MInference(PrefillAttention):
     """For every query head the pattern that a search has found for it, else vertical-slash."""
 
     name: ClassVar[str] = "minference"
+    over_ranks: ClassVar[bool] = True
     patterns: str | None = None
     """JSON file with a pattern per layer and query head, as `locret patterns` writes it and
     MInference publishes it; without one every head has `vertical` and `slash`."""

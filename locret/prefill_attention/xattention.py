@@ -29,6 +29,7 @@ class XAttention(PrefillAttention):
     """The blocks that hold a share of the attention, as antidiagonals estimate it."""
 
     name: ClassVar[str] = "xattention"
+    over_ranks: ClassVar[bool] = True
     threshold: float = 0.9
     """Share of the estimated attention that the chosen blocks hold (paper: 0.9); 1 chooses all of them."""
     stride: int = 8

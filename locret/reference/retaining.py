@@ -68,8 +68,10 @@ def rotate(vector_D: Tensor, position: float, inv_freq: Tensor, magnitude: float
     return rotated
 
 
-def attend(query_NLD: Tensor, key_KSD: Tensor, value_KSD: Tensor, scaling: float) -> Tensor:
-    """Return (N, L, D): new token i of L sees slots 0 .. S - L + i."""
+def attend(
+    query_NLD: Tensor, key_KSD: Tensor, value_KSD: Tensor, scaling: float, sinks_N: Tensor | None = None
+) -> Tensor:
+    """Return (N, L, D): new token i of L sees slots 0 .. S - L + i, and its head's learned sink, which has no value."""
     heads, new, _ = query_NLD.shape
     kv_heads, slots, _ = key_KSD.shape
     out = torch.zeros(heads, new, value_KSD.shape[-1])
@@ -77,12 +79,22 @@ def attend(query_NLD: Tensor, key_KSD: Tensor, value_KSD: Tensor, scaling: float
         k = n // (heads // kv_heads)
         for i in range(new):
             seen = slots - new + i + 1
-            weights = torch.softmax(key_KSD[k, :seen] @ query_NLD[n, i] * scaling, dim=0)
-            out[n, i] = weights @ value_KSD[k, :seen]
+            logits = key_KSD[k, :seen] @ query_NLD[n, i] * scaling
+            if sinks_N is not None:
+                logits = torch.cat([logits, sinks_N[n : n + 1]])
+            out[n, i] = torch.softmax(logits, dim=0)[:seen] @ value_KSD[k, :seen]
     return out
 
 
-def labels(query_NTD: Tensor, key_KTD: Tensor, prompt: int, first_query: int, scaling: float, kind: str) -> Tensor:
+def labels(
+    query_NTD: Tensor,
+    key_KTD: Tensor,
+    prompt: int,
+    first_query: int,
+    scaling: float,
+    kind: str,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
     """Return (K, prompt) causal importance labels of one layer (Locret, Eq. 2) from dense causal attention.
 
     Args:
@@ -92,6 +104,7 @@ def labels(query_NTD: Tensor, key_KTD: Tensor, prompt: int, first_query: int, sc
         first_query: first answer query: `prompt`, or `prompt - 1` to include the last prompt token.
         scaling: factor of the logits.
         kind: "logit", or "log_attention": the logit minus its row's log-sum-exp.
+        sinks_N: logits of learned sinks, which belong to their rows.
     """
     heads, tokens, _ = query_NTD.shape
     kv_heads = key_KTD.shape[0]
@@ -101,7 +114,8 @@ def labels(query_NTD: Tensor, key_KTD: Tensor, prompt: int, first_query: int, sc
         for i in range(first_query, tokens):
             row = key_KTD[k, : i + 1] @ query_NTD[n, i] * scaling
             if kind == "log_attention":
-                row = row - torch.logsumexp(row, dim=0)
+                whole = row if sinks_N is None else torch.cat([row, sinks_N[n : n + 1]])
+                row = row - torch.logsumexp(whole, dim=0)
             # The last prompt token cannot see beyond itself, and is itself a prompt token that it sees.
             seen = min(prompt, i + 1)
             result[k, :seen] = torch.maximum(result[k, :seen], row[:seen])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.chunk import Chunk
+from locret.backbone.learned_sinks import attention_weights, by_kv_head
 
 _LEAST_ROWS = 16
 _LOGITS_CPU, _LOGITS_GPU = 2**16, 2**25
@@ -43,10 +44,11 @@ def attention_sums(
     batch, heads, new, _ = chunk.query.shape
     kv_heads, slots = chunk.key.shape[1:3]
     total = torch.zeros(batch, kv_heads, heads // kv_heads, slots, device=chunk.key.device)
+    sinks = by_kv_head(chunk.learned_sinks, kv_heads)
     step = rows or _rows_of_a_block(chunk)
     for start in range(first, new, step):
         end = min(start + step, new)
-        weights = _logits(chunk, start, end, see_all).softmax(-1)
+        weights = attention_weights(_logits(chunk, start, end, see_all), sinks)
         if weigh is not None:
             steps = torch.arange(start, end, device=weights.device)
             weights = weigh(weights, _visible(chunk, steps, see_all), steps[:, None])

@@ -33,6 +33,7 @@ class ExpectedAttentionScorer(Scorer):
     """Keep what the coming queries are expected to look at."""
 
     name: ClassVar[str] = "expected_attention"
+    over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     rates_answers: ClassVar[bool] = False
     causal: ClassVar[bool] = False

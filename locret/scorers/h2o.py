@@ -27,6 +27,7 @@ class H2OScorer(Scorer):
     """Keep what has been attended most."""
 
     name: ClassVar[str] = "h2o"
+    over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True

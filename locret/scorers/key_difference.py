@@ -27,6 +27,7 @@ class KeyDifferenceScorer(Scorer):
     """Keep keys that are unlike the others."""
 
     name: ClassVar[str] = "key_difference"
+    over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True

@@ -23,6 +23,7 @@ class KeyNormScorer(Scorer):
     """Keep short keys."""
 
     name: ClassVar[str] = "key_norm"
+    over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
 
     def score(self, chunk: Chunk) -> Tensor:

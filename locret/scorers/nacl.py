@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from locret.backbone.adapters import ranks_of
 from locret.backbone.chunk import Chunk
+from locret.backbone.head_ranks import HeadRanks
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_at_least, check_choice, check_seed, check_shares
@@ -34,6 +36,7 @@ class NACLScorer(Scorer):
     """Keep what proxies look at, and a random sample of the rest."""
 
     name: ClassVar[str] = "nacl"
+    over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
 
@@ -104,13 +107,19 @@ class NACLScorer(Scorer):
             )
         return max(1, min(wanted, self.most_proxies, chunk.new_tokens))
 
+    def prepare(self, model: nn.Module) -> HeadRanks | None:
+        """Return the processes that share the heads."""
+        return ranks_of(model)
+
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S): the proxies' attention, raised for units that stay by score or by lot."""
         kv_heads, slots = chunk.key.shape[1:3]
         first = chunk.new_tokens - self._proxies(chunk)
         sums_BNS = attention_sums(chunk, first, see_all=self.proxy_mask == "full")
-        # The official code indexes scores of N query heads with the number of a KV head.
-        sums_BKS = sums_BNS[:, :kv_heads] if self.group == "official" else reduce_group(sums_BNS, kv_heads, "sum")
+        if self.group == "official":
+            sums_BKS = _by_number(sums_BNS, kv_heads, chunk.prepared)
+        else:
+            sums_BKS = reduce_group(sums_BNS, kv_heads, "sum")
         return self._selected(chunk, sums_BKS) if slots > chunk.budget else sums_BKS
 
     def _selected(self, chunk: Chunk, sums_BKS: Tensor) -> Tensor:
@@ -121,7 +130,10 @@ class NACLScorer(Scorer):
         own = budget - (chunk.recent - self.recent(budget))
         by_lot = places.clamp_max(round(self.random_share * own))
         best = free & (_ranks(sums_BKS.masked_fill(~free, -torch.inf)) < places - by_lot)
-        draw = uniform_draw(positions, self.seed, chunk.layer_idx, positions.shape[1], self.draws == "shared")
+        first = 0 if chunk.prepared is None else chunk.prepared.rank * positions.shape[1]
+        draw = uniform_draw(
+            positions, self.seed, chunk.layer_idx, positions.shape[1], self.draws == "shared", first=first
+        )
         draw = draw.clamp_min(2.0**-32)
         luck = -torch.log(-torch.log(draw))
         if self.sampling == "attention":
@@ -131,6 +143,13 @@ class NACLScorer(Scorer):
         scores = torch.where(best | drawn, sums_BKS + above_all, sums_BKS)
         # Sinks come first while answering too, when the budget, and the sinks' share of it, may be smaller.
         return torch.where((positions >= 0) & (positions < chunk.sinks), sums_BKS + 2 * above_all, scores)
+
+
+def _by_number(sums_BNS: Tensor, kv_heads: int, ranks: HeadRanks | None) -> Tensor:
+    """Return (B, K, S): of each KV head the query head of its number, which the official code takes."""
+    if ranks is None:
+        return sums_BNS[:, :kv_heads]
+    return ranks.own(ranks.gather(sums_BNS, 1)[:, : kv_heads * ranks.size], 1)
 
 
 def _ranks(values_BKS: Tensor) -> Tensor:

@@ -23,13 +23,15 @@ class OracleScorer(Scorer):
     """Keep the units that the true answer looks at most."""
 
     name: ClassVar[str] = "oracle"
+    over_ranks: ClassVar[bool] = True
     needs: ClassVar[str] = (
         "the labels of the true answer, which only locret-eval knows; compare it there with --methods oracle, or give "
         "labels=answer_labels(...) in Python"
     )
 
     labels: Tensor
-    """(layers, kv_heads, n): labels of the prompt's n tokens; layers are the full-attention ones, in order."""
+    """(layers, kv_heads, n): labels of the prompt's n tokens; layers are the full-attention ones, in order, KV heads
+    those of this process."""
 
     def prepare(self, model: nn.Module) -> dict[int, int]:
         """Return which row of the labels belongs to which layer.

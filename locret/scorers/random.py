@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from locret.backbone.adapters import ranks_of
 from locret.backbone.chunk import Chunk
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_seed
@@ -24,6 +25,7 @@ class RandomScorer(Scorer):
     """Keep units drawn at random."""
 
     name: ClassVar[str] = "random"
+    over_ranks: ClassVar[bool] = True
 
     seed: int = 0
     """Seed of the draw."""
@@ -32,13 +34,22 @@ class RandomScorer(Scorer):
         super().__post_init__()
         check_seed(self.name, self.seed)
 
+    def prepare(self, model: nn.Module) -> int:
+        """Return which process this is of those that share the KV heads, from 0."""
+        ranks = ranks_of(model)
+        return 0 if ranks is None else ranks.rank
+
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
         batch, kv_heads = chunk.key.shape[:2]
-        return uniform_draw(chunk.positions, self.seed, chunk.layer_idx, kv_heads).float().expand(batch, -1, -1)
+        first = chunk.prepared * kv_heads
+        draw = uniform_draw(chunk.positions, self.seed, chunk.layer_idx, kv_heads, first=first)
+        return draw.float().expand(batch, -1, -1)
 
 
-def uniform_draw(positions: Tensor, seed: int, layer_idx: int, kv_heads: int, shared: bool = False) -> Tensor:
+def uniform_draw(
+    positions: Tensor, seed: int, layer_idx: int, kv_heads: int, shared: bool = False, first: int = 0
+) -> Tensor:
     """Draw one number per unit from U(0, 1): a function of seed, layer, KV head and original position alone.
 
     Args:
@@ -47,11 +58,12 @@ def uniform_draw(positions: Tensor, seed: int, layer_idx: int, kv_heads: int, sh
         layer_idx: Layer.
         kv_heads: K.
         shared: Let all KV heads have the draw of the first.
+        first: KV heads of the layer before these.
 
     Returns:
         (B, K, S) float64, in [0, 1).
     """
-    heads = torch.arange(kv_heads, device=positions.device)[:, None] * (not shared)
+    heads = torch.arange(first, first + kv_heads, device=positions.device)[:, None] * (not shared)
     # Two rounds of a multiplicative integer hash in 31 bits; products stay below 2**62.
     state = positions.long() * 2 + seed * 7919 + layer_idx * 104729 + heads * 1299709
     for multiplier in (0x2C1B3C6D, 0x297A2D39):

@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from locret.backbone.adapters import attention_modules, device_of
+from locret.backbone.adapters import ranks_of
 from locret.backbone.chunk import Chunk
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
+from locret.heads.shard import ShardedHeads, sharded
 from locret.labels import KINDS
 from locret.scorers.base import Scorer
 
@@ -26,6 +27,7 @@ class RetainingHeadScorer(Scorer):
     """Rank units with trained retaining heads."""
 
     name: ClassVar[str] = "retaining_heads"
+    over_ranks: ClassVar[bool] = True
     needs: ClassVar[str] = "trained heads; give --heads FOLDER, or the option as retaining_heads:heads=FOLDER"
     by_features: ClassVar[bool] = True
 
@@ -33,21 +35,19 @@ class RetainingHeadScorer(Scorer):
     """Trained heads, or the folder or Hub id to load them from."""
 
     def prepare(self, model: nn.Module) -> RetainingHeads:
-        """Return the heads, loaded if need be, each on its layer's device.
+        """Return the heads, loaded if need be, each on its layer's device; where processes share heads, its part.
 
         Raises:
             ValueError: If they do not fit the model.
         """
         heads = RetainingHeads.from_pretrained(self.heads) if isinstance(self.heads, str) else self.heads
         heads.check_matches(model)
-        for index, module in enumerate(attention_modules(model)):
-            if index in heads.layers:
-                heads[index].to(device_of(module))
-        return heads
+        return sharded(heads, ranks_of(model)).follow(model)
 
     def identity(self, prepared: RetainingHeads) -> dict[str, Any]:
         """Return a fingerprint of the heads' weights."""
-        return {"weights": weight_fingerprint(prepared)}
+        whole = prepared.whole() if isinstance(prepared, ShardedHeads) else prepared
+        return {"weights": weight_fingerprint(whole)}
 
     def relative(self, prepared: RetainingHeads) -> bool:
         """Yes, unless a regression taught labels that compare across heads: a ranking leaves each head's level open."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.chunk import Chunk
+from locret.backbone.learned_sinks import by_kv_head, log_total
 from locret.scorers.attention_rows import last_logits
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_at_least, check_shares
@@ -34,6 +35,7 @@ class SageKVScorer(Scorer):
     """Keep what the prompt's last token looks at, every query head on its own."""
 
     name: ClassVar[str] = "sage_kv"
+    over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
 
@@ -83,7 +85,9 @@ class SageKVScorer(Scorer):
         lists = logits.masked_fill(~between[:, :, None], -torch.inf).topk(each, dim=-1).indices
         listed = torch.zeros_like(between).scatter_(-1, lists.flatten(2), True) & between
         # 1 / (1 - x) keeps the order of log-probabilities and lies in 0 .. 1, between recent and listed units.
-        best = 1 / (1 - logits.log_softmax(-1).amax(2))
+        learned = by_kv_head(chunk.learned_sinks, kv_heads)
+        log_weights = logits - log_total(logits, None if learned is None else learned[..., 0])
+        best = 1 / (1 - log_weights.amax(2))
         scores = torch.where(newest & ~first, positions.float() - _BELOW_ALL, best + listed)
         # Sinks come before listed units while answering too, when the budget may be smaller.
         return scores.masked_fill(first, _SINK)

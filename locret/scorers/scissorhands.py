@@ -29,6 +29,7 @@ class ScissorhandsScorer(Scorer):
     """Drop what was looked past most often."""
 
     name: ClassVar[str] = "scissorhands"
+    over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True

@@ -36,6 +36,7 @@ class SirLLMScorer(TokenScorer):
     """Keep surprising tokens."""
 
     name: ClassVar[str] = "sirllm"
+    over_ranks: ClassVar[bool] = True
 
     definition: str = "paper"
     """What a token scores: its surprisal ("paper"), or what the released code stores ("official")."""

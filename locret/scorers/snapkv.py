@@ -29,6 +29,7 @@ class SnapKVScorer(Scorer):
     """Keep what the last queries look at, and its neighbours."""
 
     name: ClassVar[str] = "snapkv"
+    over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     rates_answers: ClassVar[bool] = False
     causal: ClassVar[bool] = False

@@ -23,6 +23,7 @@ class StreamingScorer(Scorer):
     """Keep the first and the most recent tokens."""
 
     name: ClassVar[str] = "streaming"
+    over_ranks: ClassVar[bool] = True
 
     sinks: int = 4
     """First tokens of the text that always stay (the paper: 4)."""

@@ -11,9 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from locret.backbone.adapters import ranks_of
 from locret.backbone.chunk import Chunk
+from locret.backbone.head_ranks import HeadRanks
 from locret.scorers.attention_rows import attention_sums
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_at_least
@@ -24,6 +26,7 @@ class TOVAScorer(Scorer):
     """Keep what the newest token looks at."""
 
     name: ClassVar[str] = "tova"
+    over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
 
@@ -39,7 +42,14 @@ class TOVAScorer(Scorer):
         """Return the newest units that stay."""
         return self.keep_recent
 
+    def prepare(self, model: nn.Module) -> HeadRanks | None:
+        """Return the processes that share the heads."""
+        return ranks_of(model)
+
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S), equal in all KV heads."""
         last_BNS = attention_sums(chunk, chunk.new_tokens - 1)
-        return last_BNS.mean(1, keepdim=True).expand(-1, chunk.key.shape[1], -1)
+        mean_B1S = last_BNS.mean(1, keepdim=True)
+        if chunk.prepared is not None:
+            mean_B1S = chunk.prepared.mean(mean_B1S)
+        return mean_B1S.expand(-1, chunk.key.shape[1], -1)

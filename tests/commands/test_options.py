@@ -368,8 +368,8 @@ def test_names_of_other_tools_work_as_flags_and_keys_and_the_impossible_says_wha
     file.write_text("pretrained: x\ncache_budget: 8\n")
     (things,), _ = parse_options("tool", "Try.", [Things], ["--config", str(file)])
     assert (things.model, things.budget) == ("x", 8)
-    with pytest.raises(ValueError, match=r"^--load-in-4bit is not an option here: .*; give --model"):
-        parse("--load-in-4bit")
+    with pytest.raises(ValueError, match=r"^--bnb-4bit-compute-dtype is not an option here: it is --dtype"):
+        parse("--bnb-4bit-compute-dtype", "bfloat16")
     file.write_text("num_train_epochs: 3\n")
     with pytest.raises(ValueError, match=r"^num_train_epochs in .*recipe.yaml is not an option here: .*--steps"):
         parse("--config", str(file))

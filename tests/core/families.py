@@ -9,10 +9,13 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    MixtralConfig,
     Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
@@ -77,6 +80,9 @@ def _configs() -> dict[str, PreTrainedConfig]:
         "qwen3-moe": Qwen3MoeConfig(
             **SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
         ),
+        "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+        "granitemoe": GraniteMoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+        "gpt-oss": GptOssConfig(**{**SHAPE, **SLIDING}, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
         "gemma2": Gemma2Config(**{**SHAPE, **SLIDING}, head_dim=8, query_pre_attn_scalar=8),
         "gemma3": Gemma3TextConfig(**{**SHAPE, **SLIDING}, head_dim=8, query_pre_attn_scalar=8),
     }

@@ -49,6 +49,8 @@ def test_a_model_whose_modules_are_elsewhere_is_refused() -> None:
 class Recorder:
     """Keeps the features of every layer; gives no positions."""
 
+    exchange = None
+
     def __init__(self, model: Any) -> None:
         backbone = describe(model)
         self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}

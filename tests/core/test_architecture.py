@@ -42,6 +42,7 @@ STOREYS = (
     ("scorers", "mergers"),
     ("cache",),
     ("token_ids", "chunked_prefill", "generation"),
+    ("weights",),
     ("loading", "distributed", "conversation", "engines"),
 )
 """The rooms of locret from the ground up; each may import those below it and its own storey."""

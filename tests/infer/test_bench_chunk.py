@@ -17,6 +17,8 @@ from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.report import numbers
 from locret.infer.speed.resolve import make_plan
 from locret.infer.speed.runs import make_setup, new_run
+from locret.load_options import WeightOptions
+from locret.weights.plan import plan_weights
 
 NUMBERS = {"shape": "tiny", "budget": 1200, "stabilizers": 16, "local_len": 8, "new_tokens": 4, "dtype": "float32"}
 
@@ -97,7 +99,8 @@ def test_heads_and_the_weights_of_peers_take_room(monkeypatch: pytest.MonkeyPatc
     assert large.needed_bytes - small.needed_bytes >= 4 * (2048 - 8) * (features + 4) * 4
     beside = plan_of(vs="transformers")
     assert beside.chunk_choice is not None
-    assert beside.chunk_choice.free_bytes == 10**9 - chunk_size.weight_bytes(beside.config, torch.float32)
+    weights = plan_weights(WeightOptions(), beside.config, torch.device("cpu"), torch.float32)
+    assert beside.chunk_choice.free_bytes == 10**9 - weights.total
 
 
 @pytest.mark.slow

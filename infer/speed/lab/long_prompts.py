@@ -99,7 +99,7 @@ def reader(
     Raises:
         ValueError: If backbone, heads or policy do not fit.
     """
-    config, device = loading.load_config(options), loading.resolve_device(options.device)
+    config, device = loading.load_config(options), loading.device_of_source(options)
     scorer, recommended = loading.load_scorer(scorer_options)
     loading.check_matches(scorer_options, scorer, config)
     policy = resolve_options(flags, chosen, recommended)

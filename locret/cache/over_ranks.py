@@ -1,0 +1,71 @@
+"""Caches of a backbone whose KV heads are shared by processes: what can be shared, and files that hold all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from locret import lookups, prefill_attention
+from locret.backbone.head_ranks import HeadRanks
+from locret.lookups import InfLLM
+
+if TYPE_CHECKING:
+    from locret.cache.cache import RetentionCache
+
+_WITHOUT = "or start one process (without --shard tp)"
+
+
+def check_over_ranks(cache: RetentionCache) -> None:
+    """Refuse what would choose other units where processes share the KV heads of a layer than in one process.
+
+    Raises:
+        ValueError: Naming it, and the way out.
+    """
+    policy = cache.policy
+    used: list[Any] = [cache.scorer, cache.merger, prefill_attention.get(policy.prefill_attention)]
+    if policy.has_host and not policy.recalls_blocks:
+        used.append(lookups.get(policy.recall_by))
+    for one in used:
+        if one is not None and not one.over_ranks:
+            raise ValueError(
+                f"{one.kind} {one.name} does not say that it can rate the KV heads of one process alone (over_ranks), "
+                f"but tensor parallelism gives each process some of them; choose another {one.kind}, {_WITHOUT}"
+            )
+    if policy.head_budgets == "adaptive":
+        raise ValueError(
+            'head_budgets="adaptive" lets all heads of a layer compete, so under tensor parallelism one process could '
+            f'come to hold the units of all; use head_budgets="uniform", {_WITHOUT}'
+        )
+    if policy.recalls_blocks:
+        found = lookups.find(policy.recall_by)
+        if isinstance(found, InfLLM) and not found.per_head:
+            raise ValueError(
+                f"recall_by={policy.recall_by} chooses the same blocks for all heads of a layer, which tensor "
+                f"parallelism spreads over processes; add per_head=true to it, {_WITHOUT}"
+            )
+
+
+def runs_over_heads(name: str, tensor: Tensor) -> bool:
+    """Return whether dimension 1 of a tensor of a cache's state counts KV heads, or query heads."""
+    return name.startswith("layers.") and (tensor.ndim >= 3 or name.endswith("exact"))
+
+
+def whole_state(tensors: Mapping[str, Tensor], ranks: HeadRanks | None) -> dict[str, Tensor]:
+    """Return a cache's state with the heads of all processes; called in all of them alike."""
+    if ranks is None:
+        return dict(tensors)
+    return {
+        name: ranks.gather(tensor, 1) if runs_over_heads(name, tensor) else tensor for name, tensor in tensors.items()
+    }
+
+
+def own_state(tensors: Mapping[str, Tensor], ranks: HeadRanks | None) -> dict[str, Tensor]:
+    """Return the part of a whole state that belongs to this process."""
+    if ranks is None:
+        return dict(tensors)
+    return {
+        name: ranks.own(tensor, 1).contiguous() if runs_over_heads(name, tensor) else tensor
+        for name, tensor in tensors.items()
+    }

@@ -1,0 +1,1 @@
+"""How a backbone's weights come into memory: in which numbers, on which devices, in how many bytes."""

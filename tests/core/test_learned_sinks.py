@@ -1,0 +1,184 @@
+"""Learned sinks take their share of every softmax: in all ways of attending, in scores, labels and refitted values."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chunks import make_chunk
+from families import build, prompt
+
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, reference, save_cache
+from locret.backbone.attention import MaskMemo, Recalled, View, attend
+from locret.backbone.chunk import Attended
+from locret.cache.refit import refitted_values
+from locret.labels.labels import layer_labels, observe
+from locret.prefill_attention.blocked import SparseAttention
+from locret.scorers.attention_rows import attention_sums
+from locret.train.step import train_step
+
+SINKS = torch.tensor([0.7, -1.2, 2.5, 0.1])
+POLICY = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6)
+
+
+def tensors(new: int, slots: int, batch: int = 1) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(new * 100 + slots)
+    shapes = ((batch, 4, new, 8), (batch, 2, slots, 8), (batch, 2, slots, 8))
+    return tuple(torch.randn(shape, generator=g) for shape in shapes)
+
+
+def with_sinks(query: torch.Tensor, view: View, **options: Any) -> torch.Tensor:
+    return attend(query, view, scaling=0.3, memo=MaskMemo(), sinks=SINKS, **options)
+
+
+@pytest.mark.parametrize(("new", "slots"), [(1, 1), (1, 37), (5, 5), (7, 41), (300, 333)])
+def test_plain_attention_equals_the_oracle(new: int, slots: int) -> None:
+    query, key, value = tensors(new, slots)
+    out = with_sinks(query, View(key, value))
+    torch.testing.assert_close(out[0], reference.attend(query[0], key[0], value[0], 0.3, SINKS), atol=1e-5, rtol=0)
+    assert (out - attend(query, View(key, value), scaling=0.3, memo=MaskMemo())).abs().max() > 0.01
+
+
+def test_a_window_and_empty_slots_leave_the_sink() -> None:
+    query, key, value = tensors(6, 20)
+    out = with_sinks(query, View(key, value), window=4)
+    for i in range(6):
+        seen = slice(20 - 6 + i - 3, 20 - 6 + i + 1)
+        alone = reference.attend(query[0, :, i : i + 1], key[0, :, seen], value[0, :, seen], 0.3, SINKS)
+        torch.testing.assert_close(out[0, :, i : i + 1], alone, atol=1e-5, rtol=0)
+    query, key, value = tensors(3, 20, batch=2)
+    out = with_sinks(query, View(key, value, row_start=torch.tensor([0, 6])))
+    alone = reference.attend(query[1], key[1, :, 6:], value[1, :, 6:], 0.3, SINKS)
+    torch.testing.assert_close(out[1], alone, atol=1e-5, rtol=0)
+
+
+def test_heads_with_different_numbers_of_units_keep_their_own_sinks() -> None:
+    query, key, value = tensors(3, 20)
+    segments = [[slice(0, 12), slice(12, 20)]]
+    out = with_sinks(query, View(key[:, :1], value[:, :1], segments=segments))
+    for head, span in enumerate(segments[0]):
+        own = slice(2 * head, 2 * head + 2)
+        alone = reference.attend(query[0, own], key[0, :1, span], value[0, :1, span], 0.3, SINKS[own])
+        torch.testing.assert_close(out[0, own], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_recalled_units_share_one_softmax_with_the_sink(shared: bool, heads: int) -> None:
+    query, key, value = tensors(5, 20)
+    g = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(1, heads, 1 if shared else 5, 7, 8, generator=g) for _ in range(2))
+    out = with_sinks(query, View(key, value, recalled=Recalled(keys, values, None)))
+    for n in range(4):
+        for i in range(5):
+            far, of = n // (4 // heads), 0 if shared else i
+            seen = 20 - 5 + i + 1
+            all_keys = torch.cat([keys[0, far, of], key[0, n // 2, :seen]])[None]
+            all_values = torch.cat([values[0, far, of], value[0, n // 2, :seen]])[None]
+            alone = reference.attend(query[0, n : n + 1, i : i + 1], all_keys, all_values, 0.3, SINKS[n : n + 1])
+            torch.testing.assert_close(out[0, n, i], alone[0, 0], atol=1e-5, rtol=0)
+
+
+def test_a_sparse_pattern_that_covers_everything_is_dense_attention() -> None:
+    query, key, value = tensors(40, 90)
+    out = with_sinks(query, View(key, value, sparse=_Everything()))
+    torch.testing.assert_close(out, with_sinks(query, View(key, value)), atol=1e-5, rtol=0)
+
+
+class _Everything(SparseAttention):
+    """Chooses every slot, and still attends block by block."""
+
+    def __init__(self) -> None:
+        super().__init__([_Pattern()] * 4)
+
+
+class _Pattern:
+    rows = 16
+
+    def covers(self, slots: int) -> bool:
+        return False
+
+    def choose(self, query: torch.Tensor, key: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.ones(len(query), -(-query.shape[1] // self.rows), len(key), dtype=torch.bool)
+
+
+def test_flash_attn_gives_the_log_sum_exp_that_the_sink_is_weighed_against(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package needs a GPU; a stand-in that computes its documented formula checks what it is asked for."""
+
+    def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        assert options["return_attn_probs"]
+        new, slots = q.shape[1], k.shape[1]
+        logits = torch.einsum("blhd,bshd->bhls", q, k.repeat_interleave(2, 2)) * options["softmax_scale"]
+        hidden = torch.ones(new, slots, dtype=torch.bool).triu(slots - new + 1)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        out = torch.einsum("bhls,bshd->blhd", logits.softmax(-1), v.repeat_interleave(2, 2))
+        return out, logits.logsumexp(-1), None
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    query, key, value = tensors(6, 20)
+    out = with_sinks(query, View(key, value), flash=True)
+    torch.testing.assert_close(out, with_sinks(query, View(key, value)), atol=1e-5, rtol=0)
+
+
+def test_scorers_read_attention_of_which_the_sink_has_its_share() -> None:
+    query, key, _ = tensors(7, 20)
+    chunk = make_chunk(query, key, 0.3)
+    plain, sunk = attention_sums(chunk), attention_sums(replace(chunk, learned_sinks=SINKS))
+    expected = torch.zeros(4, 20)
+    for n in range(4):
+        for i in range(7):
+            seen = 20 - 7 + i + 1
+            row = torch.cat([key[0, n // 2, :seen] @ query[0, n, i] * 0.3, SINKS[n : n + 1]])
+            expected[n, :seen] += row.softmax(0)[:-1]
+    torch.testing.assert_close(sunk[0], expected, atol=1e-5, rtol=0)
+    assert (plain.sum(-1) - 7).abs().max() < 1e-4
+    assert (sunk.sum(-1) < 7).all()
+
+
+def test_refitted_values_answer_for_attention_with_the_sink() -> None:
+    query, key, value = tensors(6, 20)
+    kept = torch.arange(20)  # where everything stays, nothing is missing
+    same = refitted_values(query[0, :2], key[0, 0], value[0, 0], kept, 0.3, None, SINKS[:2, None, None])
+    torch.testing.assert_close(same, value[0, 0], atol=1e-4, rtol=0)
+    some = [refitted_values(query[0, :2], key[0, 0], value[0, 0], kept[::2], 0.3, None, sinks)
+            for sinks in (None, torch.full((2, 1, 1), -1e9), SINKS[:2, None, None])]  # fmt: skip
+    torch.testing.assert_close(some[0], some[1], atol=1e-5, rtol=0)
+    assert (some[2] - some[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["logit", "log_attention"])
+def test_labels_of_gpt_oss_equal_the_oracle(kind: str) -> None:
+    model, ids, found = build("gpt-oss"), prompt(40), {}
+
+    def on_layer(chunk: Attended) -> None:
+        assert chunk.learned_sinks is not None
+        ours = layer_labels(chunk, 30, kind, False)
+        theirs = reference.labels(
+            chunk.query[0], chunk.key[0], 30, 30, chunk.scaling, kind, chunk.learned_sinks.detach()
+        )
+        found[chunk.layer_idx] = (ours - theirs).abs().max().item()
+
+    observe(model, ids, on_layer)
+    assert list(found) == [1]
+    assert max(found.values()) < 1e-4
+
+
+def test_gpt_oss_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    model, ids = build("gpt-oss"), prompt(70)
+    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
+    result = train_step(model, heads, ids[:, :50], ids[:, 50:])
+    assert result.tokens
+    assert all(parameter.grad is not None for parameter in heads.parameters())
+    cache = RetentionCache(model, heads, POLICY)
+    prefill(model, ids, cache)
+    save_cache(cache, tmp_path / "cache.safetensors")
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    loaded = load_cache(tmp_path / "cache.safetensors", model, heads)
+    assert torch.equal(generate(model, cache=loaded, **options), generate(model, cache=cache, **options))

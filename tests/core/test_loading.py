@@ -1,0 +1,166 @@
+"""Where weights go and in which numbers: refusals before weights, results as of the whole model, bytes as planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from locret import LongContextModel, RetainingHeads, RetentionCache, RetentionPolicy, generate, loading, prefill
+from locret.infer.infer_options import ModelOptions
+from locret.train.step import train_step
+from locret.weights.plan import WeightPlan, plan_weights
+
+TINY = "checkpoints/tiny"
+CPU = torch.device("cpu")
+POLICY = RetentionPolicy(budget=32, chunk_size=64, stabilizers=8, local_len=16)
+LAYERS = [f"model.layers.{index}" for index in range(5)]
+REST = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+HALF = {**REST, **dict.fromkeys(LAYERS[:2], "cpu"), **dict.fromkeys(LAYERS[2:], "disk")}
+
+
+def plan_of(**options: Any) -> WeightPlan:
+    source = ModelOptions(model=TINY, **options)
+    return plan_weights(source, loading.load_config(source), loading.device_of_source(source), torch.float32)
+
+
+def load(**options: Any) -> Any:
+    source = ModelOptions(model=TINY, **options)
+    return loading.load_model(source, loading.load_config(source), loading.device_of_source(source), torch.float32)
+
+
+def results(model: Any) -> list[Tensor]:
+    """Return what training, reading and answering give."""
+    ids = torch.randint(5, 800, (1, 260), generator=torch.Generator().manual_seed(1))
+    heads = RetainingHeads.for_model(model, 16, seed=0).requires_grad_(True)
+    loss = train_step(model, heads, ids[:, :-20], ids[:, -20:]).total
+    trained = RetainingHeads.from_pretrained("checkpoints/tiny-heads")
+    cache = RetentionCache(model, trained, POLICY)
+    logits = prefill(model, ids, cache)
+    kept = [cache.kept_positions(layer) for layer in range(5)]
+    gradients = [weight.grad for weight in heads.parameters() if weight.grad is not None]
+    assert len(gradients) == 10
+    return [loss, logits, *kept, *gradients, generate(model, cache=cache, max_new_tokens=4)]
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[Tensor]:
+    return results(load())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device_map": HALF},
+        {"device_map": "auto", "max_memory": {"cpu": "5MiB"}},
+        {"device_map": {"": "disk"}},
+        {"device_map": "cpu"},
+    ],
+    ids=["a mapping", "what does not fit", "all on disk", "a device"],
+)
+def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, Any], whole: list[Tensor]) -> None:
+    model = load(**options)
+    planned, held = plan_of(**options), sum(weight.nbytes for weight in model.parameters() if not weight.is_meta)
+    assert planned.places.get("cpu", 0) == held
+    assert planned.total == sum(weight.nbytes for weight in model.parameters())
+    assert planned.on(CPU) == held + planned.gathered
+    for found, expected in zip(results(model), whole, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_context_over_weights_on_disk_is_the_one_over_the_whole_model() -> None:
+    mapped, plain = (
+        LongContextModel.from_pretrained(TINY, heads="checkpoints/tiny-heads", device_map=where)
+        for where in ({"": "disk"}, None)
+    )
+    text = "The pass key is 71432. Remember it. " + "The grass is green. " * 60
+    question = "What is the pass key?"
+    answers = [lm.read(text, progress=False).ask(question) for lm in (mapped, plain)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"load_in_4bit": True, "load_in_8bit": True}, "--load-in-4bit and --load-in-8bit exclude each other"),
+        ({"load_in_8bit": True, "quantization_config": "{}"}, "--load-in-8bit and --quantization-config exclude"),
+        ({"device_map": "auto", "device": "cpu"}, "--device cpu and --device-map exclude each other"),
+        ({"max_memory": {"cpu": "1GiB"}}, "--max-memory belongs to --device-map"),
+        ({"offload_folder": "x"}, "--offload-folder belongs to --device-map"),
+        ({"device_map": {"": "cpu"}, "max_memory": {"cpu": "1GiB"}}, "--max-memory is for a --device-map that is made"),
+        ({"device_map": {"": "cpu"}, "offload_folder": "x"}, "--offload-folder x would stay empty"),
+        ({"device_map": {"model.layers.9": "cpu", "": "cpu"}}, "names model.layers.9, which LlamaForCausalLM does not"),
+        ({"device_map": {"model.layers": "cpu"}}, "says nothing of 2 weights, such as model.embed_tokens.weight"),
+        ({"device_map": {}}, "--device-map is empty"),
+        ({"device_map": {"": 7}}, "puts everything on 7, which is not here"),
+        ({"device_map": {"model": "meta", "lm_head": "cpu"}}, "puts model on meta, which is not here"),
+        ({"device_map": "everywhere"}, "--device-map everywhere is neither auto"),
+        ({"device_map": "{'': 1"}, "is no JSON"),
+        ({"device_map": "auto", "max_memory": {"gpu": "1GiB"}}, "--max-memory names gpu"),
+        ({"device_map": "auto", "max_memory": {"cpu": "much"}}, "gives cpu much, which is no amount"),
+        ({"quantization_config": "nowhere.json"}, "--quantization-config nowhere.json: there is no such file"),
+        ({"quantization_config": {"bits": 4}}, "names no quant_method"),
+        ({"quantization_config": {"quant_method": "nonsense"}}, "Unknown quantization type"),
+        ({"quantization_config": {"quant_method": "vptq"}}, "needs the package vptq, .*run pip install vptq"),
+        ({"gguf_file": "model.gguf"}, "--gguf-file model.gguf: there is no such file"),
+        ({"gguf_file": "model.gguf", "load_in_4bit": True}, "--load-in-4bit: model.gguf is quantised already"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence_before_weights_are_read(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    for attempt in (plan_of, load):
+        with pytest.raises(ValueError, match=message) as caught:
+            attempt(**options)
+        assert "\n" not in str(caught.value)
+
+
+def test_several_processes_do_not_share_a_device_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 processes were started"):
+        load(device_map="auto")
+
+
+def test_a_backbone_that_was_quantised_otherwise_is_not_quantised_again(
+    backbone_with: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("locret.weights.quantisation._require", lambda *_: None)
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    source = ModelOptions(model=backbone_with(quantization_config=stored), load_in_8bit=True)
+    with pytest.raises(ValueError, match=r"quantised already \(bitsandbytes 4 bits, nf4\), and cannot .* 8 bits"):
+        loading.load_config(source)
+    same = ModelOptions(model=source.model, load_in_4bit=True)
+    assert loading.load_config(same).quantization_config
+
+
+@pytest.fixture
+def backbone_with(tmp_path: Path) -> Callable[..., str]:
+    def make(**changes: Any) -> str:
+        values = json.loads(Path(TINY, "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**values, **changes}))
+        return str(tmp_path)
+
+    return make
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import metadata
+
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    with pytest.raises(ValueError, match="--load-in-4bit needs the package bitsandbytes.*pip install bitsandbytes"):
+        load(load_in_4bit=True)
+
+
+def test_a_device_map_comes_as_a_file_or_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps(HALF))
+    assert plan_of(device_map=str(file)) == plan_of(device_map=json.dumps(HALF)) == plan_of(device_map=HALF)

@@ -1,0 +1,53 @@
+"""Every causal model that transformers knows is read right, or refused in one sentence that names the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import registry
+import torch
+import transformers
+from registry import FAMILIES, prompt, random_model, row, tiny_config, walk
+
+PAGE = Path(__file__).parents[2] / "docs" / "backbones.md"
+VERSION, LINES = registry.documented(PAGE.read_text(encoding="utf-8"))
+HERE = transformers.__version__ == VERSION
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Compute in one thread: so little work is slower in several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_right_or_refused_as_documented(family: str) -> None:
+    outcome = walk(family)
+    if outcome.kind != "right":
+        assert outcome.reason
+    if HERE:
+        assert row(outcome) in LINES, "run: python tests/core/registry.py --write docs/backbones.md"
+
+
+def test_the_page_lists_all_families_of_its_version() -> None:
+    if not HERE:
+        pytest.skip(f"the tables are of transformers {VERSION}, here is {transformers.__version__}")
+    listed = [line.split(" | ")[0].removeprefix("| ") for line in LINES if line.startswith("| ")]
+    assert sorted(name for name in listed if name not in ("family", "---")) == FAMILIES
+
+
+def test_the_walk_notices_a_wrong_answer() -> None:
+    model = random_model(tiny_config("llama"))
+    ids = prompt(registry.TOKENS)
+    own = registry._answer(model.generate, ids)
+    registry._check_whole(model, ids, own, "compact")
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight.mul_(1.01)
+    with pytest.raises(AssertionError):
+        registry._check_whole(model, ids, own, "compact")

@@ -1,0 +1,118 @@
+"""What `test_sharding.py` and `test_zero3.py` start in two processes: a sharded backbone beside a whole one.
+
+torchrun --standalone --nproc-per-node 2 tests/distributed/shard_checks.py fsdp [offload [folder]]
+
+Every process measures, the first one prints a JSON object: name -> what each of them found.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
+from locret.backbone.adapters import input_device
+from locret.backbone.passes import in_step
+from locret.distributed.ranks import Ranks, joined
+from locret.heads.fingerprint import any_fingerprint, weight_fingerprint
+from locret.load_options import BackboneSource
+from locret.loading import load_config, load_model
+from locret.mergers.kernels import MergingKernels
+from locret.train.merging_step import merging_step
+from locret.train.step import train_step
+
+MODEL, CPU = "checkpoints/tiny", torch.device("cpu")
+POLICY = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
+
+
+def ids(own: Ranks, tokens: int) -> Tensor:
+    """Return text that every process has another of."""
+    return torch.randint(5, 800, (1, tokens), generator=torch.Generator().manual_seed(7 + own.rank))
+
+
+def trained(model: nn.Module, row: Tensor, policy: RetentionPolicy | None) -> Tensor:
+    """Return loss and gradients of one row, in one vector."""
+    heads = RetainingHeads.for_model(model, 32, seed=0).requires_grad_(True)
+    result = train_step(model, heads, row[:, :-20], row[:, -20:], policy=policy)
+    return torch.cat([result.total[None], *(p.grad.flatten() for p in heads.parameters() if p.grad is not None)])
+
+
+def merged(model: nn.Module, heads: RetainingHeads, row: Tensor) -> Tensor:
+    kernels = MergingKernels.for_model(model, 8, 5, 0)
+    loss = merging_step(model, heads, kernels, row, POLICY).loss
+    return torch.cat([torch.as_tensor(loss)[None], *(p.grad.flatten() for p in kernels.parameters())])
+
+
+def answered(model: nn.Module, heads: RetainingHeads, row: Tensor, new: int, **options: Any) -> tuple[Tensor, Any]:
+    """Return the logits after a prompt; and what was written, kept and held."""
+    cache = RetentionCache(model, copy.deepcopy(heads), POLICY)
+    logits = prefill(model, row, cache)
+    text = generate(model, cache=cache, max_new_tokens=new, **options)
+    kept = [cache.kept_positions(layer).tolist() for layer in range(len(cache.governed))]
+    return logits, [text.tolist(), kept, cache.memory().to_dict(), cache.seen]
+
+
+def measure(own: Ranks, whole: nn.Module, model: nn.Module) -> dict[str, Any]:
+    """Return differences between the backbones, which are to be 0.0 or True."""
+    heads = RetainingHeads.from_pretrained("checkpoints/tiny-heads", allow_other_base=True)
+    row = ids(own, 300 + 256 * own.rank)
+
+    def apart(function: Callable[[nn.Module], Tensor]) -> float:
+        return (function(whole) - function(model)).abs().max().item()
+
+    found: dict[str, Any] = {"train_step": apart(lambda one: trained(one, row, None))}
+    found["evict_while_training"] = apart(lambda one: trained(one, row, POLICY))
+    found["kernels"] = apart(lambda one: merged(one, heads, row))
+    # As many as the number of the process says, and answers of other lengths.
+    (logits, facts), (others, same) = (answered(one, heads, row, 3 + 6 * own.rank) for one in (whole, model))
+    found |= {"prefill": (logits - others).abs().max().item(), "generate": facts == same}
+    sampled = [answered(one, heads, row, 4, do_sample=True, temperature=2.0) for one in seeded(own, whole, model)]
+    found["sampled"] = sampled[0][1] == sampled[1][1]
+    with in_step(model):  # only one process has something to read
+        found["alone"] = own.is_main or answered(model, heads, row, 5)[1] == answered(whole, heads, row, 5)[1]
+    found["fingerprint"] = weight_fingerprint(model) == weight_fingerprint(whole)
+    found["any_fingerprint"] = any_fingerprint(model) == any_fingerprint(whole)
+    found["device"] = input_device(model) == CPU
+    found["share"] = held(model) / sum(weight.numel() for weight in whole.parameters())
+    return found
+
+
+def seeded(own: Ranks, *models: nn.Module) -> Any:
+    for model in models:
+        torch.manual_seed(own.rank)
+        yield model
+
+
+def held(model: nn.Module) -> int:
+    """Count the weights that this process holds between two passes."""
+    count = 0
+    for weight in model.parameters():
+        if hasattr(weight, "ds_tensor"):
+            count += weight.numel() + weight.ds_tensor.numel()
+        else:
+            count += weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel()
+    return count
+
+
+def main(shard: str, offload: str | None = None, folder: str | None = None) -> None:
+    torch.set_num_threads(1)
+    with joined("shard_checks") as own:
+        source = BackboneSource(
+            model=MODEL, dtype="float32", shard=shard, shard_offload=offload, shard_offload_dir=folder
+        )
+        plain = BackboneSource(model=MODEL, dtype="float32")
+        whole = load_model(plain, load_config(plain), CPU, torch.float32)
+        model = load_model(source, load_config(source), CPU, torch.float32)
+        found = own.gather(measure(own, whole, model))
+        if own.is_main:
+            sys.stdout.write(json.dumps({name: [one[name] for one in found] for name in found[0]}) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

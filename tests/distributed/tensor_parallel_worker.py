@@ -1,0 +1,399 @@
+"""One of several processes that share a backbone by tensor parallelism; test_tensor_parallel.py starts them.
+
+    torchrun --standalone --nproc-per-node N tensor_parallel_worker.py FOLDER CHECK...
+
+Each check compares with the whole backbone, which every process has beside its part, and returns plain data. The first
+process writes what all processes returned to FOLDER/N.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import families
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+
+from locret import (
+    RetainingHeads,
+    RetentionCache,
+    RetentionPolicy,
+    generate,
+    load_cache,
+    lookups,
+    mergers,
+    prefill,
+    prefill_attention,
+    save_cache,
+    scorers,
+)
+from locret.backbone.adapters import describe, ranks_of
+from locret.distributed import tensor_parallel
+from locret.heads.fingerprint import any_fingerprint, weight_fingerprint
+from locret.heads.shard import ShardedHeads, part_of, sharded
+from locret.labels import answer_labels
+from locret.labels.labels import prompt_scores
+from locret.mergers.kernels import MergingKernels
+from locret.train.step import train_step
+from locret.train.training_options import Loss
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(sys.argv[1])
+TINY, HEADS = ROOT / "checkpoints" / "tiny", ROOT / "checkpoints" / "tiny-heads"
+POLICY = {"budget": 48, "chunk_size": 64, "stabilizers": 8, "local_len": 8}
+NEW = 5
+
+
+def load(folder: Path, *, split: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a backbone, whole or this process's part."""
+    config = {"distributed_config": DistributedConfig(tp_size=dist.get_world_size())} if split else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **config)
+    return model.eval().requires_grad_(False)
+
+
+def tokens(length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(5, 800, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Both:
+    """The embedded backbone, whole and in parts."""
+
+    def __init__(self) -> None:
+        self.whole, self.part = load(TINY), load(TINY, split=True)
+        self.heads = RetainingHeads.from_pretrained(HEADS, allow_other_base=True)
+        self.ranks = ranks_of(self.part)
+        self.ids = tokens(200)
+        if dist.get_rank() == 0:
+            MergingKernels.for_model(self.whole, slots=4, seed=0).save_pretrained(FOLDER / "kernels")
+            layer = [["vertical_and_slash", 8, 8, 1], ["stream_llm", 4, 16, 1], ["block_sparse", 2, 1, 1]]
+            heads = self.whole.config.num_attention_heads
+            patterns = [{str(n): layer[(n + nth) % 3] for n in range(heads)} for nth in range(5)]
+            (FOLDER / "patterns.json").write_text(json.dumps(patterns))
+        dist.barrier()
+
+    def compare(self, scorer: Any = None, part_scorer: Any = None, **policy: Any) -> dict[str, Any]:
+        """Read and answer in both; return how far they agree."""
+        scorer = self.heads if scorer is None else scorer
+        part_scorer = scorer if part_scorer is None else part_scorer
+        return compare(self.whole, self.part, scorer, part_scorer, self.ids, **policy)
+
+
+def compare(whole: Any, part: Any, scorer: Any, part_scorer: Any, ids: torch.Tensor, **policy: Any) -> dict[str, Any]:
+    made = RetentionPolicy(**{**POLICY, **policy})
+    ours = RetentionCache(part, part_scorer, made)  # what is refused is refused here
+    theirs = RetentionCache(whole, scorer, made)
+    reference, found = prefill(whole, ids, theirs), prefill(part, ids, ours)
+    same = {"logits": float((reference - found).abs().max()), "kept": same_units(theirs, ours)}
+    same["bytes"] = [ours.memory().actual, ours.memory().planned, theirs.memory().actual, ours.memory().peak]
+    same["evicted"] = ours.seen - max(layer.fill for layer in ours.governed)
+    same["tokens"] = [generate(m, cache=c, max_new_tokens=NEW).tolist() for m, c in ((whole, theirs), (part, ours))]
+    same["kept_after"] = same_units(theirs, ours)
+    return same
+
+
+def same_units(whole: RetentionCache, part: RetentionCache) -> bool:
+    """Return whether this process holds the units of its KV heads, and scores them alike."""
+    alike = True
+    for layer in whole.backbone.layers:
+        positions, scores = whole.kept_positions(layer), whole.kept_scores(layer)
+        if part.ranks is not None:
+            positions, scores = (part.ranks.own(one, 1) for one in (positions, scores))
+        alike &= torch.equal(positions, part.kept_positions(layer))
+        alike &= bool(torch.allclose(scores, part.kept_scores(layer), rtol=1e-4, atol=1e-4))
+    return alike
+
+
+# -- the checks -------------------------------------------------------------------------------------------------------
+
+
+def fingerprints(both: Both) -> Any:
+    halves = [load(TINY, split=split, dtype=torch.float16) for split in (False, True)]
+    return {
+        "exact": [weight_fingerprint(model) for model in (both.whole, both.part)],
+        "in half precision": [any_fingerprint(model) for model in halves],
+    }
+
+
+BLOCKS = {"scorer": "streaming", "budget": 128, "stabilizers": 0, "local_len": 1}
+METHODS: dict[str, dict[str, Any]] = {
+    "heads": {},
+    "heads, at the end": {"when": "prompt_end"},
+    "heads, original positions": {"positions": "original"},
+    "heads, bounded answer": {"decode_budget": 40, "decode_interval": 4},
+    "heads, pyramid": {"layer_budgets": "pyramid"},
+    "heads, growing": {"memory": "linear"},
+    "heads, adaptive memory": {"memory": "adaptive"},
+    "heads, decremental": {"memory": "sqrt", "decremental": True, "min_chunk": 16},
+    "heads, 4 bits": {"key_bits": 4, "value_bits": 4},
+    "heads, rotated 8 bits": {"key_bits": 8, "value_bits": 8, "rounding": "rotated", "exact_recent": 8},
+    "heads, refit": {"refit": True},
+    "heads, adaptive heads": {"head_budgets": "adaptive"},
+    "heads, bounded host": {"host_budget": 64, "recall": 8},
+    "heads, host in codes": {"host_budget": "all", "recall": 8, "key_bits": 8, "value_bits": 8},
+    "infllm": {**BLOCKS, "recall_by": "infllm"},
+    "infllm, per head": {**BLOCKS, "recall_by": "infllm:per_head=true"},
+}
+
+
+SPARSE = {
+    "a_shape": "a_shape:sinks=4,window=64",
+    "vertical_slash": "vertical_slash:vertical=8,slash=8",
+    "block_sparse": "block_sparse:blocks=1",
+    "minference": f"minference:patterns={FOLDER / 'patterns.json'}",
+    "xattention": "xattention:threshold=0.5",
+}
+"""Patterns that leave something out of texts this short."""
+
+
+def walk(both: Both) -> Any:
+    """Run every scorer, lookup, merger and way of reading that there is."""
+    cases = {name: dict(case) for name, case in METHODS.items()}
+    for name in scorers.names():
+        cases[f"scorer {name}"] = {"scorer": name}
+    cases["scorer nacl, official"] = {"scorer": "nacl:group=official,random_share=0.3"}
+    cases["scorer nacl, shared draws"] = {"scorer": "nacl:draws=shared,sampling=uniform"}
+    cases["scorer tova, answering"] = {"scorer": "tova", "decode_budget": 40, "decode_interval": 2}
+    for name in sorted({*lookups.names()} - {"infllm"}):
+        cases[f"lookup {name}"] = {"host_budget": "all", "recall": 16, "recall_by": name}
+    for selector in ("uniform", "exp", "raw"):
+        window = {} if selector == "raw" else {"local_len": 16}
+        spec = f"omnikv:selector={selector}"
+        cases[f"omnikv {selector}"] = {"host_budget": "all", "recall": 16, "recall_by": spec, **window}
+    reading = {"positions": "original", "budget": 1, "stabilizers": 0, "local_len": 1, "host_budget": "all"}
+    cases["omnikv, sparse reading"] = {**reading, "scorer": "streaming", "recall": 32, "recall_by": "omnikv:prefill=1"}
+    cases["quest, its paper's"] = {**reading, "scorer": "streaming", "recall": 32, "recall_by": "quest:page=8"}
+    for name in mergers.names():
+        cases[f"merger {name}"] = {"merge": f"loco:kernels={FOLDER / 'kernels'}" if name == "loco" else name}
+    for name in prefill_attention.names():
+        cases[f"attention {name}"] = {"prefill_attention": SPARSE.get(name, name)}
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = _of_case(both, case)
+        except ValueError as error:
+            found[name] = {"refused": str(error)}
+    return found
+
+
+def _of_case(both: Both, case: dict[str, Any]) -> dict[str, Any]:
+    name = case.pop("scorer", None)
+    if name == "oracle":
+        own = [answer_labels(model, both.ids, tokens(8, 2)) for model in (both.whole, both.part)]
+        return both.compare(*(scorers.OracleScorer(labels=labels) for labels in own), **case)
+    return both.compare(None if name in (None, "retaining_heads") else scorers.get(name), **case)
+
+
+FAMILIES = ("llama-mha", "qwen3", "qwen3-moe", "gemma2", "gemma3", "granite", "phi3", "olmo3", "smollm3")
+
+
+def backbones(both: Both) -> Any:
+    """Compare random backbones of several families; some hold all heads in every process."""
+    found = {}
+    for name in FAMILIES:
+        if dist.get_rank() == 0:
+            families.build(name).save_pretrained(FOLDER / name)
+        dist.barrier()
+        whole, part = load(FOLDER / name), load(FOLDER / name, split=True)
+        heads, ids = RetainingHeads.for_model(whole, 16, seed=0), families.prompt(160)
+        policy = {"budget": 24, "chunk_size": 40, "stabilizers": 4, "local_len": 4}
+        found[name] = {"split": ranks_of(part) is not None, **compare(whole, part, heads, heads, ids, **policy)}
+    return found
+
+
+def rows(both: Both) -> Any:
+    """Read rows of different length together, and answer with beams."""
+    ids = torch.cat([tokens(300, 3), tokens(300, 4)])
+    mask = torch.ones_like(ids)
+    mask[1, :170] = 0
+    found: dict[str, Any] = {}
+    caches = [RetentionCache(model, both.heads, RetentionPolicy(**POLICY)) for model in (both.whole, both.part)]
+    logits = [
+        prefill(model, ids, cache, attention_mask=mask)
+        for model, cache in zip((both.whole, both.part), caches, strict=True)
+    ]
+    found["logits"] = float((logits[0] - logits[1]).abs().max())
+    found["kept"] = same_units(*caches)
+    found["beams"] = [
+        generate(model, cache=cache, max_new_tokens=NEW, num_beams=2).tolist()
+        for model, cache in zip((both.whole, both.part), caches, strict=True)
+    ]
+    return found
+
+
+def files(both: Both) -> Any:
+    """Save and load between different numbers of processes."""
+    found: dict[str, Any] = {}
+    number = dist.get_world_size()
+    for name, extra in SAVED.items():
+        policy = RetentionPolicy(**{**POLICY, **extra})
+        caches = [RetentionCache(model, both.heads, policy) for model in (both.whole, both.part)]
+        for model, cache in zip((both.whole, both.part), caches, strict=True):
+            prefill(model, both.ids, cache)
+        paths = [FOLDER / f"{name}-{count}.ctx" for count in (1, number)]
+        save_cache(caches[1], paths[1])
+        if dist.get_rank() == 0:
+            save_cache(caches[0], paths[0])
+        dist.barrier()
+        tensors = [safetensors.torch.load_file(path) for path in paths]
+        far = {
+            key: float(
+                ((tensors[0][key].double() - tensors[1][key].double()) / (1 + tensors[0][key].abs())).abs().max()
+            )
+            for key in tensors[0]
+            if tensors[0][key].numel()
+        }
+        found[name] = {
+            "names": sorted(tensors[0]) == sorted(tensors[1]),
+            "positions": max(far[key] for key in far if "positions" in key or "rows." in key),
+            "units": max(far[key] for key in far if "positions" not in key and "rows." not in key),
+            "headers": _header_of(paths[0]) == _header_of(paths[1]),
+            "answers": [
+                generate(model, cache=load_cache(path, model, both.heads), max_new_tokens=NEW).tolist()
+                for model in (both.whole, both.part)
+                for path in sorted(FOLDER.glob(f"{name}-*.ctx"))
+            ],
+        }
+    return found
+
+
+SAVED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "codes": {"key_bits": 8, "value_bits": 8, "exact_recent": 8},
+    "tiers": {"host_budget": "all", "recall": 8, "recall_by": "omnikv:selector=exp,window=8"},
+}
+
+
+def _header_of(path: Path) -> dict[str, Any]:
+    with safetensors.safe_open(path, framework="pt") as file:
+        return dict(json.loads(file.metadata()["state"]))
+
+
+def heads(both: Both) -> Any:
+    """Take heads apart and together again."""
+    own = sharded(both.heads, both.ranks)
+    assert isinstance(own, ShardedHeads)
+    folder = FOLDER / f"heads-{dist.get_world_size()}"
+    own.save_pretrained(folder)
+    dist.barrier()
+    state, whole = own.whole_state(), both.heads.state_dict()
+    scores = [prompt_scores(model, ours, both.ids) for model, ours in ((both.whole, both.heads), (both.part, own))]
+    return {
+        "bytes": [sum(p.nbytes for p in heads.parameters()) for heads in (both.heads, own)],
+        "state": list(state) == list(whole) and all(torch.equal(state[key], whole[key]) for key in whole),
+        "file": (folder / "model.safetensors").read_bytes() == (HEADS / "model.safetensors").read_bytes(),
+        "config": json.loads((folder / "config.json").read_text()) == json.loads((HEADS / "config.json").read_text()),
+        "scores": float((both.ranks.own(scores[0], 1) - scores[1]).abs().max()),
+        "again": sharded(own, both.ranks) is own,
+    }
+
+
+def training(both: Both) -> Any:
+    """Compare losses and gradients of a row, read whole and while the heads evict."""
+    found: dict[str, Any] = {}
+    for name, loss, policy in (
+        ("regression", Loss(alpha=0.5), None),
+        ("ranking", Loss(objective="ranking", label_kind="log_attention", alpha=0.0025), None),
+        ("evicting", Loss(), RetentionPolicy(**POLICY)),
+    ):
+        whole = RetainingHeads.for_model(both.whole, 32, seed=0).requires_grad_(True)
+        part = sharded(RetainingHeads.for_model(both.part, 32, seed=0), both.ranks)
+        row = both.ids[:, :-20], both.ids[:, -20:]
+        results = [
+            train_step(model, ours, *row, loss, policy=policy)
+            for model, ours in ((both.whole, whole), (both.part, part))
+        ]
+        far = [
+            float((part_of(theirs.grad, key, part.config, both.ranks) - ours.grad).abs().max())
+            for (key, theirs), ours in zip(whole.named_parameters(), part.parameters(), strict=True)
+        ]
+        most = max(float(one.grad.abs().max()) for one in whole.parameters())
+        found[name] = {
+            "losses": [[float(one.total), float(one.fit), float(one.smoothness)] for one in results],
+            "overlap": float((results[0].overlap - results[1].overlap).abs().max()),
+            "gradients": max(far) / most,
+        }
+    return found
+
+
+def refusals(both: Both) -> Any:
+    """Give what cannot be; every process must hear of it."""
+    found = {}
+    broken = RetainingHeads.from_pretrained(HEADS, allow_other_base=True)
+    with torch.no_grad():
+        broken[2].fc2.weight[-1] = torch.nan  # of the last process alone
+    if dist.get_rank() == 0:
+        families.build("llama-mqa").save_pretrained(FOLDER / "llama-mqa")
+    dist.barrier()
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Strange(scorers.Scorer):
+        name = "strange"
+
+        def score(self, chunk: Any) -> torch.Tensor:
+            raise AssertionError
+
+    policy = RetentionPolicy(**POLICY)
+    tries: dict[str, Callable[[], Any]] = {
+        "broken heads": lambda: prefill(both.part, both.ids, RetentionCache(both.part, broken, policy)),
+        "unknown scorer": lambda: RetentionCache(both.part, Strange(), policy),
+        "no folder": lambda: save_cache(_read(both), FOLDER / "none" / "book.ctx"),
+        "one KV head": lambda: tensor_parallel.load(AutoConfig.from_pretrained(FOLDER / "llama-mqa"), _unread),
+        "one KV head, loaded": lambda: describe(load(FOLDER / "llama-mqa", split=True)),
+        "no plan": lambda: tensor_parallel.load(GPT2Config(), _unread),
+    }
+    for name, act in tries.items():
+        try:
+            found[name] = repr(act())
+        except (ValueError, OSError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _read(both: Both) -> RetentionCache:
+    cache = RetentionCache(both.part, "streaming", RetentionPolicy(**POLICY))
+    prefill(both.part, both.ids[:, :40], cache)
+    return cache
+
+
+def _unread(**_: Any) -> Any:
+    raise AssertionError("the weights were asked for")
+
+
+CHECKS: dict[str, Callable[[Both], Any]] = {
+    check.__name__: check for check in (fingerprints, walk, backbones, rows, files, heads, training, refusals)
+}
+
+
+def main() -> None:
+    """Run the checks that the command names."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    both, results = Both(), {}
+    for name in sys.argv[2:]:
+        try:
+            own = CHECKS[name](both)
+        except Exception:  # reported by the test of this check
+            own = {"error": traceback.format_exc()}
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, own)
+        results[name] = everywhere
+    if dist.get_rank() == 0:
+        (FOLDER / f"{dist.get_world_size()}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

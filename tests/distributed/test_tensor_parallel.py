@@ -1,0 +1,151 @@
+"""Tensor parallel: processes that share a backbone's heads keep, answer, save and learn what one process does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
+ROOT = WORKER.parents[2]
+CLOSE = 1e-5
+REFUSED = {
+    "heads, adaptive heads": 'head_budgets="adaptive" lets all heads of a layer compete',
+    "infllm": "recall_by=infllm chooses the same blocks for all heads of a layer",
+}
+"""All that cannot be shared; the rest of every registry keeps the units of one process."""
+PROCESSES = ["two", pytest.param("four", marks=pytest.mark.slow)]
+
+
+def launch(folder: Path, processes: int, *checks: str) -> dict[str, list[Any]]:
+    """Run checks in so many processes, and return what each of them found, by check."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "core")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [*command, str(WORKER), str(folder), *checks],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found: dict[str, list[Any]] = json.loads((folder / f"{processes}.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tensor_parallel")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> dict[str, list[Any]]:
+    checks = ("fingerprints", "walk", "backbones", "rows", "files", "heads", "training", "refusals")
+    return launch(folder, 2, *checks)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, two: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return launch(folder, 4, "fingerprints", "files", "heads")
+
+
+def of(found: dict[str, list[Any]], check: str) -> list[Any]:
+    """Return what every process found; what a check could not end with is shown."""
+    for own in found[check]:
+        assert "error" not in own, own["error"]
+    return found[check]
+
+
+def check_same(name: str, same: dict[str, Any]) -> None:
+    assert same["kept"], f"{name} kept other units while it read"
+    assert same["kept_after"], f"{name} kept other units while it answered"
+    assert same["logits"] < CLOSE, name
+    assert same["tokens"][0] == same["tokens"][1], name
+    assert same["evicted"] > 0, f"{name} evicted nothing, so this says nothing"
+
+
+def test_methods_keep_the_units_of_one_process_or_are_refused(two: dict[str, list[Any]]) -> None:
+    for own in of(two, "walk"):
+        assert {name for name, same in own.items() if "refused" in same} == {*REFUSED}
+        for name, same in own.items():
+            if name in REFUSED:
+                assert REFUSED[name] in same["refused"]
+            else:
+                check_same(name, same)
+                actual, planned, whole, peak = same["bytes"]
+                assert actual * 2 == whole, f"{name}: half of the heads take half of the bytes"
+                assert peak <= planned or "at the end" in name, name
+
+
+def test_families_agree(two: dict[str, list[Any]]) -> None:
+    for own in of(two, "backbones"):
+        whole = {name for name, same in own.items() if not same["split"]}
+        assert whole == {"phi3", "olmo3"}, "their plans bring q, k and v together again"
+        for name, same in own.items():
+            check_same(name, same)
+            assert same["bytes"][0] * (1 if name in whole else 2) == same["bytes"][2], name
+
+
+def test_rows_of_different_length_and_beams_agree(two: dict[str, list[Any]]) -> None:
+    for own in of(two, "rows"):
+        assert own["logits"] < CLOSE
+        assert own["kept"]
+        assert own["beams"][0] == own["beams"][1]
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_files_do_not_depend_on_the_number_of_processes(processes: str, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue(processes)
+    for own in of(found, "files"):
+        for name, same in own.items():
+            assert same["names"], name
+            assert same["headers"], name
+            assert same["positions"] == 0, name
+            assert same["units"] < CLOSE, name
+            # With four processes the files of two are there as well.
+            assert len(same["answers"]) == (4 if processes == "two" else 6)
+            assert all(answer == same["answers"][0] for answer in same["answers"]), name
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_heads_are_shared_and_saved_whole(processes: str, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue(processes)
+    for own in of(found, "heads"):
+        whole, part = own["bytes"]
+        assert part * {"two": 2, "four": 4}[processes] == whole
+        assert own["state"]
+        assert own["file"]
+        assert own["config"]
+        assert own["again"]
+        assert own["scores"] < CLOSE
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_fingerprints_are_those_of_the_whole(processes: str, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue(processes)
+    for own in of(found, "fingerprints"):
+        for whole, part in own.values():
+            assert whole is not None
+            assert whole == part
+
+
+def test_losses_and_gradients_are_those_of_one_process(two: dict[str, list[Any]]) -> None:
+    for own in of(two, "training"):
+        for same in own.values():
+            assert same["losses"][0] == pytest.approx(same["losses"][1], rel=1e-5)
+            assert same["overlap"] < CLOSE
+            assert same["gradients"] < CLOSE
+
+
+def test_every_process_hears_of_a_refusal(two: dict[str, list[Any]]) -> None:
+    for own in of(two, "refusals"):
+        assert own["broken heads"].startswith("ValueError: scorer retaining_heads returned scores that are NaN")
+        assert "scorer strange does not say that it can rate the KV heads" in own["unknown scorer"]
+        assert "cannot write" in own["no folder"]
+        for name in ("one KV head", "one KV head, loaded"):
+            assert "2 processes cannot share the KV heads of llama equally" in own[name]
+            assert own[name].endswith("it has 1; use --shard fsdp")
+        assert own["no plan"].endswith("of gpt2 (base_model_tp_plan); use --shard fsdp")
