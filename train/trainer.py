@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from locret.backbone.passes import in_step
 from locret.distributed.ulysses import RowRanks
 from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
@@ -232,9 +233,10 @@ class Trainer:
         """Return the losses and overlaps on the held-out rows; the heads stay as they are."""
         values = torch.zeros(len(self.held_out), 4, device=self.accelerator.device)
         alike = self.accelerator.num_processes // self.data_size
-        for row in range(self.accelerator.process_index // alike, len(self.held_out), self.data_size):
-            result = self._read(self.held_out[row], lambda _: None)
-            values[row] = torch.stack([result.total, result.fit, result.smoothness, result.overlap.mean()])
+        with in_step(self.model):  # some processes may have a row more than others
+            for row in range(self.accelerator.process_index // alike, len(self.held_out), self.data_size):
+                result = self._read(self.held_out[row], lambda _: None)
+                values[row] = torch.stack([result.total, result.fit, result.smoothness, result.overlap.mean()])
         shared: Tensor = self.accelerator.reduce(values, reduction="sum")  # type: ignore[assignment]
         shared /= alike  # those who work on the same row all found the same
         return eval_record(shared.tolist(), self.loss.objective)

@@ -15,16 +15,20 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from locret.backbone import head_ranks
 from locret.backbone.head_ranks import HeadRanks
+from locret.backbone.latent import Latent, is_latent
+from locret.backbone.recurrence import state_module, state_numbers
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 FUSED = "qkv_proj"
 _SUPPORTED = (
-    "use a decoder-only model with rotary positions (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2, Gemma-3, SmolLM3, "
-    "Granite, OLMo-2, OLMo-3)"
+    "use a decoder-only model with softmax attention (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next, Qwen3.5, Phi-3, "
+    "Gemma-2, Gemma-3, SmolLM3, Granite, OLMo-2, OLMo-3, LFM2, Nemotron-H, Falcon-H1)"
 )
 FULL, SLIDING, RECURRENT, BOTH, NONE = "full", "sliding", "recurrent", "both", "none"
 KINDS = (FULL, SLIDING, RECURRENT, BOTH, NONE)
 """What a layer remembers; see `Backbone.kinds`."""
+_GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+"""What configs call the numbers of layers with full attention, where others have those of the plain names."""
 _STATELESS = {"moe", "mlp"}  # which transformers 5.17 gives a cache of states that stays empty
 # Kinds of adapters that do part of their work in PEFT's own forward pass, which reading and answering never call.
 _OUTSIDE = {"ADAPTION_PROMPT", "POLY", "SHADOW", "XLORA"}
@@ -62,6 +66,16 @@ class LayerShape:
         """Whether queries, keys and values are equally wide."""
         return self.head_dim == self.value_dim == self.query_dim
 
+    @property
+    def latent(self) -> bool:
+        """Whether queries attend to keys and values side by side; see `locret.backbone.latent`."""
+        return self.query_dim != self.head_dim
+
+    @property
+    def seen_dim(self) -> int:
+        """Width of what a query is compared with."""
+        return self.unit_dim if self.latent else self.head_dim
+
 
 @dataclass(frozen=True)
 class Backbone:
@@ -84,6 +98,8 @@ class Backbone:
     """What each layer remembers: "full" (keys and values of all tokens), "sliding" (those of a window), "recurrent" (a
     state of fixed size: linear attention, state space, short convolution), "both" (a state, and the keys and values of
     all tokens) or "none"."""
+    state_numbers: tuple[int, ...] = (0, 0)
+    """How many numbers the states of one row have: in the backbone's dtype, and in float32."""
     shapes: tuple[LayerShape, ...] = ()
     """Of every layer, where they differ or a value is not as wide as a key; empty: the three numbers say all."""
 
@@ -144,6 +160,11 @@ class Backbone:
         """Whether some layers carry a state from token to token."""
         return RECURRENT in self.kinds or BOTH in self.kinds
 
+    def state_bytes(self, element_size: int) -> int:
+        """Return the bytes of one row's states: as they are, and as they were before the newest token."""
+        own, exact = self.state_numbers
+        return 2 * (own * element_size + exact * torch.float32.itemsize)
+
 
 def describe(model_or_config: Any) -> Backbone:
     """Describe a backbone from its config; given a model, also check that its modules are where they should be.
@@ -151,8 +172,8 @@ def describe(model_or_config: Any) -> Backbone:
     Where processes share the heads of a model, they are those of this process; a config knows of no processes.
 
     Raises:
-        ValueError: For encoder-decoder, state-space and latent-attention models, those whose layers all slide over a
-            window, and adapters that work outside of the layers.
+        ValueError: For encoder-decoder models, those that choose what they attend to, those without a layer whose units
+            a budget could govern, and adapters that work outside of the layers.
     """
     backbone = describe_whole(model_or_config)
     ranks = ranks_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
@@ -163,7 +184,7 @@ def describe_whole(model_or_config: Any) -> Backbone:
     """Describe a backbone with the heads of all processes; see `describe`."""
     if not isinstance(model_or_config, nn.Module):
         return _describe_config(model_or_config)
-    backbone = _describe_config(unwrap(model_or_config).config)
+    backbone = _describe_config(unwrap(model_or_config).config, model_or_config)
     attention_modules(model_or_config)
     return backbone
 
@@ -255,42 +276,105 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 
 
 def find_decoder(model: nn.Module) -> Any:
-    """Return the stack of decoder layers, which owns `layers` and `rotary_emb`.
+    """Return the stack of decoder layers, which owns `layers`, and `rotary_emb` where positions are rotated.
 
     Raises:
         ValueError: If there is none.
     """
     base = unwrap(model)
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else getattr(base, "model", base)
-    for name in ("layers", "rotary_emb"):
-        if not hasattr(decoder, name):
-            raise ValueError(
-                f"{type(base).__name__} has no decoder with '{name}', so its cache cannot be bounded; {_SUPPORTED}"
-            )
+    if not hasattr(decoder, "layers"):
+        raise ValueError(
+            f"{type(base).__name__} has no decoder with 'layers', so its cache cannot be bounded; {_SUPPORTED}"
+        )
+    places = [name for name, child in decoder.named_children() if "position" in name and name != "rotary_emb"]
+    if places and rotary_module(decoder) is None:
+        raise ValueError(
+            f"{type(base).__name__} adds its positions to the hidden states ({places[0]}), not by rotating keys, so "
+            f"its cache cannot be bounded; {_SUPPORTED}"
+        )
     return decoder
 
 
+def rotary_module(decoder: Any) -> Any:
+    """Return the rotary embedding of a stack of decoder layers; None where its attention knows no positions."""
+    if hasattr(decoder, "rotary_emb"):
+        return decoder.rotary_emb
+    return next((child for child in decoder.children() if hasattr(child, "rope_type")), None)
+
+
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the attention module of every decoder layer, in order.
+    """Return the attention module of every decoder layer, in order; of one that does not attend, the layer itself.
 
     Raises:
-        ValueError: If a layer has no q_proj, k_proj, v_proj and no fused qkv_proj; the message names what was found.
+        ValueError: If a layer has no q_proj, k_proj, v_proj and no fused qkv_proj, or several, or layers share one
+            module; the message names what was found.
     """
-    return [_attention_of(layer, index, model) for index, layer in enumerate(find_decoder(model).layers)]
+    config = unwrap(model).config
+    kinds = layer_kinds(config.get_text_config() if hasattr(config, "get_text_config") else config)
+    layers = list(zip(find_decoder(model).layers, kinds, strict=False))
+    modules = [
+        layer if kind in (RECURRENT, NONE) else _attention_of(layer, index, model)
+        for index, (layer, kind) in enumerate(layers)
+    ]
+    if len(set(modules)) < len(modules):
+        raise ValueError(
+            f"layers of {type(unwrap(model)).__name__} share one attention module, which is not supported; {_SUPPORTED}"
+        )
+    return modules
+
+
+def state_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the module that owns the state of each layer that carries one.
+
+    Raises:
+        ValueError: If it cannot be told.
+    """
+    backbone, layers, modules = describe(model), find_decoder(model).layers, attention_modules(model)
+    return {
+        index: state_module(layers[index], modules[index] if kind == BOTH else None, index)
+        for index, kind in enumerate(backbone.kinds)
+        if kind in (RECURRENT, BOTH)
+    }
 
 
 def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
-    for module in layer.modules():
-        if hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE):
-            return module
+    attending = [module for module in layer.modules() if _attends(module)]
+    if len(attending) > 1:
+        raise ValueError(
+            f"layer {index} of {type(unwrap(model)).__name__} attends {len(attending)} times, and a layer of a cache "
+            f"holds the units of one attention; {_SUPPORTED}"
+        )
+    for module in attending:
+        fused = getattr(module, FUSED, None)
+        if fused is not None and not hasattr(fused, "base_layer") and any(True for _ in fused.children()):
+            raise ValueError(
+                f"the {FUSED} of {type(unwrap(model)).__name__} is no projection but a {type(fused).__name__}, "
+                f"which mixes tokens; {_SUPPORTED}"
+            )
+        return module
     found = sorted(name for name, _ in layer.named_children())
     raise ValueError(
         f"layer {index} of {type(unwrap(model)).__name__} has no attention with {', '.join(SEPARATE)} or {FUSED} "
-        f"(it has {', '.join(found)}); latent-attention, state-space and recurrent layers have no keys to evict"
+        f"(it has {', '.join(found)}); state-space and recurrent layers have no keys to evict"
     )
 
 
-def _describe_config(config: Any) -> Backbone:
+def _attends(module: nn.Module) -> bool:
+    return is_latent(module) or hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE)
+
+
+def latents(model: nn.Module) -> dict[int, Latent]:
+    """Return the layers with latent attention.
+
+    Raises:
+        ValueError: If one of them is not like DeepSeek's.
+    """
+    modules = enumerate(attention_modules(model))
+    return {index: Latent.of(module) for index, module in modules if is_latent(module)}
+
+
+def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
     model_type = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
@@ -298,47 +382,99 @@ def _describe_config(config: Any) -> Backbone:
             "use a causal language model"
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(text, "is_heterogeneous", False):
-        names = ", ".join(sorted(text.per_layer_attributes))
-        raise ValueError(f"the layers of {model_type} differ in {names}, which is not supported; {_SUPPORTED}")
     if not hasattr(text, "num_hidden_layers"):
         raise ValueError(f"{model_type} is made of several stacks of layers, which is not supported; {_SUPPORTED}")
-    if getattr(text, "kv_lora_rank", None):
-        raise ValueError(
-            f"{model_type} uses latent attention (kv_a_proj_with_mqa); looked for {', '.join(SEPARATE)} or {FUSED}: "
-            "its cache has no separate keys and values to evict"
-        )
-    heads = getattr(text, "num_attention_heads", None)
+    _check_layers(text, model_type)
+    heads, types = _of_layer(text, 0, "num_attention_heads"), layer_kinds(text)
     num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
-    max_positions = _first(text, "max_position_embeddings") if isinstance(heads, int) else 0
+    if not isinstance(heads, int) or not set(types) - {RECURRENT, NONE}:
+        raise ValueError(
+            f"no layer of {model_type} has softmax attention, so there is nothing to evict and a budget would govern "
+            "nothing; use model.generate, whose memory does not grow, or a backbone with full attention"
+        )
+    max_positions = _first(text, "max_position_embeddings")
     # A window as long as the context (Phi-3-mini-128K: 262,144) never slides, so such layers count as full attention.
     slides = window is not None and window < max_positions
-    kinds = tuple(FULL if kind == SLIDING and not slides else kind for kind in layer_kinds(text))[:num_layers]
+    kinds = tuple(FULL if kind == SLIDING and not slides else kind for kind in types[:num_layers])
     layers = tuple(index for index, kind in enumerate(kinds) if kind in (FULL, BOTH))
-    if RECURRENT in kinds or BOTH in kinds or not isinstance(heads, int):
-        recurrent = sorted({kind for kind in _layer_types(text) if _kind_of(kind) in (RECURRENT, BOTH)})
-        raise ValueError(
-            f"{model_type} has layers without softmax attention ({', '.join(recurrent) or 'state-space'}); looked for "
-            f"{', '.join(SEPARATE)} or {FUSED} in every layer: use a transformer with rotary positions"
-        )
     if not layers:
         raise ValueError(
-            f"every layer of {model_type} slides over a window of {window} tokens, so its cache is bounded already and "
+            f"every layer of {model_type} slides over a window of {window} tokens"
+            f"{' or carries a state' if RECURRENT in kinds else ''}, so its cache is bounded already and "
             "a budget would govern nothing; use model.generate, or a backbone with full attention"
         )
+    carried = (0, 0)
+    if RECURRENT in kinds or BOTH in kinds:
+        carried = state_numbers(text, None if model is None else type(find_decoder(model)))
+    attending = [index for index, kind in enumerate(kinds) if kind not in (RECURRENT, NONE)]
+    found = {index: _shape_of(text, index) for index in attending}
+    first = found[layers[0]]
+    shapes = tuple(found.get(index, first) for index in range(num_layers))
     return Backbone(
         model_type=model_type,
         num_layers=num_layers,
         layers=layers,
-        num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        hidden_act=_first(text, "hidden_act", "hidden_activation"),
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        hidden_act=_first(text, "hidden_act", "hidden_activation", "mlp_hidden_act", default="silu"),
         initializer_range=_first(text, "initializer_range"),
         max_positions=max_positions,
         window=window if SLIDING in kinds else None,
         kinds=kinds,
+        shapes=() if first.plain and set(shapes) == {first} else shapes,
+        state_numbers=carried,
     )
+
+
+def _check_layers(text: Any, model_type: str) -> None:
+    """Refuse layers that differ in more than their shape, or that choose by themselves what they attend to.
+
+    Raises:
+        ValueError: Saying in what.
+    """
+    differing = set(getattr(text, "per_layer_attributes", None) or ())
+    if strange := sorted(differing & {"sliding_window", "attention_chunk_size", "num_hidden_layers", "hidden_size"}):
+        raise ValueError(
+            f"the layers of {model_type} differ in {', '.join(strange)}, which is not supported; {_SUPPORTED}"
+        )
+    if getattr(text, "is_heterogeneous", False):
+        for index, layer in enumerate(text.per_layer_config):
+            if skipped := getattr(layer, "skip", None):
+                raise ValueError(
+                    f"layer {index} of {model_type} leaves out {', '.join(skipped)}, which is not supported"
+                )
+    if shared := getattr(text, "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"the last {shared} layers of {model_type} share keys and values of earlier ones, which is not supported; "
+            f"{_SUPPORTED}"
+        )
+    if getattr(text, "index_topk", None):
+        raise ValueError(
+            f"the layers of {model_type} choose by an indexer of their own what they attend to (index_topk="
+            f"{text.index_topk}), and its keys would have to be evicted too, which is not supported; {_SUPPORTED}"
+        )
+
+
+def _of_layer(text: Any, index: int, name: str) -> Any:
+    """Return what a text config says of a layer, which may be more than of another; None: nothing."""
+    if getattr(text, "is_heterogeneous", False):
+        return getattr(text.per_layer_config[index], name, None)
+    if name in _GLOBAL and _layer_types(text)[index] == "full_attention":  # Gemma-4 before transformers 5.2x
+        usual = getattr(text, name, None)
+        wide = getattr(text, _GLOBAL[name], None)
+        return wide if wide and (name != "num_key_value_heads" or getattr(text, "attention_k_eq_v", True)) else usual
+    return getattr(text, name, None)
+
+
+def _shape_of(text: Any, index: int) -> LayerShape:
+    heads = _of_layer(text, index, "num_attention_heads")
+    rank = _of_layer(text, index, "kv_lora_rank")
+    if rank:
+        plain, rotated = (_of_layer(text, index, f"qk_{name}_head_dim") for name in ("nope", "rope"))
+        return LayerShape(heads, 1, rotated, value_dim=rank, query_dim=plain + rotated)
+    dim = _of_layer(text, index, "head_dim") or text.hidden_size // heads
+    return LayerShape(heads, _of_layer(text, index, "num_key_value_heads") or heads, dim)
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
@@ -392,10 +528,12 @@ def _kind_of(layer_type: str) -> str | None:
     return {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING}.get(held) if "chunked" not in layer_type else None
 
 
-def _first(config: Any, *names: str) -> Any:
+def _first(config: Any, *names: str, default: Any = None) -> Any:
     for name in names:
         if getattr(config, name, None) is not None:
             return getattr(config, name)
+    if default is not None:
+        return default
     raise ValueError(
         f"{getattr(config, 'model_type', 'this model')} has no {' or '.join(names)} in its config; {_SUPPORTED}"
     )

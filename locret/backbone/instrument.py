@@ -23,9 +23,23 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
-from locret.backbone.adapters import FUSED, LayerShape, attention_modules, describe, find_decoder, unwrap
+from locret.backbone.adapters import (
+    BOTH,
+    FULL,
+    FUSED,
+    SLIDING,
+    LayerShape,
+    attention_modules,
+    describe,
+    find_decoder,
+    latents,
+    state_modules,
+    unwrap,
+)
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.backbone.chunk import Attended, Projections
+from locret.backbone.latent import DOWN, UP, Latent, own_view, query_projection
+from locret.backbone.recurrence import carried
 from locret.backbone.rotary import long_factors, uses_long_factors
 
 NAME = "locret"
@@ -84,6 +98,8 @@ class _Instrument:
     """Index of every attention module."""
     full: frozenset[int]
     """Layers of full attention."""
+    latents: dict[int, Latent]
+    """Layers with latent attention."""
     flash: bool
     """A backbone loaded with flash_attention_2 goes on using that package; else PyTorch's kernels serve."""
     readers: int = 0
@@ -154,7 +170,7 @@ def exclusively(model: nn.Module) -> Iterator[None]:
     with _LOCK:
         if decoder in _INSTRUMENTS:
             raise ValueError(_BUSY)
-        _INSTRUMENTS[decoder] = _Instrument({}, frozenset(), flash=False, exclusive=True)
+        _INSTRUMENTS[decoder] = _Instrument({}, frozenset(), {}, flash=False, exclusive=True)
     try:
         yield
     finally:
@@ -166,12 +182,15 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     backbone, base, modules = describe(model), unwrap(model), attention_modules(model)
     implementation = base.config._attn_implementation
     full = frozenset(backbone.layers)
-    layers = {module: index for index, module in enumerate(modules)}
-    instrument = _Instrument(layers, full, flash=implementation == "flash_attention_2")
+    attends = (FULL, SLIDING, BOTH)
+    layers = {module: index for index, module in enumerate(modules) if backbone.kinds[index] in attends}
+    instrument = _Instrument(layers, full, latents(model), flash=implementation == "flash_attention_2")
     with ExitStack() as stack:
         for module, index in layers.items():
             if index in full:
-                for source, hook in recorders(module, backbone.shape(index), _finder(index)):
+                for source, hook in recorders(
+                    module, backbone.shape(index), _finder(index), instrument.latents.get(index)
+                ):
                     stack.callback(source.register_forward_hook(hook).remove)
         begin, finish, leave = _pass_hooks(instrument)
         stack.callback(decoder.register_forward_pre_hook(begin, with_kwargs=True).remove)
@@ -180,6 +199,8 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
         base.set_attn_implementation(NAME)
         stack.callback(base.set_attn_implementation, implementation)
         stack.enter_context(fixed_factors(base, decoder))
+        if backbone.recurrent:
+            stack.enter_context(carried(state_modules(model).items()))
         instrument.undo = stack.pop_all()
     return instrument
 
@@ -221,7 +242,7 @@ def _finder(index: int) -> Callable[[], Projections | None]:
 
 
 def recorders(
-    module: nn.Module, shape: LayerShape, find: Callable[[], Projections | None]
+    module: nn.Module, shape: LayerShape, find: Callable[[], Projections | None], latent: Latent | None = None
 ) -> list[tuple[nn.Module, Any]]:
     """Return which modules of an attention module to hook, and with what, to record its projections (or the norms).
 
@@ -229,12 +250,16 @@ def recorders(
         module: An attention module.
         shape: Its shape.
         find: Says where to record what is computed now; None: nowhere.
+        latent: What its projections mean, if its attention is latent.
     """
+    if latent is not None:
+        return _latent_recorders(module, latent, find)
 
-    def record(name: str, heads: int) -> Any:
+    def record(name: str, heads: int, factor: float | None = None) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             projections = find()
             if projections is not None:
+                output = output if factor is None else output * factor
                 projections.parts[name] = _token_major(output, inputs[0], heads) if output.ndim == 4 else output
 
         return hook
@@ -243,9 +268,33 @@ def recorders(
         return [(getattr(module, FUSED), record(FUSED, 0))]
     found = []
     for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
-        source = next(n for n in (f"{name}_norm", f"{name}_proj") if getattr(module, n, None) is not None)
-        found.append((getattr(module, source), record(name, heads)))
+        names = (f"{name}_norm", f"{name}_layernorm", f"{name}_proj")
+        source = next(n for n in names if getattr(module, n, None) is not None)
+        # Falcon-H1 multiplies its keys before it rotates them.
+        factor = getattr(module, "key_multiplier", None) if name == "k" else None
+        found.append((getattr(module, source), record(name, heads, factor)))
     return found
+
+
+def _latent_recorders(
+    module: nn.Module, latent: Latent, find: Callable[[], Projections | None]
+) -> list[tuple[nn.Module, Any]]:
+    """Record queries of all heads, the un-rotated key that they share, and the latent as it is projected up."""
+
+    def record(name: str, part: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            projections = find()
+            # Longer is what a cache of transformers holds, which the module gets back from it.
+            if projections is not None and name not in projections.parts:
+                projections.parts[name] = part(inputs[0], output)
+
+        return hook
+
+    return [
+        (query_projection(module), record("q", lambda _input, output: output)),
+        (getattr(module, DOWN), record("k", lambda _input, output: latent.raw_key(output))),
+        (getattr(module, UP), record("v", lambda given, _output: given.flatten(1, -2))),
+    ]
 
 
 def _token_major(output: Tensor, source: Tensor, heads: int) -> Tensor:
@@ -327,11 +376,17 @@ def locret_attention(
             "supported; use another model"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    exchange = observer.exchange
+    latent, exchange = instrument.latents.get(index), observer.exchange
     if exchange is not None:
+        if latent is not None:
+            raise ValueError(f"{type(module).__name__} attends to latents, which processes do not share by heads")
         query, key, value = (exchange.heads(states) for states in (query, key, value))
         s_aux = None if s_aux is None else exchange.own_heads(s_aux)
-    view = observer.view(index, query, scaling) or View(key, value)
+    if latent is not None:
+        query = latent.query(query)
+    view = observer.view(index, query, scaling)
+    if view is None:
+        view = View(key, value) if latent is None else own_view(latent, key, observer.projections[index].parts["v"])
     out = attend(
         query,
         view,
@@ -339,7 +394,7 @@ def locret_attention(
         memo=observer.masks,
         softcap=softcap,
         window=None if full else sliding_window,
-        flash=instrument.flash,
+        flash=instrument.flash and latent is None,
         sinks=s_aux,
     )
     if exchange is not None:
@@ -359,6 +414,8 @@ def locret_attention(
             )
         )
         projections.clear()
+    if latent is not None:
+        out = latent.output(out)
     return out.transpose(1, 2).contiguous(), None
 
 

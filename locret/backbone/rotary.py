@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from locret.backbone.adapters import rotary_module
 from locret.field_values import shown
 
 FULL_ATTENTION = "full_attention"
@@ -24,8 +25,10 @@ class Rotary:
     """Cosines and sines of a backbone's full-attention layers, remembered for the positions asked for last."""
 
     def __init__(self, decoder: Any) -> None:
-        self._module: Any = decoder.rotary_emb
-        self._by_type = "layer_type" in inspect.signature(self._module.forward).parameters
+        self._module: Any = rotary_module(decoder)
+        self._by_type = self._module is not None and (
+            "layer_type" in inspect.signature(self._module.forward).parameters
+        )
         prefix = f"{FULL_ATTENTION}_" if self._by_type else ""
         frequencies: Tensor | None = getattr(self._module, f"{prefix}inv_freq", None)
         self._pairs = None if frequencies is None else frequencies.shape[-1]
@@ -43,14 +46,27 @@ class Rotary:
         return last[1]
 
     def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each (..., S, R) in the dtype and on the device of `like`, for any positions (..., S)."""
+        """Return cos and sin, each (..., S, R) in the dtype and on the device of `like`, for any positions (..., S).
+
+        Where the backbone has no rotary embedding they are those of no angle, which change nothing.
+        """
+        if self._module is None:
+            still = like.new_ones((*positions.shape, 2))
+            return still, torch.zeros_like(still)
         if self._by_type and FULL_ATTENTION not in self._module.rope_type:
             raise ValueError(
                 "layers of full attention have no rotary positions here, so no rank can be given to their keys; use "
                 'positions="original"'
             )
         extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
-        cos, sin = self._module(like, positions.to(like.device).reshape(1, -1), **extra)
+        flat = positions.to(like.device).reshape(1, -1)
+        # Of text, positions in time, height and width are the same.
+        grid = flat.expand(3, 1, -1) if hasattr(self._module, "mrope_section") else flat
+        table = self._module(like, grid, **extra)
+        if isinstance(table, Tensor):  # complex numbers (DeepSeek-V2)
+            cos, sin = (torch.cat([part, part], dim=-1).to(like.dtype) for part in (table.real, table.imag))
+        else:
+            cos, sin = table
         if cos.shape[-1] == self._pairs:  # gpt-oss has one column per pair, where others have one per dimension
             cos, sin = (torch.cat([columns, columns], dim=-1) for columns in (cos, sin))
         return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
@@ -118,12 +134,16 @@ class RotationCheck:
 
 
 def _rope_types(decoder: Any) -> list[str]:
-    rope_type = decoder.rotary_emb.rope_type
+    if rotary_module(decoder) is None:
+        return []
+    rope_type = rotary_module(decoder).rope_type
     return list(rope_type.values()) if isinstance(rope_type, dict) else [rope_type]
 
 
 def rotary_parameters(decoder: Any) -> dict[str, Any]:
-    """Return how a backbone rotates keys, as plain data."""
+    """Return how a backbone rotates keys, as plain data; nothing where it does not."""
+    if rotary_module(decoder) is None:
+        return {}
     return json.loads(json.dumps(decoder.config.rope_parameters or {}, default=str))  # type: ignore[no-any-return]
 
 
@@ -186,7 +206,7 @@ def fixed_reach(decoder: Any) -> int | None:
     before the change disagree with queries after it.
     """
     dynamic = any("dynamic" in rope_type for rope_type in _rope_types(decoder))
-    return decoder.rotary_emb.original_max_seq_len if dynamic else None
+    return rotary_module(decoder).original_max_seq_len if dynamic else None
 
 
 @contextmanager
@@ -196,7 +216,10 @@ def long_factors(decoder: nn.Module) -> Iterator[None]:
     transformers changes from short to long factors when a position passes the original context length; keys cached
     before the change would then disagree with queries after it. The original implementation uses the long ones always.
     """
-    module: Any = decoder.rotary_emb
+    module: Any = rotary_module(decoder)
+    if module is None:
+        yield
+        return
     replaced = []
     types = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
     for layer_type, rope_type in types.items():

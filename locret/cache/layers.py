@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from locret import lookups, plugins
-from locret.backbone.adapters import Backbone
+from locret.backbone.adapters import BOTH, NONE, RECURRENT, Backbone
 from locret.backbone.rotary import Rotary
 from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.disk import Disk
@@ -19,10 +19,11 @@ from locret.cache.quantised import QuantisedStore
 from locret.cache.ragged import RaggedStore
 from locret.cache.rounding import Form, forms_of
 from locret.cache.sliding import SlidingLayer
+from locret.cache.states import EmptyLayer, States
 from locret.cache.store import DenseStore, Store, Workspace
 from locret.mergers import Merger
 from locret.nearest import nearest
-from locret.policy.policy import EVERYTHING, RetentionPolicy
+from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.selectors import OverHeads, PerHead, Selector
 from locret.scorers import Scorer
 
@@ -55,6 +56,25 @@ def find_store(store: type[Store] | str) -> type[Store]:
     if found.holds not in STORES:
         raise ValueError(f'store "{store}" holds "{found.holds}" units; choose one of {", ".join(STORES)}')
     return found
+
+
+def check_latent(policy: RetentionPolicy, model_type: str) -> None:
+    """Refuse what cannot be done with units whose key and value are two parts of what queries attend to.
+
+    Raises:
+        ValueError: Naming the setting.
+    """
+    settings = {
+        "host_budget": policy.host_budget,
+        "refit": policy.refit or None,
+        "merge": None if policy.merge == NO_MERGER else policy.merge,
+    }
+    for name, value in settings.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} takes keys and values apart, but {model_type} attends to a rotated key and a latent "
+                f"side by side; leave {name} out, or take another backbone"
+            )
 
 
 def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Disk | None:
@@ -96,13 +116,21 @@ class LayerMaker:
     """What holds the units, if it is not ours."""
     disk: Disk | None
     """Where the second tier is, if not in host memory."""
+    states: int
+    """How many states a layer has that carries any."""
 
-    def layer(self, index: int) -> RetentionLayer | SlidingLayer:
+    def carrier(self, index: int) -> States | None:
+        """Return the states of the layer with this index, beside what else it holds; None: it has none."""
+        return States(self.states) if self.backbone.kinds[index] in (RECURRENT, BOTH) else None
+
+    def layer(self, index: int) -> RetentionLayer | SlidingLayer | EmptyLayer:
         """Return the layer of the backbone with this index.
 
         Raises:
             ValueError: If the store cannot hold what the policy selects.
         """
+        if self.backbone.kinds[index] in (RECURRENT, NONE):
+            return EmptyLayer()
         if index not in self.backbone.layers:
             assert self.backbone.window is not None
             return SlidingLayer(self.backbone.window)
@@ -115,6 +143,8 @@ class LayerMaker:
                 f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{self.policy.head_budgets}" selects '
                 f'"{selector.store}" ones; change head_budgets, or take another store'
             )
+        if self.backbone.shape(index).latent:
+            check_latent(self.policy, self.backbone.model_type)
         if self.policy.recalls_blocks:
             return self._block_layer(kind)
         nth = self.backbone.layers.index(index)

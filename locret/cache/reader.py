@@ -51,11 +51,15 @@ class Reader:
         self.cache, self.policy, self.scorer = cache, cache.policy, cache.scorer
         self.layers: list[RetentionLayer] = cache.governed
         shape = cache.backbone.shape
-        self.projections: Mapping[int, Projections] = {i: Projections(shape(i)) for i in cache.backbone.layers}
+        self.projections: Mapping[int, Projections] = {
+            i: Projections(shape(i), latent=cache.latents.get(i)) for i in cache.backbone.layers
+        }
         self.masks = MaskMemo()
         self.limits = Limits(cache.policy, cache.scorer, len(cache.backbone.layers))
         self.waiting = Unscored(
-            [layer.store for layer in self.layers], [s.feature_dim for s in cache.backbone.full_shapes]
+            [layer.store for layer in self.layers],
+            [s.feature_dim for s in cache.backbone.full_shapes],
+            idle=not cache.latents,
         )
         """Generated units without scores."""
         self.answering = answering
@@ -134,7 +138,7 @@ class Reader:
             for layer in self.layers:
                 if layer.fill + self.policy.chunk_size > layer.capacity:
                     layer.store.reserve(2 * layer.fill + self.policy.chunk_size)
-        if self.policy.positions == "compact" and self.cache.backbone.uniform:
+        if self.policy.positions == "compact" and not self.cache.backbone.slides:
             # Rotary attention sees only distances, so units are aligned to the right, to the chunk, and the fullest
             # head starts at 0. Where some layers slide, positions stay true and the aligned units end at the chunk.
             self.cache.next_position = max(layer.reach if final else layer.store.longest for layer in self.layers)
@@ -163,6 +167,8 @@ class Reader:
     def positions(self, tokens: Tensor) -> Tensor:
         """Return the (B, L) rotary positions of the coming tokens."""
         self.torn, self._shared = True, {}
+        for states in self.cache.carriers.values():
+            states.marking = self.answering or self._last
         batch, length = tokens.shape[:2]
         ids = tokens if tokens.ndim == 2 else None
         known = self.cache.digest is not None or not self.cache.seen
@@ -177,6 +183,8 @@ class Reader:
         assert self._positions is not None
         nth, cache, raw_keys = self._nth[layer_idx], self.cache, None
         layer = self.layers[nth]
+        if layer_idx in cache.latents:  # transformers holds the latent first
+            keys, values = cache.latents[layer_idx].halves(values), keys
         if layer.raw:
             raw_keys = self.projections[layer_idx].key()
             if self._evicting:
