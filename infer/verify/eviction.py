@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from locret.backbone.adapters import rotary_module
 from locret.infer.verify.equality import close
 from locret.infer.verify.findings import Finding, NotHere, exact
 from locret.infer.verify.noise import Noise, one_more_rounding, recorded, relative
@@ -61,7 +62,7 @@ def refusal(subject: Subject, policy: RetentionPolicy, error: ValueError) -> Fin
 
 def turns_by_distance(subject: Subject) -> bool:
     """Return whether the backbone rotates keys in halves, by frequencies that are the same at all positions."""
-    rope: object = getattr(subject.decoder.rotary_emb, "rope_type", "default")
+    rope: object = getattr(rotary_module(subject.decoder), "rope_type", "default")
     kinds = rope.values() if isinstance(rope, dict) else [rope]
     if any("dynamic" in str(kind) for kind in kinds):
         return False
@@ -150,8 +151,11 @@ def prefix(subject: Subject) -> Iterator[Finding]:
         answer, _ = subject.answer(read.cache)
     fed = subject.on_device(answer[None, : NEW_TOKENS - 1])
     with subject.alone(), recorded(subject.decoder) as own:
-        subject.decoder(input_ids=fed, past_key_values=exported, use_cache=True)
+        # Some modules of transformers start with a new state where they are given several tokens (Jamba).
+        for token in fed.split(1 if subject.backbone.recurrent else fed.shape[1], dim=1):
+            at = torch.arange(token.shape[1], device=token.device)[None] + exported.get_seq_length()
+            subject.decoder(input_ids=token, position_ids=at, past_key_values=exported, use_cache=True)
     yield close(
         f"hidden states of {fed.shape[1]} answer tokens, and of the backbone alone on a DynamicCache of the kept units",
-        subject.noise.of(torch.cat([part[0] for part in ours])[1:], own[0][0]),
+        subject.noise.of(torch.cat([part[0] for part in ours])[1:], torch.cat([part[0] for part in own])),
     )

@@ -124,5 +124,6 @@ def counted_bytes(cache: RetentionCache) -> int:
             walk(vars(thing))
 
     walk(cache.layers)
+    walk(cache.carriers)
     walk(cache._workspace)
     return sum(found.values())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from locret.backbone.adapters import attention_modules, describe, find_decoder, unwrap
+from locret.backbone.adapters import attention_modules, describe, find_decoder, rotary_module, unwrap
 from locret.backbone.rotary import FULL_ATTENTION
 from locret.infer.verify.noise import recorded
 
@@ -78,8 +78,8 @@ class Turn:
     """
 
     def __init__(self, decoder: Any, detour: int = 0) -> None:
-        self._module, self._detour = decoder.rotary_emb, detour
-        by_type = "layer_type" in inspect.signature(self._module.forward).parameters
+        self._module, self._detour = rotary_module(decoder), detour  # None: keys are not rotated
+        by_type = self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
         self._extra = {"layer_type": FULL_ATTENTION} if by_type else {}
 
     def __call__(self, keys: Tensor, distances: Tensor) -> Tensor:
@@ -90,6 +90,8 @@ class Turn:
 
     def _turned(self, keys: Tensor, distances: Tensor) -> Tensor:
         keys = keys.float()
+        if self._module is None:
+            return keys
         at = torch.cat([distances.new_zeros(1), distances.abs()])
         cos, sin = (part[0] for part in self._module(keys, at[None].to(keys.device), **self._extra))
         scale, sign = cos[0], distances.sign().to(keys.device)[:, None]
@@ -116,7 +118,7 @@ def replay(
     decoder, found = find_decoder(model), Replayed(torch.empty(0))
     backbone = describe(model)
     # As far as the fullest head reaches; where some layers slide, positions stay true.
-    ranked = compact and backbone.uniform
+    ranked = compact and not backbone.slides
     bases = [_longest(block) if ranked else block.start + shift for block in blocks]
     where = torch.cat([base + torch.arange(b.end - b.start) for base, b in zip(bases, blocks, strict=True)])
     running = _Running(
