@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -298,7 +297,7 @@ class RetentionCache(Cache):
         return max(room, 0)
 
     def check_reach(self, units: int, tokens: int | None) -> None:
-        """Refuse compact positions beyond those that always have the same frequencies.
+        """Refuse positions beyond those that always have the same frequencies.
 
         Args:
             units: Most units per KV head to come.
@@ -307,14 +306,23 @@ class RetentionCache(Cache):
         Raises:
             ValueError: If the backbone's dynamic NTK would rotate keys and queries differently.
         """
-        reach: float = units
-        if not self.backbone.uniform:
-            reach = math.inf if tokens is None else self.seen + tokens
-        if self.policy.positions == "compact" and self._fixed_reach is not None and reach > self._fixed_reach:
+        if self._fixed_reach is None:
+            return
+        changes = f"{self.backbone.model_type} with dynamic NTK changes its rotary frequencies beyond "
+        if self.policy.positions == "compact" and self.backbone.uniform:
+            if units > self._fixed_reach:
+                raise ValueError(
+                    f"{changes}{self._fixed_reach} positions, but budget={self.policy.budget} and "
+                    f"chunk_size={self.policy.chunk_size} reach {units}; lower them"
+                )
+        elif tokens is None or self.seen + tokens > self._fixed_reach:
+            length = (
+                "the length of the text is unknown" if tokens is None else f"text and answer reach {self.seen + tokens}"
+            )
             raise ValueError(
-                f"{self.backbone.model_type} with dynamic NTK changes its rotary frequencies beyond "
-                f"{self._fixed_reach} positions, but budget={self.policy.budget} and chunk_size="
-                f'{self.policy.chunk_size} reach {reach}; lower them, or use positions="original"'
+                f"{changes}{self._fixed_reach} positions, keys that are cached by then keep their old ones, and "
+                f"{reach}; "
+                'read it with positions="compact" where all layers attend to everything, or give it another rope_type'
             )
 
     @contextmanager
