@@ -26,6 +26,7 @@ from locret.backbone.adapters import (
     ranks_of,
 )
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
+from locret.backbone.unrotated import unrotated_layers
 from locret.cache.digest import shortened
 from locret.cache.disk import Disk
 from locret.cache.export import to_dynamic_cache
@@ -131,7 +132,8 @@ class RetentionCache(Cache):
             check_slots(self.policy, self.merger.slots(self.merging))
         if self.ranks is not None:
             check_over_ranks(self)
-        self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
+        self._rotary = Rotary(find_decoder(model), unrotated_layers(model, backbone))
+        self._workspace = Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
         self._account = Account(backbone, self._limits, compute_dtype(model).itemsize)
@@ -316,12 +318,11 @@ class RetentionCache(Cache):
                     f"chunk_size={self.policy.chunk_size} reach {units}; lower them"
                 )
         elif tokens is None or self.seen + tokens > self._fixed_reach:
-            length = (
-                "the length of the text is unknown" if tokens is None else f"text and answer reach {self.seen + tokens}"
-            )
+            reach = "the length of the text is unknown"
+            if tokens is not None:
+                reach = f"text and answer reach {self.seen + tokens}"
             raise ValueError(
-                f"{changes}{self._fixed_reach} positions, keys that are cached by then keep their old ones, and "
-                f"{reach}; "
+                f"{changes}{self._fixed_reach} positions, keys that are cached by then keep their old ones, and {reach}; "
                 'read it with positions="compact" where all layers attend to everything, or give it another rope_type'
             )
 
@@ -381,9 +382,14 @@ class RetentionCache(Cache):
             rotary = rotary - self.shift[:, None]
         return original, rotary
 
+    def unrotated(self) -> dict[str, list[int]]:
+        """Return, by name, the layers that do not rotate their keys; nothing if all do."""
+        still = [index for index in self.backbone.layers if self._rotary.of(index) is not self._rotary]
+        return {"still": still} if still else {}
+
     def check_rotation(self, layer_idx: int, raw_keys: Tensor, keys: Tensor) -> None:
         """Compare the backbone's rotation with ours, once per layer; `report_rotation` tells what came out."""
-        self._rotation.compare(layer_idx, self._rotary, self.next_position, raw_keys, keys)
+        self._rotation.compare(layer_idx, self.layers[layer_idx].store.rotary, self.next_position, raw_keys, keys)
 
     def report_rotation(self) -> None:
         """Raise what `check_rotation` has found.

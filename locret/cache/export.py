@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from locret.backbone.adapters import Backbone, find_decoder
-from locret.backbone.rotary import Rotary, long_factors, rotary_parameters, unrotate
+from locret.backbone.rotary import Rotary, long_factors, rotary_parameters
 from locret.cache.store import POSITIONS
 from locret.policy.policy import RetentionPolicy
 
@@ -29,10 +29,10 @@ def to_dynamic_cache(cache: RetentionCache, *, host: bool = False) -> DynamicCac
     """Return what a cache holds as an ordinary prefix; see `RetentionCache.to_dynamic_cache`."""
     cache.check_whole()
     _check_ordinary(cache, host)
-    exported, rotary = DynamicCache(), Rotary(decoder := find_decoder(cache.model))
+    exported, decoder = DynamicCache(), find_decoder(cache.model)
     with long_factors(decoder):
         for index, layer in enumerate(cache.governed):
-            exported.update(*_units(layer, rotary, cache.next_position, host), index)
+            exported.update(*_units(layer, layer.store.rotary, cache.next_position, host), index)
     return exported
 
 
@@ -145,4 +145,4 @@ def turned_back(keys: Tensor, rotary: Rotary, now: Tensor) -> Tensor:
     at = torch.cat([distances.new_zeros(1), distances])
     cos, sin = rotary.at(at, keys.new_empty(0, dtype=torch.float32))
     magnitude = cos[0, 0]  # scaled tables carry a factor, which the keys have already
-    return unrotate(keys.float(), (cos[1:] / magnitude)[which], (sin[1:] / magnitude)[which]).to(keys.dtype)
+    return rotary.turn_back(keys.float(), (cos[1:] / magnitude)[which], (sin[1:] / magnitude)[which]).to(keys.dtype)
