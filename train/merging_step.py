@@ -72,8 +72,8 @@ def merging_step(
     rotary = cache.governed[0].store.rotary
     if rotary.adjacent or cache.unrotated():
         raise ValueError(
-            f"{cache.backbone.model_type} does not rotate the halves of its keys against each other in every layer, which "
-            'training of merge kernels with compact positions needs; read with positions="original"'
+            f"{cache.backbone.model_type} does not rotate the halves of its keys against each other in every layer, "
+            "which the training of merge kernels needs; use another backbone, or a merge that is not trained"
         )
     object.__setattr__(lesson, "rotary", rotary)
     for index, layer in zip(cache.backbone.layers, cache.governed, strict=True):

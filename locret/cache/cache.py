@@ -322,7 +322,7 @@ class RetentionCache(Cache):
             if tokens is not None:
                 reach = f"text and answer reach {self.seen + tokens}"
             raise ValueError(
-                f"{changes}{self._fixed_reach} positions, keys that are cached by then keep their old ones, and {reach}; "
+                f"{changes}{self._fixed_reach} positions, keys in the cache keep theirs, and {reach}; "
                 'read it with positions="compact" where all layers attend to everything, or give it another rope_type'
             )
 

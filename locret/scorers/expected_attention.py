@@ -21,9 +21,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import find_decoder
+from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.chunk import Chunk
 from locret.backbone.rotary import Rotary
+from locret.backbone.unrotated import unrotated_layers
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_at_least, check_at_most
 

@@ -51,9 +51,10 @@ def test_attention_of_another_kind_is_refused_while_it_is_read(model_type: str) 
 
 
 @pytest.mark.parametrize("model_type", ["glm4", "cohere", "ernie4_5"])
-def test_interleaved_rotary_embeddings_work_with_original_positions(model_type: str) -> None:
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_interleaved_rotary_embeddings_work(model_type: str, positions: str) -> None:
     model = random_model(model_type)
-    policy = RetentionPolicy(budget=100, chunk_size=10, stabilizers=5, local_len=6, positions="original")
+    policy = RetentionPolicy(budget=100, chunk_size=10, stabilizers=5, local_len=6, positions=positions)
     logits = prefill(model, IDS, RetentionCache(model, "snapkv", policy))
     with torch.no_grad():
         torch.testing.assert_close(logits, model(IDS).logits[:, -1], atol=1e-4, rtol=0)
@@ -155,7 +156,7 @@ def test_dynamic_ntk_with_original_positions_is_right_within_its_original_contex
     cache = RetentionCache(dynamic, "key_norm", policy)
     answer = generate(dynamic, prompt(40), cache=cache, **GREEDY)
     assert torch.equal(answer, dynamic.generate(input_ids=prompt(40), **GREEDY))
-    message = r"dynamic NTK changes its rotary frequencies beyond 48 positions, .*, and text and answer reach 49"
+    message = r"dynamic NTK changes its rotary frequencies beyond 48 positions, keys .*, and text and answer reach 49"
     with pytest.raises(ValueError, match=message):
         prefill(dynamic, prompt(49), cache.fresh())
     with pytest.raises(ValueError, match="and the length of the text is unknown"):
