@@ -60,6 +60,9 @@ def _train(training: TrainingRun, process: PartialState) -> int:
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin
 
+    from locret.distributed.ulysses import RowRanks
+
+    row_ranks = RowRanks.split(training.backbone.sp_size)
     if process.is_main_process:
         sys.stderr.write("\n".join(_plan(training, process)) + "\n")
     training.fetch()
@@ -73,7 +76,7 @@ def _train(training: TrainingRun, process: PartialState) -> int:
         # Given as a number, a variable of the environment would override it.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=training.optimizer.gradient_accumulation),
     )
-    summary = training.train(accelerator)
+    summary = training.train(accelerator, row_ranks)
     if accelerator.is_main_process:
         _report(training, summary)
     accelerator.end_training()
@@ -88,7 +91,7 @@ def _plan(training: TrainingRun, process: PartialState) -> list[str]:
     memory = ", ".join(f"{name.replace('_', ' ')} {gibibytes(count)}" for name, count in training.plan().items())
     for place, count in training.weights.elsewhere(training.device).items():
         memory += f"; backbone on {place} {gibibytes(count)}"
-    flops = training.step_flops(process.num_processes)
+    flops = training.step_flops(process)
     work = "unknown, a mixture of experts does as much as its router says"
     if flops is not None:
         seconds = flops * steps / _ASSUMED_RATE
@@ -109,7 +112,7 @@ def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int
     rows = training.stream.size if local else None
     resolved, plan = {**training.resolved_options(), "device": str(process.device)}, training.plan()
     if training.run.json:
-        flops = training.step_flops(process.num_processes)
+        flops = training.step_flops(process)
         weights = training.weights.to_dict()
         record = {"config": resolved, "rows": rows, "memory_bytes": plan, "weight_bytes": weights, "step_flops": flops}
         print_json(record)

@@ -155,15 +155,10 @@ class WeightCount:
         return self.size * sum(-(-count // ranks) * (numbers // count) for count, numbers in rows)
 
     def gathered(self) -> int:
-        """Return the bytes that FSDP gathers at once.
-
-        The layer that runs and the one after it; what comes behind the layers stays once it was gathered.
-        """
+        """Return the bytes that FSDP gathers at once: of the layer that runs, and of what comes before or after it."""
         decoder = find_decoder(self.model)
         behind = [part for part in decoder.children() if part is not decoder.layers and part is not self.embedding]
-        tied = self.output is not None and self.output.weight is self.embedding.weight
-        before = 0 if tied else self.of(self.embedding)
-        return self.of(self.output, *behind) + self.largest_layer + max(self.largest_layer, before)
+        return self.largest_layer + max(self.largest_layer, self.of(self.embedding), self.of(self.output, *behind))
 
     def split(self, ranks: int) -> int | None:
         """Return the bytes of one process of `ranks` under transformers' tensor-parallel plan; None without one."""
@@ -229,8 +224,6 @@ def _sharded(row: PlannedRow, weights: WeightCount, count: int) -> Iterator[Choi
     if ranks == 1:
         obstacle = f"no number of ranks up to {count} divides {count} cards and the KV heads"
         over, size = "Ulysses", "--sp-size"
-    elif row.kept_features:
-        obstacle = "--evict-while-training reads whole rows"
     split = {} if obstacle else row.parts(row_ranks=ranks)
     yield Choice(
         name=over,

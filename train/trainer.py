@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from locret.distributed.ulysses import RowRanks
 from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
 from locret.train import checkpointing
@@ -66,6 +67,7 @@ class Trainer:
         model: The backbone, frozen, in evaluation mode, on the accelerator's device.
         heads: The heads, on the same device.
         stream: This process's rows.
+        row_ranks: The processes that share a row with this one; their rows are the same.
         held_out: Rows to evaluate on, the same on every process; they are shared out.
         accelerator: Made with the mixed precision and gradient accumulation that the options say.
         loss: Labels and loss.
@@ -84,6 +86,7 @@ class Trainer:
         stream: TrainingStream,
         accelerator: Accelerator,
         *,
+        row_ranks: RowRanks,
         held_out: Sequence[TrainingExample],
         loss: LossOptions,
         optimizer: OptimizerOptions,
@@ -94,6 +97,7 @@ class Trainer:
         config: Mapping[str, Any],
     ) -> None:
         self.model, self.heads, self.stream, self.accelerator = model, heads, stream, accelerator
+        self.row_ranks, self.data_size = row_ranks, accelerator.num_processes // row_ranks.size
         self.held_out, self.eval_every = held_out, eval_every
         self.loss, self.optimizer_options, self.run = loss, optimizer, run
         self.max_prompt_tokens, self.folder, self.config = max_prompt_tokens, folder, dict(config)
@@ -212,15 +216,18 @@ class Trainer:
                 max_prompt_tokens=self.max_prompt_tokens,
                 earlier_answers=example.earlier_answers,
                 backward=backward,
+                row_ranks=self.row_ranks,
             )
 
     def _evaluate(self) -> dict[str, Any]:
         """Return the losses and overlaps on the held-out rows; the heads stay as they are."""
         values = torch.zeros(len(self.held_out), 4, device=self.accelerator.device)
-        for row in range(self.accelerator.process_index, len(self.held_out), self.accelerator.num_processes):
+        first = self.accelerator.process_index // self.row_ranks.size
+        for row in range(first, len(self.held_out), self.data_size):
             result = self._read(self.held_out[row], lambda _: None)
             values[row] = torch.stack([result.total, result.fit, result.smoothness, result.overlap.mean()])
         shared: Tensor = self.accelerator.reduce(values, reduction="sum")  # type: ignore[assignment]
+        shared /= self.row_ranks.size  # those who share a row all found the same
         return eval_record(shared.tolist(), self.loss.objective)
 
     def _chance(self, example: TrainingExample) -> float:
@@ -236,7 +243,9 @@ class Trainer:
         parameters = list(self.heads.parameters())
         if self.accelerator.num_processes > 1:
             for parameter in parameters:
-                parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
+                # A mean over rows, and a sum over the parts of a row.
+                mean: Tensor = self.accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
+                parameter.grad = mean * self.row_ranks.size if self.row_ranks.size > 1 else mean
         self.accelerator.unscale_gradients()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm, limit = nn.utils.get_total_norm(gradients), self.optimizer_options.clip_limit
@@ -259,7 +268,7 @@ class Trainer:
 
     def _record(self) -> dict[str, Any]:
         """Return the window's means over all processes, and begin a new window."""
-        window, processes = self.window, self.accelerator.num_processes
+        window = self.window
         assert window.sums is not None
         own = window.sums.new_tensor([window.chance / window.rows, float(window.tokens)])
         values = torch.cat([window.sums / window.rows, own])
@@ -270,8 +279,8 @@ class Trainer:
                 f"the loss is {means[0]} at step {self.step}; lower --lr or use --mixed-precision no "
                 f"(last checkpoint: {saved[-1] if saved else 'none'})"
             )
-        tokens = round(means[-1] * processes)
-        self.rows, self.tokens = self.rows + window.rows * processes, self.tokens + tokens
+        tokens = round(means[-1] * self.data_size)
+        self.rows, self.tokens = self.rows + window.rows * self.data_size, self.tokens + tokens
         norms, clipped, steps = window.gradients.tolist()
         record = {
             "total": means[0],

@@ -41,12 +41,19 @@ class BackboneOptions(BackboneSource):
     heads' weights, gradients and optimizer are float32 always."""
     hidden_dim: int = 1024
     """Width between a head's two layers, d_R (Locret, section 4.1)."""
+    sp_size: int = 1
+    """Processes that share each row by its tokens (Ulysses sequence parallelism), for rows longer than one card holds.
+    It divides the number of processes, and the backbone's KV heads."""
     init_from: str | None = None
     """Heads to go on from, a folder or a Hub id; fresh ones (normal, the backbone's initializer_range) if none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive(self, "hidden_dim")
+        _check_positive(self, "hidden_dim", "sp_size")
+        if self.sp_size > 1 and self.shard == "tp":
+            raise ValueError(
+                f"--sp-size {self.sp_size} and --shard tp both divide the attention heads among the processes; drop one"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from locret.backbone.adapters import describe, unwrap
+from locret.distributed.ranks import Ranks
+from locret.distributed.ulysses import RowRanks, check_shared
 from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
-_PLACES = ("device_map", "max_memory", "offload_folder")
+_PLACES = ("device_map", "max_memory", "offload_folder", "sp_size")
 _FREE = (*_PLACES, "data_dir", "skip_bad_rows", "max_row_bytes", "eval_every", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
@@ -115,6 +117,7 @@ class TrainingRun:
         if self.precision == "auto":
             self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
         launch.check_precision(self.precision)
+        check_shared(describe(self.config), self.backbone.sp_size)
         if self.loss.evict_while_training and self.backbone.init_from is None:
             logger.warning("--evict-while-training without --init-from: untrained heads evict by chance at first")
         elif self.backbone.init_from is not None and os.path.isdir(self.backbone.init_from):
@@ -159,11 +162,16 @@ class TrainingRun:
             self.options["policy"] = heads.config.policy
             self.chosen.add("policy")
 
+    def ranks(self, process: PartialState) -> Ranks:
+        """Return this process among those of the run, with the rows that it reads."""
+        own = Ranks(process.process_index, process.num_processes, process.local_process_index)
+        return own.under(self.backbone.shard, self.backbone.sp_size)
+
     def open_rows(self, process: PartialState) -> None:
         """Open this process's training rows, which checks schema, template and first row, and settle the precision."""
         from locret.data.training.stream import TrainingStream, load_rows
 
-        data = self.data
+        data, ranks = self.data, self.ranks(process)
         rows = load_rows(
             data.dataset,
             data_dir=data.data_dir,
@@ -185,15 +193,15 @@ class TrainingRun:
             source=data.dataset,
             reconstruct=self.loss.label_source == "reconstruction",
             shuffle_buffer=data.shuffle_buffer,
-            rank=process.process_index,
-            world=process.num_processes,
+            rank=ranks.data_rank,
+            world=ranks.data_size,
         )
         beginning = self.stream.state()
         next(self.stream)
         self.stream.restore(beginning)
         if not data.skip_bad_rows and not data.streaming:
             self.stream.check_rows()
-        self._hold_out(self.optimizer.gradient_accumulation * process.num_processes)
+        self._hold_out(self.optimizer.gradient_accumulation * ranks.data_size)
 
     def _hold_out(self, rows_per_step: int) -> None:
         asked, steps = self.validation.eval_rows, self.optimizer.steps
@@ -218,9 +226,8 @@ class TrainingRun:
 
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
-        return memory_plan(
-            self.config, self.parameters, **self._planned_row(), backbone_bytes=self.weights.on(self.device)
-        )
+        row, held = self._planned_row(), self.weights.on(self.device)
+        return memory_plan(self.config, self.parameters, **row, backbone_bytes=held, row_ranks=self.backbone.sp_size)
 
     def devices_plan(self, devices: Devices) -> list[Choice]:
         """Return what each way of loading the backbone takes of these cards."""
@@ -242,11 +249,11 @@ class TrainingRun:
         warmup = self.optimizer.warmup
         return {**self.options, "dtype": dtype, "mixed_precision": self.precision, "warmup_steps": warmup}
 
-    def step_flops(self, processes: int) -> int | None:
+    def step_flops(self, process: PartialState) -> int | None:
         """Return the operations of one optimizer step on rows of the length in the plan; None where they vary."""
         heads = HeadsConfig.for_model(self.config, self.backbone.hidden_dim).num_weights
         row = step_flops(self.config, self.parameters, heads, self.planned_tokens())
-        return row and row * self.optimizer.gradient_accumulation * processes
+        return row and row * self.optimizer.gradient_accumulation * self.ranks(process).data_size
 
     def check_space(self) -> None:
         """Make sure that checkpoints fit on the disk.
@@ -259,24 +266,29 @@ class TrainingRun:
         needed = checkpoint_bytes(self.plan(), kept)
         run_folder.check(str(run.output), resume=run.resume, overwrite=run.overwrite, needed_bytes=needed)
 
-    def fixed_options(self, processes: int) -> dict[str, Any]:
+    def fixed_options(self, ranks: Ranks) -> dict[str, Any]:
         """Return the options that a resumed run must share."""
         free = set(_FREE) - ({"policy"} if self.loss.evict_while_training else set())
         fixed = {name: value for name, value in self.resolved_options().items() if name not in free}
-        rows_per_step = fixed.pop("gradient_accumulation") * processes
+        rows_per_step = fixed.pop("gradient_accumulation") * ranks.data_size
         # Those that were not given are left out: earlier runs did not have them.
         weights = {field.name for field in fields(WeightOptions)}
         given = {name: value for name, value in self.backbone.given().items() if name not in _FREE}
         fixed = {name: value for name, value in fixed.items() if name not in weights}
         return {**fixed, **given, "rows_per_step": rows_per_step}
 
-    def train(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Load the weights, train, save; return the final record."""
+    def train(self, accelerator: Accelerator, row_ranks: RowRanks) -> dict[str, Any]:
+        """Load the weights, train, save; return the final record.
+
+        Args:
+            accelerator: Made with the mixed precision and gradient accumulation that the options say.
+            row_ranks: The processes that share a row with this one.
+        """
         from locret.train.trainer import Trainer
 
         checkpoint = None if self.run.resume is None else checkpointing.find(self.run.resume, self.folder)
         state = None if checkpoint is None else checkpointing.read(checkpoint)
-        fixed = self.fixed_options(accelerator.num_processes)
+        fixed = self.fixed_options(self.ranks(accelerator.state))
         if state is not None and checkpoint is not None:
             with checkpointing.intact(checkpoint):
                 stored = {"eval_rows": 0, **state["config"]}
@@ -295,6 +307,7 @@ class TrainingRun:
             heads,
             self.stream,
             accelerator,
+            row_ranks=row_ranks,
             held_out=self.held_out,
             loss=self.loss,
             optimizer=self.optimizer,

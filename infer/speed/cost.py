@@ -86,7 +86,7 @@ def sizes_of(config: Any, dtype: torch.dtype) -> Sizes:
 def cost(sizes: Sizes, passes: Iterable[Pass]) -> Cost:
     """Return the least work of some forward passes of one row."""
     backbone, flops, moved = sizes.backbone, 0, 0
-    others = [backbone.shape(index) for index in range(backbone.num_layers) if index not in backbone.layers]
+    others = [backbone.shape(index) for index in range(backbone.num_layers) if backbone.kinds[index] == "sliding"]
     for one in passes:
         new = one.tokens
         products = sum(

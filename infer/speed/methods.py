@@ -75,9 +75,11 @@ class Full(BenchMethod):
         short = min(units, (backbone.window or 1) - 1)
         held = (
             (units if index in backbone.layers else short, backbone.shape(index))
-            for index in range(backbone.num_layers)
+            for index, kind in enumerate(backbone.kinds)
+            if kind not in ("recurrent", "none")
         )
-        return sizes.element_size * sum(count * shape.num_kv_heads * shape.unit_dim for count, shape in held)
+        units_held = sum(count * shape.num_kv_heads * shape.unit_dim for count, shape in held)
+        return sizes.element_size * units_held + backbone.state_bytes(sizes.element_size) // 2
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,11 @@ def _bytes_of(heads: RetainingHeads) -> int:
 
 
 def _check_uniform(sizes: Sizes) -> None:
+    if sizes.backbone.recurrent:
+        raise ValueError(
+            "--methods floor: some layers of this backbone carry a recurrent state, for which there is no floor; leave "
+            "it out of --methods"
+        )
     if not sizes.backbone.uniform:
         raise ValueError(
             f"--methods floor: some layers of this backbone slide over a window of {sizes.backbone.window} tokens, "

@@ -63,7 +63,7 @@ def answer(subject: Subject) -> Iterator[Finding]:
     """Answer with room for everything."""
     ours, logits = subject.answer(subject.read(subject.roomy(), new_tokens=NEW_TOKENS).cache)
     own, expected = _own_answer(subject)
-    yield same_answer(f"{NEW_TOKENS} greedy tokens", ours[0], own, logits, expected, subject)
+    yield same_answer(f"{NEW_TOKENS} greedy tokens", ours, own, logits, expected, subject)
 
 
 def _own_answer(subject: Subject) -> tuple[Tensor, Tensor]:

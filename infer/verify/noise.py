@@ -90,6 +90,12 @@ def relative(states: Tensor, expected: Tensor) -> Tensor:
     return (states - expected).norm(dim=-1) / expected.norm(dim=-1)
 
 
+def apart(logits: Tensor, expected: Tensor) -> Tensor:
+    """Return (T,) differences of (T, V) logits, relative to their spread over the vocabulary."""
+    spread = expected - expected.mean(dim=-1, keepdim=True)
+    return (logits - expected).norm(dim=-1) / spread.norm(dim=-1)
+
+
 def measured_noise(model: nn.Module, decoder: Any, ids: Tensor, expected: Tensor, seed: int) -> Noise:
     """Run the backbone with more rounding, and in pieces; gradients are off and rotary frequencies settled."""
     with recorded(decoder) as rounded, one_more_rounding(decoder, seed):

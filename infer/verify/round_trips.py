@@ -12,6 +12,7 @@ from torch import Tensor
 
 from locret import RetentionCache, load_cache, prefill, save_cache
 from locret.infer.verify.findings import Finding, NotHere, exact
+from locret.infer.verify.keeping import held_units
 from locret.infer.verify.noise import relative
 from locret.infer.verify.subject import NEW_TOKENS, Subject
 
@@ -74,13 +75,14 @@ def contents(cache: RetentionCache) -> dict[str, Any]:
     tensors, numbers = cache.state()
     found |= {f"state {name}": value for name, value in numbers.items()}
     found |= {f"tensor {name}": tensor.clone() for name, tensor in tensors.items()}
-    for index in cache.backbone.layers:
+    for nth, index in enumerate(cache.backbone.layers):
         layer: Any = cache.layers[index]
-        found[f"positions of layer {index}"] = cache.kept_positions(index)
         found[f"scores of layer {index}"] = cache.kept_scores(index)
         found[f"columns of layer {index}"] = sorted(layer.store.columns)
-        view = layer.store.view(cache.next_position)
-        found[f"keys of layer {index}"], found[f"values of layer {index}"] = view.keys.clone(), view.values.clone()
+        for head, (positions, keys, values, now) in enumerate(held_units(cache, nth)):
+            where = f"of head {head} of layer {index}"
+            found[f"positions {where}"], found[f"rotary positions {where}"] = positions, now
+            found[f"keys {where}"], found[f"values {where}"] = keys.clone(), values.clone()
     return found
 
 

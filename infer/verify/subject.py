@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.adapters import Backbone, describe, find_decoder, input_device, unwrap
 from locret.backbone.rotary import long_factors
-from locret.infer.verify.noise import Noise, measured_noise, recorded
+from locret.infer.verify.noise import Noise, apart, measured_noise, one_more_rounding, recorded
 from locret.scorers import RetainingHeadScorer, Scorer
 
 NEW_TOKENS = 12
 """Tokens of an answer."""
+_LAST = 16
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,18 @@ class Subject:
         with self.alone():
             return measured_noise(self.model, self.decoder, self.on_device(self.ids), self.expected, self.seed)
 
+    @cached_property
+    def logit_noise(self) -> float:
+        """What rounding alone changes in the logits of the text's last tokens, relative to their spread."""
+        model: Any = unwrap(self.model)
+        with self.alone():
+            runs = []
+            for more in (nullcontext(), one_more_rounding(self.decoder, self.seed)):
+                with more:
+                    found = model(input_ids=self.on_device(self.ids), use_cache=False, logits_to_keep=_LAST).logits
+                runs.append(found[0].float().cpu())
+        return max(float(apart(runs[1], runs[0]).median()), self.noise.epsilon)
+
     def on_device(self, ids: Tensor) -> Tensor:
         """Return token ids where the backbone wants them."""
         return ids.to(input_device(self.model))
@@ -143,12 +156,12 @@ class Subject:
         policy: RetentionPolicy | None = None,
         ids: Tensor | None = None,
         *,
-        scorer: Scorer | RetainingHeads | None = None,
+        cache: RetentionCache | None = None,
         on_chunk: Callable[[RetentionCache], None] | None = None,
         new_tokens: int = 0,
     ) -> Read:
-        """Read a text (None: the subject's) into a new cache."""
-        cache = RetentionCache(self.model, scorer or self.scorer, policy or self.policy)
+        """Read a text (None: the subject's) into a new cache, or into the one that is given."""
+        cache = cache or RetentionCache(self.model, self.scorer, policy or self.policy)
         steps: list[Step] = []
 
         def note(found: RetentionCache) -> None:
@@ -160,8 +173,8 @@ class Subject:
             logits = prefill(self.model, self.ids if ids is None else ids, cache, on_chunk=note, new_tokens=new_tokens)
         return Read(cache, logits[0].float().cpu(), torch.cat([part[0] for part in states]), steps)
 
-    def answer(self, cache: RetentionCache, tokens: int = NEW_TOKENS) -> tuple[Tensor, Tensor]:
-        """Go on from what a cache holds; return (B, tokens) ids and (tokens, vocabulary) logits of the first row."""
+    def answers(self, cache: RetentionCache, tokens: int = NEW_TOKENS) -> tuple[Tensor, Tensor]:
+        """Go on from what a cache holds; return (B, tokens) ids and (B, tokens, vocabulary) logits, on the CPU."""
         found: Any = generate(
             self.model,
             cache=cache,
@@ -169,7 +182,12 @@ class Subject:
             output_logits=True,
             **self.answer_options(tokens),
         )
-        return found.sequences.cpu(), torch.stack([step[0].float().cpu() for step in found.logits])
+        return found.sequences.cpu(), torch.stack([step.float().cpu() for step in found.logits], dim=1)
+
+    def answer(self, cache: RetentionCache) -> tuple[Tensor, Tensor]:
+        """Return the (tokens,) ids and (tokens, vocabulary) logits of the only row's answer."""
+        ids, logits = self.answers(cache)
+        return ids[0], logits[0]
 
 
 def kept_by_head(cache: RetentionCache) -> list[list[Tensor]]:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, scorers
 from locret.backbone.adapters import compute_dtype, describe, input_device, unwrap
 from locret.environment import versions
-from locret.infer.verify import equality, keeping, memory_bounds, round_trips
+from locret.infer.verify import batches, equality, eviction, keeping, memory_bounds, round_trips, trained
 from locret.infer.verify.findings import FAILED, OK, REFUSED, SKIPPED, Finding, NotHere, Refused, Report, Row
 from locret.infer.verify.subject import NEW_TOKENS, Subject, fitted
 from locret.infer.verify.verify_options import LEAST_TOKENS, TOKENS
@@ -65,10 +65,54 @@ CHECKS = (
         equality.chunks,
     ),
     Check(
+        "batch",
+        "rows of different length in one batch, left-padded, and each row alone",
+        f"a row depends on the rows beside it, so read and answer one text at a time; {_REPORT}",
+        batches.batch,
+    ),
+    Check(
         "budget",
         "units that each KV head holds after every chunk, against the policy; and that something is evicted",
         f"the budget is not what is kept, so memory is not what was promised; {_REPORT}",
         keeping.budget,
+    ),
+    Check(
+        "protected",
+        "units that stay whatever their score: stabilizers, first tokens where the scorer keeps them, local tokens",
+        "what is to stay is evicted, and without its first or newest tokens a backbone loses the thread; do not use "
+        f"this policy; {_REPORT}",
+        keeping.protected,
+    ),
+    Check(
+        "scores",
+        "scores that units are held with, and what the scorer said; and that the best stay",
+        f"units are kept by other scores than their own, so what stays is arbitrary; {_REPORT}",
+        keeping.scores,
+    ),
+    Check(
+        "units",
+        "keys and values that are kept, and those the backbone computed for their tokens, heads and positions",
+        f"kept units are not what the backbone computed, so answers are made of something else; {_REPORT}",
+        keeping.units,
+    ),
+    Check(
+        "eviction",
+        "reading and answering with eviction, and a plain pass in which every token sees the units kept for it",
+        "what is computed from a bounded cache is not what its units give, so answers are wrong whatever is kept; do "
+        f"not use this backbone with these options; {_REPORT}",
+        eviction.eviction,
+    ),
+    Check(
+        "second-tier",
+        "what evicted units become in a second tier; and all of them recalled",
+        f"units that leave the fast tier are lost or doubled; leave --host-budget out, and {_REPORT}",
+        eviction.second_tier,
+    ),
+    Check(
+        "prefix",
+        "an answer from the cache, and of the backbone alone from the same units as an ordinary prefix",
+        f"other engines would answer differently from the same context, so export none; {_REPORT}",
+        eviction.prefix,
     ),
     Check(
         "bytes",
@@ -77,10 +121,35 @@ CHECKS = (
         memory_bounds.planned_bytes_are_counted,
     ),
     Check(
+        "decode-budget",
+        "units and bytes while an answer is written within --decode-budget",
+        f"a long answer takes more memory than was promised; leave --decode-budget out, and {_REPORT}",
+        memory_bounds.decode_budget,
+    ),
+    Check(
         "save",
         "a file of what was read, against the cache it was written from, bit for bit",
         f"a saved context does not answer like the one in memory, so keep none on disk; {_REPORT}",
         round_trips.save,
+    ),
+    Check(
+        "fork",
+        "a context before and after its copies were asked and read on, bit for bit",
+        f"asking a copy changes the context, so ask each context once only; {_REPORT}",
+        round_trips.fork,
+    ),
+    Check(
+        "training-scores",
+        "scores of the heads in the pass that trains them, and while a text is read",
+        "heads see other features in use than in training, so what they learned means little; train them with this "
+        f"version, or {_REPORT}",
+        trained.training_scores,
+    ),
+    Check(
+        "layers",
+        "what trained heads find important, and the labels of their own layers: against chance, and heads of others",
+        "the heads do not belong to the layers they are on, so what stays is arbitrary; train or convert them again",
+        trained.layers,
     ),
     Check(
         "determinism",

@@ -15,12 +15,13 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from locret.backbone import head_ranks
 from locret.backbone.head_ranks import HeadRanks
+from locret.backbone.recurrence import state_module, state_numbers
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 FUSED = "qkv_proj"
 _SUPPORTED = (
-    "use a decoder-only model with rotary positions (Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2, Gemma-3, SmolLM3, "
-    "Granite, OLMo-2, OLMo-3)"
+    "use a decoder-only model with softmax attention (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next, Qwen3.5, Phi-3, "
+    "Gemma-2, Gemma-3, SmolLM3, Granite, OLMo-2, OLMo-3, LFM2, Nemotron-H, Falcon-H1)"
 )
 FULL, SLIDING, RECURRENT, BOTH, NONE = "full", "sliding", "recurrent", "both", "none"
 KINDS = (FULL, SLIDING, RECURRENT, BOTH, NONE)
@@ -84,6 +85,8 @@ class Backbone:
     """What each layer remembers: "full" (keys and values of all tokens), "sliding" (those of a window), "recurrent" (a
     state of fixed size: linear attention, state space, short convolution), "both" (a state, and the keys and values of
     all tokens) or "none"."""
+    state_numbers: tuple[int, ...] = (0, 0)
+    """How many numbers the states of one row have: in the backbone's dtype, and in float32."""
     shapes: tuple[LayerShape, ...] = ()
     """Of every layer, where they differ or a value is not as wide as a key; empty: the three numbers say all."""
 
@@ -144,6 +147,11 @@ class Backbone:
         """Whether some layers carry a state from token to token."""
         return RECURRENT in self.kinds or BOTH in self.kinds
 
+    def state_bytes(self, element_size: int) -> int:
+        """Return the bytes of one row's states: as they are, and as they were before the newest token."""
+        own, exact = self.state_numbers
+        return 2 * (own * element_size + exact * torch.float32.itemsize)
+
 
 def describe(model_or_config: Any) -> Backbone:
     """Describe a backbone from its config; given a model, also check that its modules are where they should be.
@@ -151,8 +159,8 @@ def describe(model_or_config: Any) -> Backbone:
     Where processes share the heads of a model, they are those of this process; a config knows of no processes.
 
     Raises:
-        ValueError: For encoder-decoder, state-space and latent-attention models, those whose layers all slide over a
-            window, and adapters that work outside of the layers.
+        ValueError: For encoder-decoder and latent-attention models, those without a layer whose units a budget could
+            govern, and adapters that work outside of the layers.
     """
     backbone = describe_whole(model_or_config)
     ranks = ranks_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
@@ -163,7 +171,7 @@ def describe_whole(model_or_config: Any) -> Backbone:
     """Describe a backbone with the heads of all processes; see `describe`."""
     if not isinstance(model_or_config, nn.Module):
         return _describe_config(model_or_config)
-    backbone = _describe_config(unwrap(model_or_config).config)
+    backbone = _describe_config(unwrap(model_or_config).config, model_or_config)
     attention_modules(model_or_config)
     return backbone
 
@@ -255,33 +263,77 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 
 
 def find_decoder(model: nn.Module) -> Any:
-    """Return the stack of decoder layers, which owns `layers` and `rotary_emb`.
+    """Return the stack of decoder layers, which owns `layers`, and `rotary_emb` where positions are rotated.
 
     Raises:
         ValueError: If there is none.
     """
     base = unwrap(model)
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else getattr(base, "model", base)
-    for name in ("layers", "rotary_emb"):
-        if not hasattr(decoder, name):
-            raise ValueError(
-                f"{type(base).__name__} has no decoder with '{name}', so its cache cannot be bounded; {_SUPPORTED}"
-            )
+    if not hasattr(decoder, "layers"):
+        raise ValueError(
+            f"{type(base).__name__} has no decoder with 'layers', so its cache cannot be bounded; {_SUPPORTED}"
+        )
+    places = [name for name, child in decoder.named_children() if "position" in name and name != "rotary_emb"]
+    if places and rotary_module(decoder) is None:
+        raise ValueError(
+            f"{type(base).__name__} adds its positions to the hidden states ({places[0]}), not by rotating keys, so "
+            f"its cache cannot be bounded; {_SUPPORTED}"
+        )
     return decoder
 
 
+def rotary_module(decoder: Any) -> Any:
+    """Return the rotary embedding of a stack of decoder layers; None where its attention knows no positions."""
+    if hasattr(decoder, "rotary_emb"):
+        return decoder.rotary_emb
+    return next((child for child in decoder.children() if hasattr(child, "rope_type")), None)
+
+
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the attention module of every decoder layer, in order.
+    """Return the attention module of every decoder layer, in order; of one that does not attend, the layer itself.
 
     Raises:
-        ValueError: If a layer has no q_proj, k_proj, v_proj and no fused qkv_proj; the message names what was found.
+        ValueError: If a layer has no q_proj, k_proj, v_proj and no fused qkv_proj, or layers share one module; the
+            message names what was found.
     """
-    return [_attention_of(layer, index, model) for index, layer in enumerate(find_decoder(model).layers)]
+    config = unwrap(model).config
+    kinds = layer_kinds(config.get_text_config() if hasattr(config, "get_text_config") else config)
+    layers = list(zip(find_decoder(model).layers, kinds, strict=False))
+    modules = [
+        layer if kind in (RECURRENT, NONE) else _attention_of(layer, index, model)
+        for index, (layer, kind) in enumerate(layers)
+    ]
+    if len(set(modules)) < len(modules):
+        raise ValueError(
+            f"layers of {type(unwrap(model)).__name__} share one attention module, which is not supported; {_SUPPORTED}"
+        )
+    return modules
+
+
+def state_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the module that owns the state of each layer that carries one.
+
+    Raises:
+        ValueError: If it cannot be told.
+    """
+    backbone, layers, modules = describe(model), find_decoder(model).layers, attention_modules(model)
+    return {
+        index: state_module(layers[index], modules[index] if kind == BOTH else None, index)
+        for index, kind in enumerate(backbone.kinds)
+        if kind in (RECURRENT, BOTH)
+    }
 
 
 def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
     for module in layer.modules():
         if hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE):
+            fused = getattr(module, FUSED, None)
+            if fused is not None and not hasattr(fused, "base_layer") and any(True for _ in fused.children()):
+                raise ValueError(
+                    f"the {FUSED} of {type(unwrap(model)).__name__} is no projection but a {type(fused).__name__}, "
+                    f"which mixes tokens; {_SUPPORTED}"
+                )
             return module
     found = sorted(name for name, _ in layer.named_children())
     raise ValueError(
@@ -290,7 +342,7 @@ def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
     )
 
 
-def _describe_config(config: Any) -> Backbone:
+def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
     model_type = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
@@ -308,24 +360,27 @@ def _describe_config(config: Any) -> Backbone:
             f"{model_type} uses latent attention (kv_a_proj_with_mqa); looked for {', '.join(SEPARATE)} or {FUSED}: "
             "its cache has no separate keys and values to evict"
         )
-    heads = getattr(text, "num_attention_heads", None)
+    heads, types = getattr(text, "num_attention_heads", None), layer_kinds(text)
     num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
-    max_positions = _first(text, "max_position_embeddings") if isinstance(heads, int) else 0
+    if not isinstance(heads, int) or not set(types) - {RECURRENT, NONE}:
+        raise ValueError(
+            f"no layer of {model_type} has softmax attention, so there is nothing to evict and a budget would govern "
+            "nothing; use model.generate, whose memory does not grow, or a backbone with full attention"
+        )
+    max_positions = _first(text, "max_position_embeddings")
     # A window as long as the context (Phi-3-mini-128K: 262,144) never slides, so such layers count as full attention.
     slides = window is not None and window < max_positions
-    kinds = tuple(FULL if kind == SLIDING and not slides else kind for kind in layer_kinds(text))[:num_layers]
+    kinds = tuple(FULL if kind == SLIDING and not slides else kind for kind in types[:num_layers])
     layers = tuple(index for index, kind in enumerate(kinds) if kind in (FULL, BOTH))
-    if RECURRENT in kinds or BOTH in kinds or not isinstance(heads, int):
-        recurrent = sorted({kind for kind in _layer_types(text) if _kind_of(kind) in (RECURRENT, BOTH)})
-        raise ValueError(
-            f"{model_type} has layers without softmax attention ({', '.join(recurrent) or 'state-space'}); looked for "
-            f"{', '.join(SEPARATE)} or {FUSED} in every layer: use a transformer with rotary positions"
-        )
     if not layers:
         raise ValueError(
-            f"every layer of {model_type} slides over a window of {window} tokens, so its cache is bounded already and "
+            f"every layer of {model_type} slides over a window of {window} tokens"
+            f"{' or carries a state' if RECURRENT in kinds else ''}, so its cache is bounded already and "
             "a budget would govern nothing; use model.generate, or a backbone with full attention"
         )
+    carried = (0, 0)
+    if RECURRENT in kinds or BOTH in kinds:
+        carried = state_numbers(text, None if model is None else type(find_decoder(model)))
     return Backbone(
         model_type=model_type,
         num_layers=num_layers,
@@ -333,11 +388,12 @@ def _describe_config(config: Any) -> Backbone:
         num_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        hidden_act=_first(text, "hidden_act", "hidden_activation"),
+        hidden_act=_first(text, "hidden_act", "hidden_activation", "mlp_hidden_act", default="silu"),
         initializer_range=_first(text, "initializer_range"),
         max_positions=max_positions,
         window=window if SLIDING in kinds else None,
         kinds=kinds,
+        state_numbers=carried,
     )
 
 
@@ -392,10 +448,12 @@ def _kind_of(layer_type: str) -> str | None:
     return {DynamicLayer: FULL, DynamicSlidingWindowLayer: SLIDING}.get(held) if "chunked" not in layer_type else None
 
 
-def _first(config: Any, *names: str) -> Any:
+def _first(config: Any, *names: str, default: Any = None) -> Any:
     for name in names:
         if getattr(config, name, None) is not None:
             return getattr(config, name)
+    if default is not None:
+        return default
     raise ValueError(
         f"{getattr(config, 'model_type', 'this model')} has no {' or '.join(names)} in its config; {_SUPPORTED}"
     )

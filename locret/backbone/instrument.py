@@ -23,9 +23,21 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
-from locret.backbone.adapters import FUSED, LayerShape, attention_modules, describe, find_decoder, unwrap
+from locret.backbone.adapters import (
+    BOTH,
+    FULL,
+    FUSED,
+    SLIDING,
+    LayerShape,
+    attention_modules,
+    describe,
+    find_decoder,
+    state_modules,
+    unwrap,
+)
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.backbone.chunk import Attended, Projections
+from locret.backbone.recurrence import carried
 from locret.backbone.rotary import long_factors, uses_long_factors
 
 NAME = "locret"
@@ -166,7 +178,8 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     backbone, base, modules = describe(model), unwrap(model), attention_modules(model)
     implementation = base.config._attn_implementation
     full = frozenset(backbone.layers)
-    layers = {module: index for index, module in enumerate(modules)}
+    attends = (FULL, SLIDING, BOTH)
+    layers = {module: index for index, module in enumerate(modules) if backbone.kinds[index] in attends}
     instrument = _Instrument(layers, full, flash=implementation == "flash_attention_2")
     with ExitStack() as stack:
         for module, index in layers.items():
@@ -180,6 +193,8 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
         base.set_attn_implementation(NAME)
         stack.callback(base.set_attn_implementation, implementation)
         stack.enter_context(fixed_factors(base, decoder))
+        if backbone.recurrent:
+            stack.enter_context(carried(state_modules(model).items()))
         instrument.undo = stack.pop_all()
     return instrument
 
@@ -231,10 +246,11 @@ def recorders(
         find: Says where to record what is computed now; None: nowhere.
     """
 
-    def record(name: str, heads: int) -> Any:
+    def record(name: str, heads: int, factor: float | None = None) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             projections = find()
             if projections is not None:
+                output = output if factor is None else output * factor
                 projections.parts[name] = _token_major(output, inputs[0], heads) if output.ndim == 4 else output
 
         return hook
@@ -243,8 +259,11 @@ def recorders(
         return [(getattr(module, FUSED), record(FUSED, 0))]
     found = []
     for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
-        source = next(n for n in (f"{name}_norm", f"{name}_proj") if getattr(module, n, None) is not None)
-        found.append((getattr(module, source), record(name, heads)))
+        names = (f"{name}_norm", f"{name}_layernorm", f"{name}_proj")
+        source = next(n for n in names if getattr(module, n, None) is not None)
+        # Falcon-H1 multiplies its keys before it rotates them.
+        factor = getattr(module, "key_multiplier", None) if name == "k" else None
+        found.append((getattr(module, source), record(name, heads, factor)))
     return found
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from locret.backbone.adapters import rotary_module
 from locret.field_values import shown
 
 FULL_ATTENTION = "full_attention"
@@ -25,6 +26,7 @@ FULL_ATTENTION = "full_attention"
 class Rotary:
     """Cosines and sines of a backbone's full-attention layers, remembered for the positions asked for last.
 
+<<<<<<< HEAD
     Tables have a column per rotated dimension, those of the first halves of the pairs before those of the second ones,
     whatever the backbone's own tables look like.
 
@@ -37,6 +39,13 @@ class Rotary:
         self._still = still
         self._module: Any = decoder.rotary_emb
         self._by_type = "layer_type" in inspect.signature(self._module.forward).parameters
+=======
+    def __init__(self, decoder: Any) -> None:
+        self._module: Any = rotary_module(decoder)
+        self._by_type = self._module is not None and (
+            "layer_type" in inspect.signature(self._module.forward).parameters
+        )
+>>>>>>> main
         prefix = f"{FULL_ATTENTION}_" if self._by_type else ""
         frequencies: Tensor | None = getattr(self._module, f"{prefix}inv_freq", None)
         self._pairs = None if frequencies is None else frequencies.shape[-1]
@@ -60,13 +69,20 @@ class Rotary:
         return last[1]
 
     def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each (..., S, R) in the dtype and on the device of `like`, for any positions (..., S)."""
+        """Return cos and sin, each (..., S, R) in the dtype and on the device of `like`, for any positions (..., S).
+
+        Where the backbone has no rotary embedding they are those of no angle, which change nothing.
+        """
+        if self._module is None:
+            still = like.new_ones((*positions.shape, 2))
+            return still, torch.zeros_like(still)
         if self._by_type and FULL_ATTENTION not in self._module.rope_type:
             raise ValueError(
                 "layers of full attention have no rotary positions here, so no rank can be given to their keys; use "
                 'positions="original"'
             )
         extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
+<<<<<<< HEAD
         cos, sin = self._module(like, positions.to(like.device).reshape(1, -1), **extra)
         return self._halves(cos).view(*positions.shape, -1), self._halves(sin).view(*positions.shape, -1)
 
@@ -95,6 +111,15 @@ class Rotary:
     def turn_back(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Undo `turn`; see `unrotate`."""
         return unrotate(keys, cos, sin, adjacent=self.adjacent)
+=======
+        flat = positions.to(like.device).reshape(1, -1)
+        # Of text, positions in time, height and width are the same.
+        grid = flat.expand(3, 1, -1) if hasattr(self._module, "mrope_section") else flat
+        cos, sin = self._module(like, grid, **extra)
+        if cos.shape[-1] == self._pairs:  # gpt-oss has one column per pair, where others have one per dimension
+            cos, sin = (torch.cat([columns, columns], dim=-1) for columns in (cos, sin))
+        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+>>>>>>> main
 
     def forget(self) -> None:
         """Drop the remembered table."""
@@ -183,14 +208,23 @@ class RotationCheck:
 
 
 def _rope_types(decoder: Any) -> list[str]:
-    rope_type = decoder.rotary_emb.rope_type
+    if rotary_module(decoder) is None:
+        return []
+    rope_type = rotary_module(decoder).rope_type
     return list(rope_type.values()) if isinstance(rope_type, dict) else [rope_type]
 
 
 def rotary_parameters(decoder: Any) -> dict[str, Any]:
+<<<<<<< HEAD
     """Return how a backbone rotates keys, as plain data."""
     parameters = json.loads(json.dumps(decoder.config.rope_parameters or {}, default=str))
     return parameters | ({"pairs": "adjacent"} if adjacent_pairs(decoder) else {})  # type: ignore[no-any-return]
+=======
+    """Return how a backbone rotates keys, as plain data; nothing where it does not."""
+    if rotary_module(decoder) is None:
+        return {}
+    return json.loads(json.dumps(decoder.config.rope_parameters or {}, default=str))  # type: ignore[no-any-return]
+>>>>>>> main
 
 
 _FROM_PARAMETERS = ("default", "linear", "llama3", "yarn")
@@ -252,7 +286,7 @@ def fixed_reach(decoder: Any) -> int | None:
     before the change disagree with queries after it.
     """
     dynamic = any("dynamic" in rope_type for rope_type in _rope_types(decoder))
-    return decoder.rotary_emb.original_max_seq_len if dynamic else None
+    return rotary_module(decoder).original_max_seq_len if dynamic else None
 
 
 @contextmanager
@@ -262,7 +296,10 @@ def long_factors(decoder: nn.Module) -> Iterator[None]:
     transformers changes from short to long factors when a position passes the original context length; keys cached
     before the change would then disagree with queries after it. The original implementation uses the long ones always.
     """
-    module: Any = decoder.rotary_emb
+    module: Any = rotary_module(decoder)
+    if module is None:
+        yield
+        return
     replaced = []
     types = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
     for layer_type, rope_type in types.items():

@@ -38,6 +38,7 @@ from locret.cache.over_ranks import check_over_ranks
 from locret.cache.rounding import forms_of
 from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
+from locret.cache.states import STATES, EmptyLayer, States
 from locret.cache.store import Store, Workspace
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy, policy_of
@@ -51,6 +52,10 @@ if TYPE_CHECKING:
 ASSISTED = (
     "an evicted unit cannot come back, so assisted and prompt-lookup decoding do not work with a RetentionCache; "
     "use sampling or beams"
+)
+_NOT_CALLED = (
+    "a RetentionCache is filled by locret.prefill, locret.generate and the generate method of its own model, not by "
+    "calling the model; make the cache in a line before model.generate, which has to know it"
 )
 _PER_ROW = {
     "pad": "pad",
@@ -149,8 +154,14 @@ class RetentionCache(Cache):
             workspace=self._workspace,
             store=self.store,
             disk=self.disk,
+            states=int(getattr(find_decoder(model).config, "number_of_conv_states", 1)),
         )
         super().__init__(layers=[maker.layer(index) for index in range(backbone.num_layers)])
+        self.carriers: dict[int, States] = {
+            index: states for index in range(backbone.num_layers) if (states := maker.carrier(index)) is not None
+        }
+        """The states of the layers that carry any."""
+        self._show_states()
         self.reader: Reader | None = None
         """The read or answer in progress, which observes the backbone's forward passes."""
         self._interrupted = False
@@ -183,6 +194,10 @@ class RetentionCache(Cache):
     def rows(self) -> int:
         """Rows of the batch; 0 before the first token."""
         return max(int(layer.batch) for layer in self.layers)
+
+    @property
+    def _holders(self) -> list[Any]:
+        return [*self.layers, *self.carriers.values()]
 
     @property
     def governed(self) -> list[RetentionLayer]:
@@ -224,7 +239,8 @@ class RetentionCache(Cache):
     def _held(self, index: int, name: str) -> Tensor:
         layer = self.layers[index]
         if not isinstance(layer, RetentionLayer):
-            raise ValueError(f"layer {index} slides over a window; layers with scored units: {self.backbone.layers}")
+            why = "slides over a window" if isinstance(layer, SlidingLayer) else "has no softmax attention"
+            raise ValueError(f"layer {index} {why}; layers with scored units: {self.backbone.layers}")
         if not layer.is_initialized:
             return torch.empty(1, self.backbone.shape(index).num_kv_heads, 0)
         return layer.store.held(name)
@@ -252,7 +268,7 @@ class RetentionCache(Cache):
         )
 
     def _bytes(self) -> int:
-        held: int = sum(layer.nbytes for layer in self.layers)
+        held: int = sum(layer.nbytes for layer in self._holders)
         return self._workspace.nbytes + held
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -308,6 +324,7 @@ class RetentionCache(Cache):
         Raises:
             ValueError: If the backbone's dynamic NTK would rotate keys and queries differently.
         """
+<<<<<<< HEAD
         if self._fixed_reach is None:
             return
         changes = f"{self.backbone.model_type} with dynamic NTK changes its rotary frequencies beyond "
@@ -321,6 +338,12 @@ class RetentionCache(Cache):
             reach = "the length of the text is unknown"
             if tokens is not None:
                 reach = f"text and answer reach {self.seen + tokens}"
+=======
+        reach: float = units
+        if self.backbone.slides:
+            reach = math.inf if tokens is None else self.seen + tokens
+        if self.policy.positions == "compact" and self._fixed_reach is not None and reach > self._fixed_reach:
+>>>>>>> main
             raise ValueError(
                 f"{changes}{self._fixed_reach} positions, keys in the cache keep theirs, and {reach}; "
                 'read it with positions="compact" where all layers attend to everything, or give it another rope_type'
@@ -361,17 +384,50 @@ class RetentionCache(Cache):
         Returns:
             The new states as they came: what to attend to is asked of the reader's `view`.
         """
-        layer: RetentionLayer | SlidingLayer = self.layers[layer_idx]
+        layer: RetentionLayer | SlidingLayer | EmptyLayer = self.layers[layer_idx]
         if self.reader is None:
-            raise ValueError(
-                "a RetentionCache is filled by locret.prefill, locret.generate and the generate method of its own "
-                "model, not by calling the model; make the cache in a line before model.generate, which has to know it"
-            )
+            raise ValueError(_NOT_CALLED)
         if isinstance(layer, SlidingLayer):
             layer.update(key_states, value_states)
         else:
             self.reader.update(key_states, value_states, layer_idx)
         return key_states, value_states
+
+    # What the modules that own states ask a cache of transformers for.
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the (B, ...) newest inputs of a layer's convolution; None: there are none yet."""
+        states = self.carriers[layer_idx]
+        return states.conv_states[state_idx] if states.has_previous_state[state_idx] else None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Tensor:
+        """Add new inputs of a layer's convolution, and return them with the earlier ones that it needs."""
+        return self._writable(layer_idx).update_conv_state(conv_states, state_idx, **options)  # type: ignore[no-any-return]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the (B, ...) recurrent state of a layer; None: there is none yet."""
+        states = self.carriers[layer_idx]
+        return states.recurrent_states[state_idx] if states.has_previous_state[state_idx] else None
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        """Take over the recurrent state of a layer after new tokens."""
+        return self._writable(layer_idx).update_recurrent_state(recurrent_states, state_idx, **options)  # type: ignore[no-any-return]
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether a layer, or if None the last one that carries any, has a state."""
+        found = self.carriers[max(self.carriers) if layer_idx is None else layer_idx].has_previous_state
+        return all(found.values()) if state_idx is None else bool(found[state_idx])
+
+    def _show_states(self) -> None:
+        for index, states in self.carriers.items():
+            states.show(self.layers[index])
+
+    def _writable(self, layer_idx: int) -> States:
+        if self.reader is None:
+            raise ValueError(_NOT_CALLED)
+        return self.carriers[layer_idx]
 
     def number(self, steps: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """Return (1 or B, 1, L) original and (B, L) rotary positions of the coming tokens; `steps` are 0 .. L - 1."""
@@ -488,6 +544,8 @@ class RetentionCache(Cache):
         twin = copy.copy(self)
         twin.reader, twin._workspace, twin._account = None, Workspace(), self._account.copy()
         twin.layers = [layer.copy(twin._workspace) for layer in self.layers]
+        twin.carriers = {index: states.copy() for index, states in self.carriers.items()}
+        twin._show_states()
         route(self.model, twin)
         return twin
 
@@ -496,10 +554,17 @@ class RetentionCache(Cache):
         return self.copy()
 
     def take_back(self) -> None:
-        """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing."""
+        """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing.
+
+        Raises:
+            ValueError: If a read of this cache was interrupted, or is in progress, or it carries states that do not say
+                what they were before that token.
+        """
         self.check_whole()
         if self.held_back:
             return
+        for states in self.carriers.values():
+            states.check_take_back()
         self._rate_waiting()
         with self._changed_whole():
             if self.digest is not None:
@@ -507,7 +572,7 @@ class RetentionCache(Cache):
                 self.digest = None if last is None else shortened(self.digest, last.to(self.digest.device))
             if self.newest_hidden is not None:
                 self.newest_hidden = self.newest_hidden[:, :-1] if self.newest_hidden.shape[1] > 1 else None
-            for layer in self.layers:
+            for layer in self._holders:
                 layer.take_back()
             self.seen -= 1
             self.next_position -= 1
@@ -527,7 +592,7 @@ class RetentionCache(Cache):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Do what `select_rows` says, between the chunks of a read too."""
-        for layer in self.layers:
+        for layer in self._holders:
             layer.select_rows(rows)
         self._index_rows(rows)
 
@@ -537,10 +602,14 @@ class RetentionCache(Cache):
         part = copy.copy(self)
         part.reader, part._workspace, part._account = None, Workspace(), self._account.copy()
         part._interrupted, part.layers = False, []
+        part.carriers = {index: states.copy() for index, states in self.carriers.items()}
+        for states in part.carriers.values():
+            states.select_rows(rows)
         for layer in self.layers:  # one after the other: only one layer is held twice as a whole
             own = layer.copy(part._workspace)
             own.select_rows(rows)
             part.layers.append(own)
+        part._show_states()
         part._index_rows(rows)
         route(self.model, part)
         return part
@@ -620,6 +689,8 @@ class RetentionCache(Cache):
             layer.join([row.layers[index] for row in rows], self.seen, new_tokens, most)
             for row in rows:
                 row.layers[index] = None
+        for index, states in self.carriers.items():
+            states.join([row.carriers.pop(index) for row in rows])
         self._peak = max(self._peak, self._bytes())
         self.end_reading(new_tokens)
 
@@ -662,6 +733,10 @@ class RetentionCache(Cache):
         for index, layer in enumerate(self.layers):
             held, numbers = layer.state()
             tensors |= {f"layers.{index}.{name}": tensor for name, tensor in held.items()}
+            if index in self.carriers:
+                held, own = self.carriers[index].state()
+                tensors |= {f"layers.{index}.{STATES}{name}": tensor for name, tensor in held.items()}
+                numbers = {**numbers, **own}
             layers.append(numbers)
         for name, attribute in _PER_ROW.items():
             tensor = getattr(self, attribute)
@@ -687,8 +762,11 @@ class RetentionCache(Cache):
             prefix = f"layers.{index}."
             held = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
             held = {k: t if k.startswith(HOST) else t.to(devices[index]) for k, t in held.items()}
-            states = ("keys", "values", "exact_keys", "exact_values", "queries")
-            for name in {f"{tier}{name}" for tier in ("", HOST) for name in states} & held.keys():
+            exact = ("keys", "values", "exact_keys", "exact_values", "queries")
+            for name in {f"{tier}{name}" for tier in ("", HOST) for name in exact} & held.keys():
                 if held[name].is_floating_point():  # codes are as they are
                     held[name] = held[name].to(dtype)
+            states = {k.removeprefix(STATES): held.pop(k) for k in list(held) if k.startswith(STATES)}
             layer.load(held, counters)
+            if index in self.carriers:
+                self.carriers[index].load(states, counters, dtype)

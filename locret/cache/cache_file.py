@@ -26,6 +26,7 @@ from locret.backbone.adapters import (
     sharers_of,
     unwrap,
 )
+from locret.backbone.recurrence import state_shapes
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk
@@ -322,7 +323,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         raise ValueError("its columns are not named; save the cache again")
     if lost := ours.keys() - columns.keys():
         raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
-    config = unwrap(cache.model).config.get_text_config()
+    config, decoder = unwrap(cache.model).config.get_text_config(), find_decoder(cache.model)
     reading = Reading(
         backbone=cache.whole,
         ragged=cache.policy.head_budgets == "adaptive",
@@ -333,6 +334,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         forms=forms_of(cache.policy, len(cache.backbone.layers)),
         host_budget=cache.policy.host_budget,
         windows=cache.remembered,
+        states=state_shapes(decoder.config, type(decoder)) if cache.carriers else None,
     )
     tensors = _checked_units(path, state, reading)
     dtype = compute_dtype(cache.model)

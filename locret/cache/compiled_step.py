@@ -125,7 +125,9 @@ def obstacle(
     backbone: Backbone, scorer: Scorer | type[Scorer], policy: RetentionPolicy, held: Collection[int]
 ) -> str | None:
     """Return why no step over layers that hold so many units each can be compiled; None if one can."""
-    if len(backbone.layers) < backbone.num_layers:
+    if backbone.recurrent:
+        return f"layers of {backbone.model_type} carry a recurrent state"
+    if not backbone.uniform:
         return f"layers of {backbone.model_type} slide over a window"
     if any(shape.num_kv_heads != backbone.num_kv_heads for shape in backbone.full_shapes):
         return f"layers of {backbone.model_type} have different numbers of KV heads"

@@ -160,6 +160,11 @@ def check_together(caches: Sequence[RetentionCache]) -> None:
             f"host_budget={policy.host_budget} holds the evicted units of one text; compose contexts that were read "
             "without host_budget, or read the texts as one"
         )
+    if backbone.recurrent:
+        raise ValueError(
+            f"layers of {backbone.model_type} carry a recurrent state, and there is none of texts that were read "
+            "apart; read them as one"
+        )
     if not backbone.uniform:
         raise ValueError(
             f"some layers of {backbone.model_type} hold only the last tokens of a text, so the texts cannot be put one "
@@ -282,7 +287,7 @@ def _unsettle(cache: RetentionCache) -> None:
 
 def _settle(cache: RetentionCache) -> None:
     """Rotate keys to where they are now."""
-    compact = cache.policy.positions == "compact" and cache.backbone.uniform
+    compact = cache.policy.positions == "compact" and not cache.backbone.slides
     cache.next_position = max(layer.reach for layer in cache.governed) if compact else cache.seen
     for layer in cache.governed:
         layer.settle(cache.next_position)

@@ -29,10 +29,22 @@ def to_dynamic_cache(cache: RetentionCache, *, host: bool = False) -> DynamicCac
     """Return what a cache holds as an ordinary prefix; see `RetentionCache.to_dynamic_cache`."""
     cache.check_whole()
     _check_ordinary(cache, host)
+<<<<<<< HEAD
     exported, decoder = DynamicCache(), find_decoder(cache.model)
     with long_factors(decoder):
         for index, layer in enumerate(cache.governed):
             exported.update(*_units(layer, layer.store.rotary, cache.next_position, host), index)
+=======
+    decoder = find_decoder(cache.model)
+    rotary = Rotary(decoder)
+    # By its config a cache has layers for states; without one it makes layers of units as they come.
+    exported = DynamicCache(config=decoder.config) if cache.carriers else DynamicCache()
+    with long_factors(decoder):
+        for index, layer in zip(cache.backbone.layers, cache.governed, strict=True):
+            exported.update(*_units(layer, rotary, cache.next_position, host), index)
+    for index, states in cache.carriers.items():
+        states.give(exported.layers[index])
+>>>>>>> main
     return exported
 
 
@@ -47,11 +59,18 @@ def _check_ordinary(cache: RetentionCache, host: bool) -> None:
     if cache.pad is not None:
         raise ValueError("rows of different lengths are no prefix of one length; export each row of cache.split(rows)")
     units = {layer.held if host else layer.fill for layer in cache.governed}
-    check_prefix(cache.policy, cache.backbone, units, rotary_parameters(find_decoder(cache.model)), host=host)
+    rotary = rotary_parameters(find_decoder(cache.model))
+    check_prefix(cache.policy, cache.backbone, units, rotary, host=host, states=True)
 
 
 def check_prefix(
-    policy: RetentionPolicy, backbone: Backbone, units: Set[int], rotary: Mapping[str, Any], *, host: bool
+    policy: RetentionPolicy,
+    backbone: Backbone,
+    units: Set[int],
+    rotary: Mapping[str, Any],
+    *,
+    host: bool,
+    states: bool = False,
 ) -> None:
     """Refuse a policy that leaves no prefix, and numbers of `units` in layers that make none.
 
@@ -61,6 +80,7 @@ def check_prefix(
         units: Units per KV head of each layer.
         rotary: How the backbone rotates keys, as its config says it.
         host: Whether those of the second tier are among them.
+        states: Whether the prefix has room for recurrent states.
 
     Raises:
         ValueError: Saying why, and what to do instead.
@@ -74,7 +94,12 @@ def check_prefix(
             f'positions="{policy.positions}" leaves gaps between the positions of units, which no ordinary prefix has; '
             'read the text with positions="compact" (--positions compact)'
         )
-    if not backbone.uniform:
+    if backbone.recurrent and not states:
+        raise ValueError(
+            f"layers of {backbone.model_type} carry a recurrent state, which a prefix of keys and values does not "
+            "hold; answer with locret.generate, or take cache.to_dynamic_cache(), which has the states too"
+        )
+    if backbone.slides:
         raise ValueError(
             f"some layers of {backbone.model_type} slide over a window and hold other units than the rest, so there is "
             "no prefix of one length; save the context with save_cache instead"

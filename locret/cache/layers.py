@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from locret import lookups, plugins
-from locret.backbone.adapters import Backbone
+from locret.backbone.adapters import BOTH, NONE, RECURRENT, Backbone
 from locret.backbone.rotary import Rotary
 from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.disk import Disk
@@ -19,6 +19,7 @@ from locret.cache.quantised import QuantisedStore
 from locret.cache.ragged import RaggedStore
 from locret.cache.rounding import Form, forms_of
 from locret.cache.sliding import SlidingLayer
+from locret.cache.states import EmptyLayer, States
 from locret.cache.store import DenseStore, Store, Workspace
 from locret.mergers import Merger
 from locret.nearest import nearest
@@ -96,13 +97,21 @@ class LayerMaker:
     """What holds the units, if it is not ours."""
     disk: Disk | None
     """Where the second tier is, if not in host memory."""
+    states: int
+    """How many states a layer has that carries any."""
 
-    def layer(self, index: int) -> RetentionLayer | SlidingLayer:
+    def carrier(self, index: int) -> States | None:
+        """Return the states of the layer with this index, beside what else it holds; None: it has none."""
+        return States(self.states) if self.backbone.kinds[index] in (RECURRENT, BOTH) else None
+
+    def layer(self, index: int) -> RetentionLayer | SlidingLayer | EmptyLayer:
         """Return the layer of the backbone with this index.
 
         Raises:
             ValueError: If the store cannot hold what the policy selects.
         """
+        if self.backbone.kinds[index] in (RECURRENT, NONE):
+            return EmptyLayer()
         if index not in self.backbone.layers:
             assert self.backbone.window is not None
             return SlidingLayer(self.backbone.window)

@@ -134,7 +134,7 @@ class Reader:
             for layer in self.layers:
                 if layer.fill + self.policy.chunk_size > layer.capacity:
                     layer.store.reserve(2 * layer.fill + self.policy.chunk_size)
-        if self.policy.positions == "compact" and self.cache.backbone.uniform:
+        if self.policy.positions == "compact" and not self.cache.backbone.slides:
             # Rotary attention sees only distances, so units are aligned to the right, to the chunk, and the fullest
             # head starts at 0. Where some layers slide, positions stay true and the aligned units end at the chunk.
             self.cache.next_position = max(layer.reach if final else layer.store.longest for layer in self.layers)
@@ -163,6 +163,8 @@ class Reader:
     def positions(self, tokens: Tensor) -> Tensor:
         """Return the (B, L) rotary positions of the coming tokens."""
         self.torn, self._shared = True, {}
+        for states in self.cache.carriers.values():
+            states.marking = self.answering or self._last
         batch, length = tokens.shape[:2]
         ids = tokens if tokens.ndim == 2 else None
         known = self.cache.digest is not None or not self.cache.seen

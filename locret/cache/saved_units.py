@@ -7,6 +7,7 @@ Everything here is checked against the backbone and against itself, because a ca
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.backbone.adapters import Backbone, LayerShape
+from locret.backbone.adapters import BOTH, NONE, RECURRENT, SLIDING, Backbone, LayerShape
+from locret.backbone.recurrence import CONV, SCAN, States
 from locret.cache.layer import HOST
 from locret.cache.rounding import Form
+from locret.cache.states import BEFORE, STATES
 from locret.cache.store import COLUMNS, NO_UNIT, POSITIONS, SCORES
 from locret.field_values import shown
 from locret.heads.fingerprint import crc
@@ -63,6 +66,9 @@ class Reading:
     """Of the policy."""
     windows: Mapping[int, int] = field(default_factory=dict)
     """Newest queries that a layer's second tier remembers, where it does."""
+
+    states: States | None = None
+    """Shapes of the states of layers that carry any; None: only a backbone says them."""
 
     def most_evicted(self, seen: int) -> int:
         """Return the most units that a second tier may hold per KV head."""
@@ -119,10 +125,12 @@ def check_counters(numbers: Mapping[str, Any], backbone: Backbone) -> None:
     for index, counters in enumerate(layers):
         if not isinstance(counters, dict) or not isinstance(counters.get("rotated"), bool):
             raise ValueError(f"the counters of layer {index} are {shown(counters)}")
-        slides = index not in backbone.layers
-        least = numbers["seen"] if slides else 0
-        _whole(counters.get("fill"), f"fill of layer {index}", least, numbers["seen"])
-        if not slides and counters["fill"] > numbers["next_position"]:
+        kind = backbone.kinds[index]
+        least, most = {SLIDING: (numbers["seen"],) * 2, RECURRENT: (0, 0), NONE: (0, 0)}.get(kind, (0, numbers["seen"]))
+        _whole(counters.get("fill"), f"fill of layer {index}", least, most)
+        if kind in (RECURRENT, BOTH) and not isinstance(counters.get("marked"), bool):
+            raise ValueError(f"marked of layer {index} is {shown(counters.get('marked'))} instead of true or false")
+        if index in backbone.layers and counters["fill"] > numbers["next_position"]:
             raise ValueError(
                 f"next_position is {numbers['next_position']} after {counters['fill']} units of layer {index}"
             )
@@ -149,6 +157,7 @@ def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -
     for index, counters in enumerate(numbers["layers"]):
         layer = _layer(index, counters, rows, shapes, reading)
         layer |= _host(index, counters, rows, shapes, reading)
+        layer |= _states(index, counters, rows, shapes, reading)
         wanted |= {f"layers.{index}.{name}": rule for name, rule in layer.items()}
     wanted |= _row_tensors(rows, shapes, reading)
     missing, foreign = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
@@ -166,7 +175,9 @@ def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -
 
 def _first(reading: Reading) -> str:
     """Return the name of a tensor that has a row per row of the batch."""
-    return f"layers.0.{'counts' if reading.ragged and 0 in reading.backbone.layers else 'keys'}"
+    kinds = reading.backbone.kinds
+    first = next(index for index, kind in enumerate(kinds) if kind not in (RECURRENT, NONE))
+    return f"layers.{first}.{'counts' if reading.ragged and kinds[first] != SLIDING else 'keys'}"
 
 
 def _layer(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
@@ -174,6 +185,8 @@ def _layer(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, r
     shape = reading.backbone.shape(index)
     heads, wide = shape.num_kv_heads, (("keys", shape.head_dim), ("values", shape.value_dim))
     row_start: dict[str, _Rule] = {"row_start": ((rows,), ("I64",))} if f"layers.{index}.row_start" in shapes else {}
+    if reading.backbone.kinds[index] in (RECURRENT, NONE):
+        return {}
     if index not in reading.backbone.layers:
         most = min(fill, reading.backbone.window or fill)
         found = shapes.get(f"layers.{index}.keys", ((), ""))[0]
@@ -226,6 +239,25 @@ def _host(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, re
         window = reading.windows[index]
         held["queries"] = ((rows, shape.num_heads, window, shape.head_dim), _FLOATS)
     return {f"{HOST}{name}": rule for name, rule in held.items()}
+
+
+def _states(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
+    """Return the rules of a layer's states: where no backbone says their shapes, that they have all rows."""
+    if reading.backbone.kinds[index] not in (RECURRENT, BOTH):
+        return {}
+    prefix = f"layers.{index}.{STATES}"
+    if reading.states is not None:
+        inner = {name: shape for name, (shape, _) in reading.states[index].items()}
+    else:
+        held = {name.removeprefix(prefix): shape for name, (shape, _) in shapes.items() if name.startswith(prefix)}
+        inner = {name: shape[1:] for name, shape in held.items() if re.fullmatch(f"({CONV}|{SCAN})\\.\\d", name)}
+        if not inner:
+            raise ValueError(f"it has no state of layer {index}")
+    rules: dict[str, _Rule] = {f"{STATES}{name}": ((rows, *shape), _FLOATS) for name, shape in inner.items()}
+    # There was no state before the first token.
+    if counters["marked"] and any(name.startswith(f"{prefix}{BEFORE}.") for name in shapes):
+        rules |= {f"{STATES}{BEFORE}.{name}": ((rows, *shape), _FLOATS) for name, shape in inner.items()}
+    return rules
 
 
 def _row_tensors(rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:

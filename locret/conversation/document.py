@@ -279,14 +279,14 @@ class PositionWarning:
 
     def __call__(self, cache: RetentionCache) -> None:
         """Look at how far the cache's positions reach now."""
-        limit, true = self.backbone.max_positions, self.policy.positions == "original" or not self.backbone.uniform
+        limit, true = self.backbone.max_positions, self.policy.positions == "original" or self.backbone.slides
         reach = cache.next_position
         if self.said or reach <= limit:
             return
         self.said = True
         way_out = (
             "use --positions compact, which numbers the kept units only"
-            if self.policy.positions == "original" and self.backbone.uniform
+            if self.policy.positions == "original" and not self.backbone.slides
             else "shorten the prompt"
             if true
             else "lower --budget or --chunk-size"

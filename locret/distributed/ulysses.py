@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, distributed, nn
 
-from locret.backbone.adapters import Backbone, describe, input_device
+from locret.backbone.adapters import Backbone, describe, find_decoder, input_device
 from locret.backbone.chunk import Attended
 from locret.backbone.forward import run_decoder
 from locret.backbone.instrument import instrumented
+from locret.backbone.rotary import fixed_reach
 from locret.labels.labels import LayerObserver
 
 if TYPE_CHECKING:
@@ -44,10 +45,15 @@ class RowRanks:
             ValueError: If their number is no multiple of it.
         """
         processes = distributed.get_world_size() if distributed.is_initialized() else 1
+        if processes == 1 < size:
+            raise ValueError(
+                f"--sp-size {size} shares rows among processes, but this is the only one; start them with torchrun "
+                f"--standalone --nproc-per-node {size} -m locret.train.command, or drop it"
+            )
         if size < 1 or processes % size:
             raise ValueError(
                 f"--sp-size {size} does not divide the {processes} processes that were started; start a multiple of "
-                "it, such as torchrun --nproc-per-node 8, or choose another"
+                "it, or choose another"
             )
         if size == 1:
             return cls(0, 1)
@@ -189,7 +195,16 @@ def observe_share(model: nn.Module, share: RowShare, input_ids: Tensor, on_layer
         input_ids: Those of the whole row.
         on_layer: Told of every full-attention layer: queries, keys and values of all tokens in this process's heads,
             and the projections of its own tokens in all heads.
+
+    Raises:
+        ValueError: For a row beyond which the backbone's rotary frequencies follow its length (dynamic NTK).
     """
+    reach = fixed_reach(find_decoder(model))
+    if reach is not None and share.all_tokens > reach:
+        raise ValueError(
+            f"the rotary frequencies of this backbone change with rows of more than {reach} tokens, so one of "
+            f"{share.all_tokens} cannot be shared; give --max-tokens {reach}, or drop --sp-size"
+        )
     own_ids = input_ids[:, share.start : share.end].to(input_device(model))
     with instrumented(model, _SharedRow(share, describe(model), on_layer)):
         run_decoder(model, own_ids)

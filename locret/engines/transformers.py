@@ -648,6 +648,11 @@ def _most_pages(kv_bytes: int, planned: Callable[[int], int]) -> int:
 
 def _ordinary(model: PreTrainedModel) -> Backbone:
     backbone = describe(model)
+    if backbone.recurrent:
+        raise ValueError(
+            f"layers of {backbone.model_type} carry a recurrent state, which no page of keys and values holds; answer "
+            "with locret.generate"
+        )
     if not backbone.uniform:
         raise ValueError(
             f"{backbone.model_type} has layers that slide over a window, whose units are no ordinary prefix; answer "

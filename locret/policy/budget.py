@@ -51,7 +51,7 @@ def cache_bytes(
     *,
     still: bool = False,
 ) -> int:
-    """Return the bytes of a cache: its layers' buffers, and the workspace they share.
+    """Return the bytes of a cache: its layers' buffers, their states, and the workspace they share.
 
     Args:
         backbone: The backbone's shape.
@@ -62,7 +62,7 @@ def cache_bytes(
         forms: How each layer holds its units; None: as they are.
         still: Whether units never leave their slots nor are turned there; only those in codes need a workspace then.
     """
-    others = [backbone.shape(index) for index in range(backbone.num_layers) if index not in backbone.layers]
+    others = [backbone.shape(index) for index in range(backbone.num_layers) if backbone.kinds[index] == "sliding"]
     sliding = ((backbone.window or 0) + 1) * sum(shape.num_kv_heads * shape.unit_dim for shape in others)
     workspace = max(
         (
@@ -72,7 +72,7 @@ def cache_bytes(
         default=0,
     )
     scored = host_bytes(backbone, capacities, element_size, rows, column_bytes, forms)
-    return scored + rows * element_size * (workspace + sliding)
+    return scored + rows * element_size * (workspace + sliding) + rows * backbone.state_bytes(element_size)
 
 
 def _copied(shape: LayerShape, form: Form | None, still: bool) -> int:

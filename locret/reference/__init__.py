@@ -32,6 +32,7 @@ from locret.reference.omnikv import (
 from locret.reference.quest import page_bounds, quest_kept, quest_pages, quest_visible, upper_bound
 from locret.reference.recall import answer_with_recall, best_units, into_host, units_of_pages
 from locret.reference.refit import refitted_values
+from locret.reference.replay import read_whole
 from locret.reference.retaining import (
     attend,
     head_scores,
@@ -100,6 +101,7 @@ __all__ = [
     "ranking_loss",
     "read_by_choice",
     "read_prompt",
+    "read_whole",
     "reduce_group",
     "refitted_values",
     "rotate",

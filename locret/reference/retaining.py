@@ -234,10 +234,16 @@ def split_projections(attention: Any, hidden_TE: Tensor) -> tuple[Tensor, Tensor
         flat = attention.qkv_proj(hidden_TE).split([heads * dim, kv_heads * dim, kv_heads * dim], dim=-1)
     else:
         flat = (attention.q_proj(hidden_TE), attention.k_proj(hidden_TE), attention.v_proj(hidden_TE))
+    if hasattr(attention, "q_norm") and attention.q_norm.weight.numel() > dim:  # over all heads together (OLMo)
+        flat = (attention.q_norm(flat[0]), attention.k_norm(flat[1]), flat[2])
     query, key, value = (part.unflatten(-1, (-1, dim)) for part in flat)
-    if hasattr(attention, "q_norm"):
-        query, key = attention.q_norm(query), attention.k_norm(key)
-    return query, key, value
+    heads = attention.config.num_attention_heads
+    if query.shape[1] == 2 * heads:  # each head's query, and its gate
+        query = query.flatten(1).unflatten(-1, (heads, 2, dim))[:, :, 0]
+    for names in (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")):
+        if hasattr(attention, names[0]) and getattr(attention, names[0]).weight.numel() == dim:
+            query, key = getattr(attention, names[0])(query), getattr(attention, names[1])(key)
+    return query, key * getattr(attention, "key_multiplier", 1), value
 
 
 def _attention(

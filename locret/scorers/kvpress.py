@@ -26,7 +26,7 @@ from typing import Any, ClassVar, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import attention_modules, describe, find_decoder
+from locret.backbone.adapters import attention_modules, describe, find_decoder, rotary_module
 from locret.backbone.chunk import Chunk
 from locret.backbone.rotary import FULL_ATTENTION
 from locret.scorers.base import Scorer
@@ -143,7 +143,7 @@ class _Prepared:
 
     def __init__(self, press: Any, model: nn.Module) -> None:
         self.press, self.full = press, describe(model).layers
-        self.modules, self.rotary = attention_modules(model), getattr(find_decoder(model), "rotary_emb", None)
+        self.modules, self.rotary = attention_modules(model), rotary_module(find_decoder(model))
         self.calls = _Calls()
         for index in self.full:
             handle = self.modules[index].register_forward_pre_hook(self.calls.watch, with_kwargs=True)

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import locret
 from locret import RetentionCache, RetentionPolicy, generate, prefill
-from locret.backbone.adapters import describe
+from locret.backbone.adapters import attention_modules, describe
 from locret.backbone.chunk import Chunk
 from locret.scorers import Scorer
 
@@ -145,6 +145,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "ministral": {"layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -153,6 +154,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "mpt": {"attn_config": {"attn_pdrop": 0}},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Corrections of single families."""
@@ -236,7 +239,8 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
 # -- what becomes of a family -----------------------------------------------------------------------------------------
 
 TOKENS, NEW = 44, 3
-_LOOSE = 1e-4
+_LOOSE = {"zamba2": 1e-3}
+"""Of the largest logit, where not 1e-4: what its own code computes of one token differs a little from that of many."""
 
 
 @dataclass(frozen=True)
@@ -331,11 +335,11 @@ def _check_whole(
 ) -> None:
     policy = RetentionPolicy(budget=TOKENS + 1, chunk_size=7, stabilizers=4, local_len=5, positions=positions)
     logits = prefill(model, ids, RetentionCache(model, FirstNumber(), policy))
-    _close(logits[0], own[1][0])
+    _close(logits[0], own[1][0], model)
     cache = RetentionCache(model, FirstNumber(), policy)
     sequences, logits = _answer(partial(generate, model, cache=cache), ids)
     assert torch.equal(sequences, own[0])
-    _close(logits, own[1])
+    _close(logits, own[1], model)
 
 
 def _check_forgetful(model: PreTrainedModel, ids: torch.Tensor, positions: str) -> None:
@@ -345,16 +349,18 @@ def _check_forgetful(model: PreTrainedModel, ids: torch.Tensor, positions: str) 
     prefill(model, ids, cache)
     kept = {layer: cache.kept_positions(layer)[0].tolist() for layer in backbone.layers}
     sequences, logits = _answer(partial(generate, model, cache=cache.fresh()), ids)
+    for index in backbone.layers:  # the shared attention of Zamba-2 is told its layer in every call
+        attention_modules(model)[index].layer_idx = index
     replay = Replay(**numbers, prompt=TOKENS, compact=positions == "compact", layers=backbone.layers)
     expected = replayed(model, sequences, replay)
     local = list(range(TOKENS - numbers["local_len"], TOKENS))
     assert kept == {layer: [[*head, *local] for head in replay.kept[layer]] for layer in backbone.layers}
-    _close(logits, expected[TOKENS - 1 : -1])
+    _close(logits, expected[TOKENS - 1 : -1], model)
 
 
-def _close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    scale = float(theirs.abs().max())
-    torch.testing.assert_close(ours / scale, theirs / scale, atol=_LOOSE, rtol=0)
+def _close(ours: torch.Tensor, theirs: torch.Tensor, model: PreTrainedModel) -> None:
+    scale, loose = float(theirs.abs().max()), _LOOSE.get(model.config.model_type, 1e-4)
+    torch.testing.assert_close(ours / scale, theirs / scale, atol=loose, rtol=0)
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

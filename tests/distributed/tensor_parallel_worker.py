@@ -201,7 +201,7 @@ def backbones(both: Both) -> Any:
     found = {}
     for name in FAMILIES:
         if dist.get_rank() == 0:
-            families.build(name).save_pretrained(FOLDER / name)
+            families.build(name, vocab_size=200).save_pretrained(FOLDER / name)
         dist.barrier()
         whole, part = load(FOLDER / name), load(FOLDER / name, split=True)
         heads, ids = RetainingHeads.for_model(whole, 16, seed=0), families.prompt(160)
@@ -332,7 +332,7 @@ def refusals(both: Both) -> Any:
     with torch.no_grad():
         broken[2].fc2.weight[-1] = torch.nan  # of the last process alone
     if dist.get_rank() == 0:
-        families.build("llama-mqa").save_pretrained(FOLDER / "llama-mqa")
+        families.build("llama-mqa", vocab_size=200).save_pretrained(FOLDER / "llama-mqa")
     dist.barrier()
 
     @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from locret.distributed.ulysses import RowRanks, RowShare
+from locret.train.command import command
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "train"))
+from training_cases import refused, train, train_arguments, write_backbone, write_rows  # noqa: E402
+
 STEPS = (
     "llama",
     "no groups",
@@ -35,16 +41,20 @@ STEPS = (
 )
 
 
+def launch(processes: int, *program: str) -> None:
+    """Start a program in several processes, and wait for them."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    paths = os.pathsep.join(map(str, [ROOT, ROOT / "tests" / "core", ROOT / "tests" / "train"]))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run([*start, *program], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two processes found, started once for all tests here."""
     path = tmp_path_factory.mktemp("ulysses") / "found.json"
-    worker = str(Path(__file__).with_name("ulysses_worker.py"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", worker, str(path)]
-    paths = os.pathsep.join(map(str, [ROOT, ROOT / "tests" / "core", ROOT / "tests" / "train"]))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch(2, str(Path(__file__).with_name("ulysses_worker.py")), str(path))
     read: dict[str, Any] = json.loads(path.read_text())
     return read
 
@@ -75,8 +85,76 @@ def test_a_share_takes_its_share_of_the_memory(found: dict[str, Any]) -> None:
 
 def test_what_cannot_be_shared_is_said(found: dict[str, Any]) -> None:
     refused = found["refusals"]
-    assert "--sp-size 3 does not divide the 2 processes that were started; start a multiple of it" in refused["three"]
+    assert refused["three"].startswith(
+        "--sp-size 3 does not divide the 2 processes that were started; start a multiple"
+    )
+    assert "rows of more than 64 tokens, so one of 70 cannot be shared; give --max-tokens 64" in refused["dynamic NTK"]
     assert refused["one KV head"] == "--sp-size 2 does not divide the 1 KV heads of llama; drop it"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return the folder of heads that one process has trained, and the command line but for --output."""
+    folder = tmp_path_factory.mktemp("training")
+    paths = write_backbone(folder / "model"), write_rows(folder / "rows.json", 12)
+    arguments = train_arguments(paths, folder / "whole", "--eval-rows=3", "--report-to=none")
+    assert train(paths, folder / "whole", *arguments[3:], "--gradient-accumulation=2") == 0
+    return folder / "whole", [one for one in arguments if not one.startswith("--output")]
+
+
+WAYS = [(2, ["--gradient-accumulation=2", "--shard=fsdp"]), (4, [])]
+
+
+@pytest.mark.parametrize(("processes", "more"), [WAYS[0], pytest.param(*WAYS[1], marks=pytest.mark.slow)])
+def test_the_command_trains_the_same_heads(
+    whole: tuple[Path, list[str]], tmp_path: Path, processes: int, more: list[str]
+) -> None:
+    """Two processes that share rows and weights; and two times two, which read two rows at once."""
+    expected, arguments = whole
+    launch(processes, "-m", "locret.train.command", *arguments, *more, "--sp-size=2", f"--output={tmp_path / 'heads'}")
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "heads", expected))
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) <= 1e-6
+    ours, theirs = (
+        [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        for folder in (tmp_path / "heads", expected)
+    )
+    assert len(ours) == len(theirs)
+    for name in ("total", "overlap", "rows", "tokens", "eval_total", "eval_overlap", "gradient_norm"):
+        assert ours[-1][name] == pytest.approx(theirs[-1][name], rel=1e-5)
+
+
+REFUSED = [
+    (["--sp-size=2"], "--sp-size 2 shares rows among processes, but this is the only one; start them with torchrun"),
+    (["--sp-size=3"], "--sp-size 3 does not divide the 2 KV heads of llama; choose 2"),
+    (["--sp-size=0"], "--sp-size 0 is too small; it must be more than 0"),
+    (["--sp-size=2", "--shard=tp"], "--sp-size 2 and --shard tp both divide the attention heads"),
+]
+
+
+@pytest.mark.parametrize(("more", "expected"), REFUSED, ids=[" ".join(more) for more, _ in REFUSED])
+def test_what_cannot_be_shared_is_refused_early(
+    whole: tuple[Path, list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    expected: str,
+) -> None:
+    if "--shard=tp" in more:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    code, message = refused(capsys, [*whole[1], f"--output={tmp_path / 'run'}", *more])
+    assert (code, expected in message) == (2, True), message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_needs_no_processes(whole: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for more in ([], ["--sp-size=2"]):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert command([*whole[1], "--output=nowhere", "--dry-run", "--json", *more]) == 0
+        plans.append(json.loads(capsys.readouterr().out)["memory_bytes"])
+    assert plans[1]["one_layer"] < 0.7 * plans[0]["one_layer"]
+    assert plans[1]["backbone"] == plans[0]["backbone"]
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 1001])

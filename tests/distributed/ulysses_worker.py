@@ -135,8 +135,13 @@ def memory(ranks: RowRanks) -> dict[str, dict[str, int]]:
 
 def refusals(ranks: RowRanks) -> dict[str, str]:
     """Return what is said of what cannot be shared."""
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    turning = backbone("llama", rope_parameters=dynamic, max_position_embeddings=64)
+    heads = RetainingHeads.for_model(turning, 8, seed=0).requires_grad_(True)
+    long = token_ids(60), token_ids(10, 1)
     found = {}
     for name, attempt in {
+        "dynamic NTK": lambda: train_step(turning, heads, *long, row_ranks=ranks),
         "three": lambda: RowRanks.split(3),
         "one KV head": lambda: ranks.check(describe(families.build("llama-mqa"))),
     }.items():

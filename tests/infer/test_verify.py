@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from locret import RetainingHeads, RetentionPolicy
 from locret.infer.verify import command, verify
 from locret.infer.verify.suite import CHECKS
 
@@ -19,12 +21,45 @@ from families import FAMILIES, build
 TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_family_raises_a_false_alarm(family: str, dtype: torch.dtype) -> None:
-    report = verify(build(family).to(dtype), "snapkv", tokens=128)
+@pytest.mark.parametrize(("number", "family"), enumerate(FAMILIES), ids=FAMILIES)
+def test_no_family_raises_a_false_alarm(number: int, family: str) -> None:
+    model = build(family, seed=number).to(torch.bfloat16 if number % 2 else torch.float32)
+    heads = RetainingHeads.for_model(model, hidden_dim=12, seed=number)
+    report = verify(model, heads, tokens=96, seed=number)
     assert report.ok, report.table()
     assert {row.check for row in report.rows} == {check.name for check in CHECKS}
+    assert any("untrained" in row.why or "not asked" in row.why for row in report.rows if row.check == "layers")
+
+
+@pytest.mark.parametrize("scorer", ["snapkv", "random", "streaming", "h2o", "sirllm", "key_norm"])
+def test_training_free_scorers_raise_no_false_alarm(scorer: str) -> None:
+    report = verify(build("llama"), scorer, tokens=88, only=("scores", "protected", "budget", "units", "save", "batch"))
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_budgets": "adaptive"},
+        {"layer_budgets": "pyramid"},
+        {"memory": "sqrt"},
+        {"memory": "adaptive"},
+        {"when": "prompt_end"},
+        {"positions": "original"},
+        {"key_bits": 8, "value_bits": 4},
+        {"host_budget": "all", "recall": 4},
+        {"decode_budget": 40, "decode_interval": 4},
+        {"turns": "text"},
+        {"merge": "d2o"},
+        {"refit": True},
+    ],
+    ids=str,
+)
+def test_no_policy_raises_a_false_alarm(changes: dict[str, Any]) -> None:
+    model = build("qwen3")
+    policy = RetentionPolicy(**{"budget": 24, "chunk_size": 12, "stabilizers": 6, "local_len": 4, **changes})
+    report = verify(model, RetainingHeads.for_model(model, hidden_dim=12, seed=0), policy, tokens=88)
+    assert report.ok, report.table()
 
 
 def test_the_embedded_pair_passes_and_leaves_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,315 @@
+"""Every planted fault of the engine is found by a check that says what is wrong, and by no check beside it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import locret.backbone.attention
+import locret.cache.cache
+import locret.cache.store
+import locret.chunked_prefill
+import locret.policy.selectors
+from locret import RetainingHeads, RetentionCache, RetentionPolicy
+from locret.cache.cache_file import RetentionCache as SavedCache
+from locret.cache.host import HostTier
+from locret.cache.layer import RetentionLayer
+from locret.cache.limits import Limits
+from locret.cache.store import DenseStore
+from locret.infer.verify import command, verify
+from locret.policy import budget as budgets
+from locret.policy.selectors import Stay
+from locret.scorers import RetainingHeadScorer
+from locret.token_ids import Stream
+
+sys.path.append(str(Path(__file__).parents[1] / "core"))
+
+from families import build
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+POLICY = RetentionPolicy(budget=24, chunk_size=12, stabilizers=6, local_len=4)
+EVERYTHING = {
+    "full-budget",
+    "answer",
+    "chunks",
+    "batch",
+    "units",
+    "eviction",
+    "prefix",
+    "second-tier",
+    "training-scores",
+}
+"""Checks that compare what is computed, all of which a fault in computing may show in."""
+GUARDS = {"budget", "protected", "scores", "units", "bytes", "save"}
+"""Checks that run beside those which a fault is for, and must not cry too."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, the checks that must find it, and those that may."""
+
+    plant: Patch
+    found_by: set[str]
+    perhaps: frozenset[str] | set[str] = frozenset()
+    policy: RetentionPolicy = POLICY
+
+
+def changed(
+    patch: pytest.MonkeyPatch, home: Any, name: str, change: Callable[..., Any], *, after: bool = False
+) -> None:
+    """Let `change` stand for a function of the engine, or (`after`) for what that returns."""
+    own = getattr(home, name)
+
+    def other(*args: Any, **kwargs: Any) -> Any:
+        if after:
+            return change(own(*args, **kwargs), *args)
+        return change(partial(own, **kwargs), *args)
+
+    patch.setattr(home, name, other)
+
+
+def no_pinned_units(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, locret.policy.selectors, "pinned_units", lambda found, *_: torch.zeros_like(found), after=True)
+
+
+def rotation_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, DenseStore, "rotate", lambda own, store, base, *more: own(store, base + 1, *more))
+
+
+def rotation_of_another_base(patch: pytest.MonkeyPatch) -> None:
+    def slower(own: Any, store: Any, base: int, *more: Any) -> None:
+        module = store.rotary._module
+        before, module.inv_freq = module.inv_freq, module.inv_freq * 0.9
+        store.rotary.forget()
+        own(store, base, *more)
+        module.inv_freq = before
+        store.rotary.forget()
+
+    changed(patch, DenseStore, "rotate", slower)
+
+
+def rotation_interleaved(patch: pytest.MonkeyPatch) -> None:
+    def interleaved(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+        half = cos.shape[-1] // 2
+        cos, sin = (part[..., :half].repeat_interleave(2, -1) for part in (cos, sin))
+        swapped = torch.stack([-keys[..., 1::2], keys[..., ::2]], dim=-1).flatten(-2)
+        turned = keys * cos + swapped * sin
+        return turned if out is None else out.copy_(turned)
+
+    patch.setattr(locret.cache.store, "rotate", interleaved)
+
+
+def no_budget(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, Limits, "after_chunk", lambda stay, *_: Stay(10**6, stay.recent, stay.sinks), after=True)
+
+
+def one_unit_too_many(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, Limits, "after_chunk", lambda stay, *_: stay._replace(budget=stay.budget + 1), after=True)
+
+
+def padding_shifted(patch: pytest.MonkeyPatch) -> None:
+    def shifted(found: tuple[Tensor, Tensor], cache: RetentionCache, *_: Any) -> tuple[Tensor, Tensor]:
+        original, rotary = found
+        return original, rotary + (0 if cache.pad is None else (cache.pad > 0).long()[:, None])
+
+    changed(patch, RetentionCache, "number", shifted, after=True)
+
+
+def a_score_replaced(patch: pytest.MonkeyPatch) -> None:
+    def write(own: Any, store: Any, name: str, values: Tensor, *more: Any) -> None:
+        own(store, name, values, *more)
+        if name == "scores":
+            store.columns[name][0, 0, store.fill - 1] = 1e3
+
+    changed(patch, DenseStore, "write", write)
+
+
+def stale_scores(patch: pytest.MonkeyPatch) -> None:
+    def keep(own: Any, store: Any, kept: Any, *more: Any, **options: Any) -> None:
+        scores = store.columns["scores"].clone()
+        own(store, kept, *more, **options)
+        store.columns["scores"].copy_(scores)
+
+    changed(patch, DenseStore, "keep", keep)
+
+
+def a_token_dropped(patch: pytest.MonkeyPatch) -> None:
+    def take(own: Any, stream: Any, count: int) -> Tensor:
+        found: Tensor = own(stream, count)
+        return found[:, 1:] if 5 < count < 14 else found
+
+    changed(patch, Stream, "take", take)
+
+
+def a_token_repeated(patch: pytest.MonkeyPatch) -> None:
+    def take(own: Any, stream: Any, count: int) -> Tensor:
+        found: Tensor = own(stream, count)
+        return torch.cat([found[:, :1], found[:, :-1]], dim=1) if 5 < count < 14 else found
+
+    changed(patch, Stream, "take", take)
+
+
+def lying_plan(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, budgets, "unit_bytes", lambda found, *_: found - 8, after=True)
+
+
+def growing_memory(patch: pytest.MonkeyPatch) -> None:
+    def keep(own: Any, store: Any, *more: Any) -> None:
+        own(store, *more)
+        store.reserve(store.capacity + 8)
+
+    changed(patch, DenseStore, "keep", keep)
+
+
+def values_of_another_head(patch: pytest.MonkeyPatch) -> None:
+    changed(
+        patch, DenseStore, "_write", lambda own, store, span, keys, values: own(store, span, keys, values.roll(1, 1))
+    )
+
+
+def groups_swapped(patch: pytest.MonkeyPatch) -> None:
+    changed(
+        patch, locret.backbone.attention, "_attend", lambda own, query, *more: own(query.roll(1, 1), *more).roll(-1, 1)
+    )
+
+
+def cast_down(patch: pytest.MonkeyPatch) -> None:
+    def write(own: Any, store: Any, span: Any, keys: Tensor, values: Tensor) -> None:
+        own(store, span, keys, values.to(torch.bfloat16).to(values.dtype))
+
+    changed(patch, DenseStore, "_write", write)
+
+
+def a_column_lost(patch: pytest.MonkeyPatch) -> None:
+    def state(found: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(held) if name == "scores" else held for name, held in found.items()}
+
+    changed(patch, DenseStore, "state", state, after=True)
+
+
+def a_counter_lost(patch: pytest.MonkeyPatch) -> None:
+    def state(found: tuple[dict[str, Tensor], dict[str, Any]], *_: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, numbers = found
+        return tensors, {**numbers, "next_position": numbers["next_position"] + 1}
+
+    changed(patch, SavedCache, "state", state, after=True)
+
+
+def a_layer_not_rotated(patch: pytest.MonkeyPatch) -> None:
+    def load(own: Any, layer: Any, tensors: Any, numbers: Any) -> None:
+        own(layer, tensors, {**numbers, "rotated": False})
+
+    changed(patch, RetentionLayer, "load", load)
+
+
+def shared_copies(patch: pytest.MonkeyPatch) -> None:
+    def copy(twin: Any, layer: Any, *_: Any) -> Any:
+        twin.store.values = layer.store.values
+        twin.store.columns = layer.store.columns
+        return twin
+
+    changed(patch, RetentionLayer, "copy", copy, after=True)
+
+
+def another_arithmetic(patch: pytest.MonkeyPatch) -> None:
+    changed(
+        patch,
+        RetainingHeadScorer,
+        "score_features",
+        lambda own, scorer, heads, index, x: own(scorer, heads, index, x / 2),
+    )
+
+
+def endless_answers(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, Limits, "most_answering", lambda *_: None)
+
+
+def a_unit_lost_on_its_way(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, HostTier, "take_in", lambda own, tier, fast, gone: own(tier, fast, gone[..., 1:]))
+
+
+def noisy_attention(patch: pytest.MonkeyPatch) -> None:
+    def noisy(found: Tensor, *_: Any) -> Tensor:
+        return found + 1e-7 * torch.randn_like(found)
+
+    changed(patch, locret.backbone.attention, "_attend", noisy, after=True)
+
+
+TIERS = replace(POLICY, host_budget=20, recall=4)
+FAULTS = {
+    "sinks and stabilizers dropped": Fault(no_pinned_units, {"protected"}, {"scores", "decode-budget"}),
+    "rotation off by one": Fault(rotation_off_by_one, {"units", "eviction"}, EVERYTHING),
+    "rotation of another base": Fault(rotation_of_another_base, {"units", "eviction"}, EVERYTHING),
+    "rotation interleaved": Fault(rotation_interleaved, {"units", "eviction", "full-budget"}, EVERYTHING | GUARDS),
+    "budget ignored": Fault(no_budget, {"budget"}, {"bytes", "decode-budget"}),
+    "budget exceeded by one": Fault(one_unit_too_many, {"budget"}, {"bytes", "decode-budget"}),
+    "padding rows shifted": Fault(padding_shifted, {"batch"}),
+    "a unit's score replaced": Fault(a_score_replaced, {"scores"}, {"batch", "training-scores"}),
+    "stale scores": Fault(stale_scores, {"scores"}),
+    "a token dropped at a chunk's boundary": Fault(a_token_dropped, {"full-budget", "chunks"}, EVERYTHING | GUARDS),
+    "a token read twice": Fault(a_token_repeated, {"full-budget", "chunks"}, EVERYTHING),
+    "planned bytes lie": Fault(lying_plan, {"bytes"}, {"decode-budget"}),
+    "memory grows": Fault(growing_memory, {"bytes"}, {"decode-budget"}),
+    "values of another head": Fault(values_of_another_head, {"units", "full-budget"}, EVERYTHING),
+    "query groups swapped": Fault(groups_swapped, {"full-budget", "eviction"}, EVERYTHING),
+    "values cast down": Fault(cast_down, {"units", "full-budget"}, EVERYTHING),
+    "a saved column lost": Fault(a_column_lost, {"save"}),
+    "a saved counter lost": Fault(a_counter_lost, {"save"}),
+    "a layer's saved counter lost": Fault(a_layer_not_rotated, {"save"}),
+    "copies share memory": Fault(shared_copies, {"fork"}, {"save"}),
+    "scores of another arithmetic": Fault(another_arithmetic, {"training-scores"}),
+    "answers without a bound": Fault(endless_answers, {"decode-budget"}),
+    "units lost on their way to the second tier": Fault(a_unit_lost_on_its_way, {"second-tier"}, {"bytes"}, TIERS),
+    "noise in every pass": Fault(noisy_attention, {"determinism"}, {"fork", "save"}),
+}
+
+
+def report_of(policy: RetentionPolicy, only: Collection[str] = ()) -> Any:
+    model = build("llama")
+    return verify(model, RetainingHeads.for_model(model, hidden_dim=12, seed=0), policy, tokens=88, only=only)
+
+
+@pytest.mark.parametrize("policy", [POLICY, TIERS], ids=["one tier", "two tiers"])
+def test_nothing_is_found_where_nothing_is_planted(policy: RetentionPolicy) -> None:
+    report = report_of(policy)
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FAULTS[name]
+    fault.plant(monkeypatch)
+    report = report_of(fault.policy, fault.found_by | GUARDS)
+    found = {row.check for row in report.failures}
+    shown = [(row.check, row.compared, row.measured, row.tolerance, row.why) for row in report.failures]
+    assert found >= fault.found_by, shown
+    assert found <= fault.found_by | set(fault.perhaps), shown
+    assert not report.ok
+    assert all(row.means for row in report.failures)
+
+
+def test_heads_of_other_layers_are_found_and_the_command_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    heads = RetainingHeads.from_pretrained("checkpoints/tiny-heads")
+    weights = heads.state_dict()
+    rolled = {f"heads.{(int(name.split('.')[1]) + 1) % 5}.{name.split('.', 2)[2]}": w for name, w in weights.items()}
+    heads.load_state_dict(rolled)
+    heads.save_pretrained(tmp_path / "rolled")
+    line = ["--model", "checkpoints/tiny", "--quick", "--quiet", "--only", "layers,scores"]
+    assert command.command([*line, "--heads", "checkpoints/tiny-heads"]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    assert command.command([*line, "--heads", str(tmp_path / "rolled")]) == 1
+    out = capsys.readouterr().out
+    assert "| layers |" in out
+    assert "the heads are not those of their layers" in out
+    assert "| scores | scores of" in out
+    assert "ok" in out
