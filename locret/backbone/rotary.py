@@ -26,7 +26,6 @@ FULL_ATTENTION = "full_attention"
 class Rotary:
     """Cosines and sines of a backbone's full-attention layers, remembered for the positions asked for last.
 
-<<<<<<< HEAD
     Tables have a column per rotated dimension, those of the first halves of the pairs before those of the second ones,
     whatever the backbone's own tables look like.
 
@@ -37,15 +36,10 @@ class Rotary:
 
     def __init__(self, decoder: Any, still: frozenset[int] = frozenset()) -> None:
         self._still = still
-        self._module: Any = decoder.rotary_emb
-        self._by_type = "layer_type" in inspect.signature(self._module.forward).parameters
-=======
-    def __init__(self, decoder: Any) -> None:
         self._module: Any = rotary_module(decoder)
         self._by_type = self._module is not None and (
             "layer_type" in inspect.signature(self._module.forward).parameters
         )
->>>>>>> main
         prefix = f"{FULL_ATTENTION}_" if self._by_type else ""
         frequencies: Tensor | None = getattr(self._module, f"{prefix}inv_freq", None)
         self._pairs = None if frequencies is None else frequencies.shape[-1]
@@ -82,8 +76,10 @@ class Rotary:
                 'positions="original"'
             )
         extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
-<<<<<<< HEAD
-        cos, sin = self._module(like, positions.to(like.device).reshape(1, -1), **extra)
+        flat = positions.to(like.device).reshape(1, -1)
+        # Of text, positions in time, height and width are the same.
+        grid = flat.expand(3, 1, -1) if hasattr(self._module, "mrope_section") else flat
+        cos, sin = self._module(like, grid, **extra)
         return self._halves(cos).view(*positions.shape, -1), self._halves(sin).view(*positions.shape, -1)
 
     def _halves(self, table: Tensor) -> Tensor:
@@ -111,15 +107,6 @@ class Rotary:
     def turn_back(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Undo `turn`; see `unrotate`."""
         return unrotate(keys, cos, sin, adjacent=self.adjacent)
-=======
-        flat = positions.to(like.device).reshape(1, -1)
-        # Of text, positions in time, height and width are the same.
-        grid = flat.expand(3, 1, -1) if hasattr(self._module, "mrope_section") else flat
-        cos, sin = self._module(like, grid, **extra)
-        if cos.shape[-1] == self._pairs:  # gpt-oss has one column per pair, where others have one per dimension
-            cos, sin = (torch.cat([columns, columns], dim=-1) for columns in (cos, sin))
-        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
->>>>>>> main
 
     def forget(self) -> None:
         """Drop the remembered table."""
@@ -127,15 +114,12 @@ class Rotary:
 
 
 class NoRotary(Rotary):
-    """What takes the place of a `Rotary` in layers that do not rotate: nothing changes."""
+    """What takes the place of a `Rotary` in layers that do not rotate: angles of 0."""
 
     def __init__(self) -> None:
-        self.adjacent, self._last, self._still = False, None, frozenset()
-
-    def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (..., S, 2) of cos 1 and sin 0."""
-        shape = (*positions.shape, 2)
-        return like.new_ones(shape), like.new_zeros(shape)
+        self._still: frozenset[int] = frozenset()
+        self._module, self._by_type, self._pairs = None, False, None
+        self.adjacent, self._last = False, None
 
 
 def adjacent_pairs(decoder: Any) -> bool:
@@ -215,16 +199,11 @@ def _rope_types(decoder: Any) -> list[str]:
 
 
 def rotary_parameters(decoder: Any) -> dict[str, Any]:
-<<<<<<< HEAD
-    """Return how a backbone rotates keys, as plain data."""
-    parameters = json.loads(json.dumps(decoder.config.rope_parameters or {}, default=str))
-    return parameters | ({"pairs": "adjacent"} if adjacent_pairs(decoder) else {})  # type: ignore[no-any-return]
-=======
     """Return how a backbone rotates keys, as plain data; nothing where it does not."""
     if rotary_module(decoder) is None:
         return {}
-    return json.loads(json.dumps(decoder.config.rope_parameters or {}, default=str))  # type: ignore[no-any-return]
->>>>>>> main
+    parameters = json.loads(json.dumps(decoder.config.rope_parameters or {}, default=str))
+    return parameters | ({"pairs": "adjacent"} if adjacent_pairs(decoder) else {})  # type: ignore[no-any-return]
 
 
 _FROM_PARAMETERS = ("default", "linear", "llama3", "yarn")

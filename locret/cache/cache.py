@@ -324,11 +324,10 @@ class RetentionCache(Cache):
         Raises:
             ValueError: If the backbone's dynamic NTK would rotate keys and queries differently.
         """
-<<<<<<< HEAD
         if self._fixed_reach is None:
             return
         changes = f"{self.backbone.model_type} with dynamic NTK changes its rotary frequencies beyond "
-        if self.policy.positions == "compact" and self.backbone.uniform:
+        if self.policy.positions == "compact" and not self.backbone.slides:
             if units > self._fixed_reach:
                 raise ValueError(
                     f"{changes}{self._fixed_reach} positions, but budget={self.policy.budget} and "
@@ -338,12 +337,6 @@ class RetentionCache(Cache):
             reach = "the length of the text is unknown"
             if tokens is not None:
                 reach = f"text and answer reach {self.seen + tokens}"
-=======
-        reach: float = units
-        if self.backbone.slides:
-            reach = math.inf if tokens is None else self.seen + tokens
-        if self.policy.positions == "compact" and self._fixed_reach is not None and reach > self._fixed_reach:
->>>>>>> main
             raise ValueError(
                 f"{changes}{self._fixed_reach} positions, keys in the cache keep theirs, and {reach}; "
                 'read it with positions="compact" where all layers attend to everything, or give it another rope_type'

@@ -29,22 +29,14 @@ def to_dynamic_cache(cache: RetentionCache, *, host: bool = False) -> DynamicCac
     """Return what a cache holds as an ordinary prefix; see `RetentionCache.to_dynamic_cache`."""
     cache.check_whole()
     _check_ordinary(cache, host)
-<<<<<<< HEAD
-    exported, decoder = DynamicCache(), find_decoder(cache.model)
-    with long_factors(decoder):
-        for index, layer in enumerate(cache.governed):
-            exported.update(*_units(layer, layer.store.rotary, cache.next_position, host), index)
-=======
     decoder = find_decoder(cache.model)
-    rotary = Rotary(decoder)
     # By its config a cache has layers for states; without one it makes layers of units as they come.
     exported = DynamicCache(config=decoder.config) if cache.carriers else DynamicCache()
     with long_factors(decoder):
         for index, layer in zip(cache.backbone.layers, cache.governed, strict=True):
-            exported.update(*_units(layer, rotary, cache.next_position, host), index)
+            exported.update(*_units(layer, layer.store.rotary, cache.next_position, host), index)
     for index, states in cache.carriers.items():
         states.give(exported.layers[index])
->>>>>>> main
     return exported
 
 
