@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from locret.backbone.passes import in_step
 from locret.distributed.ulysses import RowRanks
 from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
@@ -223,9 +224,10 @@ class Trainer:
         """Return the losses and overlaps on the held-out rows; the heads stay as they are."""
         values = torch.zeros(len(self.held_out), 4, device=self.accelerator.device)
         first = self.accelerator.process_index // self.row_ranks.size
-        for row in range(first, len(self.held_out), self.data_size):
-            result = self._read(self.held_out[row], lambda _: None)
-            values[row] = torch.stack([result.total, result.fit, result.smoothness, result.overlap.mean()])
+        with in_step(self.model):  # some processes may have a row more than others
+            for row in range(first, len(self.held_out), self.data_size):
+                result = self._read(self.held_out[row], lambda _: None)
+                values[row] = torch.stack([result.total, result.fit, result.smoothness, result.overlap.mean()])
         shared: Tensor = self.accelerator.reduce(values, reduction="sum")  # type: ignore[assignment]
         shared /= self.row_ranks.size  # those who share a row all found the same
         return eval_record(shared.tolist(), self.loss.objective)

@@ -41,7 +41,8 @@ class _Look:
 
     def attended(self, layer: Attended) -> None:
         """Compare keys before and after what would rotate them."""
-        self.still[layer.layer_idx] = (layer.projections.key() == layer.key).all()
+        raw = layer.projections.key()
+        self.still[layer.layer_idx] = (raw == layer.key).all() if raw.shape == layer.key.shape else torch.tensor(False)
 
     def finished(self, hidden: Tensor) -> None:
         """Need no end."""

@@ -129,6 +129,8 @@ def obstacle(
         return f"layers of {backbone.model_type} carry a recurrent state"
     if not backbone.uniform:
         return f"layers of {backbone.model_type} slide over a window"
+    if any(shape.latent for shape in backbone.full_shapes):
+        return f"layers of {backbone.model_type} hold latents"
     if any(shape.num_kv_heads != backbone.num_kv_heads for shape in backbone.full_shapes):
         return f"layers of {backbone.model_type} have different numbers of KV heads"
     if not scorer.by_features:

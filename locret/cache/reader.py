@@ -51,11 +51,15 @@ class Reader:
         self.cache, self.policy, self.scorer = cache, cache.policy, cache.scorer
         self.layers: list[RetentionLayer] = cache.governed
         shape = cache.backbone.shape
-        self.projections: Mapping[int, Projections] = {i: Projections(shape(i)) for i in cache.backbone.layers}
+        self.projections: Mapping[int, Projections] = {
+            i: Projections(shape(i), latent=cache.latents.get(i)) for i in cache.backbone.layers
+        }
         self.masks = MaskMemo()
         self.limits = Limits(cache.policy, cache.scorer, len(cache.backbone.layers))
         self.waiting = Unscored(
-            [layer.store for layer in self.layers], [s.feature_dim for s in cache.backbone.full_shapes]
+            [layer.store for layer in self.layers],
+            [s.feature_dim for s in cache.backbone.full_shapes],
+            idle=not cache.latents,
         )
         """Generated units without scores."""
         self.answering = answering
@@ -179,6 +183,8 @@ class Reader:
         assert self._positions is not None
         nth, cache, raw_keys = self._nth[layer_idx], self.cache, None
         layer = self.layers[nth]
+        if layer_idx in cache.latents:  # transformers holds the latent first
+            keys, values = cache.latents[layer_idx].halves(values), keys
         if layer.raw:
             raw_keys = self.projections[layer_idx].key()
             if self._evicting:
