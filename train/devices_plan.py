@@ -221,7 +221,9 @@ def _sharded(row: PlannedRow, weights: WeightCount, count: int) -> Iterator[Choi
     shard = {"backbone": weights.shard(count), "gathered": weights.gathered()}
     ranks = sequence_ranks(row.config, count)
     obstacle, over, size = None, f"Ulysses over {ranks}", f"--sp-size {ranks}"
-    if ranks == 1:
+    if describe(row.config).recurrent:
+        obstacle, over, size = "layers carry a state from token to token", "Ulysses", "--sp-size"
+    elif ranks == 1:
         obstacle = f"no number of ranks up to {count} divides {count} cards and the KV heads"
         over, size = "Ulysses", "--sp-size"
     split = {} if obstacle else row.parts(row_ranks=ranks)
@@ -254,18 +256,19 @@ def _sharded(row: PlannedRow, weights: WeightCount, count: int) -> Iterator[Choi
 def _tensor_parallel(row: PlannedRow, weights: WeightCount, count: int) -> Choice:
     shape = describe(row.config).shape(describe(row.config).layers[0])
     own = weights.split(count)
-    obstacle = None
+    obstacle, parts = "locret-train does not split the heads that it trains", {}
     if own is None:
         obstacle = "transformers has no plan for this backbone"
     elif shape.num_kv_heads % count:
         obstacle = f"{count} cards do not divide {shape.num_kv_heads} KV heads"
+    else:
+        parts = {"backbone": own, **row.parts(head_ranks=count)}
     return Choice(
         name=f"tensor parallel over {count}",
         flags="--shard tp",
         processes=count,
-        parts={} if obstacle else {"backbone": own or 0, **row.parts(head_ranks=count)},
+        parts=parts,
         obstacle=obstacle,
-        why="each card holds its part of every layer; all cards read the same row",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def test_eight_cards_take_fsdp_for_70b(llama_70b: Path, capsys: pytest.CaptureFi
     assert round(whole["total"] / GIB) == 146
     assert round(fsdp["total"] / GIB) == 35
     assert round(ways["4-bit (NF4) on each card"]["bytes_per_card"]["total"] / GIB) == 52
+    assert ways["tensor parallel over 8"]["shortage"] == "locret-train does not split the heads that it trains"
     split = ways["tensor parallel over 8"]["bytes_per_card"]
     assert split["optimizer"] == HEADS
     assert split["backbone"] < TOTAL // 4 + 2 * WIDTH * (2 * LAYERS + 1)  # norms are whole on every card
@@ -78,6 +80,7 @@ def test_eight_cards_take_fsdp_for_70b(llama_70b: Path, capsys: pytest.CaptureFi
 def test_one_card_takes_four_bits_or_the_hosts_memory(llama_70b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(llama_70b, capsys, "--devices=1x80GB")["takes"] == "4-bit (NF4)"
     small = plan(llama_70b, capsys, "--devices=24GB")
+    assert shlex.split(small["command"])[-2:] == ["--max-memory", "{0: 6.5GiB, cpu: 132GiB}"]
     assert small["takes"] == "one card, layers in host memory"
     assert "if the host has 131.42 GiB" in small["why"]
     way = small["choices"][-1]
