@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from locret.backbone.adapters import attention_modules, describe, find_decoder, unwrap
+from locret.backbone.adapters import attention_modules, describe, find_decoder, rotary_module, unwrap
 from locret.backbone.rotary import FULL_ATTENTION
-from locret.infer.verify.noise import recorded
+from locret.infer.verify.noise import recorded, run_backbone
 
 NAME = "locret_verify"
 _ROWS = 256
@@ -78,8 +78,8 @@ class Turn:
     """
 
     def __init__(self, decoder: Any, detour: int = 0) -> None:
-        self._module, self._detour = decoder.rotary_emb, detour
-        by_type = "layer_type" in inspect.signature(self._module.forward).parameters
+        self._module, self._detour = rotary_module(decoder), detour
+        by_type = self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
         self._extra = {"layer_type": FULL_ATTENTION} if by_type else {}
 
     def __call__(self, keys: Tensor, distances: Tensor) -> Tensor:
@@ -90,6 +90,8 @@ class Turn:
 
     def _turned(self, keys: Tensor, distances: Tensor) -> Tensor:
         keys = keys.float()
+        if self._module is None:  # a backbone without rotary positions
+            return keys
         at = torch.cat([distances.new_zeros(1), distances.abs()])
         cos, sin = (part[0] for part in self._module(keys, at[None].to(keys.device), **self._extra))
         scale, sign = cos[0], distances.sign().to(keys.device)[:, None]
@@ -129,7 +131,7 @@ def replay(
         found=found,
     )
     with _attending(unwrap(model), running), recorded(decoder) as states:
-        decoder(input_ids=ids, use_cache=False, position_ids=where.to(ids.device)[None])
+        run_backbone(model, input_ids=ids, use_cache=False, position_ids=where.to(ids.device)[None])
     found.states = states[0][0]
     return found
 
