@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from locret.backbone.adapters import rotary_module
+from locret.backbone.rotary import FULL_ATTENTION
 from locret.infer.verify.equality import close
 from locret.infer.verify.findings import Finding, NotHere, exact
 from locret.infer.verify.noise import one_more_rounding, recorded, relative, run_backbone
@@ -64,7 +65,7 @@ def turns_by_distance(subject: Subject) -> bool:
     """Return whether the backbone rotates keys in halves, by frequencies that are the same at all positions."""
     rope: object = getattr(rotary_module(subject.decoder), "rope_type", "default")
     kinds = rope.values() if isinstance(rope, dict) else [rope]
-    if any("dynamic" in str(kind) for kind in kinds):
+    if any("dynamic" in str(kind) for kind in kinds) or (isinstance(rope, dict) and FULL_ATTENTION not in rope):
         return False
     ids = subject.on_device(subject.ids[:, :64])
     nothing = [[torch.empty(0)] * subject.backbone.shape(one).num_kv_heads for one in subject.backbone.layers]
