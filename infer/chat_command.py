@@ -36,6 +36,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         OSError: If a Hub, a disk or a device's memory fails.
     """
     (model, scorer, policy, about, generation), chosen = parse_options("locret-chat", DESCRIPTION, OPTION_CLASSES, argv)
+    model.refuse_shard("locret-chat")
     with warnings_as_lines("locret-chat", quiet=about.quiet):
         if about.context is not None:
             from locret import read_notes

@@ -289,7 +289,7 @@ def _ask_apart(options: Options, plan: _Plan, asked: Sequence[str]) -> None:
         seconds = time.perf_counter() - start
         if output.picture:
             _painter(output.picture, options.scorer)(context.cache)
-        if output.save_context is not None:
+        if output.save_context is not None and (options.ranks.is_main or options.model.shard == "tp"):
             context.save(output.save_context)
         saved = {} if output.save_context is None else {"context": output.save_context}
         reading = {**saved, "prompt_tokens": cache.seen, "prefill_seconds": seconds, **context.memory().to_dict()}

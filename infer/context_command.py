@@ -56,6 +56,7 @@ def read(
     given: frozenset[str],
 ) -> int:
     """Read a text into a file, as `locret-infer --save-context` does."""
+    model.refuse_shard("locret-context")
     _check_output(output.output)
     options = infer.Options(
         model,
@@ -216,6 +217,7 @@ def _loading(
     generation: GenerationOptions | None = None,
 ) -> infer.Options:
     """Return what `locret-infer --context` would be called with."""
+    model.refuse_shard("locret-context")
     placed, prompt = PlacedModelOptions(**_values(model)), PromptOptions()
     if about is not None:
         placed = replace(placed, disk=about.disk)

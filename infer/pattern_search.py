@@ -154,6 +154,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     (source, options), _ = parse_options(
         "locret patterns", "Find the sparse pattern of every head.", [SourceOptions, SearchOptions], argv
     )
+    source.refuse_shard("locret patterns")
     record = search(source, options)
     if options.json:
         print_json(record)

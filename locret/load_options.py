@@ -142,6 +142,18 @@ class BackboneSource(WeightOptions, _Named):
         self.check_weights()
         self._check_shard()
 
+    def refuse_shard(self, prog: str) -> None:
+        """Refuse to spread the backbone, for commands that are one process.
+
+        Raises:
+            ValueError: If that was asked for.
+        """
+        if self.shard is not None:
+            raise ValueError(
+                f"--shard {self.shard} is for locret-train, locret-infer and locret-eval; {prog} is one process, so "
+                "leave it out, or use --device-map auto"
+            )
+
     def _check_shard(self) -> None:
         """Refuse ways of sharding that cannot be, or would be ignored.
 
@@ -149,6 +161,13 @@ class BackboneSource(WeightOptions, _Named):
             ValueError: Naming the option, and the way out.
         """
         offload, folder = self.shard_offload, self.shard_offload_dir
+        if self.shard is not None and self.device_map is not None:
+            raise ValueError(f"--shard {self.shard} and --device-map both say where weights are; drop one of them")
+        if self.shard is not None and (others := [*self.quantising(), *(["--gguf-file"] if self.gguf else [])]):
+            raise ValueError(
+                f"--shard {self.shard} spreads weights as they are stored, and {others[0]} changes them; drop one of "
+                "them"
+            )
         if self.shard is None:
             if offload is not None:
                 raise ValueError(f"--shard-offload {offload} is about --shard, which is not given; add --shard fsdp")

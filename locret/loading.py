@@ -21,7 +21,7 @@ from locret.backbone.adapters import describe
 from locret.distributed.sharding import load_sharded, whole
 from locret.field_values import shown
 from locret.files import read_json, shards
-from locret.heads.fingerprint import sample_sharded
+from locret.heads.fingerprint import sample_sharded, sample_spread
 from locret.heads.heads import RetainingHeads
 from locret.heads.search import find_heads
 from locret.load_options import ADAPTER_CONFIG, CONFIG, BackboneSource, ScorerOptions
@@ -244,7 +244,7 @@ def _fetch_config(name: str, revision: str | None) -> bool:
 
 
 def load_tokenizer(options: BackboneSource) -> Any:
-    """Load the backbone's own tokenizer; an adapter may bring one.
+    """Load the backbone's own tokenizer; an adapter may bring one, and a GGUF file has one of its own.
 
     Raises:
         ValueError: If there is none.
@@ -253,9 +253,12 @@ def load_tokenizer(options: BackboneSource) -> Any:
 
     source = _source(options)
     revision = source.revision if source.tokenizer == source.model else options.revision
+    # A tokenizer beside a GGUF file is the original, which the file describes in its own way.
+    beside = os.path.isfile(os.path.join(source.tokenizer, "tokenizer_config.json"))
+    inside = {} if beside else _gguf(options)
     with _one_sentence(f"--model {options.model} has no tokenizer that can be read"):
         return AutoTokenizer.from_pretrained(
-            source.tokenizer, revision=revision, trust_remote_code=options.trust_remote_code, **_gguf(options)
+            source.tokenizer, revision=revision, trust_remote_code=options.trust_remote_code, **inside
         )
 
 
@@ -294,9 +297,11 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             stacklevel=2,
         )
     if source.adapter:
-        model = _with_adapter(model, source, options)
+        model = _with_adapter(model, source)
     if options.shard in ("fsdp", "zero3"):
         sample_sharded(model, whole)
+    elif options.shard == "tp":
+        sample_spread(model)
     return model.eval().requires_grad_(False)
 
 
@@ -319,12 +324,18 @@ def _where(
         where["quantization_config"] = quantised
     if options.device_map is not None:
         plan = plan_weights(options, config, device, dtype, sketch)
+        assert plan.device_map is not None
+        if source.adapter and placement.DISK in plan.device_map.values():
+            raise ValueError(
+                f"--adapter {source.adapter} cannot be put on weights that --device-map leaves on disk, because PEFT "
+                "would write into the backbone's own files; merge the adapter, or make room with --max-memory"
+            )
         return {**where, "device_map": plan.device_map, "offload_folder": options.offload_folder}
     # Straight to the device: the host need not hold the weights.
     return {**where, "device_map": None if device.type == "cpu" and quantised is None else {"": device}}
 
 
-def _with_adapter(model: nn.Module, source: _Source, options: BackboneSource) -> nn.Module:
+def _with_adapter(model: nn.Module, source: _Source) -> nn.Module:
     """Return a backbone with an adapter on it.
 
     Raises:
@@ -334,7 +345,10 @@ def _with_adapter(model: nn.Module, source: _Source, options: BackboneSource) ->
 
     assert source.adapter is not None
     with _one_sentence(f"--adapter {source.adapter} cannot be put on --model {source.model}"):
-        model = PeftModel.from_pretrained(model, source.adapter)
+        # Left to itself, it would spread the weights anew.
+        device_map = getattr(model, "hf_device_map", None) or {}
+        spread = {f"base_model.model.{name}" if name else "": place for name, place in device_map.items()}
+        model = PeftModel.from_pretrained(model, source.adapter, **({"device_map": spread} if spread else {}))
         for kind in model.peft_config.values():
             if kind.is_prompt_learning:
                 raise ValueError(f"{PeftType(kind.peft_type).value} works outside of the layers and would be dropped")

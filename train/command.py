@@ -46,7 +46,11 @@ def command(argv: Sequence[str] | None = None) -> int:
     rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
     local = backbone.local_folder() is not None and rows is not None
     locks = launch.is_main_process() and not run.dry_run
-    with locked(folder, f"--output {run.output}") if locks else nullcontext(), joined("locret-train", way_out=_GO_ON):
+    lock = locked(folder, f"--output {run.output}") if locks else nullcontext()
+    with lock, joined("locret-train", way_out=_GO_ON) as ranks:
+        with ranks.together():
+            given = training_options.plain(options)
+            ranks.agree({f"--{name.replace('_', '-')}": value for name, value in given.items()})
         from accelerate import PartialState
 
         from locret.train.training_run import TrainingRun

@@ -210,7 +210,7 @@ def choices(row: PlannedRow, devices: Devices) -> list[Choice]:
         whole,
         *_sharded(row, weights, count),
         *_quantised_choices(row, weights, count),
-        *_from_host(row, weights, count),
+        *_from_host(row, weights, devices),
     ]
 
 
@@ -281,24 +281,27 @@ def _quantised_choices(row: PlannedRow, weights: WeightCount, count: int) -> Ite
         )
 
 
-def _from_host(row: PlannedRow, weights: WeightCount, count: int) -> Iterator[Choice]:
+def _from_host(row: PlannedRow, weights: WeightCount, devices: Devices) -> Iterator[Choice]:
     """Yield the choices whose weights are in the machine's own memory."""
+    count, beside = devices.count, row.parts()
     if count > 1:
         yield Choice(
             name=f"FSDP over {count}, weights in host memory",
             flags="--shard fsdp --shard-offload cpu",
             processes=count,
-            parts={"gathered": weights.gathered(), **row.parts()},
+            parts={"gathered": weights.gathered(), **beside},
             host=count * weights.shard(count),
-            why="each card gathers a layer from host memory while it runs",
+            why="each card gathers a layer from host memory while it runs, with the same results",
         )
     moved = max(weights.largest_layer, *map(weights.of, (weights.embedding, weights.output)))
+    room = max(moved, USABLE * devices.each - sum(beside.values()))  # what is left over holds layers that stay
+    limits = f"{{0: {room / 2**30:.1f}GiB, cpu: {-(-weights.total // 2**30)}GiB}}"
     yield Choice(
         name="one card, layers in host memory",
-        flags="--device-map auto --max-memory",
-        parts={"gathered": moved, **row.parts()},
+        flags=f"--device-map auto --max-memory {shlex.quote(limits)}",
+        parts={"gathered": moved, **beside},
         host=weights.total,
-        why="the card holds a layer at a time, which comes from host memory for every row",
+        why="the card need hold no more than a layer at a time, which comes from host memory for every row",
     )
 
 

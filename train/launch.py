@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import os
 
-_ENGINES = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
-}
+from locret.distributed.ranks import check_launcher
+
 _COMPILERS = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "LOCAL_RANK")
@@ -28,12 +24,7 @@ def check(gradient_accumulation: int) -> None:
     Raises:
         ValueError: Naming variable and value, and the way out.
     """
-    for name, engine in _ENGINES.items():
-        if _on(name):
-            raise ValueError(
-                f"{name}={os.environ[name]}: heads are not trained with {engine} (the backbone is frozen, and heads "
-                "are small); launch without it"
-            )
+    check_launcher()
     for name in _COMPILERS:
         if os.environ.get(name, "").lower() not in ("", "no", "false", "0"):
             raise ValueError(
@@ -79,7 +70,3 @@ def _check_processes() -> None:
             "started: accelerate launch needs MPI to start more on CPUs; use torchrun --nproc-per-node N -m "
             "locret.train.command, or --num_processes 1"
         )
-
-
-def _on(name: str) -> bool:
-    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on", "y", "t")

@@ -200,7 +200,7 @@ def _one_layer(
     attended = feature + (queries + keys) + queries  # projections, rotated queries and keys, what attention returned
     if row_ranks > 1:  # queries, keys and values once more, of all tokens and this process's heads, and the answer
         attended += queries + 2 * keys + queries
-    labelling = logit_bytes(heads, shape.query_dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
+    labelling = logit_bytes(heads, shape.seen_dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
     # Features, once more where the head computes in another dtype; its hidden states; scores, labels and differences.
     per_token = feature * (size + (head_size if head_size != size else 0)) + 3 * hidden_dim * head_size
     training = trained * (per_token + 16 * kv_heads) + 4 * hidden_dim * feature  # and a new gradient

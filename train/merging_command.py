@@ -92,6 +92,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     (backbone, options), _ = parse_options(
         "locret kernels", "Train LoCoCo's merging kernels on a frozen backbone.", [BackboneSource, KernelOptions], argv
     )
+    backbone.refuse_shard("locret kernels")
     summary = _train(backbone, options)
     if options.json:
         print_json(summary)

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,7 @@ def _command(processes: Ranks, arguments: list[str]) -> None:
         (model, evaluation, budgets, report), chosen = parse_options(
             "locret-eval", DESCRIPTION, OPTION_CLASSES, arguments
         )
+        processes.agree(_agreed(model, evaluation, budgets, report))
     processes = processes.under(model.shard)
     if report.list:
         if processes.is_main:
@@ -80,6 +82,11 @@ def _command(processes: Ranks, arguments: list[str]) -> None:
                     output = prepared.report.output
                     held.enter_context(locked(output, f"--output {output}"))
             _execute(prepared)
+
+
+def _agreed(*groups: Any) -> dict[str, Any]:
+    """Return all options by flag: the processes of a run share its samples."""
+    return {f"--{name.replace('_', '-')}": value for group in groups for name, value in asdict(group).items()}
 
 
 def _list(as_json: bool) -> None:
@@ -115,23 +122,25 @@ def _say(job: Job, named: bool) -> None:
 
 def _execute(job: Job) -> None:
     """Load everything, open the output folder, measure, report."""
+    from locret.backbone.passes import in_step
     from locret.infer.evaluation.report import order_of
 
     processes = job.processes
-    with processes.together():
+    with processes.together(on_backbone=True):
         setup, settings, draw = _load(job)
     with processes.together():
         log = _open(job, settings) if processes.is_main else None
     try:
-        with processes.together(), interrupts.unwinding():
+        with processes.together(on_backbone=True), interrupts.unwinding():
             _measure(job, setup, log or _other_log(job))
     except (KeyboardInterrupt, SystemExit, ValueError, OSError):
         if log is not None:
             _keep(job, log, settings)
         raise
-    if log is not None:
-        log.merge(order_of(job.cases, job.runs))
-        _report(job, setup, log, settings, draw)
+    with in_step(setup.model):  # pictures are of the backbone at work, and only the first process draws them
+        if log is not None:
+            log.merge(order_of(job.cases, job.runs))
+            _report(job, setup, log, settings, draw)
 
 
 def _keep(job: Job, log: SampleLog, settings: dict[str, Any]) -> None:
@@ -155,6 +164,9 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     tokenizer = loading.load_tokenizer(job.model)
     job.check(tokenizer)
     draw = report.figures == "all" and job.processes.is_main and _can_draw()
+    if draw and job.model.shard == "tp":
+        warnings.warn("--figures all draws a backbone at work in one process, not one of --shard tp", stacklevel=2)
+        draw = False
     model = loading.load_model(job.model, job.config, job.own_device, job.dtype)
     trained = job.heads.follow(model) if job.evaluation.heads else None
     # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.
@@ -194,6 +206,7 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
     import torch
     from tqdm.auto import tqdm
 
+    from locret.backbone.passes import in_step
     from locret.infer.evaluation import runner
     from locret.infer.evaluation.records import key
 
@@ -211,10 +224,11 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
         disable=True if job.report.quiet or not job.processes.is_main else None,
     ) as bar:
         try:
-            for record in runner.evaluate(setup, cases, runs, done):
-                log.append(record)
-                bar.set_postfix_str(f"{record['task']} {record['tokens']} {record['method']}", refresh=False)
-                bar.update(record["tokens"])
+            with in_step(setup.model):  # processes may have samples of other lengths, and more or fewer of them
+                for record in runner.evaluate(setup, cases, runs, done):
+                    log.append(record)
+                    bar.set_postfix_str(f"{record['task']} {record['tokens']} {record['method']}", refresh=False)
+                    bar.update(record["tokens"])
         except torch.OutOfMemoryError as error:
             raise OSError(
                 f"{job.own_device} is out of memory; use --resume with a smaller --dtype, or start anew with shorter "

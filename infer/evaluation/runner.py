@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import input_device, unwrap
+from locret.backbone.passes import gathering_root
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import SampleSet, Selection
@@ -257,6 +258,8 @@ def _plain(model: nn.Module, ids_1N: Tensor, settings: dict[str, Any]) -> tuple[
     from transformers import DynamicCache
 
     cache = DynamicCache(config=unwrap(model).config)
+    if gathering_root(model) is not None:
+        settings = {**settings, "synced_gpus": False}  # `in_step` keeps the processes together
     read: dict[str, Any] = {}
 
     def look(_ids: Tensor, logits: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     """
     line = with_flag(list(sys.argv[1:] if argv is None else argv), "--model")
     (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, line)
+    model.refuse_shard("locret-serve")
     _check_extra()
     with warnings_as_lines("locret-serve", quiet=options.quiet), ExitStack() as ending:
         key = options.key

@@ -159,7 +159,7 @@ def _plan(
     from locret.policy.resolve import resolve_options
 
     chosen_checks(options.checks())
-    device = loading.resolve_device(model.device)
+    device = loading.device_of_source(model)
     scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
     rates, recommended = loading.load_scorer(scorer)
     config = loading.load_config(model)

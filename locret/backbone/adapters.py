@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from locret.backbone import head_ranks
 from locret.backbone.head_ranks import HeadRanks
+from locret.backbone.latent import Latent, is_latent
 from locret.backbone.recurrence import state_module, state_numbers
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
@@ -26,6 +27,8 @@ _SUPPORTED = (
 FULL, SLIDING, RECURRENT, BOTH, NONE = "full", "sliding", "recurrent", "both", "none"
 KINDS = (FULL, SLIDING, RECURRENT, BOTH, NONE)
 """What a layer remembers; see `Backbone.kinds`."""
+_GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+"""What configs call the numbers of layers with full attention, where others have those of the plain names."""
 _STATELESS = {"moe", "mlp"}  # which transformers 5.17 gives a cache of states that stays empty
 # Kinds of adapters that do part of their work in PEFT's own forward pass, which reading and answering never call.
 _OUTSIDE = {"ADAPTION_PROMPT", "POLY", "SHADOW", "XLORA"}
@@ -63,6 +66,16 @@ class LayerShape:
         """Whether queries, keys and values are equally wide."""
         return self.head_dim == self.value_dim == self.query_dim
 
+    @property
+    def latent(self) -> bool:
+        """Whether queries attend to keys and values side by side; see `locret.backbone.latent`."""
+        return self.query_dim != self.head_dim
+
+    @property
+    def seen_dim(self) -> int:
+        """Width of what a query is compared with."""
+        return self.unit_dim if self.latent else self.head_dim
+
 
 @dataclass(frozen=True)
 class Backbone:
@@ -87,6 +100,8 @@ class Backbone:
     all tokens) or "none"."""
     state_numbers: tuple[int, ...] = (0, 0)
     """How many numbers the states of one row have: in the backbone's dtype, and in float32."""
+    sources: tuple[int, ...] = ()
+    """The layer whose units each layer attends to, where some have none of their own; empty: each to its own."""
     shapes: tuple[LayerShape, ...] = ()
     """Of every layer, where they differ or a value is not as wide as a key; empty: the three numbers say all."""
 
@@ -99,6 +114,15 @@ class Backbone:
     def shape(self, layer: int) -> LayerShape:
         """Return the shape of one layer's attention."""
         return self.shapes[layer] if self.shapes else LayerShape(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def borrows(self, layer: int) -> bool:
+        """Return whether a layer attends to the units of an earlier one."""
+        return bool(self.sources) and self.sources[layer] != layer
+
+    @property
+    def lenders(self) -> frozenset[int]:
+        """Layers whose units later layers attend to as well."""
+        return frozenset(source for layer, source in enumerate(self.sources) if source != layer)
 
     @property
     def full_shapes(self) -> tuple[LayerShape, ...]:
@@ -159,8 +183,8 @@ def describe(model_or_config: Any) -> Backbone:
     Where processes share the heads of a model, they are those of this process; a config knows of no processes.
 
     Raises:
-        ValueError: For encoder-decoder and latent-attention models, those without a layer whose units a budget could
-            govern, and adapters that work outside of the layers.
+        ValueError: For encoder-decoder models, those that choose what they attend to, those without a layer whose units
+            a budget could govern, and adapters that work outside of the layers.
     """
     backbone = describe_whole(model_or_config)
     ranks = ranks_of(model_or_config) if isinstance(model_or_config, nn.Module) else None
@@ -294,8 +318,8 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the attention module of every decoder layer, in order; of one that does not attend, the layer itself.
 
     Raises:
-        ValueError: If a layer has no q_proj, k_proj, v_proj and no fused qkv_proj, or layers share one module; the
-            message names what was found.
+        ValueError: If a layer has no q_proj, k_proj, v_proj and no fused qkv_proj, or several, or layers share one
+            module; the message names what was found.
     """
     config = unwrap(model).config
     kinds = layer_kinds(config.get_text_config() if hasattr(config, "get_text_config") else config)
@@ -326,20 +350,41 @@ def state_modules(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
-    for module in layer.modules():
-        if hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE):
-            fused = getattr(module, FUSED, None)
-            if fused is not None and not hasattr(fused, "base_layer") and any(True for _ in fused.children()):
-                raise ValueError(
-                    f"the {FUSED} of {type(unwrap(model)).__name__} is no projection but a {type(fused).__name__}, "
-                    f"which mixes tokens; {_SUPPORTED}"
-                )
-            return module
+    attending = [module for module in layer.modules() if _attends(module)]
+    if len(attending) > 1:
+        raise ValueError(
+            f"layer {index} of {type(unwrap(model)).__name__} attends {len(attending)} times, and a layer of a cache "
+            f"holds the units of one attention; {_SUPPORTED}"
+        )
+    for module in attending:
+        fused = getattr(module, FUSED, None)
+        if fused is not None and not hasattr(fused, "base_layer") and any(True for _ in fused.children()):
+            raise ValueError(
+                f"the {FUSED} of {type(unwrap(model)).__name__} is no projection but a {type(fused).__name__}, "
+                f"which mixes tokens; {_SUPPORTED}"
+            )
+        return module
     found = sorted(name for name, _ in layer.named_children())
     raise ValueError(
         f"layer {index} of {type(unwrap(model)).__name__} has no attention with {', '.join(SEPARATE)} or {FUSED} "
-        f"(it has {', '.join(found)}); latent-attention, state-space and recurrent layers have no keys to evict"
+        f"(it has {', '.join(found)}); state-space and recurrent layers have no keys to evict"
     )
+
+
+def _attends(module: nn.Module) -> bool:
+    if getattr(module, "is_kv_shared_layer", False):
+        return hasattr(module, SEPARATE[0])
+    return is_latent(module) or hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE)
+
+
+def latents(model: nn.Module) -> dict[int, Latent]:
+    """Return the layers with latent attention.
+
+    Raises:
+        ValueError: If one of them is not like DeepSeek's.
+    """
+    modules = enumerate(attention_modules(model))
+    return {index: Latent.of(module) for index, module in modules if is_latent(module)}
 
 
 def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
@@ -350,17 +395,10 @@ def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
             "use a causal language model"
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(text, "is_heterogeneous", False):
-        names = ", ".join(sorted(text.per_layer_attributes))
-        raise ValueError(f"the layers of {model_type} differ in {names}, which is not supported; {_SUPPORTED}")
     if not hasattr(text, "num_hidden_layers"):
         raise ValueError(f"{model_type} is made of several stacks of layers, which is not supported; {_SUPPORTED}")
-    if getattr(text, "kv_lora_rank", None):
-        raise ValueError(
-            f"{model_type} uses latent attention (kv_a_proj_with_mqa); looked for {', '.join(SEPARATE)} or {FUSED}: "
-            "its cache has no separate keys and values to evict"
-        )
-    heads, types = getattr(text, "num_attention_heads", None), layer_kinds(text)
+    _check_layers(text, model_type)
+    heads, types = _of_layer(text, 0, "num_attention_heads"), layer_kinds(text)
     num_layers, window = text.num_hidden_layers, getattr(text, "sliding_window", None)
     if not isinstance(heads, int) or not set(types) - {RECURRENT, NONE}:
         raise ValueError(
@@ -371,6 +409,10 @@ def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
     # A window as long as the context (Phi-3-mini-128K: 262,144) never slides, so such layers count as full attention.
     slides = window is not None and window < max_positions
     kinds = tuple(FULL if kind == SLIDING and not slides else kind for kind in types[:num_layers])
+    sources = _sources(text, kinds)
+    kinds = tuple(
+        kind if source == index else NONE for index, (kind, source) in enumerate(zip(kinds, sources, strict=True))
+    )
     layers = tuple(index for index, kind in enumerate(kinds) if kind in (FULL, BOTH))
     if not layers:
         raise ValueError(
@@ -381,20 +423,91 @@ def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
     carried = (0, 0)
     if RECURRENT in kinds or BOTH in kinds:
         carried = state_numbers(text, None if model is None else type(find_decoder(model)))
+    attending = [index for index, kind in enumerate(kinds) if kind not in (RECURRENT, NONE) or sources[index] != index]
+    found = {index: _shape_of(text, index) for index in attending}
+    first = found[layers[0]]
+    shapes = tuple(found.get(index, first) for index in range(num_layers))
     return Backbone(
         model_type=model_type,
         num_layers=num_layers,
         layers=layers,
-        num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
         hidden_act=_first(text, "hidden_act", "hidden_activation", "mlp_hidden_act", default="silu"),
         initializer_range=_first(text, "initializer_range"),
         max_positions=max_positions,
         window=window if SLIDING in kinds else None,
         kinds=kinds,
+        sources=() if sources == tuple(range(num_layers)) else sources,
+        shapes=() if first.plain and set(shapes) == {first} else shapes,
         state_numbers=carried,
     )
+
+
+def _check_layers(text: Any, model_type: str) -> None:
+    """Refuse layers that differ in more than their shape, or that choose by themselves what they attend to.
+
+    Raises:
+        ValueError: Saying in what.
+    """
+    differing = set(getattr(text, "per_layer_attributes", None) or ())
+    if strange := sorted(differing & {"sliding_window", "attention_chunk_size", "num_hidden_layers", "hidden_size"}):
+        raise ValueError(
+            f"the layers of {model_type} differ in {', '.join(strange)}, which is not supported; {_SUPPORTED}"
+        )
+    if getattr(text, "is_heterogeneous", False):
+        for index, layer in enumerate(text.per_layer_config):
+            if skipped := getattr(layer, "skip", None):
+                raise ValueError(
+                    f"layer {index} of {model_type} leaves out {', '.join(skipped)}, which is not supported"
+                )
+    if getattr(text, "index_topk", None):
+        raise ValueError(
+            f"the layers of {model_type} choose by an indexer of their own what they attend to (index_topk="
+            f"{text.index_topk}), and its keys would have to be evicted too, which is not supported; {_SUPPORTED}"
+        )
+
+
+def _sources(text: Any, kinds: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the layer whose units each layer attends to: the last ones may borrow those of the last of their kind.
+
+    Raises:
+        ValueError: If there is none to borrow from.
+    """
+    own = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
+    types = _layer_types(text)
+    sources = list(range(own))
+    for index in range(own, len(kinds)):
+        lenders = [layer for layer in range(own) if types[layer] == types[index]]
+        if not lenders or kinds[index] not in (FULL, SLIDING):
+            raise ValueError(
+                f"layer {index} of {getattr(text, 'model_type', 'this model')} has no keys of its own "
+                f"(num_kv_shared_layers={text.num_kv_shared_layers}), and no earlier layer of {types[index]} has any"
+            )
+        sources.append(lenders[-1])
+    return tuple(sources)
+
+
+def _of_layer(text: Any, index: int, name: str) -> Any:
+    """Return what a text config says of a layer, which may be more than of another; None: nothing."""
+    if getattr(text, "is_heterogeneous", False):
+        return getattr(text.per_layer_config[index], name, None)
+    if name in _GLOBAL and _layer_types(text)[index] == "full_attention":  # Gemma-4 before transformers 5.2x
+        usual = getattr(text, name, None)
+        wide = getattr(text, _GLOBAL[name], None)
+        return wide if wide and (name != "num_key_value_heads" or getattr(text, "attention_k_eq_v", True)) else usual
+    return getattr(text, name, None)
+
+
+def _shape_of(text: Any, index: int) -> LayerShape:
+    heads = _of_layer(text, index, "num_attention_heads")
+    rank = _of_layer(text, index, "kv_lora_rank")
+    if rank:
+        plain, rotated = (_of_layer(text, index, f"qk_{name}_head_dim") for name in ("nope", "rope"))
+        return LayerShape(heads, 1, rotated, value_dim=rank, query_dim=plain + rotated)
+    dim = _of_layer(text, index, "head_dim") or text.hidden_size // heads
+    return LayerShape(heads, _of_layer(text, index, "num_key_value_heads") or heads, dim)
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.adapters import FUSED, LayerShape
+from locret.backbone.latent import Latent
 
 
 @dataclass
@@ -20,6 +21,8 @@ class Projections:
 
     shape: LayerShape
     parts: dict[str, Tensor] = field(default_factory=dict)
+    latent: Latent | None = None
+    """How queries are compared with what is held, where that is a latent."""
 
     def features(self) -> Tensor:
         """Return (B, L, F)."""
@@ -32,7 +35,8 @@ class Projections:
 
     def query(self) -> Tensor:
         """Return the un-rotated queries, (B, N, L, D)."""
-        return self._heads("q", self.shape.num_heads)
+        query = self._heads("q", self.shape.num_heads)
+        return query if self.latent is None else self.latent.raw_query(query)
 
     def key(self) -> Tensor:
         """Return the un-rotated keys, (B, K, L, D)."""
@@ -61,7 +65,7 @@ class Projections:
             part, start, width = self._place(name)
             first = start + head * heads * width
             parts[name] = self.parts[part][row : row + 1, :, first : first + heads * width]
-        return Projections(replace(self.shape, num_heads=group, num_kv_heads=1), parts)
+        return Projections(replace(self.shape, num_heads=group, num_kv_heads=1), parts, self.latent)
 
     def clear(self) -> None:
         """Free the tensors once the layer is done."""

@@ -32,11 +32,13 @@ from locret.backbone.adapters import (
     attention_modules,
     describe,
     find_decoder,
+    latents,
     state_modules,
     unwrap,
 )
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.backbone.chunk import Attended, Projections
+from locret.backbone.latent import DOWN, UP, Latent, own_view, query_projection
 from locret.backbone.recurrence import carried
 from locret.backbone.rotary import long_factors, uses_long_factors
 
@@ -96,6 +98,8 @@ class _Instrument:
     """Index of every attention module."""
     full: frozenset[int]
     """Layers of full attention."""
+    latents: dict[int, Latent]
+    """Layers with latent attention."""
     flash: bool
     """A backbone loaded with flash_attention_2 goes on using that package; else PyTorch's kernels serve."""
     readers: int = 0
@@ -166,7 +170,7 @@ def exclusively(model: nn.Module) -> Iterator[None]:
     with _LOCK:
         if decoder in _INSTRUMENTS:
             raise ValueError(_BUSY)
-        _INSTRUMENTS[decoder] = _Instrument({}, frozenset(), flash=False, exclusive=True)
+        _INSTRUMENTS[decoder] = _Instrument({}, frozenset(), {}, flash=False, exclusive=True)
     try:
         yield
     finally:
@@ -179,12 +183,18 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     implementation = base.config._attn_implementation
     full = frozenset(backbone.layers)
     attends = (FULL, SLIDING, BOTH)
-    layers = {module: index for index, module in enumerate(modules) if backbone.kinds[index] in attends}
-    instrument = _Instrument(layers, full, flash=implementation == "flash_attention_2")
+    layers = {
+        module: index
+        for index, module in enumerate(modules)
+        if backbone.kinds[index] in attends or backbone.borrows(index)
+    }
+    instrument = _Instrument(layers, full, latents(model), flash=implementation == "flash_attention_2")
     with ExitStack() as stack:
         for module, index in layers.items():
             if index in full:
-                for source, hook in recorders(module, backbone.shape(index), _finder(index)):
+                for source, hook in recorders(
+                    module, backbone.shape(index), _finder(index), instrument.latents.get(index)
+                ):
                     stack.callback(source.register_forward_hook(hook).remove)
         begin, finish, leave = _pass_hooks(instrument)
         stack.callback(decoder.register_forward_pre_hook(begin, with_kwargs=True).remove)
@@ -236,7 +246,7 @@ def _finder(index: int) -> Callable[[], Projections | None]:
 
 
 def recorders(
-    module: nn.Module, shape: LayerShape, find: Callable[[], Projections | None]
+    module: nn.Module, shape: LayerShape, find: Callable[[], Projections | None], latent: Latent | None = None
 ) -> list[tuple[nn.Module, Any]]:
     """Return which modules of an attention module to hook, and with what, to record its projections (or the norms).
 
@@ -244,7 +254,10 @@ def recorders(
         module: An attention module.
         shape: Its shape.
         find: Says where to record what is computed now; None: nowhere.
+        latent: What its projections mean, if its attention is latent.
     """
+    if latent is not None:
+        return _latent_recorders(module, latent, find)
 
     def record(name: str, heads: int, factor: float | None = None) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -265,6 +278,27 @@ def recorders(
         factor = getattr(module, "key_multiplier", None) if name == "k" else None
         found.append((getattr(module, source), record(name, heads, factor)))
     return found
+
+
+def _latent_recorders(
+    module: nn.Module, latent: Latent, find: Callable[[], Projections | None]
+) -> list[tuple[nn.Module, Any]]:
+    """Record queries of all heads, the un-rotated key that they share, and the latent as it is projected up."""
+
+    def record(name: str, part: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            projections = find()
+            # Longer is what a cache of transformers holds, which the module gets back from it.
+            if projections is not None and name not in projections.parts:
+                projections.parts[name] = part(inputs[0], output)
+
+        return hook
+
+    return [
+        (query_projection(module), record("q", lambda _input, output: output)),
+        (getattr(module, DOWN), record("k", lambda _input, output: latent.raw_key(output))),
+        (getattr(module, UP), record("v", lambda given, _output: given.flatten(1, -2))),
+    ]
 
 
 def _token_major(output: Tensor, source: Tensor, heads: int) -> Tensor:
@@ -296,6 +330,8 @@ def _pass_hooks(instrument: _Instrument) -> tuple[Any, Any, Any]:
         kwargs["attention_mask"] = None
         if positions is not None:
             kwargs["position_ids"] = positions
+        if kwargs.get("logits_to_keep") is not None:  # layers without keys of their own would leave tokens out
+            kwargs["logits_to_keep"] = 0
         _PASS.set(_Pass(observer, instrument, outer))
         return args, kwargs
 
@@ -346,11 +382,17 @@ def locret_attention(
             "supported; use another model"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    exchange = observer.exchange
+    latent, exchange = instrument.latents.get(index), observer.exchange
     if exchange is not None:
+        if latent is not None:
+            raise ValueError(f"{type(module).__name__} attends to latents, which processes do not share by heads")
         query, key, value = (exchange.heads(states) for states in (query, key, value))
         s_aux = None if s_aux is None else exchange.own_heads(s_aux)
-    view = observer.view(index, query, scaling) or View(key, value)
+    if latent is not None:
+        query = latent.query(query)
+    view = observer.view(index, query, scaling)
+    if view is None:
+        view = View(key, value) if latent is None else own_view(latent, key, observer.projections[index].parts["v"])
     out = attend(
         query,
         view,
@@ -358,7 +400,7 @@ def locret_attention(
         memo=observer.masks,
         softcap=softcap,
         window=None if full else sliding_window,
-        flash=instrument.flash,
+        flash=instrument.flash and latent is None,
         sinks=s_aux,
     )
     if exchange is not None:
@@ -378,6 +420,8 @@ def locret_attention(
             )
         )
         projections.clear()
+    if latent is not None:
+        out = latent.output(out)
     return out.transpose(1, 2).contiguous(), None
 
 

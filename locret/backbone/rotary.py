@@ -62,7 +62,11 @@ class Rotary:
         flat = positions.to(like.device).reshape(1, -1)
         # Of text, positions in time, height and width are the same.
         grid = flat.expand(3, 1, -1) if hasattr(self._module, "mrope_section") else flat
-        cos, sin = self._module(like, grid, **extra)
+        table = self._module(like, grid, **extra)
+        if isinstance(table, Tensor):  # complex numbers (DeepSeek-V2)
+            cos, sin = (torch.cat([part, part], dim=-1).to(like.dtype) for part in (table.real, table.imag))
+        else:
+            cos, sin = table
         if cos.shape[-1] == self._pairs:  # gpt-oss has one column per pair, where others have one per dimension
             cos, sin = (torch.cat([columns, columns], dim=-1) for columns in (cos, sin))
         return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)

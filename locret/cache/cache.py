@@ -24,6 +24,7 @@ from locret.backbone.adapters import (
     device_of,
     find_decoder,
     input_device,
+    latents,
     ranks_of,
 )
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
@@ -137,6 +138,8 @@ class RetentionCache(Cache):
             check_slots(self.policy, self.merger.slots(self.merging))
         if self.ranks is not None:
             check_over_ranks(self)
+        self.latents = latents(model)
+        """The layers with latent attention."""
         self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))

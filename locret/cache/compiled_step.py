@@ -127,8 +127,12 @@ def obstacle(
     """Return why no step over layers that hold so many units each can be compiled; None if one can."""
     if backbone.recurrent:
         return f"layers of {backbone.model_type} carry a recurrent state"
+    if backbone.sources:
+        return f"layers of {backbone.model_type} attend to the units of earlier ones"
     if not backbone.uniform:
         return f"layers of {backbone.model_type} slide over a window"
+    if any(shape.latent for shape in backbone.full_shapes):
+        return f"layers of {backbone.model_type} hold latents"
     if any(shape.num_kv_heads != backbone.num_kv_heads for shape in backbone.full_shapes):
         return f"layers of {backbone.model_type} have different numbers of KV heads"
     if not scorer.by_features:

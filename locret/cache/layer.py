@@ -131,7 +131,8 @@ class RetentionLayer(CacheLayerMixin):
 
     def view(self, base: int, projections: Projections) -> View:
         """Return what queries attend to; `base` is the rotary position of the first new token."""
-        return self.store.view(base)
+        view = self.store.view(base)
+        return view if projections.latent is None else self.store.side_by_side(view)
 
     def chunks(
         self, layer: Attended, view: View, moment: Moment, newest_only: bool

@@ -23,7 +23,7 @@ from locret.cache.states import EmptyLayer, States
 from locret.cache.store import DenseStore, Store, Workspace
 from locret.mergers import Merger
 from locret.nearest import nearest
-from locret.policy.policy import EVERYTHING, RetentionPolicy
+from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.selectors import OverHeads, PerHead, Selector
 from locret.scorers import Scorer
 
@@ -56,6 +56,39 @@ def find_store(store: type[Store] | str) -> type[Store]:
     if found.holds not in STORES:
         raise ValueError(f'store "{store}" holds "{found.holds}" units; choose one of {", ".join(STORES)}')
     return found
+
+
+def check_latent(policy: RetentionPolicy, model_type: str) -> None:
+    """Refuse what cannot be done with units whose key and value are two parts of what queries attend to.
+
+    Raises:
+        ValueError: Naming the setting.
+    """
+    settings = {
+        "host_budget": policy.host_budget,
+        "refit": policy.refit or None,
+        "merge": None if policy.merge == NO_MERGER else policy.merge,
+    }
+    for name, value in settings.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} takes keys and values apart, but {model_type} attends to a rotated key and a latent "
+                f"side by side; leave {name} out, or take another backbone"
+            )
+
+
+def check_lent(policy: RetentionPolicy, backbone: Backbone) -> None:
+    """Refuse what looks at the queries of one layer alone, where several attend to the same units.
+
+    Raises:
+        ValueError: Naming the setting.
+    """
+    for name, value in (("host_budget", policy.host_budget), ("refit", policy.refit or None)):
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} goes by the queries of one layer, but the last layers of {backbone.model_type} attend "
+                f"to the units of earlier ones; leave {name} out, or take another backbone"
+            )
 
 
 def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Disk | None:
@@ -124,6 +157,10 @@ class LayerMaker:
                 f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{self.policy.head_budgets}" selects '
                 f'"{selector.store}" ones; change head_budgets, or take another store'
             )
+        if self.backbone.shape(index).latent:
+            check_latent(self.policy, self.backbone.model_type)
+        if index in self.backbone.lenders:
+            check_lent(self.policy, self.backbone)
         if self.policy.recalls_blocks:
             return self._block_layer(kind)
         nth = self.backbone.layers.index(index)

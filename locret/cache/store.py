@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -53,6 +53,11 @@ class Workspace:
         if key not in self._buffers or self._buffers[key].numel() < needed:
             self._buffers[key] = torch.empty(needed, dtype=like.dtype, device=like.device)
         return self._buffers[key][: batch * heads * slots * dim].view(shape)
+
+    def holds(self, states: Tensor) -> bool:
+        """Return whether a tensor lies in what this lends."""
+        where = states.untyped_storage().data_ptr()
+        return any(where == buffer.untyped_storage().data_ptr() for buffer in self._buffers.values())
 
     def clear(self) -> None:
         """Give the memory back."""
@@ -204,6 +209,29 @@ class Store(ABC):
         Args:
             base: Rotary position of the first of the newest units; counts where keys wait un-rotated.
         """
+
+    def look_again(self, keys: Tensor, values: Tensor, *, waiting: bool) -> None:
+        """Get ready for another `view` of what was appended last.
+
+        Args:
+            keys: (B, K, L, D), rotated.
+            values: (B, K, L, D).
+            waiting: Whether keys wait un-rotated.
+        """
+        self._rotated = keys if waiting else None
+
+    def side_by_side(self, view: View) -> View:
+        """Return a view whose keys are keys and values side by side, (..., D + the width of values), in the workspace.
+
+        Queries of latent attention attend to both; see `locret.backbone.latent`.
+        """
+        # What is there already is about to be overwritten.
+        parts = [part.clone() if self.workspace.holds(part) else part for part in (view.keys, view.values)]
+        batch, heads, slots, dim = view.keys.shape
+        wide = dim + view.values.shape[-1]
+        capacity = max(self.capacity, slots)
+        keys = self.workspace.take((batch, heads, slots, wide), capacity, view.keys)
+        return replace(view, keys=torch.cat(parts, dim=-1, out=keys), values=parts[1])
 
     @property
     @abstractmethod

@@ -26,17 +26,19 @@ class Unscored:
     Args:
         stores: Where the units of each full-attention layer are.
         widths: F of each of these layers.
+        idle: Whether the workspace is idle while an answer is written; else nothing waits.
     """
 
-    def __init__(self, stores: Sequence[Store], widths: Sequence[int]) -> None:
-        self.stores, self.widths = stores, widths
+    def __init__(self, stores: Sequence[Store], widths: Sequence[int], *, idle: bool = True) -> None:
+        self.stores, self.widths, self.idle = stores, widths, idle
         self._rooms: list[Tensor] = []
         self._counts: dict[int, int] = {}
 
     def rooms(self, dtype: torch.dtype, least: int = 0) -> list[Tensor]:
         """Return where features of each layer may wait, (B, W, F), in the workspace; W is at least `least`."""
         # As many as fit into the workspace that the plan grants, which is as large as the largest layer's keys.
-        numbers = max(store.key_numbers for store in self.stores) if all(s.key_numbers for s in self.stores) else 0
+        idle = self.idle and all(store.key_numbers for store in self.stores)
+        numbers = max(store.key_numbers for store in self.stores) if idle else 0
         most = max(least, min(MOST, numbers // sum(self.widths)))
         batch, starts = self.stores[0].batch, list(accumulate(self.widths, initial=0))
         rooms = []

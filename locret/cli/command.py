@@ -227,6 +227,9 @@ class _CommandLine:
             else:
                 self.asked[name] = text
             return
+        if name == "local_rank" and name not in self.options:
+            _note_local_rank(typed, _next(typed, value, waiting))
+            return
         name, option = _known(name, option_values.shown(typed), self.options)
         texts = self._values_of(option, typed, value, waiting)
         before = self.flags.get(name)
@@ -246,6 +249,18 @@ class _CommandLine:
             while waiting and not waiting[-1].startswith("-"):
                 texts.append(waiting.pop())
         return texts
+
+
+def _note_local_rank(typed: str, value: str) -> None:
+    """Take what some launchers (deepspeed) say on the command line besides, or instead of, the environment.
+
+    Raises:
+        ValueError: If it is no number, or the environment says otherwise.
+    """
+    if not value.isdecimal():
+        raise ValueError(f"{typed} {option_values.shown(value)} is not the number of a process on this machine")
+    if os.environ.setdefault("LOCAL_RANK", value) != value:
+        raise ValueError(f"{typed} {value} is not what LOCAL_RANK says ({os.environ['LOCAL_RANK']}); drop one of them")
 
 
 def _next(typed: str, value: str | None, waiting: list[str]) -> str:

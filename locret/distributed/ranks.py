@@ -26,6 +26,14 @@ _NOTICING = 2.0
 _SAME_ROWS = ("tp",)
 """Ways of sharding in which all processes work on the same rows."""
 
+_ENGINES = {
+    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", ", and add --shard zero3 to spread the backbone over the processes"),
+    "ACCELERATE_USE_FSDP": ("FSDP", ", and add --shard fsdp to spread the backbone over the processes"),
+    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", ""),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism config", ", and add --shard fsdp or --shard tp"),
+}
+"""What `accelerate launch` asks for by a variable, and what does it here."""
+
 _T = TypeVar("_T")
 
 
@@ -88,15 +96,21 @@ class Ranks:
         return found
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, *, on_backbone: bool = False) -> Iterator[None]:
         """Take a step in every process and wait for all; what fails in one ends all of them, and is said once.
 
-        Not around what runs a sharded backbone, whose other processes would wait for this one in the middle of it.
+        Args:
+            on_backbone: Whether the step loads or runs the backbone. Where that is sharded, the others wait for a
+                process that fails in the middle of it, so it must end, and they with it.
 
         Raises:
             SystemExit: If another process failed, which says why.
             OSError: If another process is gone.
         """
+        if on_backbone and self.shard is not None:
+            yield
+            self.gather(None)
+            return
         failure: Exception | None = None
         try:
             yield
@@ -144,6 +158,20 @@ def launched() -> tuple[int, int, int]:
         raise _unreachable(rank, size, error) from error
 
 
+def check_launcher() -> None:
+    """Refuse what a launcher was asked for and would not be done.
+
+    Raises:
+        ValueError: Naming its variable, and the option that does something like it here.
+    """
+    for name, (engine, instead) in _ENGINES.items():
+        if os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
+            raise ValueError(
+                f"{name}={os.environ[name]}: heads are not trained with {engine}, nor contexts read (the backbone is "
+                f"frozen, and heads are small); launch without it{instead}"
+            )
+
+
 def _unreachable(rank: object, size: object, error: Exception) -> OSError:
     return OSError(
         f"process {rank} of {size} cannot reach the others ({str(error).splitlines()[0]}); start them with torchrun or "
@@ -187,6 +215,7 @@ def joined(prog: str, *, way_out: str = "see what it says, and start all of them
     Raises:
         OSError: If one of them cannot be reached, or has died.
     """
+    check_launcher()
     rank, size, local_rank = launched()
     if size == 1:
         yield Ranks()

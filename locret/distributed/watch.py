@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from typing import cast
 
 GRACE = 10.0
 """Seconds in which a process may still end in its own words after another one has died."""
@@ -76,19 +77,19 @@ class Watch:
     def _meet(self, size: int, exchange: Callable[[object], object]) -> None:
         """Connect all to the first process."""
         if self._rank:
-            address, port, token = exchange(None)  # type: ignore[misc]
+            address, port, token = cast(tuple[str, int, bytes], exchange(None))
             peer = socket.create_connection((address, port), _MEETING)
             peer.sendall(_HELLO.pack(token, self._rank))
             self._peers[0] = _kept_alive(peer)
             return
-        address = os.environ.get("MASTER_ADDR", "localhost")
+        host = os.environ.get("MASTER_ADDR", "localhost")
         try:
-            listener = socket.create_server((address, 0))
+            listener = socket.create_server((host, 0))
         except OSError:  # a name that others know this machine by
             listener = socket.create_server(("", 0))
         token = secrets.token_bytes(16)
         with listener:
-            exchange((address, listener.getsockname()[1], token))
+            exchange((host, listener.getsockname()[1], token))
             listener.settimeout(_MEETING)
             while len(self._peers) < size - 1:
                 peer, _ = listener.accept()

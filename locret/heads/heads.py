@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,13 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
-from locret.backbone.adapters import attention_modules, device_of
+from locret.backbone.adapters import attention_modules, device_of, unwrap
 from locret.heads import card as model_card
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.head import RetainingHead
+from locret.weights.quantisation import label_of
 
 _COMPARED: WeakKeyDictionary[RetainingHeads, WeakSet[nn.Module]] = WeakKeyDictionary()
 """Backbones whose weights have been compared with those that heads were trained on."""
@@ -160,17 +162,35 @@ class RetainingHeads(
         expected = self.config.base_weights
         # Every cache asks again; reading all parameters once per pair is enough.
         known = _COMPARED.setdefault(self, WeakSet())
-        if not expected or not isinstance(model_or_config, nn.Module) or model_or_config in known:
+        if not isinstance(model_or_config, nn.Module) or model_or_config in known:
             return
         known.add(model_or_config)
-        found = weight_fingerprint(model_or_config)
-        if found and found != expected:
+        self._warn_of_other_numbers(model_or_config)
+        found = weight_fingerprint(model_or_config) if expected else None
+        if expected and found and found != expected:
             warnings.warn(
                 f"the retaining heads were trained on other weights of this shape (fingerprint {expected[:12]}, the "
                 f"model's is {found[:12]}), so their scores may mean little here; load the backbone they were trained "
                 "on, or train heads for this one",
                 stacklevel=3,
             )
+
+    def _warn_of_other_numbers(self, model: nn.Module) -> None:
+        """Say so if the backbone is quantised otherwise than the one these heads were trained on, where that is known.
+
+        Half precisions round so little that scores order the same units.
+        """
+        precision = (self.config.training or {}).get("precision")
+        recorded = re.fullmatch(r"backbone \w+(?:, (.+))?, autocast \w+", precision or "")
+        found = label_of(unwrap(model))
+        if recorded is None or recorded[1] == found:
+            return
+        warnings.warn(
+            f"the retaining heads were trained on a backbone that was {_numbers(recorded[1])}, and this one is "
+            f"{_numbers(found)}; some of the units that stay will be others (of NF4 about one in ten), so load it "
+            "alike, or train heads for this one",
+            stacklevel=4,
+        )
 
     def follow(self, model: nn.Module) -> RetainingHeads:
         """Put every head where its layer computes, and return these heads."""
@@ -283,3 +303,7 @@ class RetainingHeads(
     def generate_model_card(self, **values: Any) -> Any:
         """Return the filled model card; `repo_id` in `values` is what its example loads."""
         return model_card.fill(self._hub_mixin_info, self.config, **values)
+
+
+def _numbers(label: str | None) -> str:
+    return "not quantised" if label is None else f"quantised ({label})"

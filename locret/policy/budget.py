@@ -77,6 +77,8 @@ def cache_bytes(
 
 def _copied(shape: LayerShape, form: Form | None, still: bool) -> int:
     """Return how many numbers of a unit are in the workspace at once: keys turned, units moved, or codes decoded."""
+    if shape.latent:
+        return shape.unit_dim
     if form is not None:
         return shape.unit_dim if form.states > 1 else shape.head_dim
     return 0 if still else max(shape.head_dim, shape.value_dim)

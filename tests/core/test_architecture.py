@@ -35,14 +35,13 @@ STOREYS = (
         "hub",
     ),
     ("backbone",),
-    ("prefill_attention", "lookups"),
+    ("prefill_attention", "lookups", "weights"),
     ("policy",),
     ("labels",),
     ("heads",),
     ("scorers", "mergers"),
     ("cache",),
     ("token_ids", "chunked_prefill", "generation"),
-    ("weights",),
     ("loading", "distributed", "conversation", "engines"),
 )
 """The rooms of locret from the ground up; each may import those below it and its own storey."""

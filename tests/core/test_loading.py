@@ -164,3 +164,65 @@ def test_a_device_map_comes_as_a_file_or_as_json(tmp_path: Path) -> None:
     file = tmp_path / "map.json"
     file.write_text(json.dumps(HALF))
     assert plan_of(device_map=str(file)) == plan_of(device_map=json.dumps(HALF)) == plan_of(device_map=HALF)
+
+
+def adapter_of(kind: str) -> Any:
+    from peft import IA3Config, LoraConfig
+
+    places = ["q_proj", "k_proj", "v_proj", "down_proj"]
+    if kind == "ia3":
+        return IA3Config(
+            target_modules=places, feedforward_modules=["down_proj"], init_ia3_weights=False, task_type="CAUSAL_LM"
+        )
+    return LoraConfig(
+        r=4, use_dora=kind == "dora", target_modules=places, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test_adapters_read_as_in_peft(kind: str, tmp_path: Path) -> None:
+    from peft import get_peft_model
+
+    torch.manual_seed(0)
+    ids = torch.randint(5, 800, (1, 100), generator=torch.Generator().manual_seed(1))
+    theirs = get_peft_model(load(), adapter_of(kind)).eval()
+    theirs.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected, plain = theirs(ids).logits[:, -1], load()(ids).logits[:, -1]
+    assert (expected - plain).abs().max() > 1
+    for options in ({}, {"device_map": "cpu"}):
+        model = load(adapter=str(tmp_path), **options)
+        cache = RetentionCache(model, "streaming", RetentionPolicy(budget=128, chunk_size=32, local_len=8))
+        torch.testing.assert_close(prefill(model, ids, cache), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_is_not_put_on_weights_on_disk(tmp_path: Path) -> None:
+    from peft import get_peft_model
+
+    get_peft_model(load(), adapter_of("lora")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="PEFT would write into the backbone's own files"):
+        load(adapter=str(tmp_path), device_map={"": "disk"})
+
+
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING"])
+def test_prompt_learning_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    import peft
+
+    config = {
+        "PROMPT_TUNING": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "PREFIX_TUNING": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "P_TUNING": lambda: peft.PromptEncoderConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=8
+        ),
+    }[kind]()
+    peft.get_peft_model(load(), config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{kind} works outside of the layers"):
+        load(adapter=str(tmp_path))
+
+
+def test_heads_of_a_backbone_in_other_numbers_say_so() -> None:
+    heads = RetainingHeads.from_pretrained("checkpoints/tiny-heads")
+    training = {**heads.config.training, "precision": "backbone bfloat16, bitsandbytes 4 bits, nf4, autocast bf16"}
+    with pytest.warns(UserWarning, match=r"was quantised \(bitsandbytes 4 bits, nf4\), and this one is not quantised"):
+        heads.annotate(training=training).check_matches(load())
+    heads.annotate(training={**training, "precision": "backbone bfloat16, autocast bf16"}).check_matches(load())

@@ -45,7 +45,7 @@ def finish(running: subprocess.Popen[str], seconds: float = 200) -> tuple[int, s
 def found(*line: object, **more: str) -> dict[str, list[Any]]:
     """Return what `shard_checks.py` found: for every check, a value of each process."""
     code, out, err = finish(start("tests/distributed/shard_checks.py", *line, **more))
-    assert code == 0, err[-3000:]
+    assert code == 0, "\n".join(line for line in err.splitlines() if "[rank" in line)[-3000:] or err[:3000]
     return dict(json.loads(next(text for text in out.splitlines() if text.startswith("{"))))
 
 

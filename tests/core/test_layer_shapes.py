@@ -1,0 +1,274 @@
+"""Layers that differ in shape, values that are not as wide as keys, and latents: read like the model's own, or refused.
+
+The oracle under eviction is transformers' own eager attention in one pass over the whole text, where a mask per layer
+and head hides what was gone when a token was read.
+"""
+
+# T tokens, N query heads, K KV heads
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import SHAPE, prompt
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    Glm4MoeLiteConfig,
+    LongcatFlashConfig,
+    MiniCPM3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    YoutuConfig,
+)
+
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
+from locret.backbone.adapters import attention_modules, describe
+from locret.cache.limits import planned_bytes
+from locret.labels import answer_labels
+from locret.reference import kept_after_chunks
+
+MHA = {**SHAPE, "num_key_value_heads": 4}
+EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+TURNS = ["sliding_attention", "full_attention"]
+GEMMA4 = {
+    **SHAPE, "num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 16, "sliding_window": 24,
+    "layer_types": TURNS * 3, "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+GEMMA3N = {
+    **{name: value for name, value in GEMMA4.items() if name != "global_head_dim"}, "intermediate_size": [40] * 6,
+    "num_kv_shared_layers": 3, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 6,
+    "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+def _configs() -> dict[str, PreTrainedConfig]:
+    return {
+        "deepseek_v3": DeepseekV3Config(**MHA, **MLA, **EXPERTS),
+        "gemma4-k_eq_v": Gemma4TextConfig(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
+        "gemma4-moe": Gemma4TextConfig(
+            **{**GEMMA4, "hidden_size_per_layer_input": 8}, enable_moe_block=True, num_experts=4, top_k_experts=2,
+            moe_intermediate_size=16,
+        ),
+        "gemma4-shared": Gemma4TextConfig(
+            **{**GEMMA4, "hidden_size_per_layer_input": 8}, num_kv_shared_layers=2, use_double_wide_mlp=True
+        ),
+        "gemma3n": Gemma3nTextConfig(**GEMMA3N),
+        "deepseek_v3-plain": DeepseekV3Config(
+            **MHA, **{**MLA, "q_lora_rank": None}, **EXPERTS, rope_interleave=False, rope_parameters=YARN
+        ),
+        "deepseek_v2": DeepseekV2Config(**MHA, **MLA, **EXPERTS),
+        "minicpm3": MiniCPM3Config(**MHA, **MLA),
+        "glm4_moe_lite": Glm4MoeLiteConfig(**MHA, **MLA, **EXPERTS),
+        "youtu": YoutuConfig(**MHA, **MLA),
+    }  # fmt: skip
+
+
+FAMILIES = list(_configs())
+
+
+def build(family: str) -> PreTrainedModel:
+    """Return a random model in float32."""
+    torch.manual_seed(0)
+    config = _configs()[family]
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def policy(budget: int, positions: str = "compact", **more: Any) -> RetentionPolicy:
+    numbers = {"chunk_size": 16, "stabilizers": 3, "local_len": 4, **more}
+    return RetentionPolicy(budget=budget, positions=positions, **numbers)
+
+
+@pytest.mark.parametrize("positions", ["compact", "original"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_budget_of_the_prompt_is_the_models_own_generate(family: str, positions: str) -> None:
+    model, ids = build(family), prompt(60)
+    cache = RetentionCache(model, "snapkv", policy(64, positions))
+    logits = prefill(model, ids, cache)
+    torch.testing.assert_close(logits, model(ids).logits[:, -1], atol=1e-4, rtol=0)
+    ours = generate(model, ids, cache=cache.fresh(), max_new_tokens=8, do_sample=False)
+    assert ours.tolist() == model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+
+
+def seen_by(history: list[list[list[list[int]]]], starts: list[int], tokens: int, window: int | None) -> Tensor:
+    """Return (layers, K, T, T) bool: which token sees which, for what stayed after every chunk."""
+    layers, heads = len(history[0]), len(history[0][0])
+    seen = torch.zeros(layers, heads, tokens, tokens, dtype=torch.bool)
+    for nth, (start, end) in enumerate(zip(starts, [*starts[1:], tokens], strict=True)):
+        own = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        seen[:, :, start:end, start:end] = own
+        for layer in range(layers if nth else 0):
+            for head in range(heads):
+                seen[layer, head, start:end, history[nth - 1][layer][head]] = True
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_with_eviction_the_model_sees_what_stays(family: str) -> None:
+    model, ids = build(family), prompt(70)
+    backbone = describe(model)
+    cache, history = RetentionCache(model, "random", policy(20, "original")), []
+
+    def note(cache: RetentionCache) -> None:
+        history.append([cache.kept_positions(layer)[0].tolist() for layer in backbone.layers])
+
+    ours = prefill(model, ids, cache, on_chunk=note)
+    assert not torch.allclose(ours, model(ids).logits[:, -1], atol=1e-2)
+    starts = [*range(0, 66, 16), 66]
+    seen = seen_by(history, starts, 70, backbone.window)
+    by_layer = dict(zip(backbone.layers, seen, strict=True))
+    borrowed = {i: by_layer[s] for i, s in enumerate(backbone.sources) if i != s and s in by_layer}
+    hide_by_layer(model, by_layer | borrowed)
+    torch.testing.assert_close(ours, model(ids).logits[:, -1], atol=1e-4, rtol=0)
+    assert int(seen[0, 0, -1].sum()) == 24
+
+
+def hide_by_layer(model: PreTrainedModel, seen: dict[int, Tensor]) -> None:
+    """Make attention modules see what (K, T, T) says for their layers."""
+    for index, module in enumerate(attention_modules(model)):
+        if index not in seen:
+            continue
+        heads = seen[index].repeat_interleave(describe(model).shape(index).num_heads // len(seen[index]), dim=0)
+        mask = torch.zeros(1, *heads.shape).masked_fill_(~heads, torch.finfo(torch.float32).min)
+        module.register_forward_pre_hook(
+            lambda _module, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}), with_kwargs=True
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_position_modes_agree_where_the_newest_units_stay(family: str) -> None:
+    model, ids, logits = build(family), prompt(90), []
+    for positions in ("compact", "original"):
+        rules = policy(40, positions, chunk_size=10, stabilizers=39, local_len=1)
+        cache = RetentionCache(model, scorers.get("streaming", sinks=0), rules)
+        logits.append(prefill(model, ids, cache))
+        assert cache.kept_positions(describe(model).layers[0])[0, 0].tolist() == list(range(49, 90))
+    torch.testing.assert_close(*logits, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_are_as_wide_as_their_layer_and_keep_what_they_choose(family: str, tmp_path: Path) -> None:
+    model, ids = build(family), prompt(60)
+    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
+    backbone = describe(model)
+    assert [heads[i].fc1.in_features for i in heads] == [backbone.shape(i).feature_dim for i in backbone.layers]
+    labels = answer_labels(model, ids[:, :50], ids[:, 50:])
+    kv_heads = max(backbone.shape(i).num_kv_heads for i in backbone.layers)
+    assert labels.shape == (len(backbone.layers), kv_heads, 50)
+    assert bool(labels.isfinite().all())
+    cache, history = RetentionCache(model, heads, policy(20)), []
+    prefill(model, ids, cache, on_chunk=lambda c: history.append(c.kept_positions(backbone.layers[0])[0].tolist()))
+    whole = RetentionCache(model, heads, policy(64))
+    prefill(model, ids, whole)
+    # The first layer with a budget sees the same whatever was evicted there, if nothing before it was.
+    if backbone.layers[0] == 0:
+        chosen = kept_after_chunks(whole.kept_scores(0)[0].tolist(), 16, 20, 3, 4)
+        assert history == chosen
+    heads.save_pretrained(tmp_path / "heads")
+    again = RetainingHeads.from_pretrained(tmp_path / "heads")
+    assert again.config == heads.config
+    assert again.config.shape(backbone.layers[0]) == backbone.shape(backbone.layers[0])
+    save_cache(cache, tmp_path / "cache.safetensors")
+    loaded = load_cache(tmp_path / "cache.safetensors", model, again)
+    answers = [generate(model, cache=one, max_new_tokens=6, do_sample=False) for one in (cache, loaded)]
+    assert answers[0].tolist() == answers[1].tolist()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"key_bits": 8, "value_bits": 8}, {"decode_budget": 30, "decode_interval": 4}]
+)
+@pytest.mark.parametrize("positions", ["compact", "original"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4-k_eq_v"])
+def test_planned_bytes_are_those_that_are_counted(family: str, positions: str, settings: dict[str, Any]) -> None:
+    model, rules = build(family), policy(20, positions, **settings)
+    cache = RetentionCache(model, scorers.get("random"), rules)
+    prefill(model, prompt(70), cache)
+    generate(model, cache=cache, max_new_tokens=12, do_sample=False)
+    memory = cache.memory()
+    assert memory.peak == memory.planned
+    # The same before a cache is made, from the numbers of the backbone alone.
+    fresh = planned_bytes(describe(model.config), cache.scorer, rules, 4, 70)
+    read = RetentionCache(model, cache.scorer, rules)
+    prefill(model, prompt(70), read)
+    assert fresh == read.memory().planned
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_budget": 8, "recall": 2}, "host_budget=8 takes keys and values apart"),
+        ({"refit": True}, "refit=True takes keys and values apart"),
+        ({"merge": "d2o"}, "merge=d2o takes keys and values apart"),
+    ],
+)
+def test_what_takes_latents_apart_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RetentionCache(build("deepseek_v3"), "random", policy(20, **settings))
+
+
+def test_two_attentions_in_a_layer_are_refused() -> None:
+    numbers = {**MHA, **MLA, "num_layers": 1, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 16, "moe_topk": 2}
+    numbers |= {"n_routed_experts": 4, "zero_expert_num": 2}
+    model = AutoModelForCausalLM.from_config(LongcatFlashConfig(**numbers))
+    with pytest.raises(ValueError, match="layer 0 of LongcatFlashForCausalLM attends 2 times"):
+        describe(model)
+
+
+def test_an_ordinary_prefix_has_one_shape() -> None:
+    for family, message in (("deepseek_v3", "are 8 and 16 wide"), ("gemma4-moe", "slide over a window")):
+        model = build(family)
+        cache = RetentionCache(model, "random", policy(20))
+        prefill(model, prompt(40), cache)
+        with pytest.raises(ValueError, match=message):
+            cache.to_dynamic_cache()
+
+
+@pytest.mark.parametrize(
+    ("scorer", "settings"),
+    [
+        ("snapkv", {"head_budgets": "adaptive"}),
+        ("sirllm", {}),
+        ("h2o", {"positions": "original", "when": "prompt_end", "chunk_size": 64}),
+        ("streaming", {"prefill_attention": "minference"}),
+    ],
+)
+@pytest.mark.parametrize("family", ["gemma4-shared", "deepseek_v3"])
+@torch.no_grad()
+def test_other_ways_of_reading_see_all_of_a_prompt_that_fits(
+    family: str, scorer: str, settings: dict[str, Any]
+) -> None:
+    model, ids = build(family), prompt(60)
+    cache = RetentionCache(model, scorer, policy(64, **{"positions": "compact", **settings}))
+    torch.testing.assert_close(prefill(model, ids, cache), model(ids).logits[:, -1], atol=1e-4, rtol=0)
+    ours = generate(model, ids, cache=cache.fresh(), max_new_tokens=6, num_beams=2, do_sample=False)
+    assert ours.tolist() == model.generate(ids, max_new_tokens=6, num_beams=2, do_sample=False).tolist()
+
+
+@torch.no_grad()
+def test_codes_of_lent_units_are_seen_alike_by_all_layers() -> None:
+    model, ids = build("gemma4-shared"), prompt(60)
+    exact = model(ids).logits[:, -1]
+    cache = RetentionCache(model, "snapkv", policy(64, key_bits=8, value_bits=8))
+    assert float((prefill(model, ids, cache) - exact).abs().max()) < 0.05 * float(exact.abs().max())
+
+
+def test_lent_units_are_not_chosen_by_the_queries_of_one_layer() -> None:
+    model = build("gemma4-shared")
+    with pytest.raises(
+        ValueError, match="host_budget=8 goes by the queries of one layer, but the last layers of gemma4"
+    ):
+        RetentionCache(model, "random", policy(20, host_budget=8, recall=2))
