@@ -77,6 +77,20 @@ def check_latent(policy: RetentionPolicy, model_type: str) -> None:
             )
 
 
+def check_lent(policy: RetentionPolicy, backbone: Backbone) -> None:
+    """Refuse what looks at the queries of one layer alone, where several attend to the same units.
+
+    Raises:
+        ValueError: Naming the setting.
+    """
+    for name, value in (("host_budget", policy.host_budget), ("refit", policy.refit or None)):
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} goes by the queries of one layer, but the last layers of {backbone.model_type} attend "
+                f"to the units of earlier ones; leave {name} out, or take another backbone"
+            )
+
+
 def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Disk | None:
     """Return the file for a second tier that an argument means.
 
@@ -145,6 +159,8 @@ class LayerMaker:
             )
         if self.backbone.shape(index).latent:
             check_latent(self.policy, self.backbone.model_type)
+        if index in self.backbone.lenders:
+            check_lent(self.policy, self.backbone)
         if self.policy.recalls_blocks:
             return self._block_layer(kind, index)
         nth = self.backbone.layers.index(index)

@@ -156,6 +156,10 @@ class QuantisedStore(DenseStore):
         if self.form.placed:
             self.beside["places"][:, :, self.fill - new : self.fill] = places
 
+    def look_again(self, keys: Tensor, values: Tensor, *, waiting: bool) -> None:
+        """See `Store`."""
+        self._newest = _Newest(keys, values, waiting)
+
     def _write(self, span: slice, keys: Tensor, values: Tensor) -> None:
         buffers, new, window = self._buffers(), span.stop - span.start, self.form.recent
         for name, part in self._coded(keys, values).items():

@@ -210,6 +210,16 @@ class Store(ABC):
             base: Rotary position of the first of the newest units; counts where keys wait un-rotated.
         """
 
+    def look_again(self, keys: Tensor, values: Tensor, *, waiting: bool) -> None:
+        """Get ready for another `view` of what was appended last.
+
+        Args:
+            keys: (B, K, L, D), rotated.
+            values: (B, K, L, D).
+            waiting: Whether keys wait un-rotated.
+        """
+        self._rotated = keys if waiting else None
+
     def side_by_side(self, view: View) -> View:
         """Return a view whose keys are keys and values side by side, (..., D + the width of values), in the workspace.
 
