@@ -21,7 +21,7 @@ from families import FAMILIES, build
 TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
 
 
-@pytest.mark.parametrize(("number", "family"), enumerate(FAMILIES), ids=FAMILIES)
+@pytest.mark.parametrize(("number", "family"), list(enumerate(FAMILIES)), ids=FAMILIES)
 def test_no_family_raises_a_false_alarm(number: int, family: str) -> None:
     model = build(family, seed=number).to(torch.bfloat16 if number % 2 else torch.float32)
     heads = RetainingHeads.for_model(model, hidden_dim=12, seed=number)
