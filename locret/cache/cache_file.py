@@ -94,7 +94,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
         "policy": cache.policy.to_dict(),
         "weights": any_fingerprint(cache.model),
         "vocab_size": unwrap(cache.model).config.get_text_config().vocab_size,
-        "rotary": rotary_parameters(find_decoder(cache.model)),
+        "rotary": rotary_parameters(find_decoder(cache.model)) | cache.unrotated(),
         "scorer": _identity(cache),
         "columns": {name: dtype_name(dtype) for name, dtype in cache.scorer.columns.items()},
         **numbers,
