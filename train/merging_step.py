@@ -128,8 +128,14 @@ class _Lesson(Merger):
                 torch.cat([turned.to(new_keys.dtype), new_keys], dim=2),
                 torch.cat([values.to(new_values.dtype), new_values], dim=2),
             )
-            given = {"scaling": chunk.scaling, "softcap": chunk.softcap, "sinks": chunk.learned_sinks}
-            return attend(chunk.query, view, memo=self.masks, **given)
+            return attend(
+                chunk.query,
+                view,
+                scaling=chunk.scaling,
+                softcap=chunk.softcap,
+                sinks=chunk.learned_sinks,
+                memo=self.masks,
+            )
 
         wanted = read(units.keys, units.values).float()
         evicted = read(take(units.keys, units.kept), take(units.values, units.kept)).float()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from locret.infer.verify.findings import Finding, exact
 from locret.infer.verify.noise import FACTOR, Difference
+from locret.infer.verify.position_modes import refusal
 from locret.infer.verify.subject import NEW_TOKENS, Read, Subject, positions_held
 
 
@@ -52,7 +53,12 @@ def backbone(subject: Subject) -> Iterator[Finding]:
 def full_budget(subject: Subject) -> Iterator[Finding]:
     """Read with room for everything."""
     for positions in ("compact", "original"):
-        read = subject.read(subject.roomy(positions=positions))
+        policy = subject.roomy(positions=positions)
+        try:
+            read = subject.read(policy)
+        except ValueError as error:
+            yield refusal(subject, policy, error)
+            continue
         yield close(
             f"hidden states of {subject.tokens:,} tokens, positions {positions}",
             subject.noise.of(read.states, subject.expected),

@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from locret.backbone.adapters import rotary_module
-from locret.backbone.rotary import FULL_ATTENTION
 from locret.infer.verify.equality import close
 from locret.infer.verify.findings import Finding, NotHere, exact
 from locret.infer.verify.noise import one_more_rounding, recorded, relative, run_backbone
-from locret.infer.verify.replay import Block, Turn, replay
+from locret.infer.verify.position_modes import refusal
+from locret.infer.verify.replay import Block, replay
 from locret.infer.verify.subject import NEW_TOKENS, Subject, kept_by_head, positions_held
 from locret.policy.policy import EVERYTHING, RetentionPolicy
-
-_SHIFT = 3
 
 
 @dataclass(frozen=True)
@@ -46,36 +43,6 @@ def eviction(subject: Subject) -> Iterator[Finding]:
         yield _replayed(subject, other)
     except ValueError as error:
         yield refusal(subject, other, error)
-
-
-def refusal(subject: Subject, policy: RetentionPolicy, error: ValueError) -> Finding:
-    """Say whether the engine refuses a position mode with good reason."""
-    cannot = policy.positions == "compact" and not turns_by_distance(subject)
-    return Finding(
-        compared=f"positions {policy.positions}",
-        ok=cannot,
-        refused=cannot,
-        why=f"refused: {error}",
-        means=f"positions {policy.positions} are refused although this backbone's rotation allows them; use the other "
-        "mode, and report it with this table",
-    )
-
-
-def turns_by_distance(subject: Subject) -> bool:
-    """Return whether the backbone rotates keys in halves, by frequencies that are the same at all positions."""
-    rope: object = getattr(rotary_module(subject.decoder), "rope_type", "default")
-    kinds = rope.values() if isinstance(rope, dict) else [rope]
-    if any("dynamic" in str(kind) for kind in kinds) or (isinstance(rope, dict) and FULL_ATTENTION not in rope):
-        return False
-    ids = subject.on_device(subject.ids[:, :64])
-    nothing = [[torch.empty(0)] * subject.backbone.shape(one).num_kv_heads for one in subject.backbone.layers]
-    blocks, turn = [Block(0, ids.shape[1], nothing)], Turn(subject.decoder)
-    with subject.alone():
-        at, further = (replay(subject.model, ids, blocks, compact=False, shift=shift).keys for shift in (0, _SHIFT))
-        layer = subject.backbone.layers[0]
-        distance = torch.full((ids.shape[1],), _SHIFT)
-        apart = (turn(at[layer], distance) - further[layer]).norm(dim=-1) / further[layer].norm(dim=-1)
-    return bool(apart.median() < 0.05)
 
 
 def _replayed(subject: Subject, policy: RetentionPolicy, *, everything: bool = False) -> Finding:

@@ -225,7 +225,8 @@ def on_rank(backbone: Backbone, ranks: int) -> Backbone:
             f"(--shard tp): it has {' or '.join(map(str, sorted(kv_heads)))}; {way_out} --shard fsdp"
         )
     shapes = tuple(_part(shape, ranks) for shape in backbone.shapes)
-    return replace(_part(backbone, ranks), shapes=shapes)
+    shared: Backbone = _part(backbone, ranks)
+    return replace(shared, shapes=shapes)
 
 
 def _part(shape: Any, ranks: int) -> Any:

@@ -34,6 +34,7 @@ from locret.backbone.adapters import attention_modules, describe
 from locret.cache.limits import planned_bytes
 from locret.labels import answer_labels
 from locret.reference import kept_after_chunks
+from locret.train.step import train_step
 
 MHA = {**SHAPE, "num_key_value_heads": 4}
 EXPERTS = {
@@ -272,3 +273,17 @@ def test_lent_units_are_not_chosen_by_the_queries_of_one_layer() -> None:
         ValueError, match="host_budget=8 goes by the queries of one layer, but the last layers of gemma4"
     ):
         RetentionCache(model, "random", policy(20, host_budget=8, recall=2))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4-shared"])
+def test_heads_learn_from_such_layers(family: str) -> None:
+    model, ids = build(family), prompt(60)
+    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
+    before = {index: heads[index].fc1.weight.clone() for index in heads}
+    optimizer, losses = torch.optim.Adam(heads.parameters(), lr=1e-2), []
+    for _ in range(3):
+        losses.append(train_step(model, heads, ids[:, :50], ids[:, 50:]).total)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(heads[index].fc1.weight, before[index]) for index in heads)

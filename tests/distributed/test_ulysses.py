@@ -65,7 +65,7 @@ def test_losses_and_gradients_are_those_of_the_whole_row(found: dict[str, Any], 
 
 def check(differences: dict[str, float]) -> None:
     """Check a row of numbers that the worker found."""
-    assert differences["gradients"] <= 1e-6
+    assert differences["gradients"] <= 2e-6  # of the largest, in float32; 1e-6 and less here
     assert max(differences["total"], differences["fit"]) <= 1e-6
     assert differences["smoothness"] <= 1e-5  # of numbers around 10
     assert differences["overlap"] <= 1e-6

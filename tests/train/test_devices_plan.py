@@ -71,7 +71,8 @@ def test_eight_cards_take_fsdp_for_70b(llama_70b: Path, capsys: pytest.CaptureFi
     assert ways["tensor parallel over 8"]["shortage"] == "locret-train does not split the heads that it trains"
     split = ways["tensor parallel over 8"]["bytes_per_card"]
     assert split["optimizer"] == HEADS
-    assert split["backbone"] < TOTAL // 4 + 2 * WIDTH * (2 * LAYERS + 1)  # norms are whole on every card
+    # Norms are whole on every card, and with transformers 5.17 the embedding.
+    assert 0 <= split["backbone"] - TOTAL // 4 < 2 * WIDTH * (2 * LAYERS + 1 + VOCABULARY)
     assert ways["FSDP and Ulysses over 8"]["bytes_per_card"]["one_layer"] <= whole["one_layer"] / 6
     assert ways["FSDP over 8, weights in host memory"]["host_bytes"] == 2 * TOTAL
     assert not ways["data parallel"]["fits"]
