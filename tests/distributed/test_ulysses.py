@@ -65,7 +65,7 @@ def test_losses_and_gradients_are_those_of_the_whole_row(found: dict[str, Any], 
 
 def check(differences: dict[str, float]) -> None:
     """Check a row of numbers that the worker found."""
-    assert differences["gradients"] <= 1e-6
+    assert differences["gradients"] <= 2e-6  # of the largest, in float32; 1e-6 and less here
     assert max(differences["total"], differences["fit"]) <= 1e-6
     assert differences["smoothness"] <= 1e-5  # of numbers around 10
     assert differences["overlap"] <= 1e-6
@@ -98,12 +98,11 @@ def test_a_share_takes_its_share_of_the_memory(found: dict[str, Any]) -> None:
 
 
 def test_what_cannot_be_shared_is_said(found: dict[str, Any]) -> None:
-    refused = found["refusals"]
-    assert refused["three"].startswith(
-        "--sp-size 3 does not divide the 2 processes that were started; start a multiple"
-    )
-    assert "rows of more than 64 tokens, so one of 70 cannot be shared; give --max-tokens 64" in refused["dynamic NTK"]
-    assert refused["one KV head"] == "--sp-size 2 does not divide the 1 KV heads of llama; drop it"
+    said = found["refusals"]
+    assert said["three"].startswith("--sp-size 3 does not divide the 2 processes that were started; start a multiple")
+    assert "rows of more than 64 tokens, so one of 70 cannot be shared; give --max-tokens 64" in said["dynamic NTK"]
+    assert "carry a state from token to token, so its rows cannot be shared by their tokens" in said["states"]
+    assert said["one KV head"] == "--sp-size 2 does not divide the 1 KV heads of llama; drop it"
 
 
 @pytest.fixture(scope="module")

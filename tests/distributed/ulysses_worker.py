@@ -30,10 +30,10 @@ from locret.labels.base import LabelKind
 from locret.labels.kinds import KINDS
 from locret.load_options import BackboneSource
 from locret.loading import load_config, load_model
-from locret.train.devices_plan import WeightCount
 from locret.train.memory_plan import layer_bytes, sketch
 from locret.train.step import StepResult, train_step
 from locret.train.training_options import Loss
+from locret.weights.shares import WeightCount
 
 # A kind of one's own, which sees whole rows: nothing about it says how it could be put together from parts.
 KINDS["mean"] = LabelKind(
@@ -174,6 +174,7 @@ def refusals(ranks: RowRanks) -> dict[str, str]:
     for name, attempt in {
         "dynamic NTK": lambda: train_step(turning, heads, *long, row_ranks=ranks),
         "three": lambda: RowRanks.split(3),
+        "states": lambda: ranks.check(describe(families.build("granite4").config)),
         "one KV head": lambda: ranks.check(describe(families.build("llama-mqa"))),
     }.items():
         try:
