@@ -21,7 +21,7 @@ from locret.backbone.adapters import describe
 from locret.distributed.sharding import load_sharded, whole
 from locret.field_values import shown
 from locret.files import read_json, shards
-from locret.heads.fingerprint import sample_sharded
+from locret.heads.fingerprint import sample_sharded, sample_spread
 from locret.heads.heads import RetainingHeads
 from locret.heads.search import find_heads
 from locret.load_options import ADAPTER_CONFIG, CONFIG, BackboneSource, ScorerOptions
@@ -300,6 +300,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
         model = _with_adapter(model, source)
     if options.shard in ("fsdp", "zero3"):
         sample_sharded(model, whole)
+    elif options.shard == "tp":
+        sample_spread(model)
     return model.eval().requires_grad_(False)
 
 
@@ -346,7 +348,8 @@ def _with_adapter(model: nn.Module, source: _Source) -> nn.Module:
         # Left to itself, it would spread the weights anew.
         device_map = getattr(model, "hf_device_map", None) or {}
         spread = {f"base_model.model.{name}" if name else "": place for name, place in device_map.items()}
-        model = PeftModel.from_pretrained(model, source.adapter, **({"device_map": spread} if spread else {}))
+        placed: dict[str, Any] = {"device_map": spread} if spread else {}
+        model = PeftModel.from_pretrained(model, source.adapter, **placed)
         for kind in model.peft_config.values():
             if kind.is_prompt_learning:
                 raise ValueError(f"{PeftType(kind.peft_type).value} works outside of the layers and would be dropped")

@@ -46,10 +46,6 @@ def command(argv: Sequence[str] | None = None) -> int:
     rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
     local = backbone.local_folder() is not None and rows is not None
     locks = launch.is_main_process() and not run.dry_run
-    if backbone.shard == "tp":
-        raise ValueError(
-            "--shard tp splits the heads that are trained too, which locret-train does not; use --shard fsdp"
-        )
     lock = locked(folder, f"--output {run.output}") if locks else nullcontext()
     with lock, joined("locret-train", way_out=_GO_ON) as ranks:
         with ranks.together():

@@ -14,18 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
-from locret.backbone.adapters import describe, find_decoder
+from locret.backbone.adapters import describe
 from locret.policy.budget import parse_bytes
 from locret.tables import markdown
 from locret.train.memory_plan import gibibytes, memory_plan, sketch
+from locret.weights.shares import WeightCount
 
 USABLE = 0.95
 """Share of a card that is planned with: the rest is for the device's own context, and what the allocator rounds up."""
 _MOST_DEVICES = 2**20
-_NF4_BLOCK, _NF4_NESTED = 64, 256
-"""Weights per scale of bitsandbytes' 4-bit types, and scales per scale of the scales."""
 
 
 @dataclass(frozen=True)
@@ -121,77 +119,6 @@ class Choice:
         return " ".join([program, "--model", shlex.quote(model), *([self.flags] if self.flags else [])])
 
 
-class WeightCount:
-    """The weights of a backbone, counted on the meta device.
-
-    Args:
-        model: The backbone's sketch.
-        dtype: Type of its weights.
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self.model, self.size = model, dtype.itemsize
-        self.layers = list(find_decoder(model).layers)
-        self.embedding = model.get_input_embeddings()  # type: ignore[operator]
-        self.output = model.get_output_embeddings()  # type: ignore[operator]
-
-    def of(self, *modules: nn.Module | None) -> int:
-        """Return the bytes of some modules."""
-        return self.size * sum(weight.numel() for part in modules if part is not None for weight in part.parameters())
-
-    @property
-    def total(self) -> int:
-        """Bytes of all weights; those that two modules share are counted once."""
-        return self.of(self.model)
-
-    @property
-    def largest_layer(self) -> int:
-        """Bytes of the largest decoder layer."""
-        return max(map(self.of, self.layers))
-
-    def shard(self, ranks: int) -> int:
-        """Return the bytes that each of `ranks` processes keeps under FSDP: its share of the rows of every weight."""
-        rows = ((weight.shape[0] if weight.ndim else 1, weight.numel()) for weight in self.model.parameters())
-        return self.size * sum(-(-count // ranks) * (numbers // count) for count, numbers in rows)
-
-    def gathered(self) -> int:
-        """Return the bytes that FSDP gathers at once: of the layer that runs, and of what comes before or after it."""
-        decoder = find_decoder(self.model)
-        behind = [part for part in decoder.children() if part is not decoder.layers and part is not self.embedding]
-        return self.largest_layer + max(self.largest_layer, self.of(self.embedding), self.of(self.output, *behind))
-
-    def split(self, ranks: int) -> int | None:
-        """Return the bytes of one process of `ranks` under transformers' tensor-parallel plan; None without one."""
-        plan: dict[str, str] = getattr(self.model, "_tp_plan", None) or {}
-        total, found = 0, False
-        for name, weight in self.model.named_parameters():
-            module, _, own = re.sub(r"\.\d+\.", ".*.", name).rpartition(".")
-            style = plan.get(f"{module}.{own}", plan.get(module, ""))
-            across = ("colwise", "rowwise", "moe_tp_experts")
-            divides = any(part in style for part in across) and not ("rowwise" in style and weight.ndim == 1)
-            found |= divides
-            total += -(-weight.numel() // ranks) if divides else weight.numel()
-        return total * self.size if found else None
-
-    def quantised(self, bits: int) -> tuple[int, int]:
-        """Return the bytes under bitsandbytes, and those of the largest weight while it is unpacked for a product.
-
-        Args:
-            bits: 4 for NF4 with nested scales, 8 for LLM.int8.
-        """
-        linear = [part for part in self.model.modules() if isinstance(part, nn.Linear) and part is not self.output]
-        weights = [part.weight for part in linear]
-        saved = sum(self.size * weight.numel() - _quantised(weight, bits) for weight in weights)
-        return self.total - saved, self.size * max((weight.numel() for weight in weights), default=0)
-
-
-def _quantised(weight: torch.Tensor, bits: int) -> int:
-    if bits == 8:
-        return weight.numel() + 4 * weight.shape[0]
-    scales = -(-weight.numel() // _NF4_BLOCK)
-    return -(-weight.numel() // 2) + scales + 4 * -(-scales // _NF4_NESTED)
-
-
 def choices(row: PlannedRow, devices: Devices) -> list[Choice]:
     """Return the ways of loading a backbone, in the order in which they are preferred where they fit.
 
@@ -210,7 +137,7 @@ def choices(row: PlannedRow, devices: Devices) -> list[Choice]:
         whole,
         *_sharded(row, weights, count),
         *_quantised_choices(row, weights, count),
-        *_from_host(row, weights, count),
+        *_from_host(row, weights, devices),
     ]
 
 
@@ -221,7 +148,9 @@ def _sharded(row: PlannedRow, weights: WeightCount, count: int) -> Iterator[Choi
     shard = {"backbone": weights.shard(count), "gathered": weights.gathered()}
     ranks = sequence_ranks(row.config, count)
     obstacle, over, size = None, f"Ulysses over {ranks}", f"--sp-size {ranks}"
-    if ranks == 1:
+    if describe(row.config).recurrent:
+        obstacle, over, size = "layers carry a state from token to token", "Ulysses", "--sp-size"
+    elif ranks == 1:
         obstacle = f"no number of ranks up to {count} divides {count} cards and the KV heads"
         over, size = "Ulysses", "--sp-size"
     split = {} if obstacle else row.parts(row_ranks=ranks)
@@ -254,18 +183,19 @@ def _sharded(row: PlannedRow, weights: WeightCount, count: int) -> Iterator[Choi
 def _tensor_parallel(row: PlannedRow, weights: WeightCount, count: int) -> Choice:
     shape = describe(row.config).shape(describe(row.config).layers[0])
     own = weights.split(count)
-    obstacle = None
+    obstacle, parts = "locret-train does not split the heads that it trains", {}
     if own is None:
         obstacle = "transformers has no plan for this backbone"
     elif shape.num_kv_heads % count:
         obstacle = f"{count} cards do not divide {shape.num_kv_heads} KV heads"
+    else:
+        parts = {"backbone": own, **row.parts(head_ranks=count)}
     return Choice(
         name=f"tensor parallel over {count}",
         flags="--shard tp",
         processes=count,
-        parts={} if obstacle else {"backbone": own or 0, **row.parts(head_ranks=count)},
+        parts=parts,
         obstacle=obstacle,
-        why="each card holds its part of every layer; all cards read the same row",
     )
 
 
@@ -281,24 +211,27 @@ def _quantised_choices(row: PlannedRow, weights: WeightCount, count: int) -> Ite
         )
 
 
-def _from_host(row: PlannedRow, weights: WeightCount, count: int) -> Iterator[Choice]:
+def _from_host(row: PlannedRow, weights: WeightCount, devices: Devices) -> Iterator[Choice]:
     """Yield the choices whose weights are in the machine's own memory."""
+    count, beside = devices.count, row.parts()
     if count > 1:
         yield Choice(
             name=f"FSDP over {count}, weights in host memory",
             flags="--shard fsdp --shard-offload cpu",
             processes=count,
-            parts={"gathered": weights.gathered(), **row.parts()},
+            parts={"gathered": weights.gathered(), **beside},
             host=count * weights.shard(count),
-            why="each card gathers a layer from host memory while it runs",
+            why="each card gathers a layer from host memory while it runs, with the same results",
         )
     moved = max(weights.largest_layer, *map(weights.of, (weights.embedding, weights.output)))
+    room = max(moved, USABLE * devices.each - sum(beside.values()))  # what is left over holds layers that stay
+    limits = f"{{0: {room / 2**30:.1f}GiB, cpu: {-(-weights.total // 2**30)}GiB}}"
     yield Choice(
         name="one card, layers in host memory",
-        flags="--device-map auto --max-memory",
-        parts={"gathered": moved, **row.parts()},
+        flags=f"--device-map auto --max-memory {shlex.quote(limits)}",
+        parts={"gathered": moved, **beside},
         host=weights.total,
-        why="the card holds a layer at a time, which comes from host memory for every row",
+        why="the card need hold no more than a layer at a time, which comes from host memory for every row",
     )
 
 

@@ -69,7 +69,13 @@ def merging_step(
     """
     lesson = _Lesson(kernels=kernels, backward=backward)
     cache = RetentionCache(model, _Watching(heads=heads, lesson=lesson), policy)
-    object.__setattr__(lesson, "rotary", cache.governed[0].store.rotary)
+    rotary = cache.governed[0].store.rotary
+    if rotary.adjacent or cache.unrotated():
+        raise ValueError(
+            f"{cache.backbone.model_type} does not rotate the halves of its keys against each other in every layer, "
+            "which the training of merge kernels needs; use another backbone, or a merge that is not trained"
+        )
+    object.__setattr__(lesson, "rotary", rotary)
     for index, layer in zip(cache.backbone.layers, cache.governed, strict=True):
         layer.folding = Folding(lesson, None, index)
     ids = token_row(prompt_ids, "prompt_ids").to(input_device(model))
@@ -122,8 +128,14 @@ class _Lesson(Merger):
                 torch.cat([turned.to(new_keys.dtype), new_keys], dim=2),
                 torch.cat([values.to(new_values.dtype), new_values], dim=2),
             )
-            given = {"scaling": chunk.scaling, "softcap": chunk.softcap, "sinks": chunk.learned_sinks}
-            return attend(chunk.query, view, memo=self.masks, **given)
+            return attend(
+                chunk.query,
+                view,
+                scaling=chunk.scaling,
+                softcap=chunk.softcap,
+                sinks=chunk.learned_sinks,
+                memo=self.masks,
+            )
 
         wanted = read(units.keys, units.values).float()
         evicted = read(take(units.keys, units.kept), take(units.values, units.kept)).float()

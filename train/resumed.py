@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from locret.distributed.ranks import launched
 from locret.nearest import nearest
 
 RECORD = "run.json"
@@ -20,6 +21,8 @@ NEWEST, AUTO = "newest", "auto"
 _RESUME, _OUTPUT = ("resume", "resume_from_checkpoint"), ("output", "output_dir")
 ONCE = ("resume", "overwrite", "output", "dry_run", "json")
 """Options of one call of the command, which the next one does not inherit."""
+SPREAD = ("shard", "shard_offload", "shard_offload_dir", "sp_size")
+"""How a run is spread over processes, which one that goes on alone does not inherit."""
 
 
 def with_bare_resume(arguments: Sequence[str]) -> list[str]:
@@ -111,7 +114,8 @@ def read_record(folder: Path, known: set[str]) -> dict[str, Any]:
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(f"--resume {folder}: {RECORD} has an unknown option {name!r}{hint}; {way_out}")
     # Before there was validation, no rows were held out.
-    options = {"eval_rows": 0, **{name: value for name, value in config.items() if name not in ONCE}}
+    dropped = ONCE if launched()[1] > 1 else (*ONCE, *SPREAD)
+    options = {"eval_rows": 0, **{name: value for name, value in config.items() if name not in dropped}}
     return {"config": options, "chosen": chosen}
 
 

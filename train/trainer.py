@@ -24,10 +24,12 @@ from locret.backbone.passes import in_step
 from locret.distributed.ulysses import RowRanks
 from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
+from locret.heads.shard import ShardedHeads, shared_by
 from locret.train import checkpointing
 from locret.train.loss import chance_overlap
 from locret.train.optimizer import head_optimizer
 from locret.train.run_log import RunLog, Window, peak_memory
+from locret.train.shared_heads import own_moments, whole_moments
 from locret.train.step import StepResult, train_step
 from locret.train.training_options import LossOptions, OptimizerOptions, RunOptions
 from locret.train.validation import eval_record
@@ -69,6 +71,7 @@ class Trainer:
         heads: The heads, on the same device.
         stream: This process's rows.
         row_ranks: The processes that share a row with this one; their rows are the same.
+        data_size: Into how many parts rows are dealt out.
         held_out: Rows to evaluate on, the same on every process; they are shared out.
         accelerator: Made with the mixed precision and gradient accumulation that the options say.
         loss: Labels and loss.
@@ -88,6 +91,7 @@ class Trainer:
         accelerator: Accelerator,
         *,
         row_ranks: RowRanks,
+        data_size: int,
         held_out: Sequence[TrainingExample],
         loss: LossOptions,
         optimizer: OptimizerOptions,
@@ -98,7 +102,9 @@ class Trainer:
         config: Mapping[str, Any],
     ) -> None:
         self.model, self.heads, self.stream, self.accelerator = model, heads, stream, accelerator
-        self.row_ranks, self.data_size = row_ranks, accelerator.num_processes // row_ranks.size
+        self.row_ranks, self.data_size = row_ranks, data_size
+        self.head_ranks = shared_by(heads)
+        """The processes that share the heads, each of which trains its own part of them."""
         self.held_out, self.eval_every = held_out, eval_every
         self.loss, self.optimizer_options, self.run = loss, optimizer, run
         self.max_prompt_tokens, self.folder, self.config = max_prompt_tokens, folder, dict(config)
@@ -124,9 +130,12 @@ class Trainer:
         self.stream.restore(state["stream"])
         saved = RetainingHeads.from_pretrained(path)
         with checkpointing.intact(path, "model.safetensors"):
-            self.heads.load_state_dict(saved.state_dict())
+            if isinstance(self.heads, ShardedHeads):
+                self.heads.take(saved.state_dict())
+            else:
+                self.heads.load_state_dict(saved.state_dict())
         with checkpointing.intact(path):
-            checkpointing.restore_optimizer(self.optimizer, state["optimizer"])
+            checkpointing.restore_optimizer(self.optimizer, own_moments(state["optimizer"], self.heads))
             self.scheduler.load_state_dict(state["scheduler"])
             if self.accelerator.scaler is not None and state["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(state["scaler"])
@@ -223,13 +232,13 @@ class Trainer:
     def _evaluate(self) -> dict[str, Any]:
         """Return the losses and overlaps on the held-out rows; the heads stay as they are."""
         values = torch.zeros(len(self.held_out), 4, device=self.accelerator.device)
-        first = self.accelerator.process_index // self.row_ranks.size
+        alike = self.accelerator.num_processes // self.data_size
         with in_step(self.model):  # some processes may have a row more than others
-            for row in range(first, len(self.held_out), self.data_size):
+            for row in range(self.accelerator.process_index // alike, len(self.held_out), self.data_size):
                 result = self._read(self.held_out[row], lambda _: None)
                 values[row] = torch.stack([result.total, result.fit, result.smoothness, result.overlap.mean()])
         shared: Tensor = self.accelerator.reduce(values, reduction="sum")  # type: ignore[assignment]
-        shared /= self.row_ranks.size  # those who share a row all found the same
+        shared /= alike  # those who work on the same row all found the same
         return eval_record(shared.tolist(), self.loss.objective)
 
     def _chance(self, example: TrainingExample) -> float:
@@ -243,7 +252,7 @@ class Trainer:
 
     def _average_and_clip(self) -> None:
         parameters = list(self.heads.parameters())
-        if self.accelerator.num_processes > 1:
+        if self.accelerator.num_processes > 1 and self.head_ranks is None:
             for parameter in parameters:
                 # A mean over rows, and a sum over the parts of a row.
                 mean: Tensor = self.accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
@@ -251,10 +260,13 @@ class Trainer:
         self.accelerator.unscale_gradients()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm, limit = nn.utils.get_total_norm(gradients), self.optimizer_options.clip_limit
+        if self.head_ranks is not None:
+            norm = self.head_ranks.sum(norm.square()).sqrt()
         clipped = torch.zeros_like(norm)
         if self.optimizer_options.clip == "value":
             beyond = torch.stack([(gradient.abs() > limit).sum() for gradient in gradients]).sum()
             clipped = beyond / sum(gradient.numel() for gradient in gradients)
+            clipped = clipped if self.head_ranks is None else self.head_ranks.mean(clipped)
             nn.utils.clip_grad_value_(parameters, limit)
         elif self.optimizer_options.clip == "norm":
             clipped = (norm > limit).to(norm.dtype)
@@ -304,11 +316,15 @@ class Trainer:
         return record
 
     def _save(self) -> None:
+        # Where processes share the heads, all of them have to hand in their parts.
+        heads = self.heads
+        weights = heads.whole_state() if isinstance(heads, ShardedHeads) else heads.state_dict()
+        moments = whole_moments(self.optimizer.state_dict(), heads)
         if self.accelerator.is_main_process:
             scaler = self.accelerator.scaler
             state = {
                 "config": self.config,
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": moments,
                 "scheduler": self.scheduler.state_dict(),
                 "scaler": None if scaler is None else scaler.state_dict(),
                 "stream": self.stream.state(),
@@ -317,11 +333,10 @@ class Trainer:
                 "record": self.last_record,
                 "before": self.before,
             }
-            heads = self.heads
             checkpointing.save(
                 self.folder,
                 self.step,
-                lambda folder: checkpoint.write(folder, heads.config, heads.state_dict()),
+                lambda folder: checkpoint.write(folder, heads.config, weights),
                 state,
                 self.run.keep_checkpoints,
             )

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from locret.backbone.adapters import describe, unwrap
-from locret.distributed.ranks import Ranks
+from locret.backbone.adapters import describe, ranks_of, unwrap
+from locret.distributed.ranks import Ranks, launched
+from locret.distributed.tensor_parallel import part_of
 from locret.distributed.ulysses import RowRanks, check_shared
 from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
+from locret.heads.shard import ShardedHeads, sharded
 from locret.hub import no_token
 from locret.load_options import WeightOptions
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
-_PLACES = ("device_map", "max_memory", "offload_folder", "sp_size")
+_PLACES = ("device_map", "max_memory", "offload_folder", "sp_size", "shard", "shard_offload", "shard_offload_dir")
 _FREE = (*_PLACES, "data_dir", "skip_bad_rows", "max_row_bytes", "eval_every", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
@@ -117,6 +119,11 @@ class TrainingRun:
         if self.precision == "auto":
             self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
         launch.check_precision(self.precision)
+        if self.precision == "fp16" and self.head_ranks > 1:
+            raise ValueError(
+                "--mixed-precision fp16 scales the loss by what each process sees of its own part of the heads, so it "
+                "does not go with --shard tp; use bf16 or no"
+            )
         check_shared(describe(self.config), self.backbone.sp_size)
         if self.loss.evict_while_training and self.backbone.init_from is None:
             logger.warning("--evict-while-training without --init-from: untrained heads evict by chance at first")
@@ -224,10 +231,23 @@ class TrainingRun:
         read = 2 * trained if self.loss.label_source == "reconstruction" else trained
         return min(self.data.max_tokens or read, context)
 
+    @property
+    def head_ranks(self) -> int:
+        """Processes that share the heads.
+
+        Raises:
+            ValueError: If they cannot.
+        """
+        if self.backbone.shard != "tp":
+            return 1
+        size = launched()[1]
+        return size if part_of(self.config, size) != describe(self.config) else 1
+
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
         row, held = self._planned_row(), self.weights.on(self.device)
-        return memory_plan(self.config, self.parameters, **row, backbone_bytes=held, row_ranks=self.backbone.sp_size)
+        shared = {"row_ranks": self.backbone.sp_size, "head_ranks": self.head_ranks}
+        return memory_plan(self.config, self.parameters, **row, backbone_bytes=held, **shared)
 
     def devices_plan(self, devices: Devices) -> list[Choice]:
         """Return what each way of loading the backbone takes of these cards."""
@@ -263,7 +283,7 @@ class TrainingRun:
         """
         run = self.run
         kept = min(run.keep_checkpoints, -(-self.optimizer.steps // run.save_every))
-        needed = checkpoint_bytes(self.plan(), kept)
+        needed = checkpoint_bytes(self.plan(), kept) * self.head_ranks
         run_folder.check(str(run.output), resume=run.resume, overwrite=run.overwrite, needed_bytes=needed)
 
     def fixed_options(self, ranks: Ranks) -> dict[str, Any]:
@@ -295,7 +315,7 @@ class TrainingRun:
             checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
             records_until(self.folder / run_folder.LOG, state["step"])
         model = load_model(self.backbone, self.config, self.device, self.dtype)
-        heads = self._new_heads(model)
+        heads = sharded(self._new_heads(model), ranks_of(model))
         heads = heads.follow(model) if self.backbone.shard is None else heads.to(self.device)
         if accelerator.is_main_process:
             options, processes = self.resolved_options(), accelerator.num_processes
@@ -308,6 +328,7 @@ class TrainingRun:
             self.stream,
             accelerator,
             row_ranks=row_ranks,
+            data_size=self.ranks(accelerator.state).data_size,
             held_out=self.held_out,
             loss=self.loss,
             optimizer=self.optimizer,
@@ -333,6 +354,7 @@ class TrainingRun:
             summary |= {"overlap_before": mean(trainer.before), "chance_overlap": trainer.chance(), "outcome": words}
             if warning and accelerator.is_main_process:
                 logger.warning(warning)
+        heads = heads.whole() if isinstance(heads, ShardedHeads) else heads
         if not stopped and accelerator.is_main_process:
             self._annotate(heads, model, summary).save_pretrained(self.folder)
         accelerator.wait_for_everyone()

@@ -13,7 +13,7 @@ from torch import Tensor
 from locret import RetentionCache, prefill, scorers
 from locret.infer.verify.findings import Finding, exact
 from locret.infer.verify.noise import FACTOR, apart
-from locret.infer.verify.subject import NEW_TOKENS, Subject
+from locret.infer.verify.subject import NEW_TOKENS, Subject, positions_held
 
 
 def batch(subject: Subject) -> Iterator[Finding]:
@@ -29,7 +29,7 @@ def batch(subject: Subject) -> Iterator[Finding]:
             alone = RetentionCache(subject.model, by_place, policy)
             own, expected = _answered(subject, alone, [text])
             wrong += sum(
-                _filled(together.kept_positions(index)[row]) != _filled(alone.kept_positions(index)[0])
+                _filled(positions_held(together, index)[row]) != _filled(positions_held(alone, index)[0])
                 for index in subject.backbone.layers
             )
             name = "longest" if row == 0 else "left-padded"
@@ -50,7 +50,7 @@ def _answered(subject: Subject, cache: RetentionCache, texts: Sequence[Tensor]) 
 
 
 def _filled(positions: Tensor) -> list[list[int]]:
-    return [head[head >= 0].tolist() for head in positions.cpu()]
+    return [head[head >= 0].tolist() for head in positions]
 
 
 def _close(subject: Subject, compared: str, ids: Tensor, own: Tensor, logits: Tensor, expected: Tensor) -> Finding:

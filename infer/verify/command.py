@@ -9,14 +9,16 @@ Exit codes: 0, all checks passed; 1, one failed; 2, the options are refused; 130
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.cli.command import FAILURE, parse_options, print_json, run, warnings_as_lines
+from locret.distributed.ranks import Ranks, joined, launched
 from locret.files import locked, visible, write_text
 from locret.infer.infer_options import ModelOptions
 from locret.infer.verify.verify_options import VerifyOptions, VerifyOutput
@@ -59,13 +61,19 @@ def command(argv: Sequence[str] | None = None) -> int:
         _list(as_json="--json" in arguments)
         return 0
     instances, chosen = parse_options("locret-verify", DESCRIPTION, OPTION_CLASSES, arguments)
-    model, scorer, policy, options, output = instances
-    with warnings_as_lines("locret-verify", quiet=output.quiet), _held(output.output) as folder:
+    with _together(instances) as (ranks, output), warnings_as_lines("locret-verify", quiet=output.quiet):
+        return _execute(instances, chosen, output, ranks)
+
+
+def _execute(instances: Sequence[Any], chosen: set[str], output: VerifyOutput, ranks: Ranks) -> int:
+    """Plan, verify, print and write; return the exit code."""
+    model, scorer, policy, options, _ = instances
+    with _held(output.output if ranks.is_main else None) as folder:
         plan = _plan(model, scorer, policy, options, chosen)
         if output.dry_run:
             print_json(_dry(plan, options))
             return 0
-        report = _verify(plan, options, quiet=output.quiet)
+        report = _of_all(_verify(plan, options, quiet=output.quiet), ranks)
         if output.json:
             print_json(report.to_dict())
         else:
@@ -73,6 +81,38 @@ def command(argv: Sequence[str] | None = None) -> int:
         if folder is not None:
             _write(folder, report)
     return 0 if report.ok else FAILURE
+
+
+@contextmanager
+def _together(instances: Sequence[Any]) -> Iterator[tuple[Ranks, VerifyOutput]]:
+    """Join the processes that share a backbone, of which the first alone speaks.
+
+    Raises:
+        ValueError: If there are several processes, and nothing that they share, or they were given other options.
+        OSError: If one of them cannot be reached, or has died.
+    """
+    count, output = launched()[1], instances[-1]
+    if count > 1 and instances[0].shard is None:
+        raise ValueError(
+            f"{count} processes were started, but each would verify the same; share the backbone with --shard fsdp or "
+            "--shard tp, or start one process"
+        )
+    with joined("locret-verify") as ranks:
+        ranks.agree({f"--{name.replace('_', '-')}": value for name, value in _given(instances).items()})
+        if ranks.is_main:
+            yield ranks, output
+            return
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            yield ranks, replace(output, quiet=True)
+
+
+def _of_all(report: Report, ranks: Ranks) -> Report:
+    """Return the rows of the process that came off worst, where several share the backbone."""
+    from locret.infer.verify.findings import Report
+
+    found = ranks.gather(report)
+    worst = max(found, key=lambda one: len(one.failures))
+    return Report(worst.rows, {**report.facts, "processes": ranks.size})
 
 
 def _list(*, as_json: bool) -> None:
@@ -130,7 +170,7 @@ def _plan(
     policy = fitted(policy, tokens, {name: getattr(policy, name) for name in names})
     check_text(policy, tokens)
     dtype = loading.resolve_dtype(model.dtype, config, device)
-    setup = {"model": model.model, "scorer": scorer.label or rates.name, "options": _given(instances=(model, options))}
+    setup = {"model": model.model, "scorer": scorer.label or rates.name, "options": _given((model, options))}
     return _Plan(model, config, device, dtype, rates, policy, tokens, setup)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from locret.infer.verify.findings import Finding, exact
 from locret.infer.verify.noise import FACTOR, Difference
-from locret.infer.verify.subject import NEW_TOKENS, Read, Subject
+from locret.infer.verify.position_modes import refusal
+from locret.infer.verify.subject import NEW_TOKENS, Read, Subject, positions_held
 
 
 def because(found: Difference) -> str:
@@ -52,7 +53,12 @@ def backbone(subject: Subject) -> Iterator[Finding]:
 def full_budget(subject: Subject) -> Iterator[Finding]:
     """Read with room for everything."""
     for positions in ("compact", "original"):
-        read = subject.read(subject.roomy(positions=positions))
+        policy = subject.roomy(positions=positions)
+        try:
+            read = subject.read(policy)
+        except ValueError as error:
+            yield refusal(subject, policy, error)
+            continue
         yield close(
             f"hidden states of {subject.tokens:,} tokens, positions {positions}",
             subject.noise.of(read.states, subject.expected),
@@ -129,7 +135,7 @@ def chunk_sizes(tokens: int) -> tuple[int, ...]:
 def _all_there(read: Read, subject: Subject, size: int) -> Finding:
     """Say whether every token is held once, by every KV head."""
     everything = torch.arange(subject.tokens)
-    heads = [head for index in subject.backbone.layers for head in read.cache.kept_positions(index)[0].cpu()]
+    heads = [head for index in subject.backbone.layers for head in positions_held(read.cache, index)[0]]
     wrong = sum(not torch.equal(head, everything) for head in heads)
     return exact(
         f"positions held after chunks of {size}",

@@ -13,12 +13,11 @@ from transformers import DynamicCache
 
 from locret.infer.verify.equality import close
 from locret.infer.verify.findings import Finding, NotHere, exact
-from locret.infer.verify.noise import Noise, one_more_rounding, recorded, relative
-from locret.infer.verify.replay import Block, Turn, replay
-from locret.infer.verify.subject import NEW_TOKENS, Subject, kept_by_head
+from locret.infer.verify.noise import one_more_rounding, recorded, relative, run_backbone
+from locret.infer.verify.position_modes import refusal
+from locret.infer.verify.replay import Block, replay
+from locret.infer.verify.subject import NEW_TOKENS, Subject, kept_by_head, positions_held
 from locret.policy.policy import EVERYTHING, RetentionPolicy
-
-_SHIFT = 3
 
 
 @dataclass(frozen=True)
@@ -46,37 +45,6 @@ def eviction(subject: Subject) -> Iterator[Finding]:
         yield refusal(subject, other, error)
 
 
-def refusal(subject: Subject, policy: RetentionPolicy, error: ValueError) -> Finding:
-    """Say whether the engine refuses a position mode with good reason."""
-    cannot = policy.positions == "compact" and not turns_by_distance(subject)
-    return Finding(
-        compared=f"positions {policy.positions}",
-        ok=cannot,
-        refused=cannot,
-        why=f"refused: {error}",
-        means=f"positions {policy.positions} are refused although this backbone's rotation allows them; use the other "
-        "mode, and report it with this table",
-    )
-
-
-def turns_by_distance(subject: Subject) -> bool:
-    """Return whether the backbone rotates keys in halves, by frequencies that are the same at all positions."""
-    rope: object = getattr(subject.decoder.rotary_emb, "rope_type", "default")
-    kinds = rope.values() if isinstance(rope, dict) else [rope]
-    if any("dynamic" in str(kind) for kind in kinds):
-        return False
-    ids = subject.on_device(subject.ids[:, :64])
-    heads = subject.backbone.num_kv_heads
-    nothing = [[torch.empty(0)] * heads for _ in subject.backbone.layers]
-    blocks, turn = [Block(0, ids.shape[1], nothing)], Turn(subject.decoder)
-    with subject.alone():
-        at, further = (replay(subject.model, ids, blocks, compact=False, shift=shift).keys for shift in (0, _SHIFT))
-        layer = subject.backbone.layers[0]
-        distance = torch.full((ids.shape[1],), _SHIFT)
-        apart = (turn(at[layer], distance) - further[layer]).norm(dim=-1) / further[layer].norm(dim=-1)
-    return bool(apart.median() < 0.05)
-
-
 def _replayed(subject: Subject, policy: RetentionPolicy, *, everything: bool = False) -> Finding:
     """Compare an answered read with its replay."""
     answered = read_and_answer(subject, policy, everything=everything)
@@ -87,7 +55,7 @@ def _replayed(subject: Subject, policy: RetentionPolicy, *, everything: bool = F
             rounded = replay(
                 subject.model, ids, answered.blocks, compact=compact, detour=subject.tokens if compact else 0
             ).states
-    noise = Noise(relative(rounded, expected), subject.noise.epsilon)
+    noise = subject.noise.beside(relative(rounded, expected))
     return close(
         f"hidden states of {answered.ids.shape[1]:,} tokens, each seeing the units kept for it, positions "
         f"{policy.positions}",
@@ -125,7 +93,7 @@ def second_tier(subject: Subject) -> Iterator[Finding]:
     lost = short = 0
     for index, layer in zip(subject.backbone.layers, cache.governed, strict=True):
         assert layer.host is not None
-        near, far = cache.kept_positions(index)[0].cpu(), layer.host.store.held("positions")[0].cpu()
+        near, far = positions_held(cache, index)[0], layer.host.store.held("positions")[0].cpu()
         evicted = subject.tokens - near.shape[1]
         most = evicted if policy.host_budget == EVERYTHING else min(evicted, int(policy.host_budget))
         short += int(far.shape[1] != most)
@@ -146,12 +114,16 @@ def prefix(subject: Subject) -> Iterator[Finding]:
         exported: DynamicCache = read.cache.to_dynamic_cache()
     except ValueError as error:
         raise NotHere(f"what this policy keeps is no ordinary prefix: {error}") from error
+    first = read.cache.next_position
     with recorded(subject.decoder) as ours:
         answer, _ = subject.answer(read.cache)
     fed = subject.on_device(answer[None, : NEW_TOKENS - 1])
     with subject.alone(), recorded(subject.decoder) as own:
-        subject.decoder(input_ids=fed, past_key_values=exported, use_cache=True)
+        # One by one, since some states start anew where they are given several; and numbered, as by generate.
+        for number, token in enumerate(fed.split(1, dim=1), start=first):
+            where = torch.full_like(token, number)
+            run_backbone(subject.model, input_ids=token, past_key_values=exported, use_cache=True, position_ids=where)
     yield close(
         f"hidden states of {fed.shape[1]} answer tokens, and of the backbone alone on a DynamicCache of the kept units",
-        subject.noise.of(torch.cat([part[0] for part in ours])[1:], own[0][0]),
+        subject.noise.of(torch.cat([part[0] for part in ours])[1:], torch.cat([part[0] for part in own])),
     )

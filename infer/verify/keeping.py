@@ -14,7 +14,7 @@ from locret import RetentionCache
 from locret.cache.limits import Limits
 from locret.infer.verify.findings import Finding, NotHere, exact
 from locret.infer.verify.replay import Turn
-from locret.infer.verify.subject import Read, Subject, kept_by_head, scores_by_head
+from locret.infer.verify.subject import Read, Subject, kept_by_head, positions_held, scores_by_head
 from locret.infer.verify.watching import Said, WatchedCache, watched
 
 _HALF_PLACE = 2.0**-24
@@ -169,7 +169,7 @@ def held_units(cache: RetentionCache, nth: int) -> Iterator[tuple[Tensor, Tensor
         keys with compact positions.
     """
     layer: Any = cache.governed[nth]
-    positions = cache.kept_positions(cache.backbone.layers[nth])[0].cpu()
+    positions = positions_held(cache, cache.backbone.layers[nth])[0]
     view = layer.store.view(cache.next_position)
     for head in range(len(positions)):
         there = positions[head] >= 0
@@ -188,8 +188,9 @@ def scores(subject: Subject) -> Iterator[Finding]:
     policy, scorer = subject.plain_policy, subject.rates
     if policy.recalls_blocks:
         raise NotHere(f"recall_by={policy.recall_by} keeps tokens by a rule of its own")
-    said = Said(subject.backbone.num_kv_heads, subject.tokens)
-    cache = RetentionCache(subject.model, watched(scorer, said, subject.backbone.layers), policy)
+    backbone = subject.backbone
+    said = Said({index: backbone.shape(index).num_kv_heads for index in backbone.layers}, subject.tokens)
+    cache = RetentionCache(subject.model, watched(scorer, said), policy)
     judge = _Judge(subject, said)
     subject.read(cache=cache, on_chunk=judge.look)
     if not said.whole:

@@ -17,6 +17,9 @@ from locret.infer.verify.findings import Finding, NotHere, exact
 from locret.infer.verify.subject import NEW_TOKENS, Subject, kept_by_head
 from locret.policy.schedule import lookahead
 
+_HOLDERS = ("locret.cache", "locret.lookups", "transformers.cache_utils")
+"""Modules whose objects may hold tensors of a cache."""
+
 
 def planned_bytes_are_counted(subject: Subject) -> Iterator[Finding]:
     """Plan, read, and count the tensors of the cache."""
@@ -120,9 +123,10 @@ def counted_bytes(cache: RetentionCache) -> int:
         elif isinstance(thing, list | tuple):
             for part in thing:
                 walk(part)
-        elif type(thing).__module__.startswith(("locret.cache", "locret.lookups")) and hasattr(thing, "__dict__"):
+        elif type(thing).__module__.startswith(_HOLDERS) and hasattr(thing, "__dict__"):
             walk(vars(thing))
 
     walk(cache.layers)
+    walk(cache.carriers)
     walk(cache._workspace)
     return sum(found.values())

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from locret.backbone.adapters import attention_modules, describe, find_decoder, unwrap
+from locret.backbone.adapters import attention_modules, describe, find_decoder, rotary_module, unwrap
 from locret.backbone.rotary import FULL_ATTENTION
-from locret.infer.verify.noise import recorded
+from locret.infer.verify.noise import recorded, run_backbone
 
 NAME = "locret_verify"
 _ROWS = 256
@@ -78,9 +78,11 @@ class Turn:
     """
 
     def __init__(self, decoder: Any, detour: int = 0) -> None:
-        self._module, self._detour = decoder.rotary_emb, detour
-        by_type = "layer_type" in inspect.signature(self._module.forward).parameters
+        self._module, self._detour = rotary_module(decoder), detour
+        by_type = self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
         self._extra = {"layer_type": FULL_ATTENTION} if by_type else {}
+        frequencies = getattr(self._module, f"{FULL_ATTENTION}_inv_freq" if by_type else "inv_freq", None)
+        self._pairs = None if frequencies is None else frequencies.shape[-1]
 
     def __call__(self, keys: Tensor, distances: Tensor) -> Tensor:
         """Return keys (..., S, D) rotated further by (S,) whole distances, float32."""
@@ -90,11 +92,16 @@ class Turn:
 
     def _turned(self, keys: Tensor, distances: Tensor) -> Tensor:
         keys = keys.float()
+        if self._module is None:  # a backbone without rotary positions
+            return keys
         at = torch.cat([distances.new_zeros(1), distances.abs()])
-        cos, sin = (part[0] for part in self._module(keys, at[None].to(keys.device), **self._extra))
+        grid = at[None].to(keys.device)
+        if hasattr(self._module, "mrope_section"):  # positions of text in time, height and width are the same
+            grid = grid.expand(3, 1, -1)
+        cos, sin = (part[0] for part in self._module(keys, grid, **self._extra))
         scale, sign = cos[0], distances.sign().to(keys.device)[:, None]
         cos, sin = cos[1:] / scale, sign * sin[1:] / scale
-        half = cos.shape[-1] // 2
+        half = self._pairs or cos.shape[-1] // 2  # tables have one column per pair, or one per dimension
         one, two, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
         cos, sin = cos[:, :half], sin[:, :half]
         return torch.cat([one * cos - two * sin, two * cos + one * sin, rest], dim=-1)
@@ -129,7 +136,7 @@ def replay(
         found=found,
     )
     with _attending(unwrap(model), running), recorded(decoder) as states:
-        decoder(input_ids=ids, use_cache=False, position_ids=where.to(ids.device)[None])
+        run_backbone(model, input_ids=ids, use_cache=False, position_ids=where.to(ids.device)[None])
     found.states = states[0][0]
     return found
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import all_gather_object
 
 from locret import RetentionCache, load_cache, prefill, save_cache
+from locret.backbone.adapters import sharers_of
 from locret.infer.verify.findings import Finding, NotHere, exact
 from locret.infer.verify.keeping import held_units
 from locret.infer.verify.noise import relative
@@ -25,13 +28,27 @@ def save(subject: Subject) -> Iterator[Finding]:
         raise NotHere(f"recall_by={subject.policy.recall_by} holds blocks, which no file has a place for")
     cache = subject.read().cache
     before = contents(cache)
-    with TemporaryDirectory() as folder:
+    with _shared_folder(subject) as folder:
         path = Path(folder) / "verify.ctx"
         save_cache(cache, path)
         loaded = load_cache(path, subject.model, subject.scorer)
     yield _equal("units, columns and counters of the file, and of the cache", before, contents(loaded))
     yield _equal("the cache before and after it was saved", before, contents(cache))
     yield from _go_on_alike(subject, cache, loaded, "the loaded one")
+
+
+@contextmanager
+def _shared_folder(subject: Subject) -> Iterator[str]:
+    """Give a folder for the block; processes that share a backbone get one that the first of them has made."""
+    sharers = sharers_of(subject.model)
+    with TemporaryDirectory() as own:
+        if sharers is None:
+            yield own
+            return
+        folders: list[Any] = [None] * sharers.size
+        all_gather_object(folders, own, group=sharers.group)
+        yield folders[0]
+        all_gather_object(folders, own, group=sharers.group)  # until all have read
 
 
 def _go_on_alike(subject: Subject, one: RetentionCache, other: RetentionCache, what: str) -> Iterator[Finding]:
@@ -77,7 +94,7 @@ def contents(cache: RetentionCache) -> dict[str, Any]:
     found |= {f"tensor {name}": tensor.clone() for name, tensor in tensors.items()}
     for nth, index in enumerate(cache.backbone.layers):
         layer: Any = cache.layers[index]
-        found[f"scores of layer {index}"] = cache.kept_scores(index)
+        found[f"scores of layer {index}"] = layer.store.held("scores").clone()
         found[f"columns of layer {index}"] = sorted(layer.store.columns)
         for head, (positions, keys, values, now) in enumerate(held_units(cache, nth)):
             where = f"of head {head} of layer {index}"

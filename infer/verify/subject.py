@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.adapters import Backbone, describe, find_decoder, input_device, unwrap
 from locret.backbone.rotary import long_factors
-from locret.infer.verify.noise import Noise, apart, measured_noise, one_more_rounding, recorded
+from locret.infer.verify.noise import Noise, apart, measured_noise, one_more_rounding, recorded, run_backbone
 from locret.scorers import RetainingHeadScorer, Scorer
 
 NEW_TOKENS = 12
@@ -78,12 +78,6 @@ class Subject:
         return RetainingHeadScorer(heads=self.scorer) if isinstance(self.scorer, RetainingHeads) else self.scorer
 
     @property
-    def heads(self) -> RetainingHeads | None:
-        """Retaining heads, if it is those that decide."""
-        scorer = self.scorer
-        return scorer if isinstance(scorer, RetainingHeads) else getattr(scorer, "heads", None)
-
-    @property
     def plain_policy(self) -> RetentionPolicy:
         """The policy without what changes units, or how a text is read, by design."""
         plain = RetentionPolicy()
@@ -112,7 +106,7 @@ class Subject:
     def own_states(self, ids: Tensor) -> Tensor:
         """Return (N, E) last hidden states of the first row, computed by the backbone itself in one pass."""
         with self.alone(), recorded(self.decoder) as states:
-            self.decoder(input_ids=self.on_device(ids), use_cache=False)
+            run_backbone(self.model, input_ids=self.on_device(ids), use_cache=False)
         return states[0][0]
 
     @cached_property
@@ -190,20 +184,26 @@ class Subject:
         return ids[0], logits[0]
 
 
+def positions_held(cache: RetentionCache, index: int) -> Tensor:
+    """Return (B, K, S) original positions that this process holds in a governed layer, on the CPU; -1: no unit."""
+    layer: Any = cache.layers[index]
+    positions: Tensor = layer.store.held("positions").long().cpu()
+    return positions
+
+
 def kept_by_head(cache: RetentionCache) -> list[list[Tensor]]:
     """Return the original positions that the first row holds, per governed layer and KV head."""
-    found = []
-    for index in cache.backbone.layers:
-        positions = cache.kept_positions(index)[0].cpu()
-        found.append([head[head >= 0] for head in positions])
-    return found
+    held = (positions_held(cache, index)[0] for index in cache.backbone.layers)
+    return [[head[head >= 0] for head in positions] for positions in held]
 
 
 def scores_by_head(cache: RetentionCache) -> list[list[Tensor]]:
     """Return the scores that go with `kept_by_head`."""
     found = []
     for index in cache.backbone.layers:
-        positions, scores = cache.kept_positions(index)[0].cpu(), cache.kept_scores(index)[0].cpu()
+        layer: Any = cache.layers[index]
+        scores = layer.store.held("scores")[0].cpu()
+        positions = positions_held(cache, index)[0]
         found.append([score[head >= 0] for head, score in zip(positions, scores, strict=True)])
     return found
 

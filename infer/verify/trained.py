@@ -16,9 +16,10 @@ from locret.backbone.chunk import Attended
 from locret.infer.evaluation.consistency import SHARE, overlap
 from locret.infer.verify.findings import Finding, NotHere
 from locret.infer.verify.noise import FACTOR
-from locret.infer.verify.subject import Subject
+from locret.infer.verify.subject import Subject, scores_by_head
 from locret.labels import kinds
 from locret.labels.labels import layer_labels, observe
+from locret.scorers import RetainingHeadScorer
 
 
 def training_scores(subject: Subject) -> Iterator[Finding]:
@@ -38,10 +39,10 @@ def training_scores(subject: Subject) -> Iterator[Finding]:
             noise[chunk.layer_idx] = heads[chunk.layer_idx](moved.to(features.dtype)).T.float().cpu()
 
     observe(subject.model, subject.on_device(subject.ids), learn)
-    cache = RetentionCache(subject.model, heads, subject.roomy())
+    cache = RetentionCache(subject.model, subject.scorer, subject.roomy())
     subject.read(cache=cache)
-    for index in subject.backbone.layers:
-        inference[index] = cache.kept_scores(index)[0].float().cpu()
+    for nth, index in enumerate(subject.backbone.layers):
+        inference[index] = torch.stack(scores_by_head(cache)[nth])
     worst, base = 0.0, 0.0
     for index, scores in training.items():
         spread = scores.std(dim=1, keepdim=True)
@@ -64,9 +65,10 @@ def _spread(subject: Subject) -> float:
 
 
 def _heads(subject: Subject) -> RetainingHeads:
-    if subject.heads is None or isinstance(subject.heads, str):
+    """Return the heads of this process, each on its layer's device."""
+    if not isinstance(subject.rates, RetainingHeadScorer):
         raise NotHere(f"no retaining heads were given; scorer {subject.rates.name} decides")
-    return subject.heads
+    return subject.rates.prepare(subject.model)
 
 
 def layers(subject: Subject) -> Iterator[Finding]:

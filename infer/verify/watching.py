@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ class WatchedCache(RetentionCache):
 class Said:
     """What a scorer said of every unit last, in one read of one row."""
 
-    def __init__(self, kv_heads: int, tokens: int) -> None:
-        self.shape = (kv_heads, tokens)
+    def __init__(self, kv_heads: Mapping[int, int], tokens: int) -> None:
+        self.kv_heads, self.tokens = kv_heads, tokens
         self.scores: dict[int, Tensor] = {}
         """Per layer, (K, N) float32 on the CPU; NaN where nothing was said."""
         self.whole = True
@@ -55,15 +56,16 @@ class Said:
 
     def note(self, layer_idx: int, positions: Tensor, scores: Tensor) -> None:
         """Note (1, K, L) scores of units at (1, 1 or K, L) positions."""
-        if scores.shape[1] != self.shape[0]:
+        heads = self.kv_heads[layer_idx]
+        if scores.shape[1] != heads:
             self.whole = False
             return
-        table = self.scores.setdefault(layer_idx, torch.full(self.shape, torch.nan))
+        table = self.scores.setdefault(layer_idx, torch.full((heads, self.tokens), torch.nan))
         where = positions[0].expand(scores.shape[1:]).cpu().long()
         table.scatter_(1, where, scores[0].detach().float().cpu())
 
 
-def watched(scorer: Scorer, said: Said, layers: tuple[int, ...]) -> Scorer:
+def watched(scorer: Scorer, said: Said) -> Scorer:
     """Return the same scorer, which also tells what it says."""
     kind: Any = type(scorer)
 
@@ -76,8 +78,8 @@ def watched(scorer: Scorer, said: Said, layers: tuple[int, ...]) -> Scorer:
 
     def score_tokens(self: Any, model: Any, tokens: TokenPass) -> Tensor:
         scores: Tensor = kind.score_tokens(self, model, tokens)
-        for layer in layers:
-            said.note(layer, tokens.positions_BL[:, None], scores[:, None].expand(-1, said.shape[0], -1))
+        for layer, heads in said.kv_heads.items():
+            said.note(layer, tokens.positions_BL[:, None], scores[:, None].expand(-1, heads, -1))
         return scores
 
     methods: dict[str, Any] = {"score": score}

@@ -100,6 +100,8 @@ class Backbone:
     all tokens) or "none"."""
     state_numbers: tuple[int, ...] = (0, 0)
     """How many numbers the states of one row have: in the backbone's dtype, and in float32."""
+    sources: tuple[int, ...] = ()
+    """The layer whose units each layer attends to, where some have none of their own; empty: each to its own."""
     shapes: tuple[LayerShape, ...] = ()
     """Of every layer, where they differ or a value is not as wide as a key; empty: the three numbers say all."""
 
@@ -112,6 +114,15 @@ class Backbone:
     def shape(self, layer: int) -> LayerShape:
         """Return the shape of one layer's attention."""
         return self.shapes[layer] if self.shapes else LayerShape(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def borrows(self, layer: int) -> bool:
+        """Return whether a layer attends to the units of an earlier one."""
+        return bool(self.sources) and self.sources[layer] != layer
+
+    @property
+    def lenders(self) -> frozenset[int]:
+        """Layers whose units later layers attend to as well."""
+        return frozenset(source for layer, source in enumerate(self.sources) if source != layer)
 
     @property
     def full_shapes(self) -> tuple[LayerShape, ...]:
@@ -214,7 +225,8 @@ def on_rank(backbone: Backbone, ranks: int) -> Backbone:
             f"(--shard tp): it has {' or '.join(map(str, sorted(kv_heads)))}; {way_out} --shard fsdp"
         )
     shapes = tuple(_part(shape, ranks) for shape in backbone.shapes)
-    return replace(_part(backbone, ranks), shapes=shapes)
+    shared: Backbone = _part(backbone, ranks)
+    return replace(shared, shapes=shapes)
 
 
 def _part(shape: Any, ranks: int) -> Any:
@@ -361,6 +373,8 @@ def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
 
 
 def _attends(module: nn.Module) -> bool:
+    if getattr(module, "is_kv_shared_layer", False):
+        return hasattr(module, SEPARATE[0])
     return is_latent(module) or hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE)
 
 
@@ -396,6 +410,10 @@ def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
     # A window as long as the context (Phi-3-mini-128K: 262,144) never slides, so such layers count as full attention.
     slides = window is not None and window < max_positions
     kinds = tuple(FULL if kind == SLIDING and not slides else kind for kind in types[:num_layers])
+    sources = _sources(text, kinds)
+    kinds = tuple(
+        kind if source == index else NONE for index, (kind, source) in enumerate(zip(kinds, sources, strict=True))
+    )
     layers = tuple(index for index, kind in enumerate(kinds) if kind in (FULL, BOTH))
     if not layers:
         raise ValueError(
@@ -406,7 +424,7 @@ def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
     carried = (0, 0)
     if RECURRENT in kinds or BOTH in kinds:
         carried = state_numbers(text, None if model is None else type(find_decoder(model)))
-    attending = [index for index, kind in enumerate(kinds) if kind not in (RECURRENT, NONE)]
+    attending = [index for index, kind in enumerate(kinds) if kind not in (RECURRENT, NONE) or sources[index] != index]
     found = {index: _shape_of(text, index) for index in attending}
     first = found[layers[0]]
     shapes = tuple(found.get(index, first) for index in range(num_layers))
@@ -422,6 +440,7 @@ def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
         max_positions=max_positions,
         window=window if SLIDING in kinds else None,
         kinds=kinds,
+        sources=() if sources == tuple(range(num_layers)) else sources,
         shapes=() if first.plain and set(shapes) == {first} else shapes,
         state_numbers=carried,
     )
@@ -444,16 +463,31 @@ def _check_layers(text: Any, model_type: str) -> None:
                 raise ValueError(
                     f"layer {index} of {model_type} leaves out {', '.join(skipped)}, which is not supported"
                 )
-    if shared := getattr(text, "num_kv_shared_layers", 0):
-        raise ValueError(
-            f"the last {shared} layers of {model_type} share keys and values of earlier ones, which is not supported; "
-            f"{_SUPPORTED}"
-        )
     if getattr(text, "index_topk", None):
         raise ValueError(
             f"the layers of {model_type} choose by an indexer of their own what they attend to (index_topk="
             f"{text.index_topk}), and its keys would have to be evicted too, which is not supported; {_SUPPORTED}"
         )
+
+
+def _sources(text: Any, kinds: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the layer whose units each layer attends to: the last ones may borrow those of the last of their kind.
+
+    Raises:
+        ValueError: If there is none to borrow from.
+    """
+    own = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
+    types = _layer_types(text)
+    sources = list(range(own))
+    for index in range(own, len(kinds)):
+        lenders = [layer for layer in range(own) if types[layer] == types[index]]
+        if not lenders or kinds[index] not in (FULL, SLIDING):
+            raise ValueError(
+                f"layer {index} of {getattr(text, 'model_type', 'this model')} has no keys of its own "
+                f"(num_kv_shared_layers={text.num_kv_shared_layers}), and no earlier layer of {types[index]} has any"
+            )
+        sources.append(lenders[-1])
+    return tuple(sources)
 
 
 def _of_layer(text: Any, index: int, name: str) -> Any:

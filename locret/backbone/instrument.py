@@ -183,7 +183,11 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     implementation = base.config._attn_implementation
     full = frozenset(backbone.layers)
     attends = (FULL, SLIDING, BOTH)
-    layers = {module: index for index, module in enumerate(modules) if backbone.kinds[index] in attends}
+    layers = {
+        module: index
+        for index, module in enumerate(modules)
+        if backbone.kinds[index] in attends or backbone.borrows(index)
+    }
     instrument = _Instrument(layers, full, latents(model), flash=implementation == "flash_attention_2")
     with ExitStack() as stack:
         for module, index in layers.items():
@@ -326,6 +330,8 @@ def _pass_hooks(instrument: _Instrument) -> tuple[Any, Any, Any]:
         kwargs["attention_mask"] = None
         if positions is not None:
             kwargs["position_ids"] = positions
+        if kwargs.get("logits_to_keep") is not None:  # layers without keys of their own would leave tokens out
+            kwargs["logits_to_keep"] = 0
         _PASS.set(_Pass(observer, instrument, outer))
         return args, kwargs
 

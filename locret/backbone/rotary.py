@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +24,18 @@ FULL_ATTENTION = "full_attention"
 
 
 class Rotary:
-    """Cosines and sines of a backbone's full-attention layers, remembered for the positions asked for last."""
+    """Cosines and sines of a backbone's full-attention layers, remembered for the positions asked for last.
 
-    def __init__(self, decoder: Any) -> None:
+    Tables have a column per rotated dimension, those of the first halves of the pairs before those of the second ones,
+    whatever the backbone's own tables look like.
+
+    Args:
+        decoder: The backbone's stack of layers.
+        still: Layers that do not rotate, see `locret.backbone.unrotated`.
+    """
+
+    def __init__(self, decoder: Any, still: frozenset[int] = frozenset()) -> None:
+        self._still = still
         self._module: Any = rotary_module(decoder)
         self._by_type = self._module is not None and (
             "layer_type" in inspect.signature(self._module.forward).parameters
@@ -32,7 +43,13 @@ class Rotary:
         prefix = f"{FULL_ATTENTION}_" if self._by_type else ""
         frequencies: Tensor | None = getattr(self._module, f"{prefix}inv_freq", None)
         self._pairs = None if frequencies is None else frequencies.shape[-1]
+        self.adjacent = adjacent_pairs(decoder)
+        """Whether neighbours form the pairs, rather than the two halves of the rotated dimensions."""
         self._last: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
+
+    def of(self, layer: int) -> Rotary:
+        """Return the rotation of one layer."""
+        return NoRotary() if layer in self._still else self
 
     def table(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (length, R) in the dtype and on the device of `like`, for consecutive positions.
@@ -67,37 +84,82 @@ class Rotary:
             cos, sin = (torch.cat([part, part], dim=-1).to(like.dtype) for part in (table.real, table.imag))
         else:
             cos, sin = table
-        if cos.shape[-1] == self._pairs:  # gpt-oss has one column per pair, where others have one per dimension
-            cos, sin = (torch.cat([columns, columns], dim=-1) for columns in (cos, sin))
-        return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+        return self._halves(cos).view(*positions.shape, -1), self._halves(sin).view(*positions.shape, -1)
+
+    def _halves(self, table: Tensor) -> Tensor:
+        """Bring a table of the backbone into the layout of ours."""
+        if table.shape[-1] == self._pairs:  # gpt-oss has one column per pair, where others have one per dimension
+            return torch.cat([table, table], dim=-1)
+        if self.adjacent and self._columns_adjacent:
+            return torch.cat([table[..., ::2], table[..., ::2]], dim=-1)
+        return table
+
+    @cached_property
+    def _columns_adjacent(self) -> bool:
+        """Whether the backbone's tables have the columns of a pair side by side (Cohere) rather than apart (GLM)."""
+        extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
+        frequencies = next(self._module.buffers())
+        cos, _ = self._module(
+            frequencies.float(), torch.ones(1, 1, dtype=torch.long, device=frequencies.device), **extra
+        )
+        return torch.equal(cos[..., ::2], cos[..., 1::2])
+
+    def turn(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+        """Rotate keys as the backbone does; see `rotate`."""
+        return rotate(keys, cos, sin, out, adjacent=self.adjacent)
+
+    def turn_back(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Undo `turn`; see `unrotate`."""
+        return unrotate(keys, cos, sin, adjacent=self.adjacent)
 
     def forget(self) -> None:
         """Drop the remembered table."""
         self._last = None
 
 
-def rotate(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+class NoRotary(Rotary):
+    """What takes the place of a `Rotary` in layers that do not rotate: angles of 0."""
+
+    def __init__(self) -> None:
+        self._still: frozenset[int] = frozenset()
+        self._module, self._by_type, self._pairs = None, False, None
+        self.adjacent, self._last = False, None
+
+
+def adjacent_pairs(decoder: Any) -> bool:
+    """Return whether a backbone rotates neighbouring dimensions together, as its own code does with (1, 2, 3, 4)."""
+    function = getattr(sys.modules[type(decoder).__module__], "rotate_half", None)
+    if function is None:
+        return False
+    turned: Tensor = function(torch.arange(1.0, 5.0)[None, None, None])
+    return turned.flatten().tolist() == [-2.0, 1.0, -4.0, 3.0]
+
+
+def rotate(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None, *, adjacent: bool = False) -> Tensor:
     """Rotate the first R dims of keys (..., S, D) by cos and sin (..., S, R); the other dims pass through.
 
-    The two halves of R form the pairs (the Llama layout). Written into `out` if given, which must not overlap `keys`.
+    The two halves of R form the pairs (the Llama layout), or with `adjacent` neighbours do (GLM); the columns of the
+    tables are by halves either way. Written into `out` if given, which must not overlap `keys`.
     """
     rotated, half = cos.shape[-1], cos.shape[-1] // 2
     out = torch.empty_like(keys) if out is None else out
-    first, second = keys[..., :half], keys[..., half:rotated]
-    torch.mul(first, cos[..., :half], out=out[..., :half]).addcmul_(second, sin[..., :half], value=-1)
-    torch.mul(second, cos[..., half:], out=out[..., half:rotated]).addcmul_(first, sin[..., half:])
+    ones, others = (slice(0, rotated, 2), slice(1, rotated, 2)) if adjacent else (slice(half), slice(half, rotated))
+    first, second = keys[..., ones], keys[..., others]
+    torch.mul(first, cos[..., :half], out=out[..., ones]).addcmul_(second, sin[..., :half], value=-1)
+    torch.mul(second, cos[..., half:], out=out[..., others]).addcmul_(first, sin[..., half:])
     if rotated < keys.shape[-1]:
         out[..., rotated:] = keys[..., rotated:]
     return out
 
 
-def unrotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def unrotate(keys: Tensor, cos: Tensor, sin: Tensor, *, adjacent: bool = False) -> Tensor:
     """Undo `rotate` in float32. Scaled tables (LongRoPE, YaRN) carry a factor m in cos and sin: it is divided out."""
     # Rounded tables have a factor of their own at every angle, which would add up over many moves.
     pairs = slice(0, 1) if cos.dtype == torch.float32 else slice(None)
     cos, sin = cos.float(), sin.float()
     magnitude_squared = cos[..., pairs] ** 2 + sin[..., pairs] ** 2
-    return rotate(keys.float(), cos / magnitude_squared, -sin / magnitude_squared).to(keys.dtype)
+    turned = rotate(keys.float(), cos / magnitude_squared, -sin / magnitude_squared, adjacent=adjacent)
+    return turned.to(keys.dtype)
 
 
 class RotationCheck:
@@ -114,7 +176,7 @@ class RotationCheck:
         if layer_idx in self._checked or start + length == 1:  # position 0 is never rotated, so it tells nothing
             return
         cos, sin = rotary.table(start, length, key_states)
-        ours, theirs = rotate(raw_keys, cos, sin).float(), key_states.float()
+        ours, theirs = rotary.turn(raw_keys, cos, sin).float(), key_states.float()
         self._wrong.append((ours - theirs).abs().max() > 0.02 * theirs.abs().max())
         self._checked.add(layer_idx)
 
@@ -128,8 +190,8 @@ class RotationCheck:
         if wrong and torch.stack([found.to(wrong[0].device) for found in wrong]).any():
             self._checked.clear()
             raise ValueError(
-                f"the rotary embedding of {self.model_type} is not the half-split kind (Llama, Phi-3, Qwen) in every "
-                'layer, so cached keys cannot be re-rotated; use positions="original"'
+                f"{self.model_type} gives keys their positions in a way that cannot be repeated at another rank; use "
+                'positions="original"'
             )
 
 
@@ -144,7 +206,8 @@ def rotary_parameters(decoder: Any) -> dict[str, Any]:
     """Return how a backbone rotates keys, as plain data; nothing where it does not."""
     if rotary_module(decoder) is None:
         return {}
-    return json.loads(json.dumps(decoder.config.rope_parameters or {}, default=str))  # type: ignore[no-any-return]
+    parameters = json.loads(json.dumps(decoder.config.rope_parameters or {}, default=str))
+    return parameters | ({"pairs": "adjacent"} if adjacent_pairs(decoder) else {})  # type: ignore[no-any-return]
 
 
 _FROM_PARAMETERS = ("default", "linear", "llama3", "yarn")
@@ -162,7 +225,7 @@ def rotary_from(parameters: Mapping[str, Any], head_dim: int, max_positions: int
     from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3RotaryEmbedding
 
     kind = parameters.get("rope_type", "default")
-    if kind not in _FROM_PARAMETERS:
+    if kind not in _FROM_PARAMETERS or {"pairs", "still"} & parameters.keys():
         raise ValueError(f"the rotary embedding {shown(kind)} follows from more than its parameters")
     shape = {"hidden_size": head_dim, "num_attention_heads": 1, "num_key_value_heads": 1}
     given = {**shape, "max_position_embeddings": max_positions, "rope_parameters": dict(parameters)}

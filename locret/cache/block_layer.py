@@ -19,7 +19,6 @@ from locret.backbone.adapters import LayerShape
 from locret.backbone.attention import View
 from locret.backbone.chunk import Attended, Chunk, Projections
 from locret.backbone.near_and_far import Far
-from locret.backbone.rotary import rotate
 from locret.cache.blocks import Blocks
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.refit import Refit
@@ -116,16 +115,16 @@ class BlockLayer(RetentionLayer):
         near, held = min(store.fill, self.local + self._new - 1), max(store.fill - self.local, 0)
         window = slice(store.fill - near, store.fill)
         cos, sin = store.rotary.table(0, near, query)
-        near_query = rotate(query, cos[near - self._new :], sin[near - self._new :])
+        near_query = store.rotary.turn(query, cos[near - self._new :], sin[near - self._new :])
         # Not by `table`, which remembers the window's for the layers to come.
         far_cos, far_sin = store.rotary.at(torch.tensor([0, self.local - 1], device=query.device), query)
-        far_query = rotate(query, far_cos[1:], far_sin[1:])
+        far_query = store.rotary.turn(query, far_cos[1:], far_sin[1:])
         keys, values, chosen = self.blocks.recall(far_query)
         far_keys = torch.cat([store.keys[:, :, :held], keys], dim=2)
         if self.lookup.far == "original" and far_keys.shape[2]:
             far_query = near_query
             far_cos, far_sin = store.rotary.at(self._distances(chosen, held, near), query)
-            far_keys = rotate(far_keys, far_cos, far_sin)
+            far_keys = store.rotary.turn(far_keys, far_cos, far_sin)
         else:  # a key at position 0 is not turned, but it is stretched where the backbone's tables are
             far_query[..., : far_cos.shape[-1]] *= far_cos[0]
         far = Far(
@@ -139,7 +138,7 @@ class BlockLayer(RetentionLayer):
             tell=lambda near_mass, far_mass: self._note(near_mass, far_mass[..., held:]),
         )
         turned = store.workspace.take((*store.keys.shape[:2], near, store.keys.shape[3]), store.capacity, store.keys)
-        rotate(store.keys[:, :, window], cos, sin, out=turned)
+        store.rotary.turn(store.keys[:, :, window], cos, sin, out=turned)
         return View(turned, store.values[:, :, window], far=far)
 
     def _distances(self, chosen: list[list[list[int]]], held: int, near: int) -> Tensor:

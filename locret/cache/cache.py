@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from locret.backbone.adapters import (
     ranks_of,
 )
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
+from locret.backbone.unrotated import unrotated_layers
 from locret.cache.digest import shortened
 from locret.cache.disk import Disk
 from locret.cache.export import to_dynamic_cache
@@ -140,7 +140,8 @@ class RetentionCache(Cache):
             check_over_ranks(self)
         self.latents = latents(model)
         """The layers with latent attention."""
-        self._rotary, self._workspace = Rotary(find_decoder(model)), Workspace()
+        self._rotary = Rotary(find_decoder(model), unrotated_layers(model, backbone))
+        self._workspace = Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
         self._account = Account(backbone, self._limits, compute_dtype(model).itemsize)
@@ -317,7 +318,7 @@ class RetentionCache(Cache):
         return max(room, 0)
 
     def check_reach(self, units: int, tokens: int | None) -> None:
-        """Refuse compact positions beyond those that always have the same frequencies.
+        """Refuse positions beyond those that always have the same frequencies.
 
         Args:
             units: Most units per KV head to come.
@@ -326,14 +327,22 @@ class RetentionCache(Cache):
         Raises:
             ValueError: If the backbone's dynamic NTK would rotate keys and queries differently.
         """
-        reach: float = units
-        if self.backbone.slides:
-            reach = math.inf if tokens is None else self.seen + tokens
-        if self.policy.positions == "compact" and self._fixed_reach is not None and reach > self._fixed_reach:
+        if self._fixed_reach is None:
+            return
+        changes = f"{self.backbone.model_type} with dynamic NTK changes its rotary frequencies beyond "
+        if self.policy.positions == "compact" and not self.backbone.slides:
+            if units > self._fixed_reach:
+                raise ValueError(
+                    f"{changes}{self._fixed_reach} positions, but budget={self.policy.budget} and "
+                    f"chunk_size={self.policy.chunk_size} reach {units}; lower them"
+                )
+        elif tokens is None or self.seen + tokens > self._fixed_reach:
+            reach = "the length of the text is unknown"
+            if tokens is not None:
+                reach = f"text and answer reach {self.seen + tokens}"
             raise ValueError(
-                f"{self.backbone.model_type} with dynamic NTK changes its rotary frequencies beyond "
-                f"{self._fixed_reach} positions, but budget={self.policy.budget} and chunk_size="
-                f'{self.policy.chunk_size} reach {reach}; lower them, or use positions="original"'
+                f"{changes}{self._fixed_reach} positions, keys in the cache keep theirs, and {reach}; "
+                'read it with positions="compact" where all layers attend to everything, or give it another rope_type'
             )
 
     @contextmanager
@@ -425,9 +434,14 @@ class RetentionCache(Cache):
             rotary = rotary - self.shift[:, None]
         return original, rotary
 
+    def unrotated(self) -> dict[str, list[int]]:
+        """Return, by name, the layers that do not rotate their keys; nothing if all do."""
+        still = [index for index in self.backbone.layers if self._rotary.of(index) is not self._rotary]
+        return {"still": still} if still else {}
+
     def check_rotation(self, layer_idx: int, raw_keys: Tensor, keys: Tensor) -> None:
         """Compare the backbone's rotation with ours, once per layer; `report_rotation` tells what came out."""
-        self._rotation.compare(layer_idx, self._rotary, self.next_position, raw_keys, keys)
+        self._rotation.compare(layer_idx, self.layers[layer_idx].store.rotary, self.next_position, raw_keys, keys)
 
     def report_rotation(self) -> None:
         """Raise what `check_rotation` has found.

@@ -94,7 +94,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
         "policy": cache.policy.to_dict(),
         "weights": any_fingerprint(cache.model),
         "vocab_size": unwrap(cache.model).config.get_text_config().vocab_size,
-        "rotary": rotary_parameters(find_decoder(cache.model)),
+        "rotary": rotary_parameters(find_decoder(cache.model)) | cache.unrotated(),
         "scorer": _identity(cache),
         "columns": {name: dtype_name(dtype) for name, dtype in cache.scorer.columns.items()},
         **numbers,
@@ -478,6 +478,9 @@ def _saved_backbone(state: Mapping[str, Any]) -> Backbone:
             held = len(counters) if isinstance(counters, list) else "no"
             raise ValueError(f"backbone.num_layers={given['num_layers']}, but it has counters of {held} layers")
         given |= {"layers": layers, "kinds": _saved_kinds(kinds, layers, len(counters))}
+        sources = given.get("sources", ())
+        if sources and not (len(sources) == len(counters) and all(0 <= s <= i for i, s in enumerate(sources))):
+            raise ValueError(f"backbone.sources={shown(sources)} are no layers")
         return Backbone(**given, shapes=_saved_shapes(shapes, len(counters)))
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"it does not say which backbone it was made with ({error}); save the cache again") from error

@@ -127,6 +127,8 @@ def obstacle(
     """Return why no step over layers that hold so many units each can be compiled; None if one can."""
     if backbone.recurrent:
         return f"layers of {backbone.model_type} carry a recurrent state"
+    if backbone.sources:
+        return f"layers of {backbone.model_type} attend to the units of earlier ones"
     if not backbone.uniform:
         return f"layers of {backbone.model_type} slide over a window"
     if any(shape.latent for shape in backbone.full_shapes):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.adapters import find_decoder
-from locret.backbone.rotary import long_factors, rotate
+from locret.backbone.rotary import long_factors
 from locret.cache.cache import RetentionCache
 from locret.cache.export import check_one_row
 from locret.cache.layer import RetentionLayer
@@ -373,4 +373,4 @@ def _move(cache: RetentionCache, distance: int) -> None:
                 cos[..., :1] ** 2 + sin[..., :1] ** 2
             ).sqrt()  # scaled tables carry a factor, as keys do already
             turn = cos / magnitude, (sin if distance > 0 else -sin) / magnitude
-            keys.copy_(rotate(keys.float(), *turn).to(keys.dtype))
+            keys.copy_(layer.store.rotary.turn(keys.float(), *turn).to(keys.dtype))

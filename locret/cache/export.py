@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from locret.backbone.adapters import Backbone, find_decoder
-from locret.backbone.rotary import Rotary, long_factors, rotary_parameters, unrotate
+from locret.backbone.rotary import Rotary, long_factors, rotary_parameters
 from locret.cache.store import POSITIONS
 from locret.policy.policy import RetentionPolicy
 
@@ -30,12 +30,11 @@ def to_dynamic_cache(cache: RetentionCache, *, host: bool = False) -> DynamicCac
     cache.check_whole()
     _check_ordinary(cache, host)
     decoder = find_decoder(cache.model)
-    rotary = Rotary(decoder)
     # By its config a cache has layers for states; without one it makes layers of units as they come.
     exported = DynamicCache(config=decoder.config) if cache.carriers else DynamicCache()
     with long_factors(decoder):
         for index, layer in zip(cache.backbone.layers, cache.governed, strict=True):
-            exported.update(*_units(layer, rotary, cache.next_position, host), index)
+            exported.update(*_units(layer, layer.store.rotary, cache.next_position, host), index)
     for index, states in cache.carriers.items():
         states.give(exported.layers[index])
     return exported
@@ -163,4 +162,4 @@ def turned_back(keys: Tensor, rotary: Rotary, now: Tensor) -> Tensor:
     at = torch.cat([distances.new_zeros(1), distances])
     cos, sin = rotary.at(at, keys.new_empty(0, dtype=torch.float32))
     magnitude = cos[0, 0]  # scaled tables carry a factor, which the keys have already
-    return unrotate(keys.float(), (cos[1:] / magnitude)[which], (sin[1:] / magnitude)[which]).to(keys.dtype)
+    return rotary.turn_back(keys.float(), (cos[1:] / magnitude)[which], (sin[1:] / magnitude)[which]).to(keys.dtype)

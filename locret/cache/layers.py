@@ -77,6 +77,20 @@ def check_latent(policy: RetentionPolicy, model_type: str) -> None:
             )
 
 
+def check_lent(policy: RetentionPolicy, backbone: Backbone) -> None:
+    """Refuse what looks at the queries of one layer alone, where several attend to the same units.
+
+    Raises:
+        ValueError: Naming the setting.
+    """
+    for name, value in (("host_budget", policy.host_budget), ("refit", policy.refit or None)):
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} goes by the queries of one layer, but the last layers of {backbone.model_type} attend "
+                f"to the units of earlier ones; leave {name} out, or take another backbone"
+            )
+
+
 def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Disk | None:
     """Return the file for a second tier that an argument means.
 
@@ -145,25 +159,28 @@ class LayerMaker:
             )
         if self.backbone.shape(index).latent:
             check_latent(self.policy, self.backbone.model_type)
+        if index in self.backbone.lenders:
+            check_lent(self.policy, self.backbone)
         if self.policy.recalls_blocks:
-            return self._block_layer(kind)
+            return self._block_layer(kind, index)
         nth = self.backbone.layers.index(index)
-        store = self._store(kind, forms_of(self.policy, self.limits.layers)[nth], self.workspace)
-        host = self._host(kind, nth)
+        rotary = self.rotary.of(index)
+        store = self._store(kind, rotary, forms_of(self.policy, self.limits.layers)[nth], self.workspace)
+        host = self._host(kind, rotary, nth)
         folding = None if self.merger is None else Folding(self.merger, self.merging, index)
         return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
 
-    def _store(self, kind: type[Store], form: Form | None, workspace: Workspace) -> Store:
+    def _store(self, kind: type[Store], rotary: Rotary, form: Form | None, workspace: Workspace) -> Store:
         if form is None:
-            return kind(self.rotary, workspace, self.scorer.columns)
+            return kind(rotary, workspace, self.scorer.columns)
         if self.store is not None:
             raise ValueError(
                 f"store {kind.name} holds units as they are, but key_bits={self.policy.key_bits} and "
                 f"value_bits={self.policy.value_bits}; use 16 bits, or leave the store out"
             )
-        return QuantisedStore(self.rotary, workspace, self.scorer.columns, form=form)
+        return QuantisedStore(rotary, workspace, self.scorer.columns, form=form)
 
-    def _block_layer(self, kind: type[Store]) -> BlockLayer:
+    def _block_layer(self, kind: type[Store], index: int) -> BlockLayer:
         if not issubclass(kind, DenseStore):
             raise ValueError(
                 f"store {kind.name} cannot give blocks away, as recall_by={self.policy.recall_by} does; take another "
@@ -171,10 +188,10 @@ class LayerMaker:
             )
         shape = self.backbone.check_alike(f"recall_by={self.policy.recall_by}")
         columns = {**self.scorer.columns, **block_columns(shape)}
-        store = kind(self.rotary, self.workspace, columns)
+        store = kind(self.rotary.of(index), self.workspace, columns)
         return BlockLayer(store, self.policy.blocks(), shape.num_heads)
 
-    def _host(self, kind: type[Store], nth: int) -> HostTier | None:
+    def _host(self, kind: type[Store], rotary: Rotary, nth: int) -> HostTier | None:
         policy = self.policy
         if policy.host_budget is None:
             return None
@@ -183,7 +200,7 @@ class LayerMaker:
                 f"store {kind.name} has no second tier, but host_budget={policy.host_budget}; leave host_budget out, "
                 "or derive the store from locret.cache.store.DenseStore"
             )
-        store = self._store(kind, forms_of(self.policy, self.limits.layers, host=True)[nth], Workspace())
+        store = self._store(kind, rotary, forms_of(self.policy, self.limits.layers, host=True)[nth], Workspace())
         assert isinstance(store, DenseStore)
         return HostTier(
             store,

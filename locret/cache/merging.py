@@ -12,7 +12,6 @@ from torch import Tensor
 
 from locret.backbone.attention import View
 from locret.backbone.chunk import pinned_units
-from locret.backbone.rotary import rotate, unrotate
 from locret.cache.store import POSITIONS, SCORES, Part, Store
 from locret.mergers.base import Merged, Merger, Units, take
 from locret.policy.selectors import Kept, KeptOverHeads, KeptPerHead, Stay
@@ -39,7 +38,7 @@ class Folding:
         for part, chosen in kept_parts(store, store.view(0), kept):
             positions, keys = part.columns[POSITIONS], part.keys.float()
             if by_text:
-                keys = unrotate(keys, *store.rotary.at(positions, keys))
+                keys = store.rotary.turn_back(keys, *store.rotary.at(positions, keys))
             units = Units(
                 layer_idx=self.layer_idx,
                 keys=keys,
@@ -54,7 +53,7 @@ class Folding:
             merged = self.merger.fold(units, self.prepared)
             keys = merged.keys
             if by_text:
-                keys = rotate(keys, *store.rotary.at(merged.positions, keys))
+                keys = store.rotary.turn(keys, *store.rotary.at(merged.positions, keys))
             _write(part, chosen.units, merged, keys)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.attention import Recalled, View
-from locret.backbone.rotary import Rotary, rotate, unrotate
+from locret.backbone.rotary import Rotary
 from locret.cache.rounding import COUNT, PLACE, Coder, Form
 from locret.cache.store import DenseStore, Ranks, Workspace
 from locret.lookups.base import Keys, RoundedKeys
@@ -150,11 +150,15 @@ class QuantisedStore(DenseStore):
             if len(self.following) < batch:
                 self.following = self.following * batch
             cos, sin = self._table(self.following, new, keys)
-            keys, places = unrotate(keys, cos, sin), _consecutive(self.following, new, keys.device)
+            keys, places = self.rotary.turn_back(keys, cos, sin), _consecutive(self.following, new, keys.device)
             self.following = [following + new for following in self.following]
         super().append(keys, values, positions)
         if self.form.placed:
             self.beside["places"][:, :, self.fill - new : self.fill] = places
+
+    def look_again(self, keys: Tensor, values: Tensor, *, waiting: bool) -> None:
+        """See `Store`."""
+        self._newest = _Newest(keys, values, waiting)
 
     def _write(self, span: slice, keys: Tensor, values: Tensor) -> None:
         buffers, new, window = self._buffers(), span.stop - span.start, self.form.recent
@@ -214,11 +218,11 @@ class QuantisedStore(DenseStore):
         if self.following is None and begin is None:
             out.copy_(keys)
         elif self.form.placed and self.following is not None:
-            rotate(keys, *self.rotary.at(self.beside["places"][:, :, span], keys), out=out)
+            self.rotary.turn(keys, *self.rotary.at(self.beside["places"][:, :, span], keys), out=out)
         else:
             starts = [begin] if self.following is None else [following - self.fill for following in self.following]
             cos, sin = self._table(starts, span.stop, keys)  # type: ignore[arg-type]
-            rotate(keys, cos[..., span, :], sin[..., span, :], out=out)
+            self.rotary.turn(keys, cos[..., span, :], sin[..., span, :], out=out)
 
     def _table(self, starts: Sequence[int], length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin for positions that begin at `starts`, one for each row: (L, R), or (B, 1, L, R)."""
@@ -268,7 +272,7 @@ class QuantisedStore(DenseStore):
             decoded = self._coder(name).decode(own, like.shape[-1], frame).to(like.dtype)
             if name == "keys" and "places" in held:
                 places = held["places"].flatten(2)[:, :, span]
-                rotate(decoded, *self.rotary.at(places, decoded), out=states[:, :, span])
+                self.rotary.turn(decoded, *self.rotary.at(places, decoded), out=states[:, :, span])
             else:
                 states[:, :, span] = decoded
         return states.view(*shape, like.shape[-1])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.attention import View
-from locret.backbone.rotary import Rotary, rotate, unrotate
+from locret.backbone.rotary import Rotary
 from locret.cache.store import COLUMNS, EMPTY, POSITIONS, SCORES, Part, Store, Workspace
 from locret.policy.selectors import Kept, KeptOverHeads
 
@@ -150,7 +150,7 @@ class RaggedStore(Store):
             for span in spans:
                 old = slice(span.start, span.stop - new)
                 first = most - (old.stop - old.start)
-                rotate(self.keys[row, old], cos[first:], sin[first:], out=out[row, old])
+                self.rotary.turn(self.keys[row, old], cos[first:], sin[first:], out=out[row, old])
 
     def parts(self, view: View, new: int, newest_only: bool) -> Iterator[Part]:
         """Yield the new units of all heads; or, unless only those matter, one head after another."""
@@ -232,7 +232,7 @@ class RaggedStore(Store):
         like = torch.empty(0, dtype=torch.float32, device=slots_U.device)
         cos, sin = self.rotary.table(0, most + 1, like)
         magnitude, keys = cos[0, 0], self.keys.flatten(0, 1)
-        turned = rotate(keys[slots_U].float(), (cos / magnitude)[moved_U], (sin / magnitude)[moved_U])
+        turned = self.rotary.turn(keys[slots_U].float(), (cos / magnitude)[moved_U], (sin / magnitude)[moved_U])
         keys.index_copy_(0, slots_U, turned.to(keys.dtype))
 
     def rotate(self, base: int) -> None:
@@ -255,7 +255,7 @@ class RaggedStore(Store):
         for row, spans in enumerate(self.segments):
             for span in spans:
                 first = longest - (span.stop - span.start)
-                self.keys[row, span] = unrotate(self.keys[row, span], cos[first:], sin[first:])
+                self.keys[row, span] = self.rotary.turn_back(self.keys[row, span], cos[first:], sin[first:])
 
     def take_back(self) -> None:
         """See `Store`."""

@@ -78,6 +78,9 @@ class Reader:
         self._view: View | None = None
         self._sparse: list[SparseAttention] | None = None
         self._shared: dict[str, Any] = {}
+        self._lent: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        self._due: list[tuple[int, Stay, int]] = []
+        """Evictions of layers that others have still to attend to."""
 
     # -- the phases of a read -----------------------------------------------------------------------------------------
 
@@ -199,11 +202,16 @@ class Reader:
                 self.rate_waiting()
                 layer.evict(self.limits.answering(nth, keys.shape[-2]), cache.next_position)
         layer.append(keys, values, raw_keys, self._positions)
+        if layer_idx in cache.backbone.lenders:
+            self._lent[layer_idx] = keys, values, raw_keys is not None
 
     def view(self, layer_idx: int, query: Tensor, scaling: float) -> View:
         """Return what queries attend to; `update` has been called for their layer."""
+        backbone = self.cache.backbone
+        if backbone.borrows(layer_idx):
+            return self._borrowed(backbone.sources[layer_idx], layer_idx)
         if layer_idx not in self._nth:
-            return self.cache.layers[layer_idx].view()  # type: ignore[no-any-return]
+            return self.cache.layers[layer_idx].view(again=layer_idx in backbone.lenders)  # type: ignore[no-any-return]
         nth = self._nth[layer_idx]
         layer = self.layers[nth]
         self._view = layer.view(self.cache.next_position, self.projections[layer_idx])
@@ -222,6 +230,18 @@ class Reader:
                 return lent
         # A pattern of slots says nothing of recalled units, so with those all queries attend to all that is held.
         return replace(self._view, recalled=recalled, sparse=sparse if recalled is None else None)
+
+    def _borrowed(self, source: int, layer_idx: int) -> View:
+        """Return what the queries of a layer without units attend to: those of its source, as that has seen them."""
+        if source not in self._nth:
+            return self.cache.layers[source].view(again=True)  # type: ignore[no-any-return]
+        layer = self.layers[self._nth[source]]
+        keys, values, waiting = self._lent[source]
+        layer.store.look_again(keys, values, waiting=waiting)
+        view = layer.view(self.cache.next_position, self.projections[source])
+        if self._evicting and self._sparse is not None and not self._sparse[layer_idx].covers(layer.store.longest):
+            return replace(view, sparse=self._sparse[layer_idx])
+        return view
 
     def attended(self, layer: Attended) -> None:
         """Score a layer's units and, when it is time, evict down to the budget at once."""
@@ -249,11 +269,14 @@ class Reader:
         for chunk, where in self.layers[nth].chunks(layer, view, moment, self.scorer.causal):
             self.layers[nth].rate(*self._rated(chunk), where)
         if evicts_now is not None and not self.scorer.needs_hidden:
-            refit = None
+            base, refit = self.cache.next_position + layer.new_tokens, None
+            if layer.layer_idx in self.cache.backbone.lenders:
+                self._due.append((nth, evicts_now, base))
+                return
             if self.policy.refit and (self._last or self.limits.final):
                 kv_heads, sinks = layer.projections.shape.num_kv_heads, layer.learned_sinks
                 refit = Refit(layer.query, view, layer.scaling, layer.softcap, kv_heads, sinks)
-            self.layers[nth].evict(evicts_now, self.cache.next_position + layer.new_tokens, refit)
+            self.layers[nth].evict(evicts_now, base, refit)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what the scorer says of a chunk: scores, and the columns it declares.
@@ -311,6 +334,7 @@ class Reader:
     def finished(self, hidden: Tensor) -> None:
         """Rate tokens, where that takes a whole pass, and count them."""
         self.cache.report_rotation()
+        self._end_lending()
         if self.scorer.needs_hidden:
             self._rate_tokens(hidden)
         self._report_unsound()
@@ -319,6 +343,14 @@ class Reader:
         if self.answering:
             self.cache.last_tokens = None
         self.torn = not self.answering
+
+    def _end_lending(self) -> None:
+        """Evict where later layers have attended to what goes."""
+        for nth, stay, base in self._due:
+            self.layers[nth].evict(stay, base)
+        self._due, self._lent = [], {}
+        for index in self.cache.backbone.lenders - self._nth.keys():
+            self.cache.layers[index].view()
 
     def _stay_now(self, nth: int) -> Stay | None:
         """Return what stays after this forward pass; None: everything."""

@@ -48,9 +48,9 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         """Rows; 0 before the first token."""
         return self.keys.shape[0] if self.is_initialized else 0
 
-    def view(self) -> View:
-        """Return all states in reach of the pass that `update` was called for, once."""
-        reach, self._reach = self._reach, None
+    def view(self, *, again: bool = False) -> View:
+        """Return all states in reach of the pass that `update` was called for, once, or as long as there is more."""
+        reach, self._reach = self._reach, self._reach if again else None
         assert reach is not None
         return reach
 

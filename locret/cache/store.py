@@ -210,6 +210,16 @@ class Store(ABC):
             base: Rotary position of the first of the newest units; counts where keys wait un-rotated.
         """
 
+    def look_again(self, keys: Tensor, values: Tensor, *, waiting: bool) -> None:
+        """Get ready for another `view` of what was appended last.
+
+        Args:
+            keys: (B, K, L, D), rotated.
+            values: (B, K, L, D).
+            waiting: Whether keys wait un-rotated.
+        """
+        self._rotated = keys if waiting else None
+
     def side_by_side(self, view: View) -> View:
         """Return a view whose keys are keys and values side by side, (..., D + the width of values), in the workspace.
 
@@ -397,7 +407,7 @@ class DenseStore(Store):
         old = self.fill - newest.shape[-2]
         if old:
             cos, sin = self.rotary.table(base - old, old, keys)
-            rotate(keys[:, :, :old], cos, sin, out=turned[:, :, :old])
+            self.rotary.turn(keys[:, :, :old], cos, sin, out=turned[:, :, :old])
         turned[:, :, old:] = newest
         return View(turned, values, self.row_start)
 
@@ -460,7 +470,7 @@ class DenseStore(Store):
         cos, sin = self.rotary.table(0, fill - count + 1, like)
         magnitude = cos[0, 0]
         kept = self.keys.gather(2, kept_BKC[..., None].expand(*kept_BKC.shape, self.keys.shape[-1])).float()
-        turned = rotate(kept, (cos / magnitude)[moved], (sin / magnitude)[moved]).to(self.keys.dtype)
+        turned = self.rotary.turn(kept, (cos / magnitude)[moved], (sin / magnitude)[moved]).to(self.keys.dtype)
         self.keys.scatter_(2, kept_BKC[..., None].expand_as(turned), turned)
 
     def rotate(self, base: int, ranks: Ranks | None = None) -> None:
@@ -473,7 +483,7 @@ class DenseStore(Store):
         keys = self.keys[:, :, : self.fill]
         cos, sin = self.rotary.table(base - self.fill, self.fill, keys)
         scratch = self.workspace.take(tuple(keys.shape), self.capacity, keys)
-        keys.copy_(rotate(keys, cos, sin, out=scratch))
+        keys.copy_(self.rotary.turn(keys, cos, sin, out=scratch))
 
     def unrotate(self, base: int, ranks: Ranks | None = None) -> None:
         """See `Store`."""
@@ -484,7 +494,7 @@ class DenseStore(Store):
             return
         keys = self.keys[:, :, : self.fill]
         cos, sin = self.rotary.table(base - self.fill, self.fill, keys)
-        keys.copy_(unrotate(keys, cos, sin))
+        keys.copy_(self.rotary.turn_back(keys, cos, sin))
 
     def lag_like(self, fast: DenseStore) -> None:
         """Let positions of rows lag behind those of the longest as in another tier; only codes know of that."""

@@ -21,6 +21,7 @@ from locret.backbone.adapters import Backbone, describe, find_decoder, input_dev
 from locret.backbone.chunk import Attended
 from locret.backbone.forward import run_decoder
 from locret.backbone.instrument import instrumented
+from locret.backbone.passes import keeping_step
 from locret.backbone.rotary import fixed_reach
 from locret.labels.labels import LayerObserver
 
@@ -186,6 +187,7 @@ class _SharedRow(LayerObserver):
 
 
 @torch.no_grad()
+@keeping_step
 def observe_share(model: nn.Module, share: RowShare, input_ids: Tensor, on_layer: Callable[[Attended], None]) -> None:
     """Run the decoder over this process's slice of (1, S) token ids, together with the others; see `labels.observe`.
 

@@ -40,7 +40,7 @@ def weight_fingerprint(model: nn.Module) -> str | None:
 
     The rounding makes it the same for a backbone loaded in float32 or in bfloat16. It tells other weights from these,
     not a change of a few single weights, and proves nothing to somebody who wants to cheat. Processes that share the
-    weights by tensor parallelism all have to ask, and get that of the whole.
+    weights by tensor parallelism get that of the whole; all have to ask for the first time.
 
     Args:
         model: A backbone; an adapter's weights count too.
@@ -91,16 +91,29 @@ def sample_sharded(model: nn.Module, whole: Callable[[nn.Parameter], AbstractCon
     _GATHERED[unwrap(model)] = samples
 
 
+def sample_spread(model: nn.Module) -> None:
+    """Sample the weights of a backbone that processes share by tensor parallelism; all of them must call this at once.
+
+    Of any other backbone nothing is sampled.
+    """
+    base, ranks = unwrap(model), sharers_of(model)
+    if ranks is not None:
+        _GATHERED[base] = [
+            _Sample(name, tuple(weight.shape), _values(weight.data, ranks if is_spread(weight) else None), plain=True)
+            for name, weight in sorted(base.named_parameters())
+        ]
+
+
 def _samples_of(model: nn.Module) -> Iterator[_Sample | None]:
     """Yield what counts, parameter by parameter; None for one that is not there to be read."""
-    base, ranks = unwrap(model), sharers_of(model)
+    base = unwrap(model)
+    if base not in _GATHERED:
+        sample_spread(base)
     if base in _GATHERED:
         yield from _GATHERED[base]
         return
     for name, weight in sorted(base.named_parameters()):
-        if ranks is not None and is_spread(weight):
-            yield _Sample(name, tuple(weight.shape), _values(weight.data, ranks), plain=True)
-        elif weight.is_meta and (held := _offloaded(base, name)) is not None:
+        if weight.is_meta and (held := _offloaded(base, name)) is not None:
             yield _Sample(name, tuple(held.shape), _values(held), type(weight) is nn.Parameter)
         elif type(weight.data) is not Tensor or weight.is_meta or not weight.numel():
             yield None

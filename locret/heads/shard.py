@@ -38,10 +38,9 @@ class ShardedHeads(RetainingHeads):
             ours.requires_grad_(theirs.requires_grad)
         return heads.train(whole.training)
 
-    @torch.no_grad()
     def take(self, whole: dict[str, Tensor]) -> None:
         """Take this process's part of the weights of whole heads."""
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             for layer in self.layers:
                 head = self[layer]
                 for part in ("fc1", "fc2"):

@@ -21,9 +21,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import find_decoder
+from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.chunk import Chunk
-from locret.backbone.rotary import Rotary, rotate
+from locret.backbone.rotary import Rotary
+from locret.backbone.unrotated import unrotated_layers
 from locret.scorers.base import Scorer
 from locret.scorers.option_checks import check_at_least, check_at_most
 
@@ -71,7 +72,7 @@ class ExpectedAttentionScorer(Scorer):
 
     def prepare(self, model: nn.Module) -> Rotary:
         """Return the backbone's rotary embedding."""
-        return Rotary(find_decoder(model))
+        return Rotary(find_decoder(model), unrotated_layers(model, describe(model)))
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S); (B, K, L) zeros where nothing is selected by them."""
@@ -104,6 +105,7 @@ class ExpectedAttentionScorer(Scorer):
         scatter = queries - mean
         covariance = scatter.transpose(-1, -2) @ scatter / queries.shape[2]
         # A rotation is linear in its cosines and sines, so the mean rotation has their means.
-        cos, sin = (x.mean(0, keepdim=True) for x in chunk.prepared.table(chunk.next_position, self.future, queries))
-        by_rows = rotate(covariance, cos, sin).transpose(-1, -2)
-        return rotate(mean, cos, sin)[:, :, 0], rotate(by_rows, cos, sin)
+        rotary = chunk.prepared.of(chunk.layer_idx)
+        cos, sin = (x.mean(0, keepdim=True) for x in rotary.table(chunk.next_position, self.future, queries))
+        by_rows = rotary.turn(covariance, cos, sin).transpose(-1, -2)
+        return rotary.turn(mean, cos, sin)[:, :, 0], rotary.turn(by_rows, cos, sin)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import find_decoder
 from locret.load_options import WeightOptions
 from locret.weights import placement, quantisation
 from locret.weights.placement import DISK, HOST
+from locret.weights.shares import WeightCount
 
 _BLOCK, _NESTED = 64, 256
 """Weights that share a scale in bitsandbytes' four bits, and scales that share one where they are quantised again."""
@@ -83,7 +83,7 @@ def plan_weights(
     if sketch is None:
         sketch = sketch_of(config, dtype, trust_remote_code=getattr(source, "trust_remote_code", False))
     if (shard := getattr(source, "shard", None)) is not None:
-        return _sharded(sketch, shard, device)
+        return _sharded(WeightCount(sketch, dtype), shard, getattr(source, "shard_offload", None), device)
     wanted = quantisation.config_of(source, dtype)
     quantiser = _quantiser(sketch, config, wanted, dtype, placement.device_map_of(source))
     device_map = placement.resolve(sketch, source, quantiser)
@@ -99,15 +99,13 @@ def plan_weights(
     return WeightPlan(dict(places), gathered, device_map, label)
 
 
-def _sharded(sketch: nn.Module, shard: str, device: torch.device) -> WeightPlan:
-    """Return the plan of one process of several that hold a part each, in equal parts.
-
-    Those that bring a layer together have two at a time, and what is no layer, which stays.
-    """
-    layers = [sum(weight.nbytes for weight in layer.parameters()) for layer in find_decoder(sketch).layers]
-    total, processes = sum(weight.nbytes for weight in sketch.parameters()), int(os.environ.get("WORLD_SIZE", "1"))
-    gathered = 0 if shard == "tp" else 2 * max(layers) + total - sum(layers)
-    return WeightPlan({name_of(device): -(-total // processes)}, gathered, None, None)
+def _sharded(weights: WeightCount, shard: str, offload: str | None, device: torch.device) -> WeightPlan:
+    """Return the plan of one process of several that hold a part each."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if shard == "tp":
+        return WeightPlan({name_of(device): weights.split(processes) or weights.total}, 0, None, None)
+    place = {None: name_of(device), "cpu": HOST, "nvme": DISK}[offload]
+    return WeightPlan({place: weights.shard(processes)}, weights.gathered(), None, None)
 
 
 def _unpacked(sketch: nn.Module, quantiser: Any, dtype: torch.dtype) -> int:

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from locret.reference import select_kept
 
 NAME = "replay"
+_ROTARY = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb")
 
 
 @dataclass
@@ -43,11 +44,17 @@ class Replay:
     raw: tuple[Any, tuple[Tensor, ...]] | None = None
     """The model's rotation of states at given places, and the queries and keys that it was asked for last."""
 
+    latent: Tensor | None = None
+    """What the layer at hand makes all heads' keys and values from (DeepSeek)."""
+
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Tensor:
         """Return (1, T, N, D), having read the text in chunks."""
         rotate, query, key = self._unrotated(query, key)
         kv_heads, total = key.shape[1:3]
         group = query.shape[1] // kv_heads
+        rating, latent = value[0, ..., 0], self.latent is not None
+        if self.latent is not None:  # of all heads; it is their unit
+            rating, self.latent = self.latent[..., 0].expand(kv_heads, -1), None
         held: list[list[int]] = [[] for _ in range(kv_heads)]
         parts = []
         length = max(self.prompt - self.local_len, 0)
@@ -69,41 +76,45 @@ class Replay:
                     [
                         seen[k][slot].item()
                         for slot in select_kept(
-                            value[0, k, seen[k], 0].tolist(),
+                            rating[k, seen[k]].tolist(),
                             self.budget,
                             set(range(seen.shape[1] - newest, seen.shape[1])),
                         )
                     ]
                     for k in range(kv_heads)
                 ]
-        self.kept[module.layer_idx] = held
+        self.kept[module.layer_idx] = held[:1] if latent else held
         return torch.cat(parts, dim=1)
 
     def _unrotated(self, query: Tensor, key: Tensor) -> tuple[Any, Tensor, Tensor]:
-        if not self.compact or self.raw is None:
+        """Return how states are rotated from a place on, and queries and keys before that; None where they are not."""
+        raw, self.raw = self.raw, None
+        if not self.compact or raw is None:
             return None, query, key
-        rotation, (raw_query, raw_key) = self.raw
-        self.raw = None
-        if raw_key.shape[1] != key.shape[1]:  # heads behind tokens
+        rotation, (raw_query, raw_key) = raw
+        if raw_key.shape[2] != key.shape[2]:  # heads behind tokens
             raw_query, raw_key = raw_query.transpose(1, 2), raw_key.transpose(1, 2)
             behind = rotation
 
             def rotation(states: Tensor, at: slice) -> Tensor:
                 return behind(states.transpose(1, 2), at).transpose(1, 2)
 
-        width = raw_key.shape[-1]
-        if not torch.equal(rotation(raw_key, slice(None)), key[..., :width]):
+        width, again = raw_key.shape[-1], rotation(raw_key, slice(None))
+        places = (slice(0, width), slice(key.shape[-1] - width, key.shape[-1]))
+        place = next(
+            (place for place in places if torch.equal(again.expand_as(key[..., place]), key[..., place])), None
+        )
+        if place is None:
             raise NotImplementedError("keys are changed after their rotation")
 
         def rotate(states: Tensor, first: int) -> Tensor:
-            turned = rotation(states[..., :width], slice(first, first + states.shape[2]))
-            return torch.cat([turned, states[..., width:]], dim=-1)
+            turned = states.clone()
+            turned[..., place] = rotation(states[..., place], slice(first, first + states.shape[2]))
+            return turned
 
-        return (
-            rotate,
-            torch.cat([raw_query, query[..., width:]], dim=-1),
-            torch.cat([raw_key, key[..., width:]], dim=-1),
-        )
+        query, key = query.clone(), key.clone()
+        query[..., place], key[..., place] = raw_query, raw_key.expand_as(key[..., place])
+        return rotate, query, key
 
 
 _REPLAYS: list[Replay] = []
@@ -113,7 +124,7 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     replay = _REPLAYS[-1]
     if module.layer_idx in replay.layers:
         return replay.attend(module, query, key, value, attention_mask, **options), None
-    replay.raw = None
+    replay.raw = replay.latent = None
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", eager_attention_forward)
     return eager(module, query, key, value, attention_mask, **options)
 
@@ -126,32 +137,42 @@ AttentionMaskInterface.register(NAME, eager_mask)
 def _recorded(model: PreTrainedModel, replay: Replay) -> Iterator[None]:
     """Let the rotary functions of the model's files tell what they are given."""
     modules = {sys.modules[type(part).__module__] for part in model.modules()}
-    found = [(module, module.apply_rotary_pos_emb) for module in modules if hasattr(module, "apply_rotary_pos_emb")]
+    found = [(module, name, getattr(module, name)) for module in modules for name in _ROTARY if hasattr(module, name)]
 
     def recorder(function: Any) -> Any:
-        both = "k" in inspect.signature(function).parameters
+        names = list(inspect.signature(function).parameters)
+        states = 2 if {"k", "xk"} & set(names) else 1
+        tables = states + (1 if "freqs_cis" in names else 2)
 
         def record(*args: Any, **options: Any) -> Any:
-            states, cos, sin = ((args[0], args[1]), *args[2:4]) if both else ((args[0],), *args[1:3])
-            earlier = () if replay.raw is None or both else replay.raw[1]
+            earlier = () if replay.raw is None or states == 2 else replay.raw[1]
 
             def rotate(raw: Tensor, at: slice) -> Tensor:
-                table = cos[:, at], sin[:, at]
-                turned = function(raw, raw, *table, *args[4:], **options) if both else function(raw, *table, **options)
-                return turned[0] if both else turned
+                cut = [table[:, at] for table in args[states:tables]]
+                turned = function(*[raw] * states, *cut, *args[tables:], **options)
+                return turned[0] if states == 2 else turned
 
-            replay.raw = rotate, (*earlier, *states)
-            return function(*args, **options)
+            out = function(*args, **options)
+            replay.raw = rotate, (*earlier, *args[:states])
+            return out
 
         return record
 
-    for module, function in found:
-        module.apply_rotary_pos_emb = recorder(function)
+    def note(_module: Any, _inputs: Any, latent: Tensor) -> None:
+        replay.latent = latent
+
+    hooks = [
+        part.register_forward_hook(note) for name, part in model.named_modules() if name.endswith("kv_a_layernorm")
+    ]
+    for module, name, function in found:
+        setattr(module, name, recorder(function))
     try:
         yield
     finally:
-        for module, function in found:
-            module.apply_rotary_pos_emb = function
+        for module, name, function in found:
+            setattr(module, name, function)
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.no_grad()

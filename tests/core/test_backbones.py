@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from families import SHAPE, build, prompt
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 
@@ -52,9 +52,10 @@ def test_attention_of_another_kind_is_refused_while_it_is_read(model_type: str) 
 
 
 @pytest.mark.parametrize("model_type", ["glm4", "cohere", "ernie4_5"])
-def test_interleaved_rotary_embeddings_work_with_original_positions(model_type: str) -> None:
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_interleaved_rotary_embeddings_work(model_type: str, positions: str) -> None:
     model = random_model(model_type)
-    policy = RetentionPolicy(budget=100, chunk_size=10, stabilizers=5, local_len=6, positions="original")
+    policy = RetentionPolicy(budget=100, chunk_size=10, stabilizers=5, local_len=6, positions=positions)
     logits = prefill(model, IDS, RetentionCache(model, "snapkv", policy))
     with torch.no_grad():
         torch.testing.assert_close(logits, model(IDS).logits[:, -1], atol=1e-4, rtol=0)
@@ -149,14 +150,18 @@ def test_dynamic_ntk_beyond_its_original_context_is_refused_with_compact_positio
         generate(dynamic, prompt(40), cache=cache.fresh(), max_new_tokens=20, do_sample=False)
 
 
-def test_dynamic_ntk_with_original_positions_reads_as_transformers_does_in_pieces(dynamic: Any) -> None:
-    policy = RetentionPolicy(budget=90, chunk_size=30, stabilizers=5, local_len=30, positions="original")
-    logits = prefill(dynamic, prompt(90), RetentionCache(dynamic, "key_norm", policy))
-    cache = DynamicCache()
-    with torch.no_grad():
-        for piece in prompt(90).split(30, dim=1):
-            expected = dynamic(piece, past_key_values=cache, use_cache=True).logits[:, -1]
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+def test_dynamic_ntk_with_original_positions_is_right_within_its_original_context_and_refused_beyond(
+    dynamic: Any,
+) -> None:
+    policy = RetentionPolicy(budget=90, chunk_size=7, stabilizers=5, local_len=6, positions="original")
+    cache = RetentionCache(dynamic, "key_norm", policy)
+    answer = generate(dynamic, prompt(40), cache=cache, **GREEDY)
+    assert torch.equal(answer, dynamic.generate(input_ids=prompt(40), **GREEDY))
+    message = r"dynamic NTK changes its rotary frequencies beyond 48 positions, keys .*, and text and answer reach 49"
+    with pytest.raises(ValueError, match=message):
+        prefill(dynamic, prompt(49), cache.fresh())
+    with pytest.raises(ValueError, match="and the length of the text is unknown"):
+        prefill(dynamic, iter(prompt(60)[0].tolist()), cache.fresh())
 
 
 # -- weights that are elsewhere ---------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma3nTextConfig,
     Gemma4TextConfig,
     Glm4MoeLiteConfig,
     LongcatFlashConfig,
@@ -33,6 +34,7 @@ from locret.backbone.adapters import attention_modules, describe
 from locret.cache.limits import planned_bytes
 from locret.labels import answer_labels
 from locret.reference import kept_after_chunks
+from locret.train.step import train_step
 
 MHA = {**SHAPE, "num_key_value_heads": 4}
 EXPERTS = {
@@ -45,6 +47,11 @@ GEMMA4 = {
     **SHAPE, "num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 16, "sliding_window": 24,
     "layer_types": TURNS * 3, "vocab_size_per_layer_input": 199, "hidden_size_per_layer_input": 0,
 }  # fmt: skip
+GEMMA3N = {
+    **{name: value for name, value in GEMMA4.items() if name != "global_head_dim"}, "intermediate_size": [40] * 6,
+    "num_kv_shared_layers": 3, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 6,
+    "hidden_size_per_layer_input": 8,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 
 
@@ -56,6 +63,10 @@ def _configs() -> dict[str, PreTrainedConfig]:
             **{**GEMMA4, "hidden_size_per_layer_input": 8}, enable_moe_block=True, num_experts=4, top_k_experts=2,
             moe_intermediate_size=16,
         ),
+        "gemma4-shared": Gemma4TextConfig(
+            **{**GEMMA4, "hidden_size_per_layer_input": 8}, num_kv_shared_layers=2, use_double_wide_mlp=True
+        ),
+        "gemma3n": Gemma3nTextConfig(**GEMMA3N),
         "deepseek_v3-plain": DeepseekV3Config(
             **MHA, **{**MLA, "q_lora_rank": None}, **EXPERTS, rope_interleave=False, rope_parameters=YARN
         ),
@@ -120,7 +131,9 @@ def test_with_eviction_the_model_sees_what_stays(family: str) -> None:
     assert not torch.allclose(ours, model(ids).logits[:, -1], atol=1e-2)
     starts = [*range(0, 66, 16), 66]
     seen = seen_by(history, starts, 70, backbone.window)
-    hide_by_layer(model, dict(zip(backbone.layers, seen, strict=True)))
+    by_layer = dict(zip(backbone.layers, seen, strict=True))
+    borrowed = {i: by_layer[s] for i, s in enumerate(backbone.sources) if i != s and s in by_layer}
+    hide_by_layer(model, by_layer | borrowed)
     torch.testing.assert_close(ours, model(ids).logits[:, -1], atol=1e-4, rtol=0)
     assert int(seen[0, 0, -1].sum()) == 24
 
@@ -223,3 +236,54 @@ def test_an_ordinary_prefix_has_one_shape() -> None:
         prefill(model, prompt(40), cache)
         with pytest.raises(ValueError, match=message):
             cache.to_dynamic_cache()
+
+
+@pytest.mark.parametrize(
+    ("scorer", "settings"),
+    [
+        ("snapkv", {"head_budgets": "adaptive"}),
+        ("sirllm", {}),
+        ("h2o", {"positions": "original", "when": "prompt_end", "chunk_size": 64}),
+        ("streaming", {"prefill_attention": "minference"}),
+    ],
+)
+@pytest.mark.parametrize("family", ["gemma4-shared", "deepseek_v3"])
+@torch.no_grad()
+def test_other_ways_of_reading_see_all_of_a_prompt_that_fits(
+    family: str, scorer: str, settings: dict[str, Any]
+) -> None:
+    model, ids = build(family), prompt(60)
+    cache = RetentionCache(model, scorer, policy(64, **{"positions": "compact", **settings}))
+    torch.testing.assert_close(prefill(model, ids, cache), model(ids).logits[:, -1], atol=1e-4, rtol=0)
+    ours = generate(model, ids, cache=cache.fresh(), max_new_tokens=6, num_beams=2, do_sample=False)
+    assert ours.tolist() == model.generate(ids, max_new_tokens=6, num_beams=2, do_sample=False).tolist()
+
+
+@torch.no_grad()
+def test_codes_of_lent_units_are_seen_alike_by_all_layers() -> None:
+    model, ids = build("gemma4-shared"), prompt(60)
+    exact = model(ids).logits[:, -1]
+    cache = RetentionCache(model, "snapkv", policy(64, key_bits=8, value_bits=8))
+    assert float((prefill(model, ids, cache) - exact).abs().max()) < 0.05 * float(exact.abs().max())
+
+
+def test_lent_units_are_not_chosen_by_the_queries_of_one_layer() -> None:
+    model = build("gemma4-shared")
+    with pytest.raises(
+        ValueError, match="host_budget=8 goes by the queries of one layer, but the last layers of gemma4"
+    ):
+        RetentionCache(model, "random", policy(20, host_budget=8, recall=2))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4-shared"])
+def test_heads_learn_from_such_layers(family: str) -> None:
+    model, ids = build(family), prompt(60)
+    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
+    before = {index: heads[index].fc1.weight.clone() for index in heads}
+    optimizer, losses = torch.optim.Adam(heads.parameters(), lr=1e-2), []
+    for _ in range(3):
+        losses.append(train_step(model, heads, ids[:, :50], ids[:, 50:]).total)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(heads[index].fc1.weight, before[index]) for index in heads)

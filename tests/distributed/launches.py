@@ -17,7 +17,14 @@ def environment(**more: str) -> dict[str, str]:
     """Return an environment without a launcher's variables, in which each process has one thread."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     paths = [str(ROOT), *filter(None, [own.get("PYTHONPATH")])]
-    return {**own, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths), **more}
+    return {
+        **own,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MKL_CBWR": "COMPATIBLE",
+        "PYTHONPATH": os.pathsep.join(paths),
+        **more,
+    }
 
 
 def start(*line: object, processes: int = 2, **more: str) -> subprocess.Popen[str]:

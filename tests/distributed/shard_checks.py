@@ -10,11 +10,14 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.adapters import input_device
@@ -27,6 +30,7 @@ from locret.mergers.kernels import MergingKernels
 from locret.train.merging_step import merging_step
 from locret.train.step import train_step
 
+FAMILIES, ADAPTED = ("llama", "gemma3", "phi3-longrope", "qwen3-moe", "gpt-oss"), ("llama",)
 MODEL, CPU = "checkpoints/tiny", torch.device("cpu")
 POLICY = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
 
@@ -83,6 +87,53 @@ def measure(own: Ranks, whole: nn.Module, model: nn.Module) -> dict[str, Any]:
     return found
 
 
+def families_alike(own: Ranks, shard: str) -> dict[str, bool]:
+    """Return for some families whether a sharded backbone reads and writes what a whole one does, with an adapter too.
+
+    Products must not depend on where a weight lies (MKL_CBWR=COMPATIBLE): what was gathered lies elsewhere.
+    """
+    sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+    import families
+
+    folder, found = Path(own.gather(tempfile.mkdtemp())[0]), {}
+    row = ids(own, 100 + 60 * own.rank) % 150
+    for name in FAMILIES if shard == "fsdp" else FAMILIES[:1]:
+        adapter = str(folder / f"{name}-adapter") if name in ADAPTED else None
+        if own.is_main:
+            families.build(name).save_pretrained(folder / name)
+            if adapter is not None:
+                write_adapter(folder / name, adapter)
+        own.gather(None)
+        read = [
+            load_model(source, load_config(source), CPU, torch.float32)
+            for source in (
+                BackboneSource(model=str(folder / name), adapter=adapter, dtype="float32", shard=one)  # type: ignore[arg-type]
+                for one in (None, shard)
+            )
+        ]
+        (logits, one), (others, other) = (written(model, row, 3 + own.rank) for model in read)
+        found[f"family {name}"] = bool(torch.equal(logits, others)) and one == other
+    return found
+
+
+def write_adapter(backbone: Path, adapter: str) -> None:
+    """Write a LoRA adapter that changes something."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(backbone), config).save_pretrained(adapter)
+
+
+def written(model: nn.Module, row: Tensor, new: int) -> tuple[Tensor, Any]:
+    policy = RetentionPolicy(budget=40, chunk_size=32, stabilizers=4, local_len=8)
+    cache = RetentionCache(model, "snapkv", policy)
+    return prefill(model, row, cache), (
+        generate(model, cache=cache, max_new_tokens=new).tolist(),
+        any_fingerprint(model),
+    )
+
+
 def seeded(own: Ranks, *models: nn.Module) -> Any:
     for model in models:
         torch.manual_seed(own.rank)
@@ -109,7 +160,7 @@ def main(shard: str, offload: str | None = None, folder: str | None = None) -> N
         plain = BackboneSource(model=MODEL, dtype="float32")
         whole = load_model(plain, load_config(plain), CPU, torch.float32)
         model = load_model(source, load_config(source), CPU, torch.float32)
-        found = own.gather(measure(own, whole, model))
+        found = own.gather(measure(own, whole, model) | families_alike(own, shard))
         if own.is_main:
             sys.stdout.write(json.dumps({name: [one[name] for one in found] for name in found[0]}) + "\n")
 

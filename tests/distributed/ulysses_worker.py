@@ -28,9 +28,12 @@ from locret.infer.speed.allocations import peak_bytes
 from locret.infer.speed.shapes import random_model
 from locret.labels.base import LabelKind
 from locret.labels.kinds import KINDS
-from locret.train.memory_plan import layer_bytes
+from locret.load_options import BackboneSource
+from locret.loading import load_config, load_model
+from locret.train.memory_plan import layer_bytes, sketch
 from locret.train.step import StepResult, train_step
 from locret.train.training_options import Loss
+from locret.weights.shares import WeightCount
 
 # A kind of one's own, which sees whole rows: nothing about it says how it could be put together from parts.
 KINDS["mean"] = LabelKind(
@@ -44,17 +47,19 @@ STRICT = RetentionPolicy(budget=40, chunk_size=32, stabilizers=8, local_len=8)
 
 
 def differences(
-    model: Any, ranks: RowRanks, prompt: Tensor, answer: Tensor, loss: Loss, **more: Any
+    model: Any, ranks: RowRanks, prompt: Tensor, answer: Tensor, loss: Loss, part: Any = None, **more: Any
 ) -> dict[str, float]:
     """Return how far losses and gradients of shared rows are from those of whole rows, relative to the largest."""
 
     def step(row_ranks: RowRanks | None) -> tuple[StepResult, list[Tensor]]:
+        model = part if row_ranks is not None and part is not None else whole_model
         heads = RetainingHeads.for_model(model, 16, seed=0).requires_grad_(True)
         result = train_step(model, heads, prompt, answer, loss, row_ranks=row_ranks, **more)
         gradients = [weight.grad for weight in heads.parameters()]
         assert all(gradient is not None for gradient in gradients)
         return result, gradients  # type: ignore[return-value]
 
+    whole_model = model
     (whole, expected), (shared, found) = step(None), step(ranks)
     worst, largest = 0.0, max(float(one.abs().max()) for one in expected)
     for one, other in zip(expected, found, strict=True):
@@ -70,6 +75,7 @@ def steps(ranks: RowRanks) -> dict[str, dict[str, float]]:
     """Compare steps over families, kinds of labels, objectives, lengths and policies."""
     llama, gemma = backbone("llama"), backbone("gemma2")
     built = families.build("phi3-longrope").eval().requires_grad_(False)
+    sinks = families.build("gpt-oss").eval().requires_grad_(False)
     ids = {"prompt": token_ids(101), "answer": token_ids(14, 1)}
     cases: dict[str, tuple[Any, dict[str, Any], Loss, dict[str, Any]]] = {
         "llama": (llama, ids, Loss(), {}),
@@ -77,6 +83,7 @@ def steps(ranks: RowRanks) -> dict[str, dict[str, float]]:
         "q and k norms": (backbone("qwen3"), ids, Loss(label_kind="log_attention", label_floor=-4.0), {}),
         "windows and softcap": (gemma, ids, Loss(label_kind="log_attention"), {}),
         "fused projections, long factors": (built, ids, Loss(), {}),
+        "learned sinks": (sinks, ids, Loss(label_kind="log_attention"), {}),
         "a kind of one's own": (llama, ids, Loss(label_kind="mean"), {}),
         "ranking": (llama, ids, Loss(objective="ranking", temperature=2.0, label_kind="log_attention"), {}),
         "smoothness alone counts": (llama, ids, Loss(alpha=100.0), {}),
@@ -94,6 +101,30 @@ def steps(ranks: RowRanks) -> dict[str, dict[str, float]]:
         name: differences(model, ranks, rows["prompt"], rows["answer"], loss, **more)
         for name, (model, rows, loss, more) in cases.items()
     }
+
+
+def sharded(ranks: RowRanks) -> dict[str, Any]:
+    """Share rows of a backbone whose weights are shared too, and count its weights."""
+    found: dict[str, Any] = {}
+    for shard in ("fsdp", "tp"):
+        source = BackboneSource(model="checkpoints/tiny", shard=shard)
+        config = load_config(source)
+        part = load_model(source, config, torch.device("cpu"), torch.float32)
+        weights = WeightCount(sketch(config), torch.float32)
+        found[shard] = {
+            "counted": sum(getattr(one, "_local_tensor", one).nbytes for one in part.parameters()),
+            "planned": weights.shard(2) if shard == "fsdp" else weights.split(2),
+            "whole": weights.total,
+        }
+        if shard == "fsdp":
+            whole = load_model(BackboneSource(model="checkpoints/tiny"), config, torch.device("cpu"), torch.float32)
+            ids = {"prompt": token_ids(301, vocabulary=800), "answer": token_ids(20, 1, 800)}
+            more = {"part": part, "loss": Loss(label_kind="log_attention")}
+            found["steps"] = {
+                "sharded": differences(whole, ranks, **ids, **more),
+                "sharded, evicting": differences(whole, ranks, **ids, **more, policy=STRICT),
+            }
+    return found
 
 
 def low_precision(ranks: RowRanks) -> dict[str, float]:
@@ -143,6 +174,7 @@ def refusals(ranks: RowRanks) -> dict[str, str]:
     for name, attempt in {
         "dynamic NTK": lambda: train_step(turning, heads, *long, row_ranks=ranks),
         "three": lambda: RowRanks.split(3),
+        "states": lambda: ranks.check(describe(families.build("granite4").config)),
         "one KV head": lambda: ranks.check(describe(families.build("llama-mqa"))),
     }.items():
         try:
@@ -158,7 +190,7 @@ def main() -> None:
     distributed.init_process_group("gloo")
     torch.set_num_threads(1)
     ranks = RowRanks.split(2)
-    checks: list[Callable[[RowRanks], Any]] = [steps, low_precision, memory, refusals]
+    checks: list[Callable[[RowRanks], Any]] = [steps, low_precision, memory, refusals, sharded]
     found = {check.__name__: check(ranks) for check in checks}
     if distributed.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from locret import RetainingHeads, RetentionPolicy
 from locret.infer.verify import command, verify
@@ -16,12 +17,12 @@ from locret.infer.verify.suite import CHECKS
 
 sys.path.append(str(Path(__file__).parents[1] / "core"))
 
-from families import FAMILIES, build
+from families import FAMILIES, SHAPE, build
 
 TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
 
 
-@pytest.mark.parametrize(("number", "family"), enumerate(FAMILIES), ids=FAMILIES)
+@pytest.mark.parametrize(("number", "family"), list(enumerate(FAMILIES)), ids=FAMILIES)
 def test_no_family_raises_a_false_alarm(number: int, family: str) -> None:
     model = build(family, seed=number).to(torch.bfloat16 if number % 2 else torch.float32)
     heads = RetainingHeads.for_model(model, hidden_dim=12, seed=number)
@@ -68,3 +69,45 @@ def test_the_embedded_pair_passes_and_leaves_a_record(tmp_path: Path, capsys: py
     assert shown["ok"]
     assert json.loads((tmp_path / "record" / "verify.json").read_text()) == shown
     assert "FAILED" not in (tmp_path / "record" / "verify.md").read_text()
+
+
+def test_a_mode_that_a_backbone_cannot_have_is_a_row_and_no_failure() -> None:
+    """GLM rotates neighbouring dimensions, so keys cannot be turned to their ranks; only original positions work."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["glm4"](**SHAPE)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    report = verify(model, "snapkv", tokens=88, only=("full-budget", "units", "eviction"))
+    assert report.ok, report.table()
+    refused = [row for row in report.rows if row.status == "refused"]
+    assert [row.check for row in refused] == ["full-budget", "eviction"]
+    assert all("half-split kind" in row.why for row in refused)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--tokens", "10"], "--tokens 10 leaves nothing to cut into chunks"),
+        (["--only", "savee"], "--only savee: there is no such check; did you mean save"),
+        (["--budget", "1000", "--tokens", "512"], "--tokens 512 is too short to evict anything with --budget 1000"),
+        (["--text-file", "setup.cfg", "--tokens", "100000"], "positions|longer one"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_verified_is_refused(line: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        command.command([*TINY, "--quiet", *line])
+
+
+def test_checks_are_listed_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.command(["--list", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == [check.name for check in CHECKS]
+    assert command.command([*TINY, "--quiet", "--dry-run", "--only", "save"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["checks"], plan["tokens"], plan["policy"]["budget"]) == (["save"], 1024, 256)
+    assert plan["planned_cache_bytes"] == 2224128
+
+
+def test_a_text_file_gives_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--text-file", "recipes/infer/pass_key.txt", "--quick", "--only", "layers", "--quiet"]
+    assert command.command([*TINY, *line]) == 0
+    assert "| layers |" in capsys.readouterr().out

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import locret.backbone.attention
+import locret.backbone.instrument
 import locret.cache.cache
 import locret.cache.store
 import locret.chunked_prefill
@@ -294,6 +295,17 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert found <= fault.found_by | set(fault.perhaps), shown
     assert not report.ok
     assert all(row.means for row in report.failures)
+
+
+def test_learned_sinks_that_take_no_part_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, checks = build("gpt-oss"), ("full-budget", "eviction")
+    assert verify(model, "snapkv", POLICY, tokens=88, only=checks).ok
+    own = locret.backbone.instrument.attend
+    monkeypatch.setattr(
+        locret.backbone.instrument, "attend", lambda *given, **options: own(*given, **{**options, "sinks": None})
+    )
+    report = verify(model, "snapkv", POLICY, tokens=88, only=checks)
+    assert {row.check for row in report.failures} == set(checks), report.table()
 
 
 def test_heads_of_other_layers_are_found_and_the_command_fails(

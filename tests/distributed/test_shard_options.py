@@ -1,0 +1,78 @@
+"""Ways of sharding that cannot be, or would be ignored, are refused early, in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from locret.cli.command import parse_options
+from locret.distributed.ranks import Ranks, check_launcher
+from locret.load_options import BackboneSource
+
+REFUSED = [
+    ({"shard_offload": "cpu"}, "--shard-offload cpu is about --shard, which is not given; add --shard fsdp"),
+    ({"shard": "fsdp", "shard_offload": "nvme"}, "not for --shard fsdp, which takes cpu; change one"),
+    ({"shard": "tp", "shard_offload": "cpu"}, "not for --shard tp, which keeps every part on its device; change one"),
+    ({"shard": "zero3", "shard_offload": "nvme"}, "needs a folder on that disk; add --shard-offload-dir DIR"),
+    ({"shard": "zero3", "shard_offload_dir": "x"}, "--shard-offload-dir x is for --shard-offload nvme"),
+    ({"shard": "zero4"}, "--shard zero4 is unknown; choose one of fsdp, zero3, tp"),
+    ({"shard": "fsdp", "device_map": "auto"}, "--shard fsdp and --device-map both say where weights are"),
+    ({"shard": "fsdp", "load_in_4bit": True}, "--load-in-4bit changes them; drop one of them"),
+    ({"shard": "fsdp", "gguf_file": "x.gguf"}, "--gguf-file changes them; drop one of them"),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), REFUSED, ids=[expected[:30] for _, expected in REFUSED])
+def test_what_does_not_go_together_is_refused(
+    options: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--shard") as refusal:
+        BackboneSource(model="checkpoints/tiny", **options)
+    assert expected in str(refusal.value)
+
+
+def test_one_process_has_nobody_to_share_with() -> None:
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node N -m locret.train.command"):
+        BackboneSource(model="checkpoints/tiny", shard="fsdp")
+
+
+def test_commands_of_one_process_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from locret.infer.chat_command import command as chat
+    from locret.train.merging_command import command as kernels
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = ["--model", "checkpoints/tiny", "--shard", "fsdp", "--heads", "checkpoints/tiny-heads"]
+    with pytest.raises(ValueError, match="locret-chat is one process"):
+        chat([*line, "--context", "x"])
+    with pytest.raises(ValueError, match="locret kernels is one process"):
+        kernels([*line, "--dataset", "x.json", "--output", "x"])
+
+
+@pytest.mark.parametrize("flag", [["--local_rank=1"], ["--local-rank", "1"]])
+def test_the_local_rank_of_a_launcher_is_taken(flag: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["--model", "checkpoints/tiny"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    (options,), chosen = parse_options("x", "x", [BackboneSource], [*line, *flag])
+    assert (options.model, chosen) == ("checkpoints/tiny", {"model"})
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ValueError, match=r"rank 1 is not what LOCAL_RANK says \(0\); drop one of them"):
+        parse_options("x", "x", [BackboneSource], [*line, *flag])
+    with pytest.raises(ValueError, match="--local_rank one is not the number of a process"):
+        parse_options("x", "x", [BackboneSource], [*line, "--local_rank", "one"])
+
+
+@pytest.mark.parametrize(("name", "option"), [("ACCELERATE_USE_FSDP", "fsdp"), ("ACCELERATE_USE_DEEPSPEED", "zero3")])
+def test_what_accelerate_would_wrap_is_refused_with_our_option(
+    name: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ValueError, match=f"{name}=true: .*add --shard {option}"):
+        check_launcher()
+
+
+def test_rows_are_dealt_out_but_under_tensor_parallelism() -> None:
+    rows = list(range(7))
+    assert [Ranks(rank, 2).under("fsdp").share(rows) for rank in range(2)] == [[0, 2, 4, 6], [1, 3, 5]]
+    assert [Ranks(rank, 2).under("tp").share(rows) for rank in range(2)] == [rows, rows]
