@@ -271,6 +271,11 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
     from transformers import AutoModelForCausalLM
 
     source = _source(options)
+    if source.adapter and options.shard == "tp":
+        raise ValueError(
+            f"--adapter {source.adapter} changes weights that --shard tp splits; merge it into the backbone, or use "
+            "--shard fsdp"
+        )
     where = _where(source, options, config, device, dtype)
     with _one_sentence(f"--model {options.model} cannot be loaded"):
         model: nn.Module

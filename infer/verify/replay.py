@@ -123,7 +123,7 @@ def replay(
     decoder, found = find_decoder(model), Replayed(torch.empty(0))
     backbone = describe(model)
     # As far as the fullest head reaches; where some layers slide, positions stay true.
-    ranked = compact and backbone.uniform
+    ranked = compact and not backbone.slides
     bases = [_longest(block) if ranked else block.start + shift for block in blocks]
     where = torch.cat([base + torch.arange(b.end - b.start) for base, b in zip(bases, blocks, strict=True)])
     running = _Running(

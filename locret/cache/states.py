@@ -33,7 +33,7 @@ if _Base is None:
     )
 
 
-class States(_Base):  # type: ignore[misc]
+class States(_Base):
     """The states of one layer, and what they were before the newest token, which may be taken back.
 
     Args:

@@ -8,15 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import disk_offload
 from families import HYBRIDS, SHAPE, build, prompt
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from locret import (
+    LongContextModel,
     RetainingHeads,
     RetentionCache,
     RetentionPolicy,
+    compose,
     generate,
     load_cache,
     prefill,
@@ -24,7 +34,11 @@ from locret import (
     save_cache,
 )
 from locret.backbone.adapters import attention_modules, describe
+from locret.cache.cache_file import read_prefix
 from locret.cache.limits import planned_bytes
+from locret.conversation.saved_context import SavedContext
+from locret.labels import answer_labels
+from locret.train.step import train_step
 
 POLICY = RetentionPolicy(budget=20, chunk_size=9, stabilizers=6, local_len=5)
 ROOMY = RetentionPolicy(budget=90, chunk_size=9, stabilizers=4, local_len=5)
@@ -316,3 +330,124 @@ def test_steps_are_not_compiled() -> None:
     model = model_of("qwen3-next")
     with pytest.raises(ValueError, match="layers of qwen3_next carry a recurrent state; leave out compile"):
         generate(model, prompt(40), cache=RetentionCache(model, "random", POLICY), compile="eager", **GREEDY)
+
+
+# -- heads, conversations, other wrappers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1"])
+@pytest.mark.parametrize("evicting", [False, True])
+def test_heads_of_the_attention_layers_learn(family: str, evicting: bool, tmp_path: Path) -> None:
+    model, row = model_of(family), (prompt(50), prompt(6, seed=2))
+    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = train_step(model, heads, *row, policy=POLICY if evicting else None)
+    assert torch.isfinite(result.total)
+    assert heads.config.layers == describe(model).layers
+    for parameter in heads.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() > 0
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    heads.save_pretrained(tmp_path)
+    RetainingHeads.from_pretrained(tmp_path).check_matches(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1", "olmo-hybrid"])
+@torch.no_grad()
+def test_labels_are_those_of_the_backbones_own_attention(family: str) -> None:
+    model, ids = model_of(family), torch.cat([prompt(40), prompt(6, seed=2)], dim=1)
+    layers, modules, found = describe(model).layers, attention_modules(model), []
+    handles = [modules[index].register_forward_hook(lambda *call: found.append(call[2][1])) for index in layers]
+    try:
+        model(ids, use_cache=False, output_attentions=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    expected = [weights[0, :, 40:, :40].unflatten(0, (2, 2)).amax((1, 2)) for weights in found]
+    labels = answer_labels(model, ids[:, :40], ids[:, 40:], kind="log_attention")
+    torch.testing.assert_close(labels, torch.stack(expected).log(), atol=1e-4, rtol=1e-4)
+
+
+def test_a_context_is_asked_forked_saved_and_shrunk(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "checkpoints" / "tiny")
+    model = build("qwen3-next", vocab_size=len(tokenizer), max_position_embeddings=4096)
+    lm = LongContextModel(model, tokenizer, "random", RetentionPolicy(budget=60, chunk_size=32, local_len=8))
+    context = lm.read("The grass is green. The pass key is 71432. " * 10)
+    first = context.ask("What is the pass key?", max_new_tokens=6)
+    assert context.ask("What is the pass key?", max_new_tokens=6) == first
+    context.save(tmp_path / "a.ctx")
+    assert lm.load(tmp_path / "a.ctx").ask("What is the pass key?", max_new_tokens=6) == first
+    chat = context.chat()
+    chat.say("Who?", max_new_tokens=4)
+    fork = chat.fork()
+    assert chat.say("Why?", max_new_tokens=4) == fork.say("Why?", max_new_tokens=4)
+    assert isinstance(context.shrink(20).ask("Who?", max_new_tokens=4), str)
+    for join in (lambda: compose([context, lm.read("The sky is blue. " * 9)]), lambda: context.merge(chat, fork)):
+        with pytest.raises(ValueError, match="carry a recurrent state, and there is none of texts that were"):
+            join()
+    with pytest.raises(ValueError, match="which a prefix of keys and values does not hold"):
+        read_prefix(tmp_path / "a.ctx")
+    facts = SavedContext.open(tmp_path / "a.ctx").facts()
+    assert "recurrent state" in facts["no_prefix_because"]
+    assert list(facts["backbone"]["kinds"]) == ["recurrent", "full", "recurrent", "full"]
+
+
+def test_the_text_part_of_a_multimodal_backbone_is_read() -> None:
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(text_config=model_of("qwen3.5").config.to_dict(), vision_config={**vision, "patch_size": 4})
+    torch.manual_seed(0)
+    model = Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    own = model.generate(prompt(60), **GREEDY)
+    for positions in ("compact", "original"):
+        policy = RetentionPolicy(budget=90, chunk_size=9, stabilizers=4, local_len=5, positions=positions)
+        ours = generate(model, prompt(60), cache=RetentionCache(model, "random", policy), **GREEDY)
+        assert torch.equal(ours, own)
+
+
+@pytest.mark.parametrize("family", ["falcon-h1", "jamba"])
+def test_offloaded_layers_carry_their_states(family: str, tmp_path: Path) -> None:
+    model, ids = build(family), prompt(58)
+    disk_offload(model, offload_dir=tmp_path, execution_device=torch.device("cpu"))
+    ours = generate(model, ids, cache=RetentionCache(model, "random", POLICY), **GREEDY)
+    own = model_of(family)
+    assert torch.equal(ours, generate(own, ids, cache=RetentionCache(own, "random", POLICY), **GREEDY))
+
+
+def test_an_interrupted_read_leaves_the_backbone_as_it_was() -> None:
+    model = build("jamba")
+    cache = RetentionCache(model, "random", POLICY)
+
+    def stop(_: RetentionCache) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prefill(model, prompt(40), cache, on_chunk=stop)
+    with pytest.raises(ValueError, match="an earlier read of this cache was interrupted"):
+        prefill(model, prompt(40), cache)
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scorer", ["random", "expected_attention"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host_budget": 20, "recall": 8},
+        {"key_bits": 4, "value_bits": 4},
+        {"head_budgets": "adaptive"},
+        {"layer_budgets": "pyramid", "memory": "sqrt"},
+        {"merge": "d2o"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_every_other_mechanism_works_on_their_attention(changes: dict[str, Any], scorer: str) -> None:
+    for family in ("granite4-nope", "qwen3-next"):
+        model, ids = model_of(family), prompt(58)
+        policy = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6, **changes)
+        cache = RetentionCache(model, scorer, policy)
+        whole = generate(model, ids, cache=cache, **GREEDY)
+        assert cache.memory().actual <= cache.memory().planned
+        again = RetentionCache(model, scorer, policy)
+        prefill(model, ids, again)
+        assert torch.equal(whole[:, 58:], generate(model, cache=again, **GREEDY))
