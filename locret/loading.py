@@ -353,7 +353,8 @@ def _with_adapter(model: nn.Module, source: _Source) -> nn.Module:
         # Left to itself, it would spread the weights anew.
         device_map = getattr(model, "hf_device_map", None) or {}
         spread = {f"base_model.model.{name}" if name else "": place for name, place in device_map.items()}
-        model = PeftModel.from_pretrained(model, source.adapter, **({"device_map": spread} if spread else {}))
+        placed: dict[str, Any] = {"device_map": spread} if spread else {}
+        model = PeftModel.from_pretrained(model, source.adapter, **placed)
         for kind in model.peft_config.values():
             if kind.is_prompt_learning:
                 raise ValueError(f"{PeftType(kind.peft_type).value} works outside of the layers and would be dropped")

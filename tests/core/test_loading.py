@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from locret import LongContextModel, RetainingHeads, RetentionCache, RetentionPolicy, generate, loading, prefill
+from locret.heads.fingerprint import weight_fingerprint
 from locret.infer.infer_options import ModelOptions
 from locret.train.step import train_step
 from locret.weights.plan import WeightPlan, plan_weights
@@ -69,6 +70,7 @@ def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, 
     assert planned.places.get("cpu", 0) == held
     assert planned.total == sum(weight.nbytes for weight in model.parameters())
     assert planned.on(CPU) == held + planned.gathered
+    assert weight_fingerprint(model) == weight_fingerprint(load())
     for found, expected in zip(results(model), whole, strict=True):
         assert torch.equal(found, expected)
 
