@@ -43,7 +43,8 @@ class Devices:
         Raises:
             ValueError: For anything else.
         """
-        found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[x*])?\s*(\d[^x]*)", text, re.IGNORECASE)
+        # A number without a unit is no card of so many bytes, but most likely how many cards there are.
+        found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[x*])?\s*(\d[^x]*[a-z]\s*)", text, re.IGNORECASE)
         try:
             if found is None:
                 raise ValueError

@@ -183,7 +183,7 @@ REFUSED = [
     (["--dry-run", "--devices=8x80GB", "--host-memory=much"], "--host-memory: much is not an amount of memory"),
     *(
         (["--dry-run", f"--devices={text}"], f"--devices {text} is not")
-        for text in ("eight", "0x80GB", "8x", "x80GB", "8x8x80GB", "-1x80GB", "8x0GB", "9" * 9 + "x1GB", "8x80parrots")
+        for text in ("eight", "8", "8x80", "0x80GB", "8x", "x80GB", "8x8x80GB", "-1x80GB", "8x0GB", "9" * 9 + "x1GB", "8x80parrots")
     ),
     (["--dry-run", "--devices=8x80GB", "--model=no/such/folder"], "--model no/such/folder: there is no such folder"),
 ]
