@@ -476,7 +476,7 @@ def _sources(text: Any, kinds: tuple[str, ...]) -> tuple[int, ...]:
     Raises:
         ValueError: If there is none to borrow from.
     """
-    own = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
+    own = max(0, len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0))
     types = _layer_types(text)
     sources = list(range(own))
     for index in range(own, len(kinds)):
