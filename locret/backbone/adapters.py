@@ -202,7 +202,8 @@ def describe_whole(model_or_config: Any) -> Backbone:
 
 def ranks_of(model: nn.Module) -> HeadRanks | None:
     """Return the processes that share the attention heads of a model; None: it has all of them."""
-    return head_ranks.find(unwrap(model), attention_modules(model))
+    layers = set(find_decoder(model).layers)
+    return head_ranks.find(unwrap(model), [one for one in attention_modules(model) if one not in layers])
 
 
 def sharers_of(model: nn.Module) -> HeadRanks | None:
