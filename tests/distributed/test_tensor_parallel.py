@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import ROOT, done
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
-ROOT = WORKER.parents[2]
 CLOSE = 1e-5
 REFUSED = {
     "heads, adaptive heads": 'head_budgets="adaptive" lets all heads of a layer compete',
@@ -24,14 +22,8 @@ PROCESSES = ["two", pytest.param("four", marks=pytest.mark.slow)]
 
 def launch(folder: Path, processes: int, *checks: str) -> dict[str, list[Any]]:
     """Run checks in so many processes, and return what each of them found, by check."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "core")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(
-        [*command, str(WORKER), str(folder), *checks],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    done(str(WORKER), folder, *checks, processes=processes, PYTHONPATH=path)
     found: dict[str, list[Any]] = json.loads((folder / f"{processes}.json").read_text())
     return found
 
