@@ -130,6 +130,7 @@ _QWEN4 = {
     "indexer_head_dim": 8,
 }
 _OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(_KINDS, {"rope_type": "default", "rope_theta": 1e4})},
@@ -141,6 +142,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified": {"text_config": _GEMMA4},
     "gemma4_unified_text": _GEMMA4,
+    "gemma3n": {"text_config": {"num_kv_shared_layers": 0}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
