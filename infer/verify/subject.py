@@ -17,6 +17,8 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, pr
 from locret.backbone.adapters import Backbone, describe, find_decoder, input_device, unwrap
 from locret.backbone.rotary import long_factors
 from locret.infer.verify.noise import Noise, apart, measured_noise, one_more_rounding, recorded, run_backbone
+from locret.infer.verify.position_modes import measured_layouts
+from locret.infer.verify.rotation import Layout, Turn
 from locret.scorers import RetainingHeadScorer, Scorer
 
 NEW_TOKENS = 12
@@ -131,6 +133,15 @@ class Subject:
                     found = model(input_ids=self.on_device(self.ids), use_cache=False, logits_to_keep=_LAST).logits
                 runs.append(found[0].float().cpu())
         return max(float(apart(runs[1], runs[0]).median()), self.noise.epsilon)
+
+    @cached_property
+    def layouts(self) -> dict[int, tuple[Layout, float]]:
+        """Per governed layer, how it rotates keys, and how well that explains them."""
+        return measured_layouts(self)
+
+    def turns(self, detour: int = 0) -> dict[int, Turn]:
+        """Return what turns the keys of each governed layer; for `detour` see `Turn`."""
+        return {index: Turn(self.decoder, layout, detour) for index, (layout, _) in self.layouts.items()}
 
     def on_device(self, ids: Tensor) -> Tensor:
         """Return token ids where the backbone wants them."""
