@@ -22,7 +22,7 @@ from registry import random_model, tiny_config
 
 KINDS = (
     *("llama-mqa", "llama-yarn", "phi3-partial", "phi3-longrope", "olmo3", "qwen3-moe", "gpt-oss", "gemma3"),
-    # Neighbours are pairs; layers without rotation; latent attention, rotated in halves and in neighbours; layers differ.
+    # Neighbours as pairs; layers that do not rotate; latent attention of two kinds; layers of different shapes.
     *("glm4", "cohere2", "deepseek_v3", "deepseek_v2", "gemma4_text"),
 )
 TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
