@@ -56,8 +56,8 @@ def name_of(device: torch.device) -> str:
     return f"{device.type}:{device.index or 0}" if device.type == "cuda" else device.type
 
 
-def sketch_of(config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> nn.Module:
-    """Return a backbone without weights, on the meta device."""
+def sketch_of(config: Any, dtype: torch.dtype | None = None, *, trust_remote_code: bool = False) -> nn.Module:
+    """Return a backbone without weights, on the meta device; without a dtype, in that of its config."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from locret import LongContextModel, RetainingHeads, RetentionCache, RetentionPolicy, generate, loading, prefill
+from locret.backbone.adapters import describe
 from locret.heads.fingerprint import weight_fingerprint
 from locret.infer.infer_options import ModelOptions
 from locret.train.step import train_step
@@ -76,6 +78,40 @@ def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, 
     assert weight_fingerprint(model) == weight_fingerprint(load())
     for found, expected in zip(results(model), whole, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_a_device_map_is_not_warned_of_in_words_of_accelerate(caplog: pytest.LogCaptureFixture) -> None:
+    options = ModelOptions(model="checkpoints/tiny", device="cpu", device_map='{"": "disk"}')
+    config = loading.load_config(options)
+    loading.load_model(options, config, torch.device("cpu"), torch.float32)
+    assert not [record.getMessage() for record in caplog.records if record.name.startswith("accelerate")]
+
+
+def test_a_saved_config_whose_layers_differ_is_read_and_checked(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma4TextConfig(
+        **sizes,
+        vocab_size=64,
+        num_hidden_layers=2,
+        head_dim=8,
+        global_head_dim=16,
+        layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    options = ModelOptions(model=str(tmp_path), device="cpu")
+    backbone = describe(loading.load_config(options))
+    assert [backbone.shape(layer).head_dim for layer in range(2)] == [8, 16]
+
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    if "per_layer_config" not in values:
+        pytest.skip("this transformers saves Gemma-4 without a part per layer")
+    values["per_layer_config"]["1"]["head_dim"] = 2**40
+    file.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="head_dim is 1099511627776 instead of a whole number from 1 to 65,536"):
+        loading.load_config(options)
 
 
 def test_a_context_over_weights_on_disk_is_the_one_over_the_whole_model() -> None:
