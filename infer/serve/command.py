@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from locret.infer.serve.library import Library
     from locret.infer.serve.plan import MemoryPlan
     from locret.infer.serve.state import ServerState
+    from locret.weights.plan import WeightPlan
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, ServeOptions)
 DESCRIPTION = "Serve contexts and answers over HTTP, as OpenAI's clients ask, in memory that is promised at the start."
@@ -52,16 +53,17 @@ def command(argv: Sequence[str] | None = None) -> int:
         bytes_of("--kv-memory", options.kv_memory)
         listening = None if options.dry_run else ending.enter_context(_listening(options))  # refused before loading
         _share_free_memory()
-        lm = _load(model, scorer, policy, options, chosen)
+        lm, weights = _load(model, scorer, policy, options, chosen)
         from locret.infer.serve.plan import MemoryPlan
 
         elsewhere = options.engine == "vllm"
         plan = MemoryPlan.of(lm, options.kv_memory, readers=options.readers, engine_tokens=0 if elsewhere else None)
         if listening is None:
             if options.json:
-                print_json(plan.to_dict())
+                print_json({**plan.to_dict(), "weights": weights.to_dict()})
             else:
-                print(plan.table())
+                beside = "; ".join(f"{count:,} bytes on {place}" for place, count in weights.places.items())
+                print(f"{plan.table()}\nbeside it the weights: {beside}")
             return 0
         state = _state(lm, options.name or model.model, plan, options, key, sizes)
         ending.callback(state.close)
@@ -120,14 +122,16 @@ def _listening(options: ServeOptions) -> socket.socket:
 
 def _load(
     model: ModelOptions, scorer: ScorerOptions, policy: PolicyFlags, options: ServeOptions, chosen: set[str]
-) -> LongContextModel:
-    """Load what the options name.
+) -> tuple[LongContextModel, WeightPlan]:
+    """Load what the options name; return it with the plan of its weights.
 
     Raises:
         ValueError: If something is missing or does not match.
     """
     from locret import LongContextModel, loading
     from locret.policy.resolve import resolve_options
+    from locret.weights.placement import DISK
+    from locret.weights.plan import plan_weights
 
     device = loading.device_of_source(model)
     scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
@@ -147,9 +151,14 @@ def _load(
     config = loading.load_config(model)
     loading.check_matches(scorer, rates, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
-    tokenizer = loading.load_tokenizer(model)
+    tokenizer, weights = loading.load_tokenizer(model), plan_weights(model, config, device, dtype)
+    if options.engine == "transformers" and weights.places.keys() <= {DISK}:
+        raise ValueError(
+            f"--device-map {model.device_map} leaves all weights on disk, and transformers' continuous batching asks "
+            "the first of them for its device; keep the embeddings in memory, or give --engine vllm"
+        )
     backbone = loading.load_model(model, config, device, dtype)
-    return LongContextModel(backbone, tokenizer, rates, final, template=options.template)
+    return LongContextModel(backbone, tokenizer, rates, final, template=options.template), weights
 
 
 _M_ARENA_MAX = -8

@@ -128,11 +128,13 @@ class Subject:
         model: Any = unwrap(self.model)
         with self.alone():
             runs = []
-            for more in (nullcontext(), one_more_rounding(self.decoder, self.seed)):
-                with more:
-                    found = model(input_ids=self.on_device(self.ids), use_cache=False, logits_to_keep=_LAST).logits
+            beside = torch.cat([self.ids, self.ids.flip(1)])  # LLM.int8 rounds by what is in a batch
+            more = one_more_rounding(self.decoder, self.seed)
+            for ids, how in ((self.ids, nullcontext()), (self.ids, more), (beside, nullcontext())):
+                with how:
+                    found = model(input_ids=self.on_device(ids), use_cache=False, logits_to_keep=_LAST).logits
                 runs.append(found[0].float().cpu())
-        return max(float(apart(runs[1], runs[0]).median()), self.noise.epsilon)
+        return max(*(float(apart(run, runs[0]).median()) for run in runs[1:]), self.noise.epsilon)
 
     @cached_property
     def layouts(self) -> dict[int, tuple[Layout, float]]:

@@ -202,7 +202,8 @@ def describe_whole(model_or_config: Any) -> Backbone:
 
 def ranks_of(model: nn.Module) -> HeadRanks | None:
     """Return the processes that share the attention heads of a model; None: it has all of them."""
-    return head_ranks.find(unwrap(model), attention_modules(model))
+    layers = set(find_decoder(model).layers)
+    return head_ranks.find(unwrap(model), [one for one in attention_modules(model) if one not in layers])
 
 
 def sharers_of(model: nn.Module) -> HeadRanks | None:
@@ -476,7 +477,7 @@ def _sources(text: Any, kinds: tuple[str, ...]) -> tuple[int, ...]:
     Raises:
         ValueError: If there is none to borrow from.
     """
-    own = len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)
+    own = max(0, len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0))
     types = _layer_types(text)
     sources = list(range(own))
     for index in range(own, len(kinds)):

@@ -46,8 +46,9 @@ def weight_fingerprint(model: nn.Module) -> str | None:
         model: A backbone; an adapter's weights count too.
 
     Returns:
-        64 hexadecimal digits; None if weights are not there to be read as they were saved: on the meta device,
-        quantised, in float16, which rounds otherwise, or sharded and not sampled by `sample_sharded`.
+        64 hexadecimal digits; None if weights are not there to be read as they were saved: on the meta device (but for
+        those that a device map leaves elsewhere), quantised, in float16, which rounds otherwise, or sharded and not
+        sampled by `sample_sharded`.
     """
     digest = hashlib.sha256()
     for one in _samples_of(model):
@@ -112,10 +113,24 @@ def _samples_of(model: nn.Module) -> Iterator[_Sample | None]:
         yield from _GATHERED[base]
         return
     for name, weight in sorted(base.named_parameters()):
-        if type(weight.data) is not Tensor or weight.is_meta or not weight.numel():
+        if weight.is_meta and (held := _offloaded(base, name)) is not None:
+            yield _Sample(name, tuple(held.shape), _values(held), type(weight) is nn.Parameter)
+        elif type(weight.data) is not Tensor or weight.is_meta or not weight.numel():
             yield None
         else:
             yield _Sample(name, tuple(weight.shape), _values(weight.data), type(weight) is nn.Parameter)
+
+
+def _offloaded(model: nn.Module, name: str) -> Tensor | None:
+    """Return a weight that accelerate keeps in host memory or on disk; None if it keeps none of that name."""
+    module, _, own = name.rpartition(".")
+    hook = getattr(model.get_submodule(module), "_hf_hook", None)
+    for single in getattr(hook, "hooks", (hook,)):
+        held = getattr(single, "weights_map", None)
+        if held is not None:
+            weight: Tensor = held[own]
+            return weight
+    return None
 
 
 def crc(tensor: Tensor, start: int = 0) -> int:

@@ -99,7 +99,9 @@ def test_features_are_q_k_v_before_rotation_and_after_norms(family: str, length:
     assert len(recorder.features) == len(describe(model).layers)
 
 
-def test_an_interleaved_rotary_embedding_is_noticed() -> None:
+@pytest.mark.parametrize("positions", ["compact", "original"])
+@torch.no_grad()
+def test_an_interleaved_rotary_embedding_is_rotated_as_the_model_does(positions: str) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -108,13 +110,9 @@ def test_an_interleaved_rotary_embedding_is_noticed() -> None:
         num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    policy = RetentionPolicy(budget=20, chunk_size=8, stabilizers=2, local_len=2)
-    with pytest.raises(ValueError, match=r"is not the half-split kind .* use positions=\"original\""):
-        prefill(model, prompt(40), RetentionCache(model, "random", policy))
-    original = RetentionPolicy(budget=40, chunk_size=8, stabilizers=2, local_len=2, positions="original")
-    ours = prefill(model, prompt(40), RetentionCache(model, "random", original))
-    with torch.no_grad():
-        torch.testing.assert_close(ours, model(prompt(40)).logits[:, -1], atol=1e-4, rtol=0)
+    policy = RetentionPolicy(budget=40, chunk_size=8, stabilizers=2, local_len=2, positions=positions)
+    ours = prefill(model, prompt(40), RetentionCache(model, "random", policy))
+    torch.testing.assert_close(ours, model(prompt(40)).logits[:, -1], atol=1e-4, rtol=0)
 
 
 def test_a_lora_adapter_changes_what_heads_see() -> None:

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from launches import ROOT, environment, finish, start
+from launches import alone, finish, start
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -23,14 +21,6 @@ MODEL, HEADS = "checkpoints/tiny", "checkpoints/tiny-heads"
 TRAIN, EVAL, INFER = "locret.train.command", "locret.infer.evaluation.command", "locret.infer.command"
 TIMES = ("prefill_seconds", "decode_seconds")
 POLICY = ("--policy.budget=48", "--policy.chunk_size=64", "--policy.stabilizers=8", "--policy.local_len=8")
-
-
-def alone(*line: object) -> str:
-    """Run a command in one process, and return what it printed."""
-    command = [sys.executable, "-m", *map(str, line)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def sharded(*line: object) -> str:

@@ -145,11 +145,20 @@ def test_who_does_not_read_is_cut_off() -> None:
             assert error.value.errno == errno.ETIMEDOUT  # of the connection, not of the call
 
 
+def test_weights_that_are_all_on_disk_are_refused_before_they_are_read(
+    tmp_path: Path,
+) -> None:
+    on_disk = ["--device", "auto", "--device-map", '{"": "disk"}']
+    line = [*MODEL, *SMALL, "--contexts", str(tmp_path / "contexts"), "--dry-run", *on_disk]
+    with pytest.raises(ValueError, match="leaves all weights on disk, and transformers' continuous batching"):
+        command(line)
+
+
 def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = [*MODEL, *SMALL, "--contexts", str(tmp_path / "contexts"), "--dry-run"]
     assert command(line) == 0
     assert "in all (--kv-memory)" in capsys.readouterr().out
     assert command([*line, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["kv_memory"] == 64 << 20
+    assert (plan["kv_memory"], plan["weights"]) == (64 << 20, {"cpu": 8_072_448})
     assert not (tmp_path / "contexts").exists()
