@@ -164,12 +164,14 @@ def read_prompt(
         for text, row in zip(texts, rows, strict=True):
             stream = Stream(text, device, known)
             if not (turn and _add_turn(model, stream, row, 0, hold_last=False)):
-                logits.append(_read(model, stream, row, 0, progress, False))
+                last = _read(model, stream, row, 0, progress, hold_last=False)
+                assert last is not None
+                logits.append(last)
     cache.join(rows, width, new_tokens)
     if hold_last:
         cache.take_back()
         return None
-    return torch.cat(logits) if logits and not turn else None  # type: ignore[arg-type]
+    return torch.cat(logits) if logits and not turn else None
 
 
 def feed_held_back(model: nn.Module, cache: RetentionCache) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
+import shutil
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -169,7 +172,8 @@ def load_config(options: BackboneSource) -> Any:
                 f"--model {options.model} holds retaining heads; give them as --heads {options.model}, and their "
                 "backbone as --model"
             )
-    with _one_sentence(f"--model {source.model} has a config.json that cannot be read"):
+    read = f"--gguf-file {options.gguf}" if gguf else f"--model {source.model} has a config.json that"
+    with _one_sentence(f"{read} cannot be read"):
         config = AutoConfig.from_pretrained(
             source.model, revision=source.revision, trust_remote_code=options.trust_remote_code, **gguf
         )
@@ -200,18 +204,29 @@ def _gguf(options: BackboneSource) -> dict[str, str]:
 
 def _check_config(config: Any) -> None:
     """Refuse numbers that no backbone has, before modules are made of them."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     text = config.get_text_config()
     for name, most in _MOST.items():
-        value = getattr(text, name, None)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
-            raise ValueError(f"{name} is {shown(value)} instead of a whole number from 1 to {most:,}")
+        for value in _of_all_layers(text, name):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise ValueError(f"{name} is {shown(value)} instead of a whole number from 1 to {most:,}")
     for name in ("rms_norm_eps", "initializer_range", "rope_theta"):
-        value = getattr(text, name, None)
-        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} is {shown(value)} instead of a finite number of at least 0")
-    rope = getattr(text, "rope_parameters", None) or {}
+        for value in _of_all_layers(text, name):
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {shown(value)} instead of a finite number of at least 0")
+    for rope in _of_all_layers(text, "rope_parameters"):
+        _check_rope(rope)
+
+
+def _of_all_layers(text: Any, name: str) -> list[Any]:
+    """Return what a text config says under a name: once, or per layer where layers may differ, as in Gemma-4."""
+    layers = text.per_layer_config if name in (getattr(text, "per_layer_attributes", None) or ()) else [text]
+    return [value for layer in layers if (value := getattr(layer, name, None)) is not None]
+
+
+def _check_rope(rope: dict[str, Any]) -> None:
+    """Refuse a rotary embedding that no backbone has."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     for kind in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
         known = ("default", *ROPE_INIT_FUNCTIONS)
         if kind.get("rope_type", "default") not in known:
@@ -277,7 +292,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             "--shard fsdp"
         )
     where = _where(source, options, config, device, dtype)
-    with _one_sentence(f"--model {options.model} cannot be loaded"):
+    room = where.get("offload_folder")
+    with placement.removed_unless_loaded(room), _one_sentence(f"--model {options.model} cannot be loaded"):
         model: nn.Module
         read = partial(
             AutoModelForCausalLM.from_pretrained,
@@ -292,9 +308,12 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
         if options.shard is not None:
             model, found = load_sharded(options, config, device, dtype, read)
         else:
-            model, found = read(**where)
+            with _without_a_warning_of_placement():
+                model, found = read(**where)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
+        if room is not None:
+            weakref.finalize(model, shutil.rmtree, room, ignore_errors=True)
     if foreign := sorted(found["unexpected_keys"]):
         warnings.warn(
             f"--model {options.model}: its config.json has no use for {len(foreign)} of its weights, such as "
@@ -308,6 +327,21 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
     elif options.shard == "tp":
         sample_spread(model)
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _without_a_warning_of_placement() -> Iterator[None]:
+    """Keep accelerate from warning of "the meta device": weights go where the user's own device map puts them."""
+
+    def heard(record: logging.LogRecord) -> bool:
+        return "on the meta device" not in record.getMessage()
+
+    logger = logging.getLogger("accelerate.big_modeling")
+    logger.addFilter(heard)
+    try:
+        yield
+    finally:
+        logger.removeFilter(heard)
 
 
 def _where(
@@ -335,7 +369,9 @@ def _where(
                 f"--adapter {source.adapter} cannot be put on weights that --device-map leaves on disk, because PEFT "
                 "would write into the backbone's own files; merge the adapter, or make room with --max-memory"
             )
-        return {**where, "device_map": plan.device_map, "offload_folder": options.offload_folder}
+        on_disk = placement.DISK in plan.device_map.values()
+        folder = placement.offload_room(options.offload_folder) if on_disk and options.offload_folder else None
+        return {**where, "device_map": plan.device_map, "offload_folder": folder}
     # Straight to the device: the host need not hold the weights.
     return {**where, "device_map": None if device.type == "cpu" and quantised is None else {"": device}}
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from locret.backbone.adapters import describe
+from locret.distributed.tensor_parallel import part_of
 from locret.policy.budget import parse_bytes
 from locret.tables import markdown
 from locret.train.memory_plan import gibibytes, memory_plan, sketch
@@ -43,7 +44,8 @@ class Devices:
         Raises:
             ValueError: For anything else.
         """
-        found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[x*])?\s*(\d[^x]*)", text, re.IGNORECASE)
+        # A number without a unit is no card of so many bytes, but most likely how many cards there are.
+        found = re.fullmatch(r"\s*(?:(\d{1,9})\s*[x*])?\s*(\d[^x]*[a-z]\s*)", text, re.IGNORECASE)
         try:
             if found is None:
                 raise ValueError
@@ -183,19 +185,25 @@ def _sharded(row: PlannedRow, weights: WeightCount, count: int) -> Iterator[Choi
 def _tensor_parallel(row: PlannedRow, weights: WeightCount, count: int) -> Choice:
     shape = describe(row.config).shape(describe(row.config).layers[0])
     own = weights.split(count)
-    obstacle, parts = "locret-train does not split the heads that it trains", {}
+    obstacle: str | None = None
+    parts: dict[str, int] = {}
     if own is None:
         obstacle = "transformers has no plan for this backbone"
     elif shape.num_kv_heads % count:
         obstacle = f"{count} cards do not divide {shape.num_kv_heads} KV heads"
     else:
-        parts = {"backbone": own, **row.parts(head_ranks=count)}
+        try:
+            shared = part_of(row.config, count) != describe(row.config)  # else a process has all heads, as in Phi-3
+            parts = {"backbone": own, **row.parts(head_ranks=count if shared else 1)}
+        except ValueError as error:
+            obstacle = str(error)
     return Choice(
         name=f"tensor parallel over {count}",
         flags="--shard tp",
         processes=count,
         parts=parts,
         obstacle=obstacle,
+        why="each card holds a share of the backbone, its heads and theirs, and all work on the same row",
     )
 
 

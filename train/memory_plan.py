@@ -12,6 +12,7 @@ from locret.heads.config import HeadsConfig
 from locret.labels.labels import logit_bytes
 from locret.load_options import BackboneSource
 from locret.train.training_options import BackboneOptions
+from locret.weights.plan import sketch_of
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -40,10 +41,7 @@ def sketch(config: Any) -> nn.Module:
     Raises:
         ValueError: If they are not.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    model = sketch_of(config)
     describe(model)
     return model
 

@@ -245,9 +245,14 @@ class TrainingRun:
 
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
-        row, held = self._planned_row(), self.weights.on(self.device)
-        shared = {"row_ranks": self.backbone.sp_size, "head_ranks": self.head_ranks}
-        return memory_plan(self.config, self.parameters, **row, backbone_bytes=held, **shared)
+        return memory_plan(
+            self.config,
+            self.parameters,
+            **self._planned_row(),
+            backbone_bytes=self.weights.on(self.device),
+            row_ranks=self.backbone.sp_size,
+            head_ranks=self.head_ranks,
+        )
 
     def devices_plan(self, devices: Devices) -> list[Choice]:
         """Return what each way of loading the backbone takes of these cards."""

@@ -33,7 +33,7 @@ _FIELDS = {
 _OPTIONAL = {
     "depth": "a number from 0 to 1",
     "budget_share": "a number from 0 to 1",
-    **dict.fromkeys(("tokens_before", "tokens_after", "host_bytes", "moved_bytes"), _COUNT),
+    **dict.fromkeys(("tokens_before", "tokens_after", "host_bytes", "moved_bytes", "kv_ranks"), _COUNT),
 }
 
 

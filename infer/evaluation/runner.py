@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetentionCache, generate, prefill
-from locret.backbone.adapters import input_device, unwrap
+from locret.backbone.adapters import input_device, ranks_of, unwrap
 from locret.backbone.passes import gathering_root
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
@@ -158,6 +158,8 @@ def evaluate(setup: Setup, cases: Sequence[Case], runs: Sequence[Run], done: set
     Raises:
         ValueError: If a row of a file, or the tokenizer, is unfit.
     """
+    ranks = ranks_of(setup.model)
+    shared = {} if ranks is None else {"kv_ranks": ranks.size}
     for case in cases:
         missing = [run for run in runs if key(case.axes | run.axes) not in done]
         if not missing:
@@ -181,6 +183,7 @@ def evaluate(setup: Setup, cases: Sequence[Case], runs: Sequence[Run], done: set
                 "targets": list(prompt.sample.targets),
                 "score": case.task.score(measured["prediction"], prompt.sample),
                 **measured,
+                **shared,
             }
 
 

@@ -11,7 +11,7 @@ from locret.infer.evaluation.allotment import amount
 from locret.tables import markdown
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers", "budget_share")
-_SECOND_TIER = ("host_bytes", "moved_bytes")
+_OPTIONAL = ("host_bytes", "moved_bytes", "kv_ranks")
 ERRORS = "±: standard error, the samples' standard deviation / √n (by jackknife where a task's score is not a mean)"
 
 
@@ -22,10 +22,10 @@ def cells(
 
     A cell holds `n`, `score` (mean x 100), its `standard_error`, per KV head `kept_units` (mean of the layers) and
     `peak_units` (of the fullest layer), both the largest of the samples, `cache_bytes` after reading, `peak_bytes`,
-    with a second tier `host_bytes` and `moved_bytes` (fetched from it per sample, the largest), and
-    `prefill_tokens_per_second` and `decode_tokens_per_second` (all tokens / all seconds). The `task` of a published set
-    says how much of it was asked; its plain name is `set`, its size `of` (None: unknown), and its score follows its
-    protocol where that is not a mean.
+    with a second tier `host_bytes` and `moved_bytes` (fetched from it per sample, the largest), where processes share
+    the KV heads their number `kv_ranks` (bytes are those of one), and `prefill_tokens_per_second` and
+    `decode_tokens_per_second` (all tokens / all seconds). The `task` of a published set says how much of it was asked;
+    its plain name is `set`, its size `of` (None: unknown), and its score follows its protocol where that is not a mean.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
@@ -79,7 +79,7 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "score": round(statistics.fmean(scores), 4),
         "standard_error": None if error is None else round(error, 4),
         **{name: max(r[name] for r in records) for name in ("kept_units", "peak_units", "cache_bytes", "peak_bytes")},
-        **{n: max(r.get(n, 0) for r in records) for n in _SECOND_TIER if any(n in r for r in records)},
+        **{n: max(r.get(n, 0) for r in records) for n in _OPTIONAL if any(n in r for r in records)},
         "prefill_tokens_per_second": _rate(records, "prompt_tokens", "prefill_seconds"),
         "decode_tokens_per_second": _rate(records, "generated_tokens", "decode_seconds"),
     }
@@ -121,6 +121,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         texts += [_mean_rate(known, f"{phase}_tokens_per_second") for phase in ("prefill", "decode")]
         lines.append(texts)
     noted = ["", ERRORS] if any(cell.get("standard_error") is not None for cell in found) else []
+    if sharing := {cell["kv_ranks"] for cell in found if "kv_ranks" in cell}:
+        noted += ["", f"peak cache: of {max(sharing)} processes that share the KV heads: bytes are those of one"]
     return "\n".join([*markdown(titles, lines), *noted]) + "\n"
 
 

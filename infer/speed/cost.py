@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from locret.backbone.adapters import Backbone, LayerShape, describe, find_decoder
+from locret.weights.plan import sketch_of
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,7 @@ def sizes_of(config: Any, dtype: torch.dtype) -> Sizes:
     Raises:
         ValueError: For a backbone without keys and values to evict.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model: Any = sketch_of(config, dtype)
     linear = sum(m.weight.numel() for m in find_decoder(model).modules() if isinstance(m, nn.Linear))
     return Sizes(
         backbone=describe(model),

@@ -118,7 +118,7 @@ def find(base: nn.Module, modules: list[nn.Module]) -> HeadRanks | None:
 
     Args:
         base: The model, without wrappers.
-        modules: Its attention modules.
+        modules: Its attention modules; layers without attention are whole in every process.
 
     Raises:
         ValueError: If only some layers are spread, or the model's plan is not where transformers had it.
@@ -136,7 +136,7 @@ def find(base: nn.Module, modules: list[nn.Module]) -> HeadRanks | None:
         )
     names = {module: name for name, module in base.named_modules()}
     split = [
-        mesh is not None and _style(plan, f"{names[module]}.k_proj") == SPLIT
+        mesh is not None and _style(plan, f"{names[module]}.q_proj") == SPLIT
         for module, mesh in zip(modules, found, strict=True)
     ]
     if not any(split):
@@ -167,10 +167,13 @@ def sharing(base: nn.Module) -> HeadRanks | None:
 
 
 def _mesh_of(module: nn.Module) -> Any:
-    """Return the mesh that the rows of an attention module's key projection are spread over."""
+    """Return the mesh that the rows of an attention module's query projection are spread over.
+
+    Of all projections, because layers that attend to the units of others have no more.
+    """
     from torch.distributed.tensor import DTensor, Shard
 
-    weight = getattr(getattr(module, "k_proj", None), "weight", None)
+    weight = getattr(getattr(module, "q_proj", None), "weight", None)
     if not isinstance(weight, DTensor) or weight.placements != (Shard(0),) or weight.device_mesh.size() == 1:
         return None
     return weight.device_mesh

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from locret.backbone.attention import Recalled
 from locret.backbone.head_ranks import HeadRanks
-from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore, Ranks
+from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore, UnitRanks
 from locret.lookups import Ask, Lookup
 from locret.policy.selectors import score_order
 
@@ -232,7 +232,7 @@ class HostTier:
             empty = (self.store.held(POSITIONS)[:, 0] == NO_UNIT).sum(-1)
             self.store.row_start = empty if bool(empty.any()) else None
 
-    def ranks_with(self, fast: DenseStore) -> tuple[Ranks, Ranks]:
+    def ranks_with(self, fast: DenseStore) -> tuple[UnitRanks, UnitRanks]:
         """Return the ranks, among the units of both tiers, of the fast ones and of these; puts these in order."""
         self.forget()
         self._arrange()
@@ -242,7 +242,7 @@ class HostTier:
         here, there = mine.device, others.device
         own = torch.arange(mine.shape[-1], device=here) + torch.searchsorted(others.to(here), mine)
         fast_ranks = torch.arange(others.shape[-1], device=here) + torch.searchsorted(mine, others.to(here))
-        return Ranks(fast_ranks.to(there), held), Ranks(own, held)
+        return UnitRanks(fast_ranks.to(there), held), UnitRanks(own, held)
 
     # -- rows and whole tiers -----------------------------------------------------------------------------------------
 

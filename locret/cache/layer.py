@@ -18,7 +18,7 @@ from locret.cache.blocks import Blocks
 from locret.cache.host import HostTier
 from locret.cache.merging import Folding
 from locret.cache.refit import Refit
-from locret.cache.store import POSITIONS, SCORES, DenseStore, Part, Ranks, Store, Workspace
+from locret.cache.store import POSITIONS, SCORES, DenseStore, Part, Store, UnitRanks, Workspace
 from locret.policy.selectors import KeptPerHead, Selector, Stay
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class RetentionLayer(CacheLayerMixin):
         """Rotate the keys of both tiers to their ranks among all units, or undo that."""
         assert self.host is not None
         assert isinstance(self.store, DenseStore)
-        ranks: tuple[Ranks | None, Ranks | None] = (None, None)
+        ranks: tuple[UnitRanks | None, UnitRanks | None] = (None, None)
         if self.host.fill:
             ranks = self.host.ranks_with(self.store)
         self.host.store.lag_like(self.store)

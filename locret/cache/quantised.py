@@ -17,7 +17,7 @@ from torch import Tensor
 from locret.backbone.attention import Recalled, View
 from locret.backbone.rotary import Rotary
 from locret.cache.rounding import COUNT, PLACE, Coder, Form
-from locret.cache.store import DenseStore, Ranks, Workspace
+from locret.cache.store import DenseStore, UnitRanks, Workspace
 from locret.lookups.base import Keys, RoundedKeys
 from locret.policy.selectors import Kept, KeptPerHead
 
@@ -315,7 +315,7 @@ class QuantisedStore(DenseStore):
         moved = buffer.flatten(0, 2).index_select(0, self._where(kept_BKC).flatten())
         buffer[:, :, :count] = moved.view(batch, heads, count, *buffer.shape[3:])
 
-    def rotate(self, base: int, ranks: Ranks | None = None) -> None:
+    def rotate(self, base: int, ranks: UnitRanks | None = None) -> None:
         """See `Store`: remember where keys are, and where those begin that come next."""
         lags = self._lags or [0] * max(self.batch, 1)
         self.following = [base - lag for lag in lags]
@@ -325,7 +325,7 @@ class QuantisedStore(DenseStore):
             after = torch.tensor(self.following, device=places.device)[:, None, None]
             places.copy_(after + (slots if ranks is None else ranks.ranks - ranks.held))
 
-    def unrotate(self, base: int, ranks: Ranks | None = None) -> None:
+    def unrotate(self, base: int, ranks: UnitRanks | None = None) -> None:
         """See `Store`."""
         self.following = None
 

@@ -47,6 +47,7 @@ class Refit:
 
     def apply(self, store: Store, kept: Kept) -> None:
         """Write new values over those of the units that stay; `Store.keep` comes next."""
+        sinks = by_kv_head(self.learned_sinks, self.kv_heads)
         for part, chosen in kept_parts(store, self.view, kept):
             row, head = part.where or (0, 0)
             for b in range(part.keys.shape[0]):
@@ -59,7 +60,7 @@ class Refit:
                         own,
                         self.scaling,
                         self.softcap,
-                        None if self.learned_sinks is None else by_kv_head(self.learned_sinks, self.kv_heads)[head + k],
+                        None if sinks is None else sinks[head + k],
                     ).to(part.values.dtype)
 
     def _queries(self, row: int, head: int) -> Tensor:

@@ -82,7 +82,7 @@ class Part:
     """(B, K, S) each."""
 
 
-class Ranks(NamedTuple):
+class UnitRanks(NamedTuple):
     """Where units are among all that is held, where a second tier holds units too."""
 
     ranks: Tensor
@@ -473,7 +473,7 @@ class DenseStore(Store):
         turned = self.rotary.turn(kept, (cos / magnitude)[moved], (sin / magnitude)[moved]).to(self.keys.dtype)
         self.keys.scatter_(2, kept_BKC[..., None].expand_as(turned), turned)
 
-    def rotate(self, base: int, ranks: Ranks | None = None) -> None:
+    def rotate(self, base: int, ranks: UnitRanks | None = None) -> None:
         """See `Store`; with `ranks`, to those instead of the slots."""
         if self.keys is None or not self.fill:
             return
@@ -485,7 +485,7 @@ class DenseStore(Store):
         scratch = self.workspace.take(tuple(keys.shape), self.capacity, keys)
         keys.copy_(self.rotary.turn(keys, cos, sin, out=scratch))
 
-    def unrotate(self, base: int, ranks: Ranks | None = None) -> None:
+    def unrotate(self, base: int, ranks: UnitRanks | None = None) -> None:
         """See `Store`."""
         if self.keys is None or not self.fill:
             return
@@ -499,7 +499,7 @@ class DenseStore(Store):
     def lag_like(self, fast: DenseStore) -> None:
         """Let positions of rows lag behind those of the longest as in another tier; only codes know of that."""
 
-    def _turn_to(self, base: int, ranks: Ranks, turn: Callable[..., Tensor]) -> None:
+    def _turn_to(self, base: int, ranks: UnitRanks, turn: Callable[..., Tensor]) -> None:
         """Turn keys by the positions of their ranks, a few at a time: every unit has a row of cosines of its own."""
         assert self.keys is not None
         cos, sin = self.rotary.table(base - ranks.held, ranks.held, self.keys)

@@ -16,6 +16,9 @@ from torch import nn
 from locret.backbone.adapters import Backbone, describe, on_rank, sharers_of
 from locret.backbone.head_ranks import SPLIT
 
+_OF_HEADS = (".q_proj", ".kv_b_proj")
+"""Projections that a plan splits where it splits heads; the second is that of latent attention."""
+
 
 def load(config: Any, read: Callable[..., tuple[nn.Module, Any]]) -> tuple[nn.Module, Any]:
     """Load a backbone split by its heads.
@@ -42,7 +45,8 @@ def part_of(config: Any, size: int) -> Backbone:
     """Return a backbone as each of so many processes will have it: where its plan splits heads, with some of them.
 
     Raises:
-        ValueError: If transformers has no plan for it, or its KV heads cannot be shared equally.
+        ValueError: If transformers has no plan for it or one that changes what it computes, or its KV heads cannot be
+            shared equally.
     """
     text = config.get_text_config()
     plan = getattr(text, "base_model_tp_plan", None)
@@ -52,5 +56,10 @@ def part_of(config: Any, size: int) -> Backbone:
             "fsdp"
         )
     backbone = describe(config)
-    splits = any(name.endswith(".k_proj") and style == SPLIT for name, style in plan.items())
+    if any(getattr(text, "activation_sparsity_pattern", None) or ()):
+        raise ValueError(
+            f"an MLP of {text.model_type} is cut off at a quantile of all its numbers (activation_sparsity_pattern), "
+            "of which --shard tp gives each process some; use --shard fsdp"
+        )
+    splits = any(name.endswith(_OF_HEADS) and style == SPLIT for name, style in plan.items())
     return on_rank(backbone, size) if splits else backbone

@@ -32,7 +32,6 @@ PACKAGE = Path(locret.__file__).parent
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LAYERS = 4
 VOCABULARY = 97
-_KINDS = ("full_attention", "sliding_attention")
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
     **dict.fromkeys(
@@ -121,7 +120,10 @@ _SIZES: dict[str, Any] = {
 """What fields of these names get, wherever they are."""
 _ALWAYS = {"head_dim": 8, "num_key_value_heads": 2, "moe_intermediate_size": 24, "is_decoder": True}
 """What these fields get even where nothing is their default."""
-_GEMMA4 = {"global_head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+_KINDS = ("full_attention", "sliding_attention")
+_SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+"""The last layers attend to the units of earlier ones (Gemma-4 E2B)."""
+_GEMMA4 = {"global_head_dim": 16, "hidden_size_per_layer_input": 8, **_SHARED}
 _QWEN4 = {
     "indexer_budget": 16,
     "indexer_compress_ratio": 4,
@@ -130,6 +132,7 @@ _QWEN4 = {
     "indexer_head_dim": 8,
 }
 _OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(_KINDS, {"rope_type": "default", "rope_theta": 1e4})},
@@ -141,7 +144,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified": {"text_config": _GEMMA4},
     "gemma4_unified_text": _GEMMA4,
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n": {"text_config": _SHARED},
+    "gemma3n_text": _SHARED,
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -351,7 +355,9 @@ def _check_forgetful(model: PreTrainedModel, ids: torch.Tensor, positions: str) 
     sequences, logits = _answer(partial(generate, model, cache=cache.fresh()), ids)
     for index in backbone.layers:  # the shared attention of Zamba-2 is told its layer in every call
         attention_modules(model)[index].layer_idx = index
-    replay = Replay(**numbers, prompt=TOKENS, compact=positions == "compact", layers=backbone.layers)
+    forgetful = set(backbone.layers)
+    forgetful |= {layer for layer, source in enumerate(backbone.sources) if source in forgetful}
+    replay = Replay(**numbers, prompt=TOKENS, compact=positions == "compact", layers=tuple(forgetful))
     expected = replayed(model, sequences, replay)
     local = list(range(TOKENS - numbers["local_len"], TOKENS))
     assert kept == {layer: [[*head, *local] for head in replay.kept[layer]] for layer in backbone.layers}

@@ -43,7 +43,8 @@ class Replay:
     """Per layer and KV head the kept positions of the prompt, ascending."""
     raw: tuple[Any, tuple[Tensor, ...]] | None = None
     """The model's rotation of states at given places, and the queries and keys that it was asked for last."""
-
+    lent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Keys of each layer and what they were before their rotation, for the layers that borrow them."""
     latent: Tensor | None = None
     """What the layer at hand makes all heads' keys and values from (DeepSeek)."""
 
@@ -91,7 +92,9 @@ class Replay:
         raw, self.raw = self.raw, None
         if not self.compact or raw is None:
             return None, query, key
-        rotation, (raw_query, raw_key) = raw
+        rotation, (raw_query, *raw_keys) = raw
+        raw_key = raw_keys[0] if raw_keys else next(own for rotated, own in self.lent if torch.equal(rotated, key))
+        self.lent.append((key, raw_key))
         if raw_key.shape[2] != key.shape[2]:  # heads behind tokens
             raw_query, raw_key = raw_query.transpose(1, 2), raw_key.transpose(1, 2)
             behind = rotation

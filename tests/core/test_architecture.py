@@ -38,11 +38,12 @@ STOREYS = (
     ("prefill_attention", "lookups", "weights"),
     ("policy",),
     ("labels",),
-    ("heads",),
+    ("heads", "distributed"),
     ("scorers", "mergers"),
     ("cache",),
     ("token_ids", "chunked_prefill", "generation"),
-    ("loading", "distributed", "conversation", "engines"),
+    ("loading",),
+    ("conversation", "engines"),
 )
 """The rooms of locret from the ground up; each may import those below it and its own storey."""
 STOREY = {room: number for number, rooms in enumerate(STOREYS) for room in rooms}

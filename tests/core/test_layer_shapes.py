@@ -221,6 +221,11 @@ def test_what_takes_latents_apart_is_refused(settings: dict[str, Any], message: 
         RetentionCache(build("deepseek_v3"), "random", policy(20, **settings))
 
 
+def test_layers_with_nobody_to_borrow_from_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer 0 of gemma3n_text has no keys of its own \(num_kv_shared_layers=15\)"):
+        describe(Gemma3nTextConfig(**{**GEMMA3N, "num_kv_shared_layers": 15}))
+
+
 def test_two_attentions_in_a_layer_are_refused() -> None:
     numbers = {**MHA, **MLA, "num_layers": 1, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 16, "moe_topk": 2}
     numbers |= {"n_routed_experts": 4, "zero_expert_num": 2}

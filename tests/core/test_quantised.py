@@ -31,7 +31,7 @@ from locret.backbone.rotary import rotate
 from locret.cache.compiled_step import check_can_compile
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import Channel, Coder, Form, Rotated, Rounding, Token, form_of
-from locret.cache.store import POSITIONS, SCORES, DenseStore, Ranks, Workspace
+from locret.cache.store import POSITIONS, SCORES, DenseStore, UnitRanks, Workspace
 from locret.lookups.base import Ask, blocks
 from locret.policy.policy import BITS
 
@@ -107,7 +107,7 @@ def test_with_sixteen_bits_every_operation_does_what_it_does_to_the_plain_store(
 
 def test_with_sixteen_bits_ranks_of_two_tiers_are_those_of_the_plain_store() -> None:
     one, other = (filled(kind, 20) for kind in (form(16, placed=True), None))
-    ranks = Ranks(torch.arange(20).expand(ROWS, HEADS, 20) * 2 + torch.arange(HEADS)[:, None], 45)
+    ranks = UnitRanks(torch.arange(20).expand(ROWS, HEADS, 20) * 2 + torch.arange(HEADS)[:, None], 45)
     for made in (one, other):
         made.store.rotate(60, ranks)
     same(one, other)

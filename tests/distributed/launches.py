@@ -42,6 +42,16 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
+def alone(*line: object) -> str:
+    """Run a command in one process, and return what it printed."""
+    command = [sys.executable, "-m", *map(str, line)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def start(*line: object, processes: int = 2, **more: str) -> subprocess.Popen[str]:
     """Start a program with torchrun, on a port that is free."""
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]

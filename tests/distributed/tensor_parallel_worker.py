@@ -193,7 +193,7 @@ def _of_case(both: Both, case: dict[str, Any]) -> dict[str, Any]:
     return both.compare(None if name in (None, "retaining_heads") else scorers.get(name), **case)
 
 
-FAMILIES = ("llama-mha", "qwen3", "qwen3-moe", "gemma2", "gemma3", "granite", "phi3", "olmo3", "smollm3")
+FAMILIES = ("llama-mha", "qwen3", "qwen3-moe", "gemma2", "gemma3", "granite", "phi3", "olmo3", "smollm3", "qwen3-next")
 
 
 def backbones(both: Both) -> Any:

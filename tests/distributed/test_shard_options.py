@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from transformers import DeepseekV2Config, Gemma3nTextConfig, GptOssConfig, PreTrainedConfig
 
+from locret import loading
 from locret.cli.command import parse_options
+from locret.distributed import tensor_parallel
 from locret.distributed.ranks import Ranks, check_launcher
 from locret.load_options import BackboneSource
 
@@ -76,3 +80,26 @@ def test_rows_are_dealt_out_but_under_tensor_parallelism() -> None:
     rows = list(range(7))
     assert [Ranks(rank, 2).under("fsdp").share(rows) for rank in range(2)] == [[0, 2, 4, 6], [1, 3, 5]]
     assert [Ranks(rank, 2).under("tp").share(rows) for rank in range(2)] == [rows, rows]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (DeepseekV2Config(), "cannot share the KV heads of deepseek_v2 equally .*: it has 1; use --shard fsdp"),
+        (Gemma3nTextConfig(), r"gemma3n_text is cut off .*activation_sparsity_pattern.*; use --shard fsdp"),
+        (GptOssConfig(), "no plan for tensor parallelism of gpt_oss .*; use --shard fsdp"),
+    ],
+    ids=["latent attention", "sparse MLP", "no plan"],
+)
+def test_backbones_that_cannot_be_split_by_heads_are_refused_by_their_config(
+    config: PreTrainedConfig, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        tensor_parallel.part_of(config, 2)
+
+
+def test_an_adapter_is_not_put_on_heads_that_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = BackboneSource(model="checkpoints/tiny", adapter="somewhere", shard="tp")
+    with pytest.raises(ValueError, match="--adapter somewhere changes weights that --shard tp splits; merge it"):
+        loading.load_model(options, loading.load_config(options), torch.device("cpu"), torch.float32)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import ROOT, done
+from launches import ROOT, finish, start
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
+MODULES = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "core")])
 CLOSE = 1e-5
 REFUSED = {
     "heads, adaptive heads": 'head_budgets="adaptive" lets all heads of a layer compete',
@@ -22,8 +23,9 @@ PROCESSES = ["two", pytest.param("four", marks=pytest.mark.slow)]
 
 def launch(folder: Path, processes: int, *checks: str) -> dict[str, list[Any]]:
     """Run checks in so many processes, and return what each of them found, by check."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "core")])
-    done(str(WORKER), folder, *checks, processes=processes, PYTHONPATH=path)
+    running = start(WORKER, folder, *checks, processes=processes, PYTHONPATH=MODULES)
+    code, _, err = finish(running, 280)
+    assert code == 0, err[-3000:]
     found: dict[str, list[Any]] = json.loads((folder / f"{processes}.json").read_text())
     return found
 
@@ -78,7 +80,8 @@ def test_families_agree(two: dict[str, list[Any]]) -> None:
         assert whole == {"phi3", "olmo3"}, "their plans bring q, k and v together again"
         for name, same in own.items():
             check_same(name, same)
-            assert same["bytes"][0] * (1 if name in whole else 2) == same["bytes"][2], name
+            own_bytes, all_bytes = same["bytes"][0] * (1 if name in whole else 2), same["bytes"][2]
+            assert own_bytes == all_bytes or (own_bytes > all_bytes and name == "qwen3-next"), "states are not shared"
 
 
 def test_rows_of_different_length_and_beams_agree(two: dict[str, list[Any]]) -> None:

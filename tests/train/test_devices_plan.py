@@ -68,7 +68,7 @@ def test_eight_cards_take_fsdp_for_70b(llama_70b: Path, capsys: pytest.CaptureFi
     assert round(whole["total"] / GIB) == 146
     assert round(fsdp["total"] / GIB) == 35
     assert round(ways["4-bit (NF4) on each card"]["bytes_per_card"]["total"] / GIB) == 52
-    assert ways["tensor parallel over 8"]["shortage"] == "locret-train does not split the heads that it trains"
+    assert ways["tensor parallel over 8"]["fits"]
     split = ways["tensor parallel over 8"]["bytes_per_card"]
     assert split["optimizer"] == HEADS
     # Norms are whole on every card, and with transformers 5.17 the embedding.
@@ -80,6 +80,12 @@ def test_eight_cards_take_fsdp_for_70b(llama_70b: Path, capsys: pytest.CaptureFi
     assert found["command"].startswith("torchrun --standalone --nproc-per-node 8 -m locret.train.command --model ")
     assert found["command"].endswith(" --shard fsdp")
     assert "data parallel: more than 95% of 74.51 GiB" in found["why"]
+
+
+def test_small_cards_share_the_heads_too(llama_70b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(llama_70b, capsys, "--devices=8x24GB")
+    assert found["takes"] == "tensor parallel over 8"
+    assert found["command"].endswith(" --shard tp")
 
 
 def test_one_card_takes_four_bits_or_the_hosts_memory(llama_70b: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +189,19 @@ REFUSED = [
     (["--dry-run", "--devices=8x80GB", "--host-memory=much"], "--host-memory: much is not an amount of memory"),
     *(
         (["--dry-run", f"--devices={text}"], f"--devices {text} is not")
-        for text in ("eight", "0x80GB", "8x", "x80GB", "8x8x80GB", "-1x80GB", "8x0GB", "9" * 9 + "x1GB", "8x80parrots")
+        for text in (
+            "eight",
+            "8",
+            "8x80",
+            "0x80GB",
+            "8x",
+            "x80GB",
+            "8x8x80GB",
+            "-1x80GB",
+            "8x0GB",
+            "9" * 9 + "x1GB",
+            "8x80parrots",
+        )
     ),
     (["--dry-run", "--devices=8x80GB", "--model=no/such/folder"], "--model no/such/folder: there is no such folder"),
 ]
