@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, fields, replace
+from hashlib import sha256
 from typing import Any
 
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
@@ -95,7 +96,8 @@ def together(prog: str, options: Options) -> Iterator[Options]:
     ):
         raise ValueError("a text on standard input reaches one process alone; give it to all with --prompt-file FILE")
     with joined(prog) as ranks:
-        ranks.agree({f"--{name}": value for name, value in _agreed(options).items()})
+        with ranks.together():
+            ranks.agree({f"--{name}": value for name, value in _agreed(options).items()})
         if ranks.is_main:
             yield replace(options, ranks=ranks)
             return
@@ -123,10 +125,16 @@ def execute(options: Options) -> None:
     if prompt.context is not None:
         _ask_saved(options, prompt.context, asked)
         return
-    plan = _plan(options, asked)
+    with options.ranks.together():
+        plan = _plan(options, asked)
     if plan is None:
         return
     options = plan.options
+    if options.ranks.size > 1:
+        with options.ranks.together():
+            chosen = {"what auto came to": plan.policy.to_dict()}
+            options.ranks.agree(chosen, "give --chunk-size and --kv-memory as numbers")
+            options.ranks.agree(_contents(plan, asked), "give all processes the same files")
     if _apart(options, asked):
         _ask_apart(options, plan, asked)
         return
@@ -223,11 +231,29 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     setup = _setup(options, scorer, policy, device, dtype)
     if chunk_choice:
         setup["chunk_choice"] = chunk_choice.to_dict()
-    options.ranks.agree({"what auto came to": policy.to_dict()}, "give --chunk-size and --kv-memory as numbers")
     if dry_run:
         _print_plan(options, run_of, policy, setup)
         return None
     return _Plan(options, config, device, dtype, scorer, policy, tokenizer, document, ids, bar, setup, disk)
+
+
+def _contents(plan: _Plan, asked: Sequence[str]) -> dict[str, Any]:
+    """Return what the files hold that each process has read by itself, by flag."""
+    from torch import nn
+
+    from locret import shipped
+    from locret.heads.fingerprint import weight_fingerprint
+
+    heads = weight_fingerprint(plan.scorer) if isinstance(plan.scorer, nn.Module) else None
+    digest = sha256()
+    with open(os.path.expanduser(shipped.find(str(plan.options.prompt.prompt_file))), "rb") as text:
+        while part := text.read(2**20):
+            digest.update(part)
+    return {
+        "the text of --prompt-file": digest.hexdigest()[:16],
+        "the questions": list(asked),
+        "the weights of --heads": heads,
+    }
 
 
 def _setup(options: Options, scorer: Any, policy: Any, device: Any, dtype: Any) -> dict[str, Any]:

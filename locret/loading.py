@@ -6,7 +6,9 @@ import logging
 import math
 import os
 import re
+import shutil
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -170,7 +172,8 @@ def load_config(options: BackboneSource) -> Any:
                 f"--model {options.model} holds retaining heads; give them as --heads {options.model}, and their "
                 "backbone as --model"
             )
-    with _one_sentence(f"--model {source.model} has a config.json that cannot be read"):
+    read = f"--gguf-file {options.gguf}" if gguf else f"--model {source.model} has a config.json that"
+    with _one_sentence(f"{read} cannot be read"):
         config = AutoConfig.from_pretrained(
             source.model, revision=source.revision, trust_remote_code=options.trust_remote_code, **gguf
         )
@@ -289,7 +292,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             "--shard fsdp"
         )
     where = _where(source, options, config, device, dtype)
-    with _one_sentence(f"--model {options.model} cannot be loaded"):
+    room = where.get("offload_folder")
+    with placement.removed_unless_loaded(room), _one_sentence(f"--model {options.model} cannot be loaded"):
         model: nn.Module
         read = partial(
             AutoModelForCausalLM.from_pretrained,
@@ -308,6 +312,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
                 model, found = read(**where)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
+        if room is not None:
+            weakref.finalize(model, shutil.rmtree, room, ignore_errors=True)
     if foreign := sorted(found["unexpected_keys"]):
         warnings.warn(
             f"--model {options.model}: its config.json has no use for {len(foreign)} of its weights, such as "
@@ -363,7 +369,9 @@ def _where(
                 f"--adapter {source.adapter} cannot be put on weights that --device-map leaves on disk, because PEFT "
                 "would write into the backbone's own files; merge the adapter, or make room with --max-memory"
             )
-        return {**where, "device_map": plan.device_map, "offload_folder": options.offload_folder}
+        on_disk = placement.DISK in plan.device_map.values()
+        folder = placement.offload_room(options.offload_folder) if on_disk and options.offload_folder else None
+        return {**where, "device_map": plan.device_map, "offload_folder": folder}
     # Straight to the device: the host need not hold the weights.
     return {**where, "device_map": None if device.type == "cpu" and quantised is None else {"": device}}
 

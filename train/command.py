@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from locret.cli.command import print_json, run
@@ -21,6 +21,7 @@ from locret.train import launch, run_folder, training_options
 if TYPE_CHECKING:
     from accelerate import PartialState
 
+    from locret.distributed.ranks import Ranks
     from locret.train.training_run import TrainingRun
 
 _GO_ON = "--resume goes on from the last checkpoint, if there is one"
@@ -35,45 +36,55 @@ def command(argv: Sequence[str] | None = None) -> int:
         ValueError: For what the user must change.
         OSError: If a file cannot be read or written.
     """
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    options, chosen = training_options.parse(argv)
-    backbone, data, _, optimizer, _, run = options
-    # What can be refused at once is, before torch is imported or the Hub is asked.
-    launch.check(optimizer.gradient_accumulation)
-    if run.devices is not None:
-        return _compare_devices(options, chosen)
-    folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
-    rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
-    local = backbone.local_folder() is not None and rows is not None
-    locks = launch.is_main_process() and not run.dry_run
-    lock = locked(folder, f"--output {run.output}") if locks else nullcontext()
-    with lock, joined("locret-train", way_out=_GO_ON) as ranks:
+    level = logging.WARNING if launch.is_main_process() else logging.ERROR
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=level, stream=sys.stderr)
+    with ExitStack() as held:
+        ranks = held.enter_context(joined("locret-train", way_out=_GO_ON))
         with ranks.together():
-            given = training_options.plain(options)
+            options, chosen = training_options.parse(argv)
+            backbone, data, _, optimizer, _, run = options
+            # What can be refused at once is, before torch is imported or the Hub is asked.
+            launch.check(optimizer.gradient_accumulation)
+            if run.devices is None:
+                folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
+                rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
+                local = backbone.local_folder() is not None and rows is not None
+                if launch.is_main_process() and not run.dry_run:
+                    held.enter_context(locked(folder, f"--output {run.output}"))
+        given = training_options.plain(options)
+        with ranks.together():
             ranks.agree({f"--{name.replace('_', '-')}": value for name, value in given.items()})
+        if run.devices is not None:
+            return _compare_devices(options, chosen) if ranks.is_main else 0
         from accelerate import PartialState
 
         from locret.train.training_run import TrainingRun
 
         training, process = TrainingRun(options, chosen), PartialState(cpu=_on_cpu())
-        training.check(process.device)
-        return _show_plan(training, process, local) if run.dry_run else _train(training, process)
+        with ranks.together():
+            training.check(process.device)
+        if run.dry_run:
+            return _show_plan(training, process, local) if ranks.is_main else 0
+        return _train(training, process, ranks)
 
 
-def _train(training: TrainingRun, process: PartialState) -> int:
+def _train(training: TrainingRun, process: PartialState, ranks: Ranks) -> int:
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin
 
     from locret.distributed.ulysses import RowRanks
 
-    row_ranks = RowRanks.split(training.backbone.sp_size)
-    if process.is_main_process:
-        sys.stderr.write("\n".join(_plan(training, process)) + "\n")
-    training.fetch()
-    training.open_rows(process)
-    training.check_space()
     # The main process fills the output folder only when all have seen it as it was.
-    process.wait_for_everyone()
+    with ranks.together():
+        row_ranks = RowRanks.split(training.backbone.sp_size)
+        if process.is_main_process:
+            sys.stderr.write("\n".join(_plan(training, process)) + "\n")
+        training.fetch()
+        training.open_rows(process)
+        training.check_space()
+    rows = {f"{name} of --dataset": value for name, value in training.stream.state().items()}
+    with ranks.together():
+        ranks.agree(rows, "give all processes the same rows")
     accelerator = Accelerator(
         cpu=_on_cpu(),
         mixed_precision=training.precision,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from locret.backbone.passes import in_step
+from locret.distributed.ranks import Ranks
 from locret.distributed.ulysses import RowRanks
 from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
@@ -103,6 +104,7 @@ class Trainer:
     ) -> None:
         self.model, self.heads, self.stream, self.accelerator = model, heads, stream, accelerator
         self.row_ranks, self.data_size = row_ranks, data_size
+        self._ranks = Ranks(accelerator.process_index, accelerator.num_processes)
         self.head_ranks = shared_by(heads)
         """The processes that share the heads, each of which trains its own part of them."""
         self.held_out, self.eval_every = held_out, eval_every
@@ -289,10 +291,11 @@ class Trainer:
         means = self.accelerator.reduce(values, reduction="mean").tolist()
         if not math.isfinite(means[0]):
             saved = [path.name for path in checkpointing.complete(self.folder)]
-            raise ValueError(
-                f"the loss is {means[0]} at step {self.step}; lower --lr or use --mixed-precision no "
-                f"(last checkpoint: {saved[-1] if saved else 'none'})"
-            )
+            with self._ranks.together():  # all have the same mean, and one says so
+                raise ValueError(
+                    f"the loss is {means[0]} at step {self.step}; lower --lr or use --mixed-precision no "
+                    f"(last checkpoint: {saved[-1] if saved else 'none'})"
+                )
         tokens = round(means[-1] * self.data_size)
         self.rows, self.tokens = self.rows + window.rows * self.data_size, self.tokens + tokens
         norms, clipped, steps = window.gradients.tolist()
@@ -320,24 +323,24 @@ class Trainer:
         heads = self.heads
         weights = heads.whole_state() if isinstance(heads, ShardedHeads) else heads.state_dict()
         moments = whole_moments(self.optimizer.state_dict(), heads)
-        if self.accelerator.is_main_process:
-            scaler = self.accelerator.scaler
-            state = {
-                "config": self.config,
-                "optimizer": moments,
-                "scheduler": self.scheduler.state_dict(),
-                "scaler": None if scaler is None else scaler.state_dict(),
-                "stream": self.stream.state(),
-                "rows": self.rows,
-                "tokens": self.tokens,
-                "record": self.last_record,
-                "before": self.before,
-            }
-            checkpointing.save(
-                self.folder,
-                self.step,
-                lambda folder: checkpoint.write(folder, heads.config, weights),
-                state,
-                self.run.keep_checkpoints,
-            )
-        self.accelerator.wait_for_everyone()
+        with self._ranks.together():
+            if self._ranks.is_main:
+                scaler = self.accelerator.scaler
+                state = {
+                    "config": self.config,
+                    "optimizer": moments,
+                    "scheduler": self.scheduler.state_dict(),
+                    "scaler": None if scaler is None else scaler.state_dict(),
+                    "stream": self.stream.state(),
+                    "rows": self.rows,
+                    "tokens": self.tokens,
+                    "record": self.last_record,
+                    "before": self.before,
+                }
+                checkpointing.save(
+                    self.folder,
+                    self.step,
+                    lambda folder: checkpoint.write(folder, heads.config, weights),
+                    state,
+                    self.run.keep_checkpoints,
+                )

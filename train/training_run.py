@@ -311,29 +311,35 @@ class TrainingRun:
         """
         from locret.train.trainer import Trainer
 
-        checkpoint = None if self.run.resume is None else checkpointing.find(self.run.resume, self.folder)
-        state = None if checkpoint is None else checkpointing.read(checkpoint)
-        fixed = self.fixed_options(self.ranks(accelerator.state))
-        if state is not None and checkpoint is not None:
-            with checkpointing.intact(checkpoint):
-                stored = {"eval_rows": 0, **state["config"]}
-            checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
-            records_until(self.folder / run_folder.LOG, state["step"])
+        own = self.ranks(accelerator.state)
+        fixed = self.fixed_options(own)
+        with own.together():
+            checkpoint = None if self.run.resume is None else checkpointing.find(self.run.resume, self.folder)
+            state = None if checkpoint is None else checkpointing.read(checkpoint)
+            if state is not None and checkpoint is not None:
+                with checkpointing.intact(checkpoint):
+                    stored = {"eval_rows": 0, **state["config"]}
+                checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
+                records_until(self.folder / run_folder.LOG, state["step"])
         model = load_model(self.backbone, self.config, self.device, self.dtype)
-        heads = sharded(self._new_heads(model), ranks_of(model))
+        new_heads = self._new_heads(model)
+        with own.together():
+            begun = {"the weights of --init-from": weight_fingerprint(new_heads)}
+            own.agree(begun, "give all processes the same heads")
+        heads = sharded(new_heads, ranks_of(model))
         heads = heads.follow(model) if self.backbone.shard is None else heads.to(self.device)
-        if accelerator.is_main_process:
-            options, processes = self.resolved_options(), accelerator.num_processes
-            record = run_folder.run_record(options, self.chosen, processes, str(accelerator.device))
-            run_folder.prepare(self.folder, record, overwrite=self.run.overwrite)
-        accelerator.wait_for_everyone()
+        with own.together():
+            if own.is_main:
+                options, processes = self.resolved_options(), accelerator.num_processes
+                record = run_folder.run_record(options, self.chosen, processes, str(accelerator.device))
+                run_folder.prepare(self.folder, record, overwrite=self.run.overwrite)
         trainer = Trainer(
             model,
             heads,
             self.stream,
             accelerator,
             row_ranks=row_ranks,
-            data_size=self.ranks(accelerator.state).data_size,
+            data_size=own.data_size,
             held_out=self.held_out,
             loss=self.loss,
             optimizer=self.optimizer,
@@ -343,8 +349,9 @@ class TrainingRun:
             folder=self.folder,
             config=fixed,
         )
-        if state is not None and checkpoint is not None:
-            trainer.resume(checkpoint, state)
+        with own.together():
+            if state is not None and checkpoint is not None:
+                trainer.resume(checkpoint, state)
         started = time.perf_counter()
         try:
             stopped, record = trainer.train()

@@ -59,6 +59,7 @@ def _command(processes: Ranks, arguments: list[str]) -> None:
         (model, evaluation, budgets, report), chosen = parse_options(
             "locret-eval", DESCRIPTION, OPTION_CLASSES, arguments
         )
+    with processes.together():  # apart from what may fail in one of them
         processes.agree(_agreed(model, evaluation, budgets, report))
     processes = processes.under(model.shard)
     if report.list:
@@ -128,6 +129,8 @@ def _execute(job: Job) -> None:
     processes = job.processes
     with processes.together(on_backbone=True):
         setup, settings, draw = _load(job)
+    with processes.together():
+        processes.agree(settings, "give all processes the same files")
     with processes.together():
         log = _open(job, settings) if processes.is_main else None
     try:

@@ -49,12 +49,11 @@ def _replayed(subject: Subject, policy: RetentionPolicy, *, everything: bool = F
     """Compare an answered read with its replay."""
     answered = read_and_answer(subject, policy, everything=everything)
     ids, compact = subject.on_device(answered.ids), policy.positions == "compact"
+    turns, detours = (subject.turns(detour) if compact else None for detour in (0, subject.tokens))
     with subject.alone():
-        expected = replay(subject.model, ids, answered.blocks, compact=compact).states
+        expected = replay(subject.model, ids, answered.blocks, turns).states
         with one_more_rounding(subject.decoder, subject.seed):
-            rounded = replay(
-                subject.model, ids, answered.blocks, compact=compact, detour=subject.tokens if compact else 0
-            ).states
+            rounded = replay(subject.model, ids, answered.blocks, detours).states
     noise = subject.noise.beside(relative(rounded, expected))
     return close(
         f"hidden states of {answered.ids.shape[1]:,} tokens, each seeing the units kept for it, positions "

@@ -13,7 +13,7 @@ from torch import Tensor
 from locret import RetentionCache
 from locret.cache.limits import Limits
 from locret.infer.verify.findings import Finding, NotHere, exact
-from locret.infer.verify.replay import Turn
+from locret.infer.verify.rotation import Turn
 from locret.infer.verify.subject import Read, Subject, kept_by_head, positions_held, scores_by_head
 from locret.infer.verify.watching import Said, WatchedCache, watched
 
@@ -115,10 +115,14 @@ def units(subject: Subject) -> Iterator[Finding]:
         raise NotHere("blocks hold far units at one position")
     cache = WatchedCache(subject.model, subject.scorer, policy)
     subject.read(cache=cache)
-    turn = Turn(subject.decoder) if policy.positions == "compact" else None
+    compact = policy.positions == "compact"
     wrong, turned, count, finite, reach = 0, 0.0, 0, True, 0
     for nth, index in enumerate(subject.backbone.layers):
         keys, values, where = cache.handed(index)
+        layout = subject.layouts[index][0]
+        if index in cache.latents and layout.adjacent:  # which are held in two halves
+            keys, layout = torch.cat([keys[..., ::2], keys[..., 1::2]], dim=-1), layout._replace(adjacent=False)
+        turn = Turn(subject.decoder, layout) if compact else None
         for head, (kept, own_keys, own_values, now) in enumerate(held_units(cache, nth)):
             count += len(kept)
             wrong += int((own_values != values[head, kept]).any(-1).sum())
@@ -138,15 +142,15 @@ def units(subject: Subject) -> Iterator[Finding]:
         "exact: values are moved, never changed",
     )
     epsilon = torch.finfo(cache.governed[0].store.keys.dtype if cache.governed[0].store.keys is not None else dtype).eps
-    limit = 8 * epsilon + 4 * reach * _HALF_PLACE if turn is not None else 0.0
+    limit = 8 * epsilon + 4 * reach * _HALF_PLACE if compact else 0.0
     yield Finding(
         compared="their keys, and those of the backbone, "
-        + ("as they came" if turn is None else "turned to their ranks by its own frequencies"),
+        + ("turned to their ranks by its own frequencies" if compact else "as they came"),
         ok=turned <= limit,
         measured=turned,
         tolerance=limit,
         why="exact: keys are moved, never changed"
-        if turn is None
+        if not compact
         else f"8 units in the last place ({epsilon:.1e}), and rounded angles of up to {reach:,} rad",
         means="kept keys are rotated wrongly, so everything that is not recent is misplaced; use --positions original, "
         "and report it with this table",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from locret.backbone.adapters import rotary_module
-from locret.backbone.rotary import FULL_ATTENTION
 from locret.infer.verify.findings import Finding
-from locret.infer.verify.replay import Block, Turn, replay
-from locret.infer.verify.subject import Subject
+from locret.infer.verify.replay import Block, replay
+from locret.infer.verify.rotation import Layout, layout_of
 from locret.policy.policy import RetentionPolicy
 
-_SHIFT = 3
+if TYPE_CHECKING:
+    from locret.infer.verify.subject import Subject
+
+_SHIFT, _TOKENS = 3, 64
 
 
 def refusal(subject: Subject, policy: RetentionPolicy, error: ValueError) -> Finding:
@@ -28,17 +32,20 @@ def refusal(subject: Subject, policy: RetentionPolicy, error: ValueError) -> Fin
 
 
 def turns_by_distance(subject: Subject) -> bool:
-    """Return whether the backbone rotates keys in halves, by frequencies that are the same at all positions."""
+    """Return whether keys of all layers are turned by what their distance says, the same at all positions."""
     rope: object = getattr(rotary_module(subject.decoder), "rope_type", "default")
     kinds = rope.values() if isinstance(rope, dict) else [rope]
-    if any("dynamic" in str(kind) for kind in kinds) or (isinstance(rope, dict) and FULL_ATTENTION not in rope):
+    if any("dynamic" in str(kind) for kind in kinds):
         return False
-    ids = subject.on_device(subject.ids[:, :64])
-    nothing = [[torch.empty(0)] * subject.backbone.shape(one).num_kv_heads for one in subject.backbone.layers]
-    blocks, turn = [Block(0, ids.shape[1], nothing)], Turn(subject.decoder)
+    limit = max(0.02, subject.noise.typical)
+    return all(apart < limit for _, apart in subject.layouts.values())
+
+
+def measured_layouts(subject: Subject) -> dict[int, tuple[Layout, float]]:
+    """Return how every governed layer rotates keys: what makes those at one position the ones further on."""
+    ids, layers = subject.on_device(subject.ids[:, :_TOKENS]), subject.backbone.layers
+    nothing = [[torch.empty(0)] * subject.backbone.shape(one).num_kv_heads for one in layers]
+    blocks = [Block(0, ids.shape[1], nothing)]
     with subject.alone():
-        at, further = (replay(subject.model, ids, blocks, compact=False, shift=shift).keys for shift in (0, _SHIFT))
-        layer = subject.backbone.layers[0]
-        distance = torch.full((ids.shape[1],), _SHIFT)
-        apart = (turn(at[layer], distance) - further[layer]).norm(dim=-1) / further[layer].norm(dim=-1)
-    return bool(apart.median() < 0.05)
+        at, further = (replay(subject.model, ids, blocks, shift=shift).keys for shift in (0, _SHIFT))
+        return {one: layout_of(subject.decoder, at[one], further[one], _SHIFT) for one in layers}

@@ -5,13 +5,11 @@ attend to the units that were kept before it, wherever they stand, and to the ch
 cache exists, so none of the engine's bookkeeping can be wrong in the same way.
 """
 
-# N query heads, K KV heads, G query heads of a group, T tokens, L tokens of a block, S units, D head dim,
-# R rotated dims
+# N query heads, K KV heads, G query heads of a group, T tokens, L tokens of a block, S units, D head dim
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from locret.backbone.adapters import attention_modules, describe, find_decoder, rotary_module, unwrap
-from locret.backbone.rotary import FULL_ATTENTION
+from locret.backbone.adapters import attention_modules, describe, find_decoder, unwrap
 from locret.infer.verify.noise import recorded, run_backbone
+from locret.infer.verify.rotation import Turn
 
 NAME = "locret_verify"
 _ROWS = 256
@@ -62,53 +60,20 @@ class _Running:
     """Rotary position of the first token of each block."""
     where: Tensor
     """(T,) rotary positions of all tokens."""
-    turn: Turn | None
+    turns: Mapping[int, Turn] | None
     found: Replayed
 
 
 _RUNNING: ContextVar[_Running | None] = ContextVar("locret_verify", default=None)
 
 
-class Turn:
-    """Rotates keys by distances, with the frequencies of the backbone's own module; halves of R form the pairs.
-
-    Args:
-        decoder: The backbone's.
-        detour: Rotate this much too far, and back: equal in mathematics, with the rounding of larger angles.
-    """
-
-    def __init__(self, decoder: Any, detour: int = 0) -> None:
-        self._module, self._detour = rotary_module(decoder), detour
-        by_type = self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
-        self._extra = {"layer_type": FULL_ATTENTION} if by_type else {}
-        frequencies = getattr(self._module, f"{FULL_ATTENTION}_inv_freq" if by_type else "inv_freq", None)
-        self._pairs = None if frequencies is None else frequencies.shape[-1]
-
-    def __call__(self, keys: Tensor, distances: Tensor) -> Tensor:
-        """Return keys (..., S, D) rotated further by (S,) whole distances, float32."""
-        if self._detour:
-            return self._turned(self._turned(keys, distances + self._detour), torch.full_like(distances, -self._detour))
-        return self._turned(keys, distances)
-
-    def _turned(self, keys: Tensor, distances: Tensor) -> Tensor:
-        keys = keys.float()
-        if self._module is None:  # a backbone without rotary positions
-            return keys
-        at = torch.cat([distances.new_zeros(1), distances.abs()])
-        grid = at[None].to(keys.device)
-        if hasattr(self._module, "mrope_section"):  # positions of text in time, height and width are the same
-            grid = grid.expand(3, 1, -1)
-        cos, sin = (part[0] for part in self._module(keys, grid, **self._extra))
-        scale, sign = cos[0], distances.sign().to(keys.device)[:, None]
-        cos, sin = cos[1:] / scale, sign * sin[1:] / scale
-        half = self._pairs or cos.shape[-1] // 2  # tables have one column per pair, or one per dimension
-        one, two, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
-        cos, sin = cos[:, :half], sin[:, :half]
-        return torch.cat([one * cos - two * sin, two * cos + one * sin, rest], dim=-1)
-
-
 def replay(
-    model: nn.Module, ids: Tensor, blocks: Sequence[Block], *, compact: bool, shift: int = 0, detour: int = 0
+    model: nn.Module,
+    ids: Tensor,
+    blocks: Sequence[Block],
+    turns: Mapping[int, Turn] | None = None,
+    *,
+    shift: int = 0,
 ) -> Replayed:
     """Run the backbone over (1, T) ids as the blocks say; gradients are off and rotary frequencies settled.
 
@@ -116,14 +81,14 @@ def replay(
         model: The backbone.
         ids: Prompt and answer, where the backbone wants them.
         blocks: All tokens, in order.
-        compact: Whether kept units stand right in front of their block, instead of where they were.
+        turns: What turns the keys of each governed layer, if kept units stand right in front of their block; None: they
+            stand where they were.
         shift: Position of the first token, where units stand where they were.
-        detour: See `Turn`.
     """
     decoder, found = find_decoder(model), Replayed(torch.empty(0))
     backbone = describe(model)
     # As far as the fullest head reaches; where some layers slide, positions stay true.
-    ranked = compact and not backbone.slides
+    ranked = turns is not None and not backbone.slides
     bases = [_longest(block) if ranked else block.start + shift for block in blocks]
     where = torch.cat([base + torch.arange(b.end - b.start) for base, b in zip(bases, blocks, strict=True)])
     running = _Running(
@@ -132,7 +97,7 @@ def replay(
         blocks=blocks,
         bases=bases,
         where=where,
-        turn=Turn(decoder, detour) if compact else None,
+        turns=turns,
         found=found,
     )
     with _attending(unwrap(model), running), recorded(decoder) as states:
@@ -176,7 +141,7 @@ def _attention(
     options = (scaling, softcap, None if s_aux is None else s_aux.float().flatten())
     queries, keys, values = query[0].float(), key[0].float(), value[0].float()
     if index in running.nth:
-        out = _by_blocks(queries, keys, values, running, running.nth[index], options)
+        out = _by_blocks(queries, keys, values, running, index, options)
         running.found.queries[index], running.found.keys[index] = queries.cpu(), keys.cpu()
         running.found.values[index] = values.cpu()
     else:
@@ -187,18 +152,23 @@ def _attention(
 _Options = tuple[float, float | None, Tensor | None]
 
 
-def _by_blocks(queries: Tensor, keys: Tensor, values: Tensor, running: _Running, nth: int, options: _Options) -> Tensor:
+def _by_blocks(
+    queries: Tensor, keys: Tensor, values: Tensor, running: _Running, index: int, options: _Options
+) -> Tensor:
     group = queries.shape[0] // keys.shape[0]
     out = queries.new_empty(*queries.shape[:2], values.shape[-1])
+    turn = None if running.turns is None else running.turns[index]
     for block, base in zip(running.blocks, running.bases, strict=True):
+        held = block.kept[running.nth[index]]
         span, length = slice(block.start, block.end), block.end - block.start
         causal = torch.ones(length, length, dtype=torch.bool, device=queries.device).tril()
         for head in range(keys.shape[0]):
-            kept = block.kept[nth][head].to(queries.device).long()
+            # All heads of latent attention attend to the same units.
+            kept = held[head * len(held) // keys.shape[0]].to(queries.device).long()
             old = keys[head, kept]
-            if running.turn is not None and len(kept):
+            if turn is not None and len(kept):
                 now = base - len(kept) + torch.arange(len(kept), device=kept.device)
-                old = running.turn(old, now - running.where.to(kept.device)[kept])
+                old = turn(old, now - running.where.to(kept.device)[kept])
             seen = torch.cat([causal.new_ones(length, len(kept)), causal], dim=1)
             asking = slice(head * group, (head + 1) * group)
             both = torch.cat([old, keys[head, span]]), torch.cat([values[head, kept], values[head, span]])

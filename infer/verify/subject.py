@@ -17,6 +17,8 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, pr
 from locret.backbone.adapters import Backbone, describe, find_decoder, input_device, unwrap
 from locret.backbone.rotary import long_factors
 from locret.infer.verify.noise import Noise, apart, measured_noise, one_more_rounding, recorded, run_backbone
+from locret.infer.verify.position_modes import measured_layouts
+from locret.infer.verify.rotation import Layout, Turn
 from locret.scorers import RetainingHeadScorer, Scorer
 
 NEW_TOKENS = 12
@@ -126,11 +128,22 @@ class Subject:
         model: Any = unwrap(self.model)
         with self.alone():
             runs = []
-            for more in (nullcontext(), one_more_rounding(self.decoder, self.seed)):
-                with more:
-                    found = model(input_ids=self.on_device(self.ids), use_cache=False, logits_to_keep=_LAST).logits
+            beside = torch.cat([self.ids, self.ids.flip(1)])  # LLM.int8 rounds by what is in a batch
+            more = one_more_rounding(self.decoder, self.seed)
+            for ids, how in ((self.ids, nullcontext()), (self.ids, more), (beside, nullcontext())):
+                with how:
+                    found = model(input_ids=self.on_device(ids), use_cache=False, logits_to_keep=_LAST).logits
                 runs.append(found[0].float().cpu())
-        return max(float(apart(runs[1], runs[0]).median()), self.noise.epsilon)
+        return max(*(float(apart(run, runs[0]).median()) for run in runs[1:]), self.noise.epsilon)
+
+    @cached_property
+    def layouts(self) -> dict[int, tuple[Layout, float]]:
+        """Per governed layer, how it rotates keys, and how well that explains them."""
+        return measured_layouts(self)
+
+    def turns(self, detour: int = 0) -> dict[int, Turn]:
+        """Return what turns the keys of each governed layer; for `detour` see `Turn`."""
+        return {index: Turn(self.decoder, layout, detour) for index, (layout, _) in self.layouts.items()}
 
     def on_device(self, ids: Tensor) -> Tensor:
         """Return token ids where the backbone wants them."""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, scorers
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
 from locret.backbone.adapters import compute_dtype, describe, input_device, unwrap
 from locret.environment import versions
 from locret.infer.verify import batches, equality, eviction, keeping, memory_bounds, round_trips, trained
 from locret.infer.verify.findings import FAILED, OK, REFUSED, SKIPPED, Finding, NotHere, Refused, Report, Row
+from locret.infer.verify.position_modes import turns_by_distance
 from locret.infer.verify.subject import NEW_TOKENS, Subject, fitted
 from locret.infer.verify.verify_options import LEAST_TOKENS, TOKENS
 from locret.nearest import nearest
@@ -245,7 +246,13 @@ def make_subject(
         wanted = fitted(RetentionPolicy.from_dict(recommended or {}, "the heads' policy"), ids.shape[1])
     check_text(wanted, ids.shape[1])
     subject = Subject(model, scorer, wanted, ids, seed)
-    RetentionCache(model, scorer, wanted)  # refuses what cannot work before anything is computed
+    cache = RetentionCache(model, scorer, wanted)  # refuses what cannot work before anything is computed
+    try:
+        prefill(model, ids[:, :LEAST_TOKENS], cache)
+    except ValueError:
+        if wanted.positions == "compact" and not turns_by_distance(subject):
+            raise
+        # Refused without reason: for the checks to say.
     return subject
 
 

@@ -37,6 +37,8 @@ class WatchedCache(RetentionCache):
     def handed(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (K, N, D) keys and values that came for one layer, and (N,) the rotary positions of those keys."""
         keys, values = (torch.cat(parts, dim=1) for parts in zip(*self.given[layer_idx], strict=True))
+        if layer_idx in self.latents:  # where transformers has them the other way round
+            keys, values = values, keys
         where = [
             base + torch.arange(part[0].shape[1])
             for base, part in zip(self.bases[layer_idx], self.given[layer_idx], strict=True)

@@ -5,18 +5,19 @@ All facts about architectures live here. They come from the config and the modul
 
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import cache_utils
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from locret.backbone import head_ranks
 from locret.backbone.head_ranks import HeadRanks
 from locret.backbone.latent import Latent, is_latent
-from locret.backbone.recurrence import state_module, state_numbers
+from locret.backbone.recurrence import state_module, state_numbers, weightless_or_none
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 FUSED = "qkv_proj"
@@ -292,21 +293,37 @@ def find_decoder(model: nn.Module) -> Any:
     """Return the stack of decoder layers, which owns `layers`, and `rotary_emb` where positions are rotated.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or keys get their positions in another way than by rotation.
     """
     base = unwrap(model)
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else getattr(base, "model", base)
+    found = base.get_decoder() if hasattr(base, "get_decoder") else getattr(base, "model", base)
+    # ModernBERT's `decoder` is the layer that returns logits.
+    decoder = next((one for one in (found, getattr(base, "model", None)) if hasattr(one, "layers")), found)
+    if (hasattr(decoder, "layers") and rotary_module(decoder) is not None) or not isinstance(decoder, nn.Module):
+        return decoder
+    name, bounded = type(base).__name__, f"so its cache cannot be bounded; {_SUPPORTED}"
+    stack = decoder if isinstance(decoder, PreTrainedModel) else base
+    if getattr(base.config, "alibi", any("alibi" in method for method in dir(stack))):
+        raise ValueError(f"{name} lowers attention by distance (ALiBi), and does not rotate keys, {bounded}")
+    if places := _position_places(stack):
+        what = "biases attention by distance" if "bias" in places[0] else "adds its positions to the hidden states"
+        raise ValueError(f"{name} {what} ({places[0]}), and does not rotate keys, {bounded}")
     if not hasattr(decoder, "layers"):
-        raise ValueError(
-            f"{type(base).__name__} has no decoder with 'layers', so its cache cannot be bounded; {_SUPPORTED}"
-        )
-    places = [name for name, child in decoder.named_children() if "position" in name and name != "rotary_emb"]
-    if places and rotary_module(decoder) is None:
-        raise ValueError(
-            f"{type(base).__name__} adds its positions to the hidden states ({places[0]}), not by rotating keys, so "
-            f"its cache cannot be bounded; {_SUPPORTED}"
-        )
+        lists = [path for path, module in stack.named_modules() if isinstance(module, nn.ModuleList)]
+        outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+        where = f" (it has {', '.join(outer)})" if outer else ""
+        raise ValueError(f"{name} has no decoder with 'layers'{where}, {bounded}")
     return decoder
+
+
+def _position_places(stack: nn.Module) -> list[str]:
+    """Return the names of what gives positions to all layers, where that is not a rotation."""
+    if hasattr(getattr(stack, "config", None), "rotary_value"):  # RoFormer rotates by a table of sines
+        return []
+    named = [name for name, _ in (*stack.named_modules(), *stack.named_buffers(recurse=False))]
+    names = [name for name in named if not any(part.isdigit() for part in name.split("."))]
+    own = [name for name in names if any(word in name.rpartition(".")[2] for word in ("position", "wpe", "pos_enc"))]
+    return [name for name in own if not name.endswith("_ids")]
 
 
 def rotary_module(decoder: Any) -> Any:
@@ -366,10 +383,16 @@ def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
                 f"which mixes tokens; {_SUPPORTED}"
             )
         return module
-    found = sorted(name for name, _ in layer.named_children())
+    where = f"layer {index} of {type(unwrap(model)).__name__} has no attention with {', '.join(SEPARATE)} or {FUSED}"
+    found = [name for name, _ in layer.named_children()]
+    for name in (name for name in found if "attention" in name.replace("attn", "attention")):
+        inner = sorted(child for child, _ in getattr(layer, name).named_children())
+        if inner and "norm" not in name:
+            raise ValueError(
+                f"{where} (its {name} has {', '.join(inner)}), so its cache cannot be bounded; {_SUPPORTED}"
+            )
     raise ValueError(
-        f"layer {index} of {type(unwrap(model)).__name__} has no attention with {', '.join(SEPARATE)} or {FUSED} "
-        f"(it has {', '.join(found)}); state-space and recurrent layers have no keys to evict"
+        f"{where} (it has {', '.join(sorted(found))}); state-space and recurrent layers have no keys to evict"
     )
 
 
@@ -407,9 +430,12 @@ def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
             f"no layer of {model_type} has softmax attention, so there is nothing to evict and a budget would govern "
             "nothing; use model.generate, whose memory does not grow, or a backbone with full attention"
         )
-    max_positions = _first(text, "max_position_embeddings")
+    if model is None and not {"max_position_embeddings", "initializer_range"} <= vars(text).keys():
+        model = weightless_or_none(text)
+    if model is not None:
+        attention_modules(model)  # which says what is in the way before it is asked for numbers
     # A window as long as the context (Phi-3-mini-128K: 262,144) never slides, so such layers count as full attention.
-    slides = window is not None and window < max_positions
+    slides = window is not None and window < (getattr(text, "max_position_embeddings", None) or math.inf)
     kinds = tuple(FULL if kind == SLIDING and not slides else kind for kind in types[:num_layers])
     sources = _sources(text, kinds)
     kinds = tuple(
@@ -438,7 +464,7 @@ def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
         head_dim=first.head_dim,
         hidden_act=_first(text, "hidden_act", "hidden_activation", "mlp_hidden_act", default="silu"),
         initializer_range=_first(text, "initializer_range"),
-        max_positions=max_positions,
+        max_positions=_first(text, "max_position_embeddings"),
         window=window if SLIDING in kinds else None,
         kinds=kinds,
         sources=() if sources == tuple(range(num_layers)) else sources,
@@ -464,6 +490,11 @@ def _check_layers(text: Any, model_type: str) -> None:
                 raise ValueError(
                     f"layer {index} of {model_type} leaves out {', '.join(skipped)}, which is not supported"
                 )
+    if across := getattr(text, "cross_attention_layers", None):
+        raise ValueError(
+            f"layers {', '.join(map(str, across))} of {model_type} attend to an image, whose units are not those of "
+            f"the text, which is not supported; {_SUPPORTED}"
+        )
     if getattr(text, "index_topk", None):
         raise ValueError(
             f"the layers of {model_type} choose by an indexer of their own what they attend to (index_topk="

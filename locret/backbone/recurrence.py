@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -110,6 +110,15 @@ def _weightless(config: Any, decoder: type[nn.Module] | None) -> Any:
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM.from_config(config)
     return AutoModel.from_config(config) if decoder is None else decoder(config)
+
+
+def weightless_or_none(config: Any) -> nn.Module | None:
+    """Return the causal model of a text config on the meta device; None where transformers builds none."""
+    try:
+        with torch.device("meta"):
+            return cast(nn.Module, _weightless(copy.deepcopy(config), None))
+    except Exception:  # whatever a config is wrong in, which is reported by who asked
+        return None
 
 
 def state_numbers(config: Any, decoder: type[nn.Module] | None = None) -> tuple[int, int]:

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from logging import ERROR, getLogger
 from typing import Any, get_origin
 
 from locret._version import __version__
@@ -157,6 +158,10 @@ def print_json(record: dict[str, Any]) -> None:
     sys.stdout.write(text + "\n")
 
 
+_CHATTY = ("bitsandbytes", "accelerate.big_modeling")
+"""Loggers that warn of what was asked for: the first at every int8 product, the second of weights on disk."""
+
+
 @contextmanager
 def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
     """Show each warning as one line on standard error, or none; hide transformers' bars where nobody watches."""
@@ -169,6 +174,8 @@ def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
         logging.disable_progress_bar()
     if quiet:
         logging.set_verbosity_error()
+    for name in _CHATTY:
+        getLogger(name).setLevel(ERROR)
     with warnings.catch_warnings():
         warnings.showwarning = show
         warnings.simplefilter("ignore" if quiet else "default")

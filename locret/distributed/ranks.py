@@ -7,6 +7,8 @@ ever.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -239,13 +241,30 @@ def joined(prog: str, *, way_out: str = "see what it says, and start all of them
         raise
     except (Exception, KeyboardInterrupt) as error:
         # A collective that a process is missing in fails, or a launcher interrupts the others of one that died.
-        if not _of_collectives(error) or (gone := watch.gone(_NOTICING)) is None:
+        if not _of_collectives(error):
             raise
-        raise OSError(sentence(gone)) from error
+        with _uninterrupted() as handlers:
+            if (gone := watch.gone(_NOTICING)) is not None:
+                handlers.clear()  # it is ending, and has yet to say why
+                raise OSError(sentence(gone)) from error
+        raise
     finally:
         watch.close(orderly=orderly)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[dict[int, Any]]:
+    """Take no notice of a launcher's signals; afterwards what is in the dictionary handles them again."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield before
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _of_collectives(error: BaseException | None) -> bool:

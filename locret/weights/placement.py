@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +68,11 @@ def _read(text: str) -> str | Mapping[str, Any]:
         values = read_json(path, "a device map")
     else:
         try:
-            torch.device(text)
+            torch.device(HOST if text == DISK or text.isdigit() else text)
         except RuntimeError:
             raise ValueError(
-                f"--device-map {shown(text)} is neither {', '.join(MAPS)} nor a device nor a JSON file; give one, or "
-                'JSON such as {"": "cpu"}'
+                f"--device-map {shown(text)} is neither {', '.join(MAPS)} nor a device, disk or a JSON file; give one, "
+                'or JSON such as {"": "cpu"}'
             ) from None
         return {"": text}
     if not isinstance(values, Mapping):
@@ -86,14 +89,18 @@ def _place(given: Any, module: str) -> int | str:
         device = torch.device(f"cuda:{text}" if text.isdigit() else text)
     except RuntimeError:
         device = torch.device("meta")
-    count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(device.type, 0)
-    if isinstance(given, bool) or (device.index or 0) >= count:
-        has = f"{torch.cuda.device_count()} cuda devices"
-        raise ValueError(
-            f"--device-map puts {module or 'everything'} on {shown(given)}, which is not here; PyTorch sees {has}, cpu "
-            "and disk"
-        )
+    if isinstance(given, bool) or not _is_here(device):
+        raise ValueError(f"--device-map puts {module or 'everything'} on {shown(given)}, which is not here; {_seen()}")
     return text if device.type != "cuda" else device.index or 0
+
+
+def _is_here(device: torch.device) -> bool:
+    count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(device.type, 0)
+    return (device.index or 0) < count
+
+
+def _seen() -> str:
+    return f"PyTorch sees {torch.cuda.device_count()} cuda devices, cpu and disk"
 
 
 def main_device(device_map: str | Mapping[str, int | str]) -> torch.device | None:
@@ -119,17 +126,21 @@ def most_memory(source: WeightOptions) -> dict[int | str, int] | None:
 
     if source.max_memory is None:
         return None
+    if not source.max_memory:
+        raise ValueError("--max-memory is empty; write such as {0: 20GiB, cpu: 60GiB}, or drop it")
     found: dict[int | str, int] = {}
     for place, amount in source.max_memory.items():
         name: int | str = int(place) if str(place).isdigit() else str(place).removeprefix("cuda:")
         name = int(name) if str(name).isdigit() else name
-        if isinstance(name, int):
-            _place(name, "--max-memory")
-        elif name not in (HOST, DISK, "mps"):
-            raise ValueError(f"--max-memory names {shown(place)}; places are numbers of accelerators, cpu and disk")
+        if name == DISK:
+            raise ValueError("--max-memory does not limit the disk, which takes all that is left; drop disk from it")
+        if not isinstance(name, int) and name not in (HOST, "mps"):
+            raise ValueError(f"--max-memory names {shown(place)}; places are numbers of accelerators and cpu")
+        if name != HOST and not _is_here(torch.device("cuda", name) if isinstance(name, int) else torch.device(name)):
+            raise ValueError(f"--max-memory names {shown(place)}, which is not here; {_seen()}")
         try:
             found[name] = int(amount) if str(amount).isdigit() else convert_file_size_to_int(str(amount))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ValueError(
                 f"--max-memory gives {shown(place)} {shown(amount)}, which is no amount; write one such as 20GiB"
             ) from None
@@ -156,7 +167,7 @@ def resolve(sketch: nn.Module, source: WeightOptions, quantiser: Any) -> dict[st
         found = _made(sketch, asked, most_memory(source), quantiser)
     else:
         _check_modules(sketch, asked)
-        found = asked
+        found = _apart(sketch, asked)
     if quantiser is not None:
         try:
             quantiser.validate_environment(device_map=found)
@@ -177,25 +188,81 @@ def _made(sketch: nn.Module, name: str, most: dict[int | str, int] | None, quant
     return {module: place.index or 0 if isinstance(place, torch.device) else place for module, place in found.items()}
 
 
+def _apart(module: nn.Module, asked: Mapping[str, int | str], name: str = "", outer: Any = None) -> dict[str, Any]:
+    """Return a map in which no module is within another: hooks of an outer one would take what an inner one holds."""
+    place = asked.get(name, outer)
+    if not any(inner != name and f"{inner}.".startswith(f"{name}." if name else "") for inner in asked):
+        return {} if place is None else {name: place}
+    found: dict[str, Any] = {}
+    for child, part in module.named_children():
+        found |= _apart(part, asked, f"{name}.{child}" if name else child, place)
+    return found
+
+
 def _check_modules(sketch: nn.Module, device_map: Mapping[str, int | str]) -> None:
     tied = getattr(sketch, "all_tied_weights_keys", {})
     weights = {name for name, _ in sketch.named_parameters()} | set(tied)
-    modules = {name for name, _ in sketch.named_modules()} | weights
+    modules = {name for name, _ in sketch.named_modules()}
+    if single := [name for name in device_map if name in weights - modules]:
+        raise ValueError(
+            f"--device-map names {single[0]}, which is one weight of a module; name the whole module, "
+            f"{single[0].rpartition('.')[0]}"
+        )
     if unknown := [name for name in device_map if name not in modules]:
         there = sorted(name for name, _ in sketch.named_children())
         raise ValueError(
             f"--device-map names {shown(unknown[0])}, which {type(sketch).__name__} does not have; its modules begin "
             f"with {', '.join(there)}, such as {sorted(weights)[0]}"
         )
-    if "" in device_map:
-        return
     covered = tuple(f"{name}." for name in device_map)
     left = sorted(name for name in weights - set(tied) if not f"{name}.".startswith(covered))
-    if left:
+    if left and "" not in device_map:
         raise ValueError(
             f"--device-map says nothing of {len(left)} weights, such as {left[0]}; name their modules, or give all "
             'others a place as ""'
         )
+    for name, source in tied.items():
+        places = [place_of(weight, device_map) for weight in (name, source)]
+        if DISK in places and None not in places and places[0] != places[1]:
+            raise ValueError(
+                f"--device-map puts {name} on {places[0]} and {source} on {places[1]}, which are one weight; give "
+                f"{name.rpartition('.')[0]} and {source.rpartition('.')[0]} the same place"
+            )
+
+
+def offload_room(folder: str) -> str:
+    """Make a folder of this process's own in the one for weights on disk, so that nobody's files are overwritten.
+
+    Raises:
+        ValueError: If nothing can be written there.
+    """
+    path = os.path.abspath(os.path.expanduser(folder))
+    try:
+        os.makedirs(path, exist_ok=True)
+        return tempfile.mkdtemp(prefix="locret-", dir=path)
+    except OSError as error:
+        raise ValueError(
+            f"--offload-folder {folder} cannot be written to ({error.strerror}); give a folder that can"
+        ) from error
+
+
+@contextmanager
+def removed_unless_loaded(room: str | None) -> Iterator[None]:
+    """Remove what was written for a backbone that then could not be loaded."""
+    try:
+        yield
+    except BaseException:
+        if room is not None:
+            shutil.rmtree(room, ignore_errors=True)
+        raise
+
+
+def place_of(weight: str, device_map: Mapping[str, int | str]) -> int | str | None:
+    """Return the place of a weight: that of the innermost module which a device map names; None if it names none."""
+    module = weight
+    while module and module not in device_map:
+        module = module.rpartition(".")[0]
+    return device_map.get(module)
 
 
 def _first(error: BaseException) -> str:

@@ -123,10 +123,8 @@ def _main(device_map: dict[str, int | str], device: torch.device) -> torch.devic
 def _place(weight: str, device_map: dict[str, int | str] | None, device: torch.device) -> str:
     if device_map is None:
         return name_of(device)
-    module = weight
-    while module and module not in device_map:
-        module = module.rpartition(".")[0]
-    place = device_map[module]
+    place = placement.place_of(weight, device_map)
+    assert place is not None  # `placement.resolve` has seen to it
     return DISK if place == DISK else name_of(placement.as_device(place))
 
 

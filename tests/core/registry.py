@@ -132,6 +132,7 @@ _QWEN4 = {
     "indexer_head_dim": 8,
 }
 _OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(_KINDS, {"rope_type": "default", "rope_theta": 1e4})},

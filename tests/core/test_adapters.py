@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from families import build, prompt
+from registry import tiny_config
 from transformers import (
+    AutoModelForCausalLM,
     BartConfig,
     CohereConfig,
     DeepseekV32Config,
-    GPT2Config,
-    GPT2LMHeadModel,
+    Gemma3nTextConfig,
     MambaConfig,
 )
 
@@ -36,11 +37,39 @@ def test_architectures_without_keys_to_evict_are_refused(config: Any, message: s
         describe(config)
 
 
-def test_a_model_whose_modules_are_elsewhere_is_refused() -> None:
-    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=20, n_positions=16)
-    config.hidden_act = "gelu"
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no decoder with 'layers'"):
-        describe(GPT2LMHeadModel(config))
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("gpt2", r"GPT2LMHeadModel adds its positions to the hidden states \(wpe\), and does not rotate keys"),
+        ("bert", r"adds its positions to the hidden states \(embeddings\.position_embeddings\)"),
+        ("opt", r"OPTForCausalLM adds its positions to the hidden states \(embed_positions\)"),
+        ("bloom", r"BloomForCausalLM lowers attention by distance \(ALiBi\)"),
+        ("cpmant", r"biases attention by distance \(position_bias\)"),
+        ("gptj", r"GPTJForCausalLM has no decoder with 'layers' \(it has h\)"),
+        ("jetmoe", r"no attention with q_proj, .* \(its self_attention has experts, kv_proj\)"),
+        ("mllama", "layers 3, .* attend to an image"),
+        ("recurrent_gemma", "every layer of recurrent_gemma slides over a window of 2048 tokens or carries a state"),
+    ],
+)
+def test_a_refusal_names_what_is_in_the_way(model_type: str, message: str) -> None:
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=message) as refused:
+        describe(model)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("model_type", ["opt", "bloom", "mpt", "xglm"])
+def test_a_config_that_lacks_numbers_is_refused_for_the_reason_of_its_model(model_type: str) -> None:
+    with pytest.raises(ValueError, match="does not rotate keys"):
+        describe(tiny_config(model_type))
+
+
+def test_more_borrowing_layers_than_there_are_is_refused() -> None:
+    config = Gemma3nTextConfig(num_hidden_layers=2, num_kv_shared_layers=15, intermediate_size=[8] * 2)
+    with pytest.raises(ValueError, match=r"layer 0 of gemma3n_text has no keys of its own \(num_kv_shared_layers=15\)"):
+        describe(config)
 
 
 class Recorder:

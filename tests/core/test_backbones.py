@@ -30,9 +30,8 @@ def random_model(model_type: str, **changes: Any) -> Any:
     ("model_type", "changes", "message"),
     [
         ("mistral", WINDOW, "every layer of mistral slides over a window of 24 tokens, .* would govern nothing"),
-        ("gemma4_text", {"head_dim": 8}, "the layers of gemma4_text differ in head_dim"),
         ("mamba", {}, "no layer of mamba has softmax attention, so there is nothing to evict"),
-        ("deepseek_v4", {}, "deepseek_v4 has layers of heavily_compressed_attention"),
+        ("deepseek_v4", {}, "the layers of deepseek_v4 choose by an indexer of their own what they attend to"),
         ("llama4_text", {"head_dim": 8}, "llama4_text has layers of chunked_attention"),
     ],
 )

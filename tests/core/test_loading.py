@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
@@ -60,11 +62,12 @@ def whole() -> list[Tensor]:
     "options",
     [
         {"device_map": HALF},
+        {"device_map": {"model.embed_tokens": "cpu", "lm_head": "cpu", "": "disk"}},
         {"device_map": "auto", "max_memory": {"cpu": "5MiB"}},
         {"device_map": {"": "disk"}},
         {"device_map": "cpu"},
     ],
-    ids=["a mapping", "what does not fit", "all on disk", "a device"],
+    ids=["a mapping", "all but embeddings on disk", "what does not fit", "all on disk", "a device"],
 )
 def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, Any], whole: list[Tensor]) -> None:
     model = load(**options)
@@ -141,6 +144,19 @@ def test_a_context_over_weights_on_disk_is_the_one_over_the_whole_model() -> Non
         ({"device_map": "{'': 1"}, "is no JSON"),
         ({"device_map": "auto", "max_memory": {"gpu": "1GiB"}}, "--max-memory names gpu"),
         ({"device_map": "auto", "max_memory": {"cpu": "much"}}, "gives cpu much, which is no amount"),
+        ({"device_map": "auto", "max_memory": {"cpu": "infGiB"}}, "gives cpu infGiB, which is no amount"),
+        ({"device_map": "auto", "max_memory": {}}, "--max-memory is empty"),
+        ({"device_map": "auto", "max_memory": {"disk": "1GiB"}}, "--max-memory does not limit the disk"),
+        ({"device_map": "auto", "max_memory": {99: "1GiB"}}, "--max-memory names 99, which is not here"),
+        ({"device_map": "99"}, "puts everything on 99, which is not here"),
+        (
+            {"device_map": {"model.norm.weight": "disk", "": "cpu"}},
+            "model.norm.weight, which is one weight of a module; name the whole module, model.norm$",
+        ),
+        (
+            {"device_map": {"model.embed_tokens": "cpu", "": "disk"}},
+            "lm_head.weight on disk and model.embed_tokens.weight on cpu, which are one weight; give lm_head and",
+        ),
         ({"quantization_config": "nowhere.json"}, "--quantization-config nowhere.json: there is no such file"),
         ({"quantization_config": {"bits": 4}}, "names no quant_method"),
         ({"quantization_config": {"quant_method": "nonsense"}}, "Unknown quantization type"),
@@ -157,6 +173,45 @@ def test_what_cannot_be_is_one_sentence_before_weights_are_read(
         with pytest.raises(ValueError, match=message) as caught:
             attempt(**options)
         assert "\n" not in str(caught.value)
+
+
+def pickled(folder: Path) -> str:
+    """Write the backbone in a form that is not read in place, so that weights on disk are copied first."""
+    load().save_pretrained(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return str(folder)
+
+
+def test_weights_are_copied_to_a_room_of_their_own_that_goes_with_the_model(tmp_path: Path) -> None:
+    folder = tmp_path / "offloaded"
+    folder.mkdir()
+    (folder / "model.norm.weight.safetensors").write_text("somebody's")
+    places: dict[str, int | str] = {"model.embed_tokens": "cpu", "lm_head": "cpu", "": "disk"}
+    source = ModelOptions(model=pickled(tmp_path / "old"), device_map=places, offload_folder=str(folder))
+    model = loading.load_model(source, loading.load_config(source), CPU, torch.float32)
+    assert [path.is_dir() for path in sorted(folder.iterdir())] == [True, False]
+    ids = torch.arange(5, 45)[None]
+    assert torch.equal(model(ids).logits, load()(ids).logits)
+    del model
+    gc.collect()
+    assert [path.read_text() for path in folder.iterdir()] == ["somebody's"]
+
+
+def test_nothing_is_left_behind_where_weights_cannot_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.integrations.accelerate.save_file", full)
+    folder = tmp_path / "offloaded"
+    model = pickled(tmp_path / "old")
+    source = ModelOptions(model=model, device_map="disk", offload_folder=str(folder))
+    with pytest.raises(ValueError, match="No space left on device"):
+        loading.load_model(source, loading.load_config(source), CPU, torch.float32)
+    assert list(folder.iterdir()) == []
+    source = ModelOptions(model=model, device_map="disk", offload_folder=f"{model}/config.json")
+    with pytest.raises(ValueError, match=r"--offload-folder .* cannot be written to \(File exists\)"):
+        loading.load_model(source, loading.load_config(source), CPU, torch.float32)
 
 
 def test_several_processes_do_not_share_a_device_map(monkeypatch: pytest.MonkeyPatch) -> None:

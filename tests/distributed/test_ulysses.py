@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState
-from launches import ROOT, finish, start
+from launches import ROOT, done
 from safetensors.torch import load_file
 
 from locret.distributed.ulysses import RowRanks, RowShare
@@ -44,8 +44,7 @@ STEPS = (
 def launch(processes: int, *program: str) -> None:
     """Start a program in several processes, and wait for them."""
     folders = os.pathsep.join(map(str, [ROOT / "tests" / "core", ROOT / "tests" / "train"]))
-    code, _, errors = finish(start(*program, processes=processes, PYTHONPATH=os.pathsep.join([str(ROOT), folders])))
-    assert code == 0, errors[-3000:]
+    done(*program, processes=processes, PYTHONPATH=os.pathsep.join([str(ROOT), folders]))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import locret.backbone.attention
 import locret.backbone.instrument
+import locret.backbone.rotary
 import locret.cache.cache
 import locret.cache.store
 import locret.chunked_prefill
@@ -98,14 +99,14 @@ def rotation_of_another_base(patch: pytest.MonkeyPatch) -> None:
 
 
 def rotation_interleaved(patch: pytest.MonkeyPatch) -> None:
-    def interleaved(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    def interleaved(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None, **_: Any) -> Tensor:
         half = cos.shape[-1] // 2
         cos, sin = (part[..., :half].repeat_interleave(2, -1) for part in (cos, sin))
         swapped = torch.stack([-keys[..., 1::2], keys[..., ::2]], dim=-1).flatten(-2)
         turned = keys * cos + swapped * sin
         return turned if out is None else out.copy_(turned)
 
-    patch.setattr(locret.cache.store, "rotate", interleaved)
+    patch.setattr(locret.backbone.rotary, "rotate", interleaved)
 
 
 def no_budget(patch: pytest.MonkeyPatch) -> None:
