@@ -186,7 +186,7 @@ def replayed(model: PreTrainedModel, ids: Tensor, replay: Replay) -> Tensor:
     _REPLAYS.append(replay)
     try:
         with _recorded(model, replay):
-            return model(ids, use_cache=False).logits[0]
+            return model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
     finally:
         _REPLAYS.pop()
         model.set_attn_implementation(before)
