@@ -81,7 +81,7 @@ def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, 
 
 
 def test_a_device_map_is_not_warned_of_in_words_of_accelerate(caplog: pytest.LogCaptureFixture) -> None:
-    options = ModelOptions(model="checkpoints/tiny", device="cpu", device_map='{"": "disk"}')
+    options = ModelOptions(model="checkpoints/tiny", device_map={"": "disk"})
     config = loading.load_config(options)
     loading.load_model(options, config, torch.device("cpu"), torch.float32)
     assert not [record.getMessage() for record in caplog.records if record.name.startswith("accelerate")]
