@@ -38,13 +38,13 @@ def command(argv: Sequence[str] | None = None) -> int:
     """
     level = logging.WARNING if launch.is_main_process() else logging.ERROR
     logging.basicConfig(format="%(levelname)s: %(message)s", level=level, stream=sys.stderr)
+    options, chosen = training_options.parse(argv)
+    backbone, data, _, optimizer, _, run = options
+    # What can be refused at once is, before torch is imported or the Hub is asked.
+    launch.check(optimizer.gradient_accumulation)
     with ExitStack() as held:
         ranks = held.enter_context(joined("locret-train", way_out=_GO_ON))
         with ranks.together():
-            options, chosen = training_options.parse(argv)
-            backbone, data, _, optimizer, _, run = options
-            # What can be refused at once is, before torch is imported or the Hub is asked.
-            launch.check(optimizer.gradient_accumulation)
             if run.devices is None:
                 folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
                 rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
