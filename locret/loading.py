@@ -370,8 +370,8 @@ def _where(
                 "would write into the backbone's own files; merge the adapter, or make room with --max-memory"
             )
         on_disk = placement.DISK in plan.device_map.values()
-        folder = placement.offload_room(options.offload_folder) if on_disk and options.offload_folder else None
-        return {**where, "device_map": plan.device_map, "offload_folder": folder}
+        room = placement.offload_room(options.offload_folder) if on_disk and options.offload_folder else None
+        return {**where, "device_map": plan.device_map, "offload_folder": room}
     # Straight to the device: the host need not hold the weights.
     return {**where, "device_map": None if device.type == "cpu" and quantised is None else {"": device}}
 

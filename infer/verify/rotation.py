@@ -44,7 +44,7 @@ class Turn:
 
     def __init__(self, decoder: Any, layout: Layout, detour: int = 0) -> None:
         self.layout, self._detour = layout, detour
-        self._module = rotary_module(decoder) if layout.rotates else None
+        self._module: Any = rotary_module(decoder) if layout.rotates else None
         by_type = self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
         self._extra = {"layer_type": FULL_ATTENTION} if by_type else {}
         if by_type and FULL_ATTENTION not in self._module.rope_type:

@@ -452,7 +452,11 @@ def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
     if RECURRENT in kinds or BOTH in kinds:
         carried = state_numbers(text, None if model is None else type(find_decoder(model)))
     attending = [index for index, kind in enumerate(kinds) if kind not in (RECURRENT, NONE) or sources[index] != index]
-    found = {index: _shape_of(text, index) for index in attending}
+    # Such a config does not say how many heads values have, nor that layers with a window have others (MiMo-V2).
+    apart = getattr(text, "v_head_dim", None) and not getattr(text, "kv_lora_rank", None)
+    sketch = weightless_or_none(text) if apart else None
+    modules = None if sketch is None else attention_modules(sketch)
+    found = {index: _shape_of(text, index, None if modules is None else modules[index]) for index in attending}
     first = found[layers[0]]
     shapes = tuple(found.get(index, first) for index in range(num_layers))
     return Backbone(
@@ -533,13 +537,17 @@ def _of_layer(text: Any, index: int, name: str) -> Any:
     return getattr(text, name, None)
 
 
-def _shape_of(text: Any, index: int) -> LayerShape:
+def _shape_of(text: Any, index: int, module: Any = None) -> LayerShape:
+    """Return the shape of a layer's attention, by its config and, if given, a module of it."""
     heads = _of_layer(text, index, "num_attention_heads")
     rank = _of_layer(text, index, "kv_lora_rank")
     if rank:
         plain, rotated = (_of_layer(text, index, f"qk_{name}_head_dim") for name in ("nope", "rope"))
         return LayerShape(heads, 1, rotated, value_dim=rank, query_dim=plain + rotated)
     dim = _of_layer(text, index, "head_dim") or text.hidden_size // heads
+    if module is not None:
+        kv_heads = module.k_proj.out_features // dim
+        return LayerShape(heads, kv_heads, dim, value_dim=module.v_proj.out_features // kv_heads)
     return LayerShape(heads, _of_layer(text, index, "num_key_value_heads") or heads, dim)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from families import SHAPE, prompt
+from registry import random_model, tiny_config
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -292,3 +293,20 @@ def test_heads_learn_from_such_layers(family: str) -> None:
         optimizer.zero_grad()
     assert losses[-1] < losses[0]
     assert all(not torch.equal(heads[index].fc1.weight, before[index]) for index in heads)
+
+
+def test_values_narrower_than_keys_and_windows_with_more_heads_are_planned_and_saved(tmp_path: Path) -> None:
+    config = tiny_config("mimo_v2_flash")
+    config.v_head_dim = 6
+    model = random_model(config)
+    backbone = describe(model)
+    assert describe(config) == backbone
+    assert [(shape.num_kv_heads, shape.unit_dim) for shape in backbone.shapes] == [(2, 14), (4, 14), (4, 14), (2, 14)]
+    ids = torch.randint(3, 90, (1, 60), generator=torch.Generator().manual_seed(0))
+    cache = RetentionCache(model, "key_norm", RetentionPolicy(budget=12, chunk_size=10, stabilizers=3, local_len=4))
+    prefill(model, ids, cache)
+    assert cache.memory().peak <= cache.memory().planned
+    save_cache(cache, tmp_path / "a.ctx")
+    loaded = load_cache(tmp_path / "a.ctx", model, "key_norm")
+    answers = [generate(model, None, cache=one, max_new_tokens=5, do_sample=False) for one in (loaded, cache)]
+    assert torch.equal(*answers)
