@@ -47,7 +47,7 @@ class Turn:
         self._module: Any = rotary_module(decoder) if layout.rotates else None
         by_type = self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
         self._extra = {"layer_type": FULL_ATTENTION} if by_type else {}
-        if by_type and FULL_ATTENTION not in self._module.rope_type:
+        if self._module is not None and by_type and FULL_ATTENTION not in self._module.rope_type:
             self._module = None
         frequencies = getattr(self._module, f"{FULL_ATTENTION}_inv_freq" if by_type else "inv_freq", None)
         self._pairs = None if frequencies is None else frequencies.shape[-1]

@@ -42,7 +42,7 @@ class RandomScorer(Scorer):
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
         batch, kv_heads = chunk.key.shape[:2]
-        first = chunk.prepared * kv_heads
+        first = (chunk.prepared or 0) * kv_heads
         draw = uniform_draw(chunk.positions, self.seed, chunk.layer_idx, kv_heads, first=first)
         return draw.float().expand(batch, -1, -1)
 
