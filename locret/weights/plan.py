@@ -60,8 +60,9 @@ def sketch_of(config: Any, dtype: torch.dtype | None = None, *, trust_remote_cod
     """Return a backbone without weights, on the meta device; without a dtype, in that of its config."""
     from transformers import AutoModelForCausalLM
 
+    own = {} if dtype is None else {"dtype": dtype}  # None is PyTorch's default to transformers, and changes the config
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **own)
     return model
 
 
