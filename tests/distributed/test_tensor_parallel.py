@@ -12,9 +12,9 @@ from launches import ROOT, finish, start
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 MODULES = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "core")])
-CLOSE = 3e-5
-"""With products that are the same on every processor (MKL_CBWR=COMPATIBLE) logits and scores of up to 14 are rounded
-2e-5 apart; with the usual ones they are within 1e-5, but then ties differ from machine to machine."""
+CLOSE = 1e-4
+"""1e-5 of logits and scores of up to 14: products that are the same on every processor (MKL_CBWR=COMPATIBLE) round more
+than the usual ones, with which a tie among scores may fall otherwise on another machine."""
 REFUSED = {
     "heads, adaptive heads": 'head_budgets="adaptive" lets all heads of a layer compete',
     "infllm": "recall_by=infllm chooses the same blocks for all heads of a layer",
