@@ -116,8 +116,10 @@ def check_same(
     Raises:
         ValueError: Naming every option that differs, with both values.
     """
+    # Not an option of its own: fewer processes do the same with more accumulation.
+    called = {"rows_per_step": "rows per step (processes times --gradient-accumulation)"}
     differences = [
-        f"--{name.replace('_', '-')} was {stored.get(name)!r} and is now {current.get(name)!r}"
+        f"{called.get(name) or '--' + name.replace('_', '-')} was {stored.get(name)!r} and is now {current.get(name)!r}"
         for name in sorted({*stored, *current})
         if stored.get(name) != current.get(name)
         and not (name in growing and _is_more(current.get(name), stored.get(name)))

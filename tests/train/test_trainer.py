@@ -128,7 +128,8 @@ def test_resume_with_other_options_names_those_that_differ(
     checkpoint = straight / "checkpoint-3"
     with pytest.raises(ValueError, match=r"--alpha was 0.0025 and is now 0.5; --lr was 0.0005 and is now 0.001; use"):
         train(paths, tmp_path / "run", f"--resume={checkpoint}", "--lr=1.0e-3", "--alpha=0.5")
-    with pytest.raises(ValueError, match="--rows-per-step was 1 and is now 2"):
+    more_rows = r"rows per step \(processes times --gradient-accumulation\) was 1 and is now 2"
+    with pytest.raises(ValueError, match=more_rows):
         train(paths, tmp_path / "run", f"--resume={checkpoint}", "--gradient-accumulation=2")
     with pytest.raises(ValueError, match="is not a checkpoint or a run \\(it holds neither\\); give the folder that"):
         train(paths, tmp_path / "run", f"--resume={straight / 'tensorboard'}")
