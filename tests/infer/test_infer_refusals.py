@@ -130,8 +130,8 @@ def test_folder_of_another_kind_is_no_heads(infer: Infer, backbone: Path, text: 
     ("config", "part"),
     [
         ({"model_type": "t5"}, "encoder-decoder"),
-        ({"model_type": "mamba"}, "without softmax attention"),
-        ({"model_type": "deepseek_v3"}, "latent attention"),
+        ({"model_type": "mamba"}, "no layer of mamba has softmax attention"),
+        ({"model_type": "longcat_flash"}, "longcat_flash"),
         ({"model_type": "nonsense"}, "cannot be read"),
     ],
 )

@@ -102,8 +102,8 @@ def test_an_unknown_key_in_a_recipe_is_refused(tmp_path: Path, capsys: pytest.Ca
     ("config", "expected"),
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "mamba"}, "looked for q_proj, k_proj, v_proj or qkv_proj"),
-        ({"model_type": "deepseek_v3"}, "latent attention"),
+        ({"model_type": "mamba"}, "no layer of mamba has softmax attention"),
+        ({"model_type": "longcat_flash"}, "longcat_flash"),
         ({"model_type": "gpt2"}, "gpt2"),
         ({"model_type": "never-heard-of"}, "never-heard-of"),
     ],
