@@ -103,8 +103,8 @@ def test_an_unknown_key_in_a_recipe_is_refused(tmp_path: Path, capsys: pytest.Ca
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "mamba"}, "no layer of mamba has softmax attention"),
-        ({"model_type": "longcat_flash"}, "longcat_flash"),
-        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "longcat_flash"}, "attends 2 times"),
+        ({"model_type": "gpt2"}, "adds its positions to the hidden states"),
         ({"model_type": "never-heard-of"}, "never-heard-of"),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
