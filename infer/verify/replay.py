@@ -54,6 +54,8 @@ class Replayed:
 @dataclass
 class _Running:
     layers: dict[nn.Module, int]
+    sources: Sequence[int]
+    """The layer whose units each layer attends to."""
     nth: dict[int, int]
     blocks: Sequence[Block]
     bases: Sequence[int]
@@ -93,6 +95,7 @@ def replay(
     where = torch.cat([base + torch.arange(b.end - b.start) for base, b in zip(bases, blocks, strict=True)])
     running = _Running(
         layers={module: index for index, module in enumerate(attention_modules(model))},
+        sources=backbone.sources or range(backbone.num_layers),
         nth={index: nth for nth, index in enumerate(backbone.layers)},
         blocks=blocks,
         bases=bases,
@@ -136,14 +139,16 @@ def _attention(
     """Attend as the blocks say; the signature is that of a transformers attention."""
     running = _RUNNING.get()
     assert running is not None
-    index = running.layers[module]
+    layer = running.layers[module]
+    index = running.sources[layer]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = (scaling, softcap, None if s_aux is None else s_aux.float().flatten())
     queries, keys, values = query[0].float(), key[0].float(), value[0].float()
     if index in running.nth:
         out = _by_blocks(queries, keys, values, running, index, options)
-        running.found.queries[index], running.found.keys[index] = queries.cpu(), keys.cpu()
-        running.found.values[index] = values.cpu()
+        if layer == index:
+            running.found.queries[index], running.found.keys[index] = queries.cpu(), keys.cpu()
+            running.found.values[index] = values.cpu()
     else:
         out = _all(queries, keys, values, sliding_window, options)
     return out.to(query.dtype).transpose(0, 1)[None].contiguous(), None
