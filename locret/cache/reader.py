@@ -284,7 +284,7 @@ class Reader:
             scores, columns = self._rated(chunk)
             self.layers[nth].rate(scores, columns, where)
             if ledger is not None:
-                ledger.note(scores, self._positions)
+                ledger.note(scores, chunk.positions)
         if evicts_now is not None and not self.scorer.needs_hidden:
             base, refit = self.cache.next_position + layer.new_tokens, None
             if layer.layer_idx in self.cache.backbone.lenders:

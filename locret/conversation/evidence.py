@@ -134,8 +134,8 @@ def watched(context: Context, question: str, max_new_tokens: int, options: dict[
     settings = context.lm.settings(max_new_tokens, {**options, "logits_processor": processors})
     check_watchable(context, settings)
     chat = context.chat()
-    watch = Watch(chat.cache.governed)
     chat.read_turn(question, max_new_tokens)
+    watch = Watch(chat.cache.governed)  # of what is left: where turns are read as text, the question evicts too
     chat.cache.watch = watch
     chat.write_answer(settings, None)
     text = str(chat.messages[-1]["content"])
@@ -189,7 +189,8 @@ def reread(
     """
     if not first.passages:
         return first
-    room = context.cache.turn_room - len(context.question_ids(question)[0])
+    most = context.cache.turn_room
+    room = most - len(context.question_ids(f"\n{question}")[0])
     if room < 1:
         raise ValueError(
             f"passages are read again in the room of a turn, but turns={context.cache.policy.turns!r} and chunk_size="
@@ -201,12 +202,23 @@ def reread(
     for passage, ids in zip(first.passages, texts, strict=True):
         if len(ids) > room and not chosen:
             passage, ids = _narrowed(context, question, passage, ids, room, options)
-        if len(ids) <= room:
+        while not chosen and ids and _tokens_asked(context, [(passage, ids)], question) > most:
+            ids = ids[:-1]  # its words may have other tokens in a turn than they had in the text
+            passage = replace(passage, end=passage.end - 1)
+        if ids and _tokens_asked(context, [*chosen, (passage, ids)], question) <= most:
             chosen.append((passage, ids))
-            room -= len(ids)
-    decoded = [decode(context.lm.tokenizer, ids) for _, ids in sorted(chosen, key=lambda one: one[0].start)]
-    second = answered(context, "\n".join([*decoded, question]), max_new_tokens, options)
+    second = answered(context, _asked_behind(context, chosen, question), max_new_tokens, options)
     return replace(second, passages=tuple(passage for passage, _ in chosen), before=first.text)
+
+
+def _asked_behind(context: Context, chosen: Sequence[tuple[Passage, list[int]]], question: str) -> str:
+    """Return a turn of passages, in the order of the text, and a question."""
+    decoded = [decode(context.lm.tokenizer, ids) for _, ids in sorted(chosen, key=lambda one: one[0].start)]
+    return "\n".join([*decoded, question])
+
+
+def _tokens_asked(context: Context, chosen: Sequence[tuple[Passage, list[int]]], question: str) -> int:
+    return len(context.question_ids(_asked_behind(context, chosen, question))[0])
 
 
 def _narrowed(
