@@ -21,7 +21,7 @@ from locret.backbone.adapters import input_device, unwrap
 from locret.cache.compiled_step import check_can_compile
 from locret.conversation.chat import AnswerStreamer, Chat
 from locret.conversation.document import PositionWarning, ReadingBar, as_prompt
-from locret.conversation.rules import DOCUMENT, SYSTEM, USER
+from locret.conversation.rules import DOCUMENT, SYSTEM, USER, check_named
 from locret.conversation.templates import decode, leading_special_ids
 from locret.conversation.text_stream import TokenStream, trimmed
 from locret.conversation.transcript import PromptFrame, Transcript, render_prompt
@@ -106,7 +106,8 @@ def prompt_ids(
         Lists of token ids.
 
     Raises:
-        ValueError: If the document is empty, or the template is missing or refuses it.
+        ValueError: If the document is empty, the template is missing or refuses it, or a rule of the layout names
+            nothing that there is.
     """
     frame = render_prompt(tokenizer, question=question, system=options.system, template=options.template)
     dropped = list[int]()
@@ -116,7 +117,13 @@ def prompt_ids(
         name = "standard input" if options.prompt_file in (None, "-") else options.prompt_file
         raise ValueError(f"--prompt-file: {name} is empty; give a text to read")
     layout = layout or Layout((), TokenStream(tokenizer))
-    if system_end := Transcript(tokenizer, options.template, options.system).system_end():
+    system_end = Transcript(tokenizer, options.template, options.system).system_end()
+    roles = [*([SYSTEM] if system_end else []), DOCUMENT, *([] if question is None else [USER])]
+    try:
+        check_named(layout.rules, roles)
+    except ValueError as error:
+        raise ValueError(str(error).replace("protect=", "--protect ")) from None
+    if system_end:
         layout.turn(SYSTEM)
     layout.turn(DOCUMENT, system_end or None)
     layout.document(len(frame.prefix) - sum(dropped))

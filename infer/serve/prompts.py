@@ -234,7 +234,7 @@ class Prompts:
 
         def beginning(count: int) -> str | None:
             if plain:
-                return None
+                return templates.beginning(_plain_turns(request)[:count], self.lm.template)
             with suppress(Exception):  # whatever a stranger's template does
                 return str(
                     self.lm.tokenizer.apply_chat_template(
@@ -255,8 +255,7 @@ class Prompts:
     def _rendered(self, request: ChatRequest) -> str:
         if self.lm.template != "chat":
             _check_plain(request)
-            turns = [templates.Message(_role(one), one.text) for one in request.messages]
-            return render(self.lm.tokenizer, turns, self.lm.template)
+            return render(self.lm.tokenizer, _plain_turns(request), self.lm.template)
         messages = [_as_template_takes(one) for one in request.messages]
         text = self._templated(messages, None)
         if not request.tools or request.tool_choice == "none":
@@ -405,6 +404,10 @@ def _opened(messages: Sequence[Message]) -> tuple[str, list[tuple[str, str]]]:
             param="messages",
         )
     return "\n\n".join(system), turns
+
+
+def _plain_turns(request: ChatRequest) -> list[templates.Message]:
+    return [templates.Message(_role(one), one.text) for one in request.messages]
 
 
 def _as_template_takes(message: Message) -> dict[str, Any]:

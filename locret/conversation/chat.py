@@ -20,7 +20,7 @@ from locret.cache.cache_file import save_cache
 from locret.cache.memory import CacheMemory
 from locret.chunked_prefill import read_turn
 from locret.conversation.document import Source, is_text
-from locret.conversation.rules import ASSISTANT, rules_of
+from locret.conversation.rules import ASSISTANT, USER, check_rules, rules_of
 from locret.conversation.templates import decode, vocabulary_fingerprint
 from locret.conversation.text_stream import TokenStream
 from locret.conversation.transcript import Transcript
@@ -294,6 +294,9 @@ class Chat:
         for rule in rules:
             if rule.what == "chars":
                 raise ValueError(f"protect={rule} names characters of a text that has been read; name tokens instead")
+        if self.protection.turns is not None:
+            roles = {*(turn.role for turn in self.protection.turns), USER, ASSISTANT}
+            check_rules(rules, roles, "name another one")
         protection = replace(self.protection, rules=rules)
         if not rules:
             self.cache.protect()

@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from locret.conversation.rules import ROLES, SYSTEM, TOOL, TOOLS, Rule, check_rules, rules_of
+from locret.conversation.rules import SYSTEM, TOOL, TOOLS, Rule, check_named, rules_of
 from locret.conversation.templates import Message, leading_special_ids, render
+from locret.conversation.templates import beginning as plain_beginning
 from locret.conversation.text_stream import TokenStream
 from locret.conversation.turns import KeptTurn, Layout, Turn, kept_of, spans_of
 from locret.policy.protection import Span
@@ -43,12 +44,9 @@ class Prompt:
         for rule in rules:
             if rule.what == "chars":
                 raise ValueError(f"protect={rule} names characters of a document; name message:N, or tokens:A-B")
-            if rule.what == "message" and not -len(self.turns) <= (rule.start or 0) < len(self.turns):
-                raise ValueError(f"protect={rule} is none of {len(self.turns)} messages; they are counted from 0")
             if rule.what == "tokens" and max(rule.start or 0, (rule.end or 1) - 1) >= len(self.ids):
                 raise ValueError(f"protect={rule} is outside of the prompt, which has {len(self.ids):,} tokens")
-        roles = {turn.role for turn in self.turns} | ({TOOLS} if self.tools else set())
-        check_rules(rules, roles, f"there are {', '.join(role for role in ROLES if role in roles)}")
+        check_named(rules, [turn.role for turn in self.turns], [TOOLS] if self.tools else ())
         own = [] if self.tools is None else [one for one in rules if one.what == TOOLS]
         definitions = [Span(self.tools.start, self.tools.end, one.share, TOOLS) for one in own if self.tools]
         return spans_of(rules, self.turns, definitions)
@@ -82,7 +80,10 @@ def written(
         if tools:
             raise ValueError(f"tools have no effect with template={template}; leave them out, or use the chat template")
         turns = [Message(_ROLES.get(one["role"], one["role"]), str(one.get("content") or "")) for one in messages]
-        return prompt_of(tokenizer, render(tokenizer, turns, template), messages, lambda _: None, special=special)
+        whole = render(tokenizer, turns, template)
+        return prompt_of(
+            tokenizer, whole, messages, lambda count: plain_beginning(turns[:count], template), special=special
+        )
 
     def text(count: int, called: Any = None, *, answers: bool = False) -> str:
         chosen: Any = list(messages[:count])

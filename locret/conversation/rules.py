@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,3 +105,23 @@ def check_rules(rules: Iterable[Rule], roles: Iterable[str], way_out: str) -> No
     for rule in rules:
         if rule.what in ROLES and rule.what not in roles:
             raise ValueError(f"protect={rule} finds no turn of that role here; {way_out}, or leave it out")
+
+
+def check_named(rules: Iterable[Rule], roles: Sequence[str], others: Iterable[str] = ()) -> None:
+    """Refuse rules about turns that a conversation does not have, where all of its turns are known.
+
+    Args:
+        rules: What is to be protected.
+        roles: Of its turns, in their order.
+        others: Roles of what is inside of turns.
+
+    Raises:
+        ValueError: Naming the rule, and what there is.
+    """
+    rules, there = tuple(rules), {*roles, *others}
+    for rule in rules:
+        if rule.what == "message" and not -len(roles) <= (rule.start or 0) < len(roles):
+            raise ValueError(f"protect={rule} is none of {len(roles)} messages; they are counted from 0")
+        if rule.what == QUESTION and USER not in there:
+            raise ValueError(f"protect={rule} finds no question of the user here; ask one, or leave it out")
+    check_rules(rules, there, f"there are {', '.join(role for role in ROLES if role in there)}; name one of those")

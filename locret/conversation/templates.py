@@ -22,6 +22,7 @@ ORIGINAL_SYSTEM = (
     "The assistant gives helpful, detailed, and polite answers to the human's questions."
 )
 ORIGINAL_ROLES = {"user": "Human", "assistant": "Assistant"}
+_NEXT = "\n### "
 
 
 class Message(NamedTuple):
@@ -61,9 +62,25 @@ def render(
     """
     if template == "chat":
         return _render_chat(tokenizer, messages, answer)
+    begun = beginning(messages, template)
     if template == "original":
-        return _render_original(messages, answer)
-    return "\n".join(message.content for message in messages) + (answer or "")
+        opened = f"{begun}{_NEXT}Assistant:"
+        return opened if answer is None else f"{opened} {answer}{_NEXT}"
+    return begun + (answer or "")
+
+
+def beginning(messages: Sequence[Message], template: str) -> str:
+    """Return what a template that is not the tokenizer's own writes of the first messages of a conversation.
+
+    Args:
+        messages: The first messages.
+        template: "original" or "none".
+    """
+    if template == "none":
+        return "\n".join(message.content for message in messages)
+    # `one_shot` of fastchat 0.2.36 without its example, as the original label script falls back to.
+    system = "\n".join(message.content for message in messages if message.role == "system") or ORIGINAL_SYSTEM
+    return _NEXT.join([system, *(f"{ORIGINAL_ROLES[m.role]}: {m.content}" for m in messages if m.role != "system")])
 
 
 def _render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: str | None) -> str:
@@ -79,14 +96,6 @@ def _render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
             "use --template original or --template none"
         ) from None
     return str(text)
-
-
-def _render_original(messages: Sequence[Message], answer: str | None) -> str:
-    """`one_shot` of fastchat 0.2.36 without its example, as the original label script falls back to."""
-    system = "\n".join(message.content for message in messages if message.role == "system") or ORIGINAL_SYSTEM
-    turns = [f"{ORIGINAL_ROLES[m.role]}: {m.content}" for m in messages if m.role != "system"]
-    opened = "\n### ".join([system, *turns, "Assistant:"])
-    return opened if answer is None else f"{opened} {answer}\n### "
 
 
 def leading_special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
