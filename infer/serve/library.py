@@ -32,6 +32,7 @@ from locret.conversation.chat import save
 from locret.conversation.compose import compose
 from locret.conversation.context import saved_turns
 from locret.conversation.rules import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
+from locret.conversation.templates import encode
 from locret.engines.prefix import Prefix
 from locret.files import PARTIAL, locked, written_whole
 from locret.infer.serve.engine import NoRoom
@@ -42,7 +43,7 @@ from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.turns import Turns
 from locret.infer.serve.upload import Upload
 from locret.nearest import nearest
-from locret.policy.protection import Span, clipped
+from locret.policy.protection import Span, clipped, closed
 
 if TYPE_CHECKING:
     from locret import RetentionCache
@@ -494,6 +495,8 @@ class Library:
         def make(job: Job) -> None:
             with self.reader.slot(job):
                 cache = self.lm.new_cache() if start is None else self._load_cache(start)
+                if base is not None:
+                    cache.protect(*closed(cache.protected, self._text_end(base)))
                 if protected:
                     cache.protect(protected)
                 self.reader.ids(job, ids[done:], cache)
@@ -569,6 +572,11 @@ class Library:
             cache = load_cache(entry.path, self.lm.model, self.lm.scorer)
             self._check_same(entry)
             return cache
+
+    def _text_end(self, entry: Entry) -> int:
+        """Return where a context's text ends: after the words that wait for what follows them."""
+        stream, *_ = saved_turns(entry.path, self.lm.tokenizer, self.lm._vocabulary)
+        return entry.tokens + len(encode(self.lm.tokenizer, stream.pending))
 
     def _load(self, entry: Entry) -> Context:
         with self._moving:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from locret.cache.cache_file import check_header
 from locret.cache.limits import Limits
 from locret.conversation import templates
 from locret.conversation.context import saved_protection, saved_turns
@@ -34,7 +35,7 @@ from locret.infer.serve.contexts import Contexts, Entry
 from locret.infer.serve.kept import positions_of
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.schemas import ChatRequest, CompletionRequest, Message
-from locret.policy.protection import Span, clipped
+from locret.policy.protection import Span, clipped, spans_from
 from locret.token_ids import vocabulary
 
 if TYPE_CHECKING:
@@ -177,14 +178,20 @@ class Prompts:
             Refusal: If the file of what was read is gone.
         """
         rest = torch.arange(prompt.tokens - len(prompt.ids), prompt.tokens)
-        heads = [rest]
+        heads, spans = [rest], draft.spans
         if prompt.holder is not None:
             try:
+                if draft.base is not None:
+                    rows = spans_from(self._header(prompt.holder).get("protected", []))
+                    spans = clipped(rows[0] if rows else (), draft.base.tokens)
                 held = [head for layer in positions_of(prompt.holder.path) for head in layer]
-            except (OSError, SafetensorError) as error:
+            except (ValueError, OSError, SafetensorError) as error:
                 raise Refusal(409, "the context was deleted meanwhile; ask again", param="context") from error
             heads = [torch.cat([head[head >= 0].long(), rest]) for head in held]
-        return [asdict(one) for one in kept_turns(heads, draft.turns, prompt.tokens, draft.spans)]
+        return [asdict(one) for one in kept_turns(heads, draft.turns, prompt.tokens, spans)]
+
+    def _header(self, entry: Entry) -> dict[str, Any]:
+        return check_header(entry.path, self.lm.model, self.lm.scorer)
 
     def settled(self, draft: Draft, cancelled: Callable[[], bool]) -> Prompt:
         """Return what an engine is asked, once all but a question's length of the prompt has been read.
