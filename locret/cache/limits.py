@@ -386,7 +386,7 @@ class Limits:
         """Return what stays when `new` generated tokens find no room."""
         assert self._answering is not None
         budget = max(1, self._answering[nth] - max(self.policy.decode_interval, new))
-        return self._with_own(nth, budget, self.policy.local_len)
+        return self._with_own(nth, budget, self.policy.local_len, "raise decode_budget")
 
     def most_answering(self, nth: int) -> int | None:
         """Return the units that a layer may hold while an answer is written; None: no limit."""
@@ -400,6 +400,6 @@ class Limits:
     def _recent(self, budget: int) -> int:
         return min(budget, self.scorer.recent(budget))
 
-    def _with_own(self, nth: int, budget: int, recent: int) -> Stay:
+    def _with_own(self, nth: int, budget: int, recent: int, way_out: str = "raise budget") -> Stay:
         """Add what the scorer keeps whatever its score, and what is protected."""
-        return self._protected.stay(nth, self.read, self.scorer, budget, recent)
+        return self._protected.stay(nth, self.read, self.scorer, budget, recent, way_out)

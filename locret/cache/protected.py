@@ -30,7 +30,9 @@ class Protected:
         known = [[one for one in spans if one.end is not None or one.share is not None] for spans in rows]
         self._known = [[Guarantee.of(spans, units) for spans in known] for units in budgets]
 
-    def stay(self, nth: int, read: int, scorer: Scorer, budget: int, recent: int) -> Stay:
+    def stay(
+        self, nth: int, read: int, scorer: Scorer, budget: int, recent: int, way_out: str = "raise budget"
+    ) -> Stay:
         """Return what stays of the `nth` layer's `budget` units per KV head.
 
         What is protected comes first. The newest units, and what the method itself keeps, have what it leaves.
@@ -41,6 +43,7 @@ class Protected:
             scorer: The method.
             budget: Units per KV head.
             recent: Newest units that the policy keeps.
+            way_out: What makes room where more is protected.
 
         Raises:
             ValueError: If more is protected than that.
@@ -51,7 +54,7 @@ class Protected:
         needed = max(one.needed(read) for one in self._guarantees[nth])
         left = budget - needed
         if left < 0:
-            raise self._too_many(needed, f"{budget} units may stay here")
+            raise self._too_many(needed, f"{budget} units may stay here", way_out)
         recent = min(recent, left)
         sinks = min(scorer.sink_tokens(budget, recent), left - recent)
         return Stay(budget, recent, sinks, self._guarantees[nth], needed)

@@ -61,3 +61,12 @@ def test_a_chat_refuses_to_protect_turns_that_it_never_has() -> None:
 def test_one_answer_refuses_what_is_not_in_its_prompt(given: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         command.command([*MODEL, *BUDGET, "--protect", given])
+
+
+def test_an_answer_that_outgrows_its_room_says_which_number_gives_it_more() -> None:
+    policy = {"budget": 64, "chunk_size": 64, "stabilizers": 4, "local_len": 8, "decode_budget": 100}
+    lm = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=policy)
+    lm._knows_little = False
+    chat = lm.read("The sky is blue. " * 20, protect="assistant", progress=False).chat()
+    with pytest.raises(ValueError, match="assistant .* raise decode_budget, or protect less"):
+        chat.say("Why?", max_new_tokens=120, min_new_tokens=120)
