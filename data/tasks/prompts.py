@@ -1,6 +1,7 @@
 """From a sample to the tokens a model reads: truncation, then the chat template where the protocol has one.
 
-Too long a prompt loses its middle, in tokens, or words of its document.
+Too long a prompt loses its middle, in tokens, or words of its document. Of a text with several questions the text alone
+loses its middle, so that the longest question still fits: all questions find the same part of it.
 """
 
 from __future__ import annotations
@@ -59,8 +60,13 @@ def build_prompt(
     def count(text: str) -> int:
         return len(_encoded(tokenizer, text))
 
-    limit = task.allowed(sample, count)
-    built = _built(task, sample, tokenizer, template, limit, count)
+    limit, tail, first = task.allowed(sample, count), None, sample
+    if limit is not None and task.truncation == "middle" and len(sample.asked) > 1:
+        tails = {count(f"{question.gap}{question.text}"): question for question in sample.asked}
+        tail = max(tails)
+        if task.bound is not None:
+            first = sample.asking(tails[tail])
+    built = _built(task, first, tokenizer, template, limit, count, tail)
     # A limit counts what the protocol cuts; what stands around that is part of the user's bound.
     while task.bound is not None and len(built.ids) > task.bound:
         limit = built.tokens_after - (len(built.ids) - task.bound)
@@ -69,20 +75,34 @@ def build_prompt(
                 f"--max-prompt {task.bound} has no room for what stands around the text of {task.name} {sample.id}; "
                 f"raise it (this prompt has {len(built.ids):,} tokens)"
             )
-        built = _built(task, sample, tokenizer, template, limit, count)
-    return built
+        built = _built(task, first, tokenizer, template, limit, count, tail)
+    return built if first is sample else _built(task, sample, tokenizer, template, limit, count, tail)
 
 
 def _built(
-    task: Task, sample: Sample, tokenizer: Any, template: str, limit: int | None, count: Callable[[str], int]
+    task: Task,
+    sample: Sample,
+    tokenizer: Any,
+    template: str,
+    limit: int | None,
+    count: Callable[[str], int],
+    tail: int | None = None,
 ) -> BuiltPrompt:
-    """Return the prompt whose content or document is cut to `limit`."""
+    """Return the prompt whose content or document is cut to `limit`; with a `tail` so that its tokens fit as well."""
     chat = task.chat and not sample.plain
     content, before, after = sample.content, None, None
     if limit is not None and task.truncation == "words" and not sample.plain:
         document = cut_words(sample.document, limit, count, from_start=task.cut_start)
         before, after = count(sample.document), count(document)
         content = sample.content[: sample.span[0]] + document + sample.content[sample.span[1] :]
+    elif limit is not None and tail is not None:
+        end = sample.span[1]
+        ids, asked = _encoded(tokenizer, content[:end]), encode(tokenizer, content[end:])
+        kept = cut_middle(ids, max(limit - tail, 0))
+        before, after = len(ids) + len(asked), len(kept) + len(asked)
+        if after < before:
+            half = len(kept) // 2
+            content = f"{_decoded(tokenizer, kept[:half])}{_decoded(tokenizer, kept[half:])}{content[end:]}"
     elif limit is not None and task.truncation == "middle":
         ids = _encoded(tokenizer, content)
         kept = cut_middle(ids, limit)

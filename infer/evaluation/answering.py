@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from locret import RetentionCache, generate, method_spec, prefill
+from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.backbone.passes import gathering_root
-from locret.infer.evaluation.methods import ORACLE, Prompt, make_scorer
+from locret.infer.evaluation.methods import Prompt, make_scorer
 from locret.infer.evaluation.records import second_tier
 from locret.policy.protection import Guarantee
 
@@ -56,25 +56,22 @@ def answer(
 def answers_on_forks(prompts: Sequence[Prompt], run: Run, task: Task) -> Iterator[dict[str, Any]]:
     """Read a document one way, ask each question on a fork of what was kept of it, and yield what `answer` returns.
 
-    The seconds of the read count for every question, as if it were the only one. The oracle knows one question, so it
-    reads for each.
+    The seconds of the read count for every question, as if it were the only one.
 
     Args:
         prompts: The questions' prompts, which begin with the same document.
         run: How it is read.
         task: Says how long an answer may be, and where it ends.
     """
-    alone = method_spec.parse(run.method.name).name == ORACLE
-    for group in [[prompt] for prompt in prompts] if alone else [prompts]:
-        first = group[0]
-        ask = _read_plain(first.document) if run.method.plain else _read_retained(first.document, run)
-        tokenizer, model = first.setup.tokenizer, first.setup.model
-        settings = greedy(model, tokenizer, task.max_new_tokens)
-        settings |= ending(tokenizer, settings["eos_token_id"], task.stop, task.min_new_tokens)
-        for prompt in group:
-            new, measured = ask(prompt.ids_1N, settings)
-            prediction = str(tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-            yield {"prediction": prediction, "generated_tokens": len(new), **measured}
+    first = prompts[0]
+    ask = _read_plain(first.document) if run.method.plain else _read_retained(first.document, run)
+    tokenizer, model = first.setup.tokenizer, first.setup.model
+    settings = greedy(model, tokenizer, task.max_new_tokens)
+    settings |= ending(tokenizer, settings["eos_token_id"], task.stop, task.min_new_tokens)
+    for prompt in prompts:
+        new, measured = ask(prompt.ids_1N, settings)
+        prediction = str(tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        yield {"prediction": prediction, "generated_tokens": len(new), **measured}
 
 
 Ask = Callable[[Tensor, dict[str, Any]], tuple[list[int], dict[str, Any]]]

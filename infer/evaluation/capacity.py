@@ -27,7 +27,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -74,6 +74,12 @@ class CapacityOptions:
     """Of the texts."""
     protocol: Names = AGNOSTIC
     """As in locret-eval; aware reads a text once for each question."""
+    allow_other_base: bool = False
+    """As in locret-eval."""
+    max_new_tokens: int | None = None
+    """As in locret-eval."""
+    protect: list[str] = field(default_factory=list)
+    """As in locret-eval."""
     figures: str = "all"
     """all or none. The picture needs locret[eval]."""
     json: bool = False
@@ -110,9 +116,10 @@ def recipe(options: CapacityOptions, given: Mapping[str, Any], facts: int) -> di
     """
     asked = facts if options.questions is None else min(facts, options.questions)
     same = ("heads", "methods", "samples", "seed", "protocol", "threads", "quiet")
+    more = ("allow_other_base", "max_new_tokens", "protect")
     return {
         **given,
-        **{name: getattr(options, name) for name in same},
+        **{name: getattr(options, name) for name in (*same, *more)},
         "tasks": options.task,
         "task_options": {options.task: {options.option: facts}},
         "lengths": options.tokens,
@@ -293,7 +300,7 @@ def unit_bits(config: Any, dtype: str) -> float:
 
 
 def _names(options: type) -> set[str]:
-    return {field.name for field in fields(options)}
+    return {one.name for one in fields(options)}
 
 
 def table(record: Mapping[str, Any]) -> str:

@@ -108,6 +108,10 @@ class Prompt:
             self._labels = answer_labels(self.setup.model, self.ids_1N, answer_1A, "log_attention", True)
         return self._labels
 
+    def forget(self) -> None:
+        """Give the labels' memory back."""
+        self._labels = None
+
     @property
     def agnostic_labels(self) -> Tensor:
         """The agnostic oracle's labels (layers, kv_heads, n); those of the question itself are the oracle's.

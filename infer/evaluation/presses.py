@@ -209,9 +209,9 @@ class Presses:
         from locret.infer.evaluation.answering import ending, greedy
 
         assert self.versions
-        setup, policy = prompts[0].setup, run.policy
+        setup, ids = prompts[0].setup, [prompt.ids_1N[0].tolist() for prompt in prompts]
+        policy = run.policy_of(len(ids[0]) if document is None else document)
         assert policy is not None
-        ids = [prompt.ids_1N[0].tolist() for prompt in prompts]
         budget, local = int(policy.budget), int(policy.local_len)
         cut, keep = (len(ids[0]) - local, budget) if document is None else (document, budget + local)
         context = ids[0][:cut]

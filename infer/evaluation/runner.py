@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from locret import method_spec
 from locret.backbone.adapters import input_device, ranks_of
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
@@ -19,7 +20,7 @@ from locret.infer.evaluation import presses
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.answering import answer, answers_on_forks
 from locret.infer.evaluation.conversations import answer_conversation
-from locret.infer.evaluation.methods import Prompt, Setup
+from locret.infer.evaluation.methods import ORACLE, Prompt, Setup
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.records import key
 from locret.infer.evaluation.sessions import answer_turns
@@ -244,11 +245,15 @@ def evaluate(setup: Setup, cases: Sequence[Case], runs: Sequence[Run], done: set
             yield {**record, **shared}
 
 
+Asked = tuple[Case, list[Run], Prompt, dict[str, Any]]
+"""A question, the runs that have not answered it, its prompt, and facts of its row."""
+
+
 def _answers_about(
     setup: Setup, missing: Sequence[tuple[Case, list[Run]]], runs: Sequence[Run]
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of one text's questions, each with the runs that are missing."""
-    text, asked = None, []
+    text, asked = None, list[Asked]()
     for case, own in missing:
         prompt, facts = ask(setup, case, text)
         text = prompt.text
@@ -257,18 +262,32 @@ def _answers_about(
         for run in own:
             if run.protocol == AWARE:
                 yield _record(case, run, prompt, facts, _answered(prompt, run, case.task))
+            elif _knows_the_answer(run):
+                yield from _answers_later(setup, text, [(case, own, prompt, facts)], run)
+        prompt.forget()
     for run in runs:
-        those = [one for one in asked if run in one[1]] if run.protocol == AGNOSTIC else []
-        if those:
-            assert text is not None
-            prompts = [one[2] for one in those]
-            if presses.is_press(run.method):
-                answers = _pressed(setup).answers(prompts, text.document, run, text.task)
-            else:
-                answers = answers_on_forks(prompts, run, text.task)
-            for (case, _, prompt, facts), measured in zip(those, answers, strict=True):
-                facts = {**facts, "document_tokens": text.document}
-                yield _record(case, run, prompt, facts, _finished(prompt, run, case.task, measured))
+        if run.protocol == AGNOSTIC and not _knows_the_answer(run):
+            yield from _answers_later(setup, text, [one for one in asked if run in one[1]], run)
+
+
+def _knows_the_answer(run: Run) -> bool:
+    """Return whether a method reads a document for one question; the labels of one prompt at a time fit in memory."""
+    return method_spec.parse(run.method.name).name == ORACLE
+
+
+def _answers_later(setup: Setup, text: SharedText | None, asked: Sequence[Asked], run: Run) -> Iterator[dict[str, Any]]:
+    """Yield the records of questions that come when their text has been read."""
+    if not asked:
+        return
+    assert text is not None
+    prompts = [one[2] for one in asked]
+    if presses.is_press(run.method):
+        answers = _pressed(setup).answers(prompts, text.document, run, text.task)
+    else:
+        answers = answers_on_forks(prompts, run, text.task)
+    for (case, _, prompt, facts), measured in zip(asked, answers, strict=True):
+        facts = {**facts, "document_tokens": text.document}
+        yield _record(case, run, prompt, facts, _finished(prompt, run, case.task, measured))
 
 
 def _record(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:

@@ -97,14 +97,14 @@ class BabilongTask(PublishedTask):
         own = _PROMPTS[self.task]
         parts = (own[name] if getattr(self, name) else "" for name in ("instruction", "examples", "post_prompt"))
         head = ("\n\n".join([*parts, "<context>"])).lstrip() + "\n"
-        asked = f"</context>\n\nQuestion: {question}".rstrip()
+        asked = f"Question: {question}".rstrip()  # an example may ask the same, without that word
         return [
             Sample(
                 id=str(index),
-                content=f"{head}{document}\n{asked}",
+                content=f"{head}{document}\n</context>\n\n{asked}",
                 targets=(target, question),  # the metric looks into the question too
                 reply=target,
-                question=question,
+                question=asked,
                 choices=labels,
                 span=(len(head), len(head) + len(document)),
             )

@@ -8,7 +8,8 @@ Fields:    context, question, answer, also doc_id, title, type, evidence; one ro
            Q, A, S, type; "none" for summaries), output.
 Metrics:   Evaluation/automatic_metrics.py, one at a time: `scorer`. Recall of ROUGE-L unless another is chosen.
 Deviates:  answers of cloze tasks are read as literals, where the official code evaluates them as Python. Greedy without
-           the official runs' repetition penalty of 2. METEOR, BERTScore and the judgement of GPT-4 are refused.
+           the official runs' repetition penalty of 2. Of too long a text with several questions the text alone is cut,
+           the same for all of them. METEOR, BERTScore and the judgement of GPT-4 are refused.
 """
 
 from __future__ import annotations

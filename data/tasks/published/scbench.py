@@ -13,7 +13,8 @@ Metrics:   compute_scores.py. A mixed task's score is the mean of its two kinds'
 Deviates:  scorer=official takes the text answers of qa_chn and many_shot for lists of characters, as the official code
            does, so that any answer in brackets is right where the options are (A) to (D); scorer=fixed, the default,
            takes them whole. In multi-turn mf every turn asks for its own number first, where the official code repeats
-           the last turn's. A text that is too long is cut before the chat template is written, not after. Both kinds
+           the last turn's. A text that is too long is cut before the chat template is written, not after; for requests
+           also by the tokens of its longest question. Both kinds
            of a mixed task may take the longer one's tokens. An answer is not begun with "This paper".
 """
 

@@ -123,6 +123,9 @@ def prepare(
     """
     if processes.size > 1:
         raise ValueError("--suite world runs processes of its own; start it once, without torchrun")
+    for name, given in (("tiers", report.tiers), ("published", evaluation.published)):
+        if given:
+            raise ValueError(f"--{name} changes nothing in --suite world, which draws a page of its own; drop it")
     evaluation = replace(evaluation, heads=loading.chosen_heads(evaluation.heads, model.model))
     asked = plan.asked(evaluation, budgets, chosen)
     units, missing = plan.units(asked)
@@ -279,7 +282,9 @@ class _Runner:
         if unit.part.after and not world.asked.own_choice:
             unit = _with_rivals(world, unit)
         recipe, options = world.output / f"{unit.name}.yaml", {**_of_model(world), **unit.options}
-        if not unit.part.capacity:
+        if unit.part.capacity:
+            options.pop("task_options", None)  # of other tasks than its own
+        else:
             options["tasks"] = [one.task.name for one in world.jobs[unit.name].selections]
         write_text(recipe, yaml.safe_dump({**options, "threads": 1, "figures": "none"}, sort_keys=False))
         folder = world.output / unit.name
@@ -349,7 +354,7 @@ def _of_model(world: World) -> dict[str, Any]:
     """Return what a recipe says of the backbone and the heads: what is not the default."""
     own = {one.name: getattr(world.model, one.name) for one in fields(world.model)}
     given = {name: value for name, value in own.items() if value != _default(ModelOptions, name)}
-    more = ("heads", "allow_other_base", "task_options", "max_new_tokens")
+    more = ("heads", "allow_other_base", "task_options", "max_new_tokens", "protect")
     return given | {name: value for name in more if (value := getattr(world.evaluation, name))}
 
 
