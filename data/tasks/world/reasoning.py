@@ -14,6 +14,16 @@ from locret.data.tasks.task import Sample
 from locret.data.text.embedded_tokenizer import COLORS, NOUNS, PEOPLE
 
 
+def _check(task: GeneratedTask, option: str, most: int) -> None:
+    """Refuse an option of which there are not enough words.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    if (value := getattr(task, option)) > most:
+        raise ValueError(f"task {task.name}: {option}={value} is more than there are; ask for {most} or fewer")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TwoHop(GeneratedTask):
     """Find the code of the city that somebody works for, said in two distant places."""
@@ -73,6 +83,7 @@ class Prices(GeneratedTask):
             raise ValueError(f"task {self.name}: things={self.things} with apart={self.apart} do not fit 10 to 99")
         low = sorted(draw.rng.randrange(room) for _ in range(self.things))
         prices = [10 + value + index * self.apart for index, value in enumerate(low)]
+        _check(self, "things", len(NOUNS))
         things = draw.rng.sample(NOUNS, self.things)
         said = [f"The price of the {thing} is {price} coins." for thing, price in zip(things, prices, strict=True)]
         questions = (
@@ -106,9 +117,15 @@ class Count(GeneratedTask):
     """Most times that one of them does."""
 
     def plant(self, draw: Draw) -> Planted:
-        """Return a sentence per time, and a question for each kind."""
+        """Return a sentence per time, and a question for each kind.
+
+        Raises:
+            ValueError: If there are not that many kinds.
+        """
+        known = ("horse", "dog", "cat", "bird", "fish", "train", "ship")
+        _check(self, "kinds", len(known))
         statements, questions = [], []
-        for thing in draw.rng.sample(("horse", "dog", "cat", "bird", "fish", "train", "ship"), min(self.kinds, 7)):
+        for thing in draw.rng.sample(known, self.kinds):
             times = draw.rng.randint(1, self.most)
             statements += [f"A {thing} goes by."] * times
             question = f"How many times did you see a {thing}?"
@@ -138,7 +155,13 @@ class Shots(GeneratedTask):
     """Examples of each rule."""
 
     def plant(self, draw: Draw) -> Planted:
-        """Return the examples, and for each rule a question with a colour that no example of it has."""
+        """Return the examples, and for each rule a question with a colour that no example of it has.
+
+        Raises:
+            ValueError: If there are not that many nouns or colours.
+        """
+        _check(self, "rules", len(NOUNS))
+        _check(self, "shots", len(COLORS) - 1)
         statements, questions = [], []
         for noun in draw.rng.sample(NOUNS, self.rules):
             city = draw.name()

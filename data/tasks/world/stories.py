@@ -127,13 +127,19 @@ class CarriedBefore(_Story):
     """Moves of each of them, two or more."""
 
     def plant(self, draw: Draw) -> Planted:
-        """Return takings and moves, and a question about each thing."""
+        """Return takings and moves, and a question about each thing.
+
+        Raises:
+            ValueError: If nobody was anywhere before.
+        """
+        if self.moves < 2:
+            raise ValueError(f"task {self.name}: moves={self.moves} has no place before the last; ask for 2 or more")
         people, rooms = _people(draw, self.people), draw.some(ROOMS, 6)
         things = {person: draw.word(THINGS, "things") for person in people}
         takings = {person: f"{person} {draw.rng.choice(TAKES)} the {things[person]}." for person in people}
         statements = draw.rng.sample(sorted(takings.values()), len(people))
         told: dict[str, list[tuple[str, str]]] = {person: [] for person in people}
-        for person, room in _ways(draw, people, rooms, max(self.moves, 2)):
+        for person, room in _ways(draw, people, rooms, self.moves):
             statements.append(f"{person} {draw.rng.choice(MOVES)} to the {room}.")
             told[person].append((statements[-1], room))
         questions = []
