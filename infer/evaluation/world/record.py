@@ -185,9 +185,19 @@ def bounded(names: Iterable[str]) -> list[str]:
             found.append(name)
             continue
         method = methods.get(name)
-        if not (method.plain or method.keeps_all or method.adapt is not None):
+        if not (method.plain or method.keeps_all or method.adapt is not None or "host_budget" in method.changes):
             found.append(name)
     return found
+
+
+def untrained(names: Iterable[str]) -> list[str]:
+    """Return the bounded methods that neither have the trained heads nor know the answers."""
+    return [
+        name
+        for name in bounded(names)
+        if name not in (methods.ORACLE, methods.ORACLE_AGNOSTIC)
+        and (name.startswith(presses.PREFIX) or not methods.get(name).needs_heads)
+    ]
 
 
 def top(scores: ordering.Scores, protocol: str) -> dict[str, Any]:
@@ -200,7 +210,7 @@ def top(scores: ordering.Scores, protocol: str) -> dict[str, Any]:
 
 
 def rivals(records: Sequence[dict[str, Any]], count: int = plan.RIVALS) -> list[str]:
-    """Return the best methods of the field that keep no more than the budget and know no answers.
+    """Return the best methods of the field that keep no more than the budget, without trained heads or answers.
 
     Ties go to the method that the field names first.
     """
@@ -208,7 +218,7 @@ def rivals(records: Sequence[dict[str, Any]], count: int = plan.RIVALS) -> list[
     for record in records:
         by_method.setdefault(record["method"], []).append(record)
     means = {name: statistics.fmean(text_scores(own).values()) for name, own in by_method.items()}
-    others = [name for name in bounded(means) if name not in plan.YARDSTICKS]
+    others = [name for name in untrained(means) if name not in plan.YARDSTICKS]
     return sorted(others, key=lambda name: -means[name])[:count]
 
 
@@ -222,7 +232,7 @@ def ahead(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         own = [one for one in records if (one["task"], one["tokens"]) == (task, tokens)]
         names = dict.fromkeys(one["method"] for one in own)
         scores = {name: text_scores(one for one in own if one["method"] == name) for name in names}
-        others = [name for name in bounded(scores) if name not in (*plan.YARDSTICKS[:-1],)]
+        others = untrained(scores)
         if "locret" not in scores or not others:
             continue
         rival = max(others, key=lambda name: (statistics.fmean(scores[name].values()), name != "random"))
