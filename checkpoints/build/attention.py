@@ -88,8 +88,8 @@ def windowed_attention(query_BNTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor,
         before_BNCWD = pad(own_BNCWD, (0, 0, 0, 0, 1, 0))[:, :, :-1]
         return torch.cat([before_BNCWD, own_BNCWD], dim=3).flatten(1, 2)
 
-    place = torch.arange(window)
-    distance_WV = place[:, None] + window - torch.arange(2 * window)
+    place = torch.arange(2 * window, device=query_BNTD.device)
+    distance_WV = place[:window, None] + window - place
     allowed_CWV = ((distance_WV >= 0) & (distance_WV < window)).repeat(blocks, 1, 1)
     allowed_CWV[0, :, :window] = False
     out = scaled_dot_product_attention(

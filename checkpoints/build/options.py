@@ -99,5 +99,23 @@ class BackboneTraining:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; change one of the two"
             )
+        self._check_start()
         if self.resume and not self.checkpoints:
             raise ValueError(f"resume={self.resume} needs checkpoints, the folder where they are; add --checkpoints")
+
+    def _check_start(self) -> None:
+        wrong = [layer for layer in self.silent_layers if not 0 <= layer < self.num_layers]
+        if wrong:
+            raise ValueError(f"silent_layers={wrong} are not among num_layers={self.num_layers}; count from 0")
+        if self.copying_layer is None:
+            return
+        if self.start != "distances" or not 1 <= self.copying_layer < self.num_layers:
+            raise ValueError(
+                f"copying_layer={self.copying_layer} needs start=distances, and a layer after the first of num_layers="
+                f"{self.num_layers}; change one of them"
+            )
+        if self.num_heads * self.head_dim > self.hidden_size:
+            raise ValueError(
+                f"copying_layer={self.copying_layer} needs a direction for every number of the heads, but num_heads="
+                f"{self.num_heads} of head_dim={self.head_dim} are more than hidden_size={self.hidden_size}; lower them"
+            )

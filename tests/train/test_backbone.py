@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,6 +144,13 @@ def test_a_failure_while_saving_leaves_the_old_folder_as_it_was(recipe, tmp_path
         ({"stages": [COPY], "num_heads": 3}, "num_kv_heads=2 does not divide num_heads=3"),
         ({"stages": [COPY], "resume": "auto"}, "resume=auto needs checkpoints, the folder where they are"),
         ({"stages": [COPY], "num_layers": 0}, "num_layers=0 is too small; give 1 or more"),
+        ({"stages": [COPY], "copying_layer": 1}, "copying_layer=1 needs start=distances, and a layer after the first"),
+        ({"stages": [COPY], "start": "distances", "copying_layer": 2}, "needs start=distances, and a layer after"),
+        (
+            {"stages": [COPY], "start": "distances", "copying_layer": 1, "num_heads": 8},
+            "num_heads=8 of head_dim=32 are more than hidden_size=128; lower them",
+        ),
+        ({"stages": [COPY], "silent_layers": [0, 2]}, "silent_layers=[2] are not among num_layers=2; count from 0"),
     ],
 )
 def test_impossible_options_are_refused(options, message):
@@ -206,6 +214,18 @@ def test_windowed_attention_sees_the_window_and_nothing_else():
         query, key, value, attn_mask=(distance_TT >= 0) & (distance_TT < 16), scale=0.3, enable_gqa=True
     )
     torch.testing.assert_close(backbone_attention.windowed_attention(query, key, value, 16, 0.3), expected)
+
+
+def test_windowed_attention_works_where_its_queries_are(monkeypatch):
+    masks = []
+    monkeypatch.setattr(
+        backbone_attention,
+        "scaled_dot_product_attention",
+        lambda query, key, value, attn_mask, scale: masks.append(attn_mask) or query,
+    )
+    query, key = torch.empty(1, 4, 40, 8, device="meta"), torch.empty(1, 2, 40, 8, device="meta")
+    backbone_attention.windowed_attention(query, key, key, 16, 0.3)
+    assert [mask.device.type for mask in masks] == ["meta"]
 
 
 def test_a_window_holds_for_the_first_layers_and_ends_with_its_block():
@@ -276,6 +296,12 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(recipe, tmp
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert [path.name for path in checkpointing.complete(tmp_path / "kept")] == ["checkpoint-4", "checkpoint-5"]
     assert AutoTokenizer.from_pretrained(tmp_path / "kept" / "checkpoint-4").chat_template
+    state = checkpointing.read(tmp_path / "kept" / "checkpoint-4")
+    state["log"].append({"seconds": 7200.0})
+    monkeypatch.setattr(checkpointing, "read", lambda path: state)
+    shutil.rmtree(tmp_path / "kept" / "checkpoint-5")
+    command([*common, *kept, "--resume", "auto", "--overwrite"])
+    assert "Made from scratch in 120 minutes" in (tmp_path / "parts" / "README.md").read_text()
 
 
 def test_the_log_counts_each_kind_of_row_for_itself():
