@@ -151,10 +151,10 @@ class HeadsConfig:
         if sorted(self.gate) != sorted(["name", *wanted]):
             raise ValueError(f"gate has {shown(list(self.gate))}; that of {kind.name} has name, {', '.join(wanted)}")
         for name, usual in wanted.items():
-            value = self.gate[name]
-            fits = type(value) is type(usual) or (type(usual) is float and type(value) is int)
-            if not fits or not isfinite(value) or (type(value) is int and value < 1 and type(usual) is int):
-                raise ValueError(f"gate has {name}={shown(value)}; give one such as {usual}")
+            if not gates.is_number(self.gate[name], usual, name):
+                raise ValueError(f"gate has {name}={shown(self.gate[name])}; give one such as {usual}")
+        if self.hidden_dim > gates.WIDEST:
+            raise ValueError(f"hidden_dim={shown(self.hidden_dim)} of a gate; give at most {gates.WIDEST:,}")
         if kind.width is None and self.hidden_dim != 1:
             raise ValueError(f"hidden_dim={self.hidden_dim} of a gate {kind.name}, which has no hidden layer; give 1")
 

@@ -33,6 +33,7 @@ from locret.field_values import shown
 from locret.files import read_json, shards, written_whole
 from locret.heads import checkpoint, official
 from locret.heads.config import HeadsConfig
+from locret.heads.gates import WIDEST, is_number
 from locret.labels.kvzip_plus import KVZIP_PLUS
 from locret.labels.log_attention import LOG_ATTENTION
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WIDEST = 2**20
 _PARTS = {
     "kvzap-linear": {"out": ""},
     "kvzap-mlp": {"inner": ".0", "out": ".2"},
@@ -140,8 +140,8 @@ def read_kvzap(path: str, model_or_config: Any, revision: str | None = None) -> 
                 "take the KVzap model of this backbone"
             )
     width = values.get("hidden_dim")
-    if width is not None and (type(width) is not int or not 1 <= width <= _WIDEST):
-        raise ValueError(f"{file} has hidden_dim={shown(width)}; it must be null or a number from 1 to {_WIDEST:,}")
+    if width is not None and (type(width) is not int or not 1 <= width <= WIDEST):
+        raise ValueError(f"{file} has hidden_dim={shown(width)}; it must be null or a number from 1 to {WIDEST:,}")
     gate = "kvzap-linear" if width is None else "kvzap-mlp"
     config = _config(model_or_config, width, gate, KVZIP_PLUS.name, path)
     theirs = _kvzap_names(config, range(backbone.num_layers))
@@ -185,7 +185,7 @@ def read_fast_kvzip(path: str, model_or_config: Any, revision: str | None = None
     held = {layer: layers[layer if every else nth] for nth, layer in enumerate(backbone.layers)}
     first = held[backbone.layers[0]]
     width, sinks = (first[part].shape[axis] if first[part].ndim > axis else 0 for part, axis in _MEASURED)
-    if not 1 <= width <= _WIDEST or not 1 <= sinks <= _WIDEST:
+    if not 1 <= width <= WIDEST or not 1 <= sinks <= WIDEST:
         raise ValueError(f"{file} has gates of width {width} with {sinks} sink keys; give those of Fast KVzip")
     made = _config(model_or_config, int(width), "fast-kvzip", LOG_ATTENTION.name, path, sinks=int(sinks))
     weights = {
@@ -283,28 +283,28 @@ def dms_numbers(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where} says nothing of DMS (it has no dms_alpha_scale); give a model that DMS was trained on"
         )
-    usual = {
-        "dms_alpha_scale": 100.0, "dms_initial_alpha_offset": 5.0, "dms_window_size": 512, "dms_separate_alpha": False,
-        "dms_alpha_per": "head", "rms_norm_eps": 1e-6, "attention_bias": False,
-    }  # fmt: skip
-    found = {name: values.get(name, default) for name, default in usual.items()}
-    for name, default in usual.items():
-        value = found[name]
-        fits = isinstance(value, type(default)) or (isinstance(default, float) and type(value) is int)
-        if not fits or (isinstance(value, float | int) and not abs(value) < float("inf")):
-            raise ValueError(f"{where} has {name}={shown(value)}; give one such as {default}")
-    if found["dms_alpha_per"] not in ("head", "layer") or found["dms_window_size"] < 1 or not found["dms_alpha_scale"]:
-        raise ValueError(
-            f"{where} has dms_alpha_per={shown(found['dms_alpha_per'])}, dms_window_size={found['dms_window_size']} "
-            f"and dms_alpha_scale={found['dms_alpha_scale']}; they must be head or layer, 1 or more, and not 0"
-        )
+    usual: dict[str, tuple[str, float]] = {
+        "dms_alpha_scale": ("scale", 100.0),
+        "dms_initial_alpha_offset": ("offset", 5.0),
+        "dms_window_size": ("window", 512),
+        "dms_separate_alpha": ("separate", False),
+        "rms_norm_eps": ("epsilon", 1e-6),
+        "attention_bias": ("bias", False),
+    }
+    found = {name: values.get(name, default) for name, (_, default) in usual.items()}
+    for name, (ours, default) in usual.items():
+        if not is_number(found[name], default, ours):
+            raise ValueError(f"{where} has {name}={shown(found[name])}; give one such as {default}")
+    per = values.get("dms_alpha_per", "head")
+    if per not in ("head", "layer"):
+        raise ValueError(f"{where} has dms_alpha_per={shown(per)}; it must be head or layer")
     return {
         "scale": float(found["dms_alpha_scale"]),
         "offset": float(found["dms_initial_alpha_offset"]),
         "window": found["dms_window_size"],
         "epsilon": float(found["rms_norm_eps"]),
         "bias": found["attention_bias"],
-        "per_layer": found["dms_alpha_per"] == "layer",
+        "per_layer": per == "layer",
         "separate": found["dms_separate_alpha"],
     }
 

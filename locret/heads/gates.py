@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 LOCRET = "locret"
 """The architecture of the paper, which is `locret.heads.head`."""
+WIDEST = 2**20
+"""What no width or count of a gate exceeds."""
+_LARGEST = 1e30
+"""What no other number does: the arithmetic is float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +213,16 @@ class DMSAlpha(Gate):
 
 
 GATES: dict[str, type[Gate]] = {gate.name: gate for gate in (KVzapLinear, KVzapMLP, FastKVzip, DMSAlpha)}
+
+
+def is_number(value: Any, usual: float, name: str) -> bool:
+    """Return whether a number from a file, of any size, can stand where `usual` would."""
+    if type(usual) is bool:
+        return type(value) is bool
+    if type(usual) is int:
+        return type(value) is int and 1 <= value <= WIDEST
+    least = {"epsilon": 0.0, "scale": 1 / _LARGEST}.get(name, -_LARGEST)
+    return type(value) in (int, float) and least <= (abs(value) if name == "scale" else value) <= _LARGEST
 
 
 def get(name: str) -> type[Gate]:

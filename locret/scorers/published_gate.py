@@ -89,8 +89,10 @@ class PublishedGateScorer(Scorer):
         read = _READ.setdefault(model, {})
         key = (self.name, self.path, self.revision, *_stamps(Path(self.path)))
         if key not in read:
-            read[key] = RetainingHeads._with_weights(*self._read(model)).follow(model)
-        return read[key]
+            for stale in [one for one in read if one[:3] == key[:3]]:  # of files that have been replaced
+                del read[stale]
+            read[key] = RetainingHeads._with_weights(*self._read(model))
+        return read[key].follow(model)  # which may have moved since
 
     def _read(self, model_or_config: Any) -> gate_files.Read:
         try:
@@ -119,6 +121,7 @@ class PublishedGateScorer(Scorer):
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
     """Return what tells files from others of the same names that take their place."""
-    files = [path] if path.is_file() else sorted(path.glob("*")) if path.is_dir() else []
-    found = [(file.name, os.stat(file)) for file in files if file.is_file()]
+    # Gates of several backbones have a folder each.
+    files = [path] if path.is_file() else sorted([*path.glob("*"), *path.glob("*/*")]) if path.is_dir() else []
+    found = [(str(file), os.stat(file)) for file in files if file.is_file()]
     return [(name, one.st_size, one.st_mtime_ns) for name, one in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch import Tensor
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.backbone.chunk import Attended
 from locret.heads import gate_files, gates
+from locret.heads.config import HeadsConfig
 from locret.labels.labels import observe
 from locret.reference import gates as slow
 
@@ -267,7 +269,7 @@ REFUSED: list[tuple[str, Callable[[Path], None], str]] = [
         "several gates (q2_dim16_sink16.pt, q2_dim8_sink1.pt)",
     ),
     ("dms", changed(dms_alpha_scale=None), "has dms_alpha_scale=None; give one such as 100.0"),
-    ("dms", changed(dms_alpha_scale=0), "and dms_alpha_scale=0; they must be head or layer, 1 or more, and not 0"),
+    ("dms", changed(dms_alpha_scale=0), "has dms_alpha_scale=0; give one such as 100.0"),
     ("dms", changed(dms_alpha_per="token"), "has dms_alpha_per='token'"),
     ("dms", changed(dms_window_size=0), "dms_window_size=0"),
     ("dms", changed(attention_bias=True), "missing: heads.0.out.bias"),
@@ -354,3 +356,46 @@ def test_compiled_steps_are_refused(tmp_path: Path) -> None:
     cache = RetentionCache(model, scorers.get("kvzap", path=str(tmp_path)), POLICY)
     with pytest.raises(ValueError, match="scorer kvzap reads hidden states, which a compiled step does not hand out"):
         generate(model, prompt(40), cache=cache, max_new_tokens=4, compile=True)
+
+
+@pytest.mark.parametrize(
+    ("gate", "name", "wrong"),
+    [
+        ("dms", "scale", [0.0, 1e-300]),
+        ("dms", "offset", []),
+        ("dms", "window", [0, -1, 1.5, 10**30]),
+        ("dms", "epsilon", [-1.0]),
+        ("fast-kvzip", "sinks", [0, -1, 1.5, 10**30]),
+        ("fast-kvzip", "epsilon", [-1.0]),
+    ],
+)
+def test_numbers_of_gates_from_a_file_are_not_believed(gate: str, name: str, wrong: list[float]) -> None:
+    whole = HeadsConfig.for_model(build("qwen3").config, None, gate).to_json()
+    for value in [*wrong, 10**400, 1e31, True, float("nan")]:
+        with pytest.raises(ValueError, match=f"gate has {name}=.*; give one such as"):
+            HeadsConfig.from_json({**whole, "gate": {**whole["gate"], name: value}}, "config.json")
+
+
+def test_a_gate_follows_a_backbone_that_moves(tmp_path: Path) -> None:
+    model = build("qwen3")
+    gate_folders.kvzap(tmp_path, model.config, None)
+    scorer = scorers.get("kvzap", path=str(tmp_path))
+    assert scorer.prepare(model)[0].out.weight.device.type == "cpu"
+    model.to("meta")
+    assert scorer.prepare(model)[0].out.weight.device.type == "meta"
+
+
+def test_a_gate_in_a_folder_of_its_own_that_was_replaced_is_read_again(tmp_path: Path) -> None:
+    model = build("qwen3")
+    name = Path(model.config._name_or_path or "backbone").name
+    scorer = scorers.get("fast_kvzip", path=str(tmp_path))
+    gate_folders.fast_kvzip(tmp_path / name, model.config)
+    before = scorer.prepare(model)
+    file = next((tmp_path / name).glob("*.pt"))
+    modules = torch.load(file, weights_only=False)
+    modules["module"][0]["b"] += 1
+    torch.save(modules, file)
+    os.utime(file, ns=(1, 1))
+    after = scorer.prepare(model)
+    assert not torch.equal(before[0].b, after[0].b)
+    assert scorer.prepare(model) is after
