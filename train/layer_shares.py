@@ -37,11 +37,13 @@ def layer_shares(model: nn.Module, rows: Sequence[TrainingExample], budget: int)
 
 
 def shares_of(labels_LKT: Tensor, budget: int) -> Tensor:
-    """Return (L,) the units of each layer among the `layers * KV heads * budget` best ones, 1 on average."""
+    """Return (L,) the units per KV head of each layer among the best of all, `budget` per head; 1 on average."""
     layers, kv_heads, tokens = labels_LKT.shape
-    best = min(budget, tokens) * layers * kv_heads
+    heads_L = labels_LKT.isfinite().any(dim=-1).sum(dim=-1)  # rows that a layer does not have are -inf
+    best = min(budget, tokens) * int(heads_L.sum())
     chosen = labels_LKT.flatten().topk(best).indices // (kv_heads * tokens)
-    return torch.bincount(chosen, minlength=layers).float() * layers / best
+    units_L = torch.bincount(chosen, minlength=layers) / heads_L.clamp(min=1)
+    return units_L * layers / units_L.sum()
 
 
 def _labels(model: nn.Module, row: TrainingExample) -> Tensor:

@@ -10,6 +10,7 @@ All arithmetic is in whole numbers, so every machine plans the same sizes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from math import isqrt
 
 
@@ -63,12 +64,13 @@ def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None, win
         raise ValueError(
             f"layer_shares has {len(shares)} numbers for {layers} layers with full attention; give one for each"
         )
-    total, left = sum(shares), (mean - 1) * layers
-    units = [1 + int(left * share / total) for share in shares]
-    order = sorted(range(layers), key=lambda layer: (-(left * shares[layer] / total % 1), layer))
+    exact, left = [Fraction(share) for share in shares], (mean - 1) * layers
+    own = [left * share / sum(exact) for share in exact]
+    units = [1 + int(part) for part in own]
+    order = sorted(range(layers), key=lambda layer: (-(own[layer] % 1), layer))
     for layer in order[: mean * layers - sum(units)]:
         units[layer] += 1
-    return tuple(window + own for own in units)
+    return tuple(window + one for one in units)
 
 
 def memory_sizes(growth: str, steps: int, most: int, first: int | None = None) -> tuple[int, ...]:

@@ -103,3 +103,19 @@ def test_shares_are_those_of_the_best_units_of_all_layers(model: nn.Module) -> N
     found = layer_shares(model, [Row(), Row()], 4)  # type: ignore[list-item]
     assert sum(found) == pytest.approx(2, abs=0.01)
     assert min(found) >= FLOOR
+
+
+@pytest.mark.parametrize("size", [1e308, 5e-324])
+def test_only_the_ratio_of_shares_counts(size: float) -> None:
+    assert shared_budgets(64, 2, (size, size), 8) == (64, 64)
+
+
+def test_layers_of_fewer_heads_have_their_share_per_head() -> None:
+    labels = torch.zeros(2, 4, 10)
+    labels[:, :, 5:] = -1.0
+    labels[1, 1:] = -torch.inf  # one KV head beside four
+    assert shares_of(labels, 5).tolist() == [1, 1]
+    labels[0, :, :] -= 0.5
+    assert shares_of(labels, 5).tolist() == [1, 1]
+    labels[1, 0, 5:] = 0.0
+    assert shares_of(labels, 5).tolist() == pytest.approx([2 * 15 / 4 / 13.75, 2 * 10 / 13.75])
