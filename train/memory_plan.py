@@ -58,6 +58,7 @@ def memory_plan(
     tokens: int,
     trained_tokens: int,
     kept_features: bool = False,
+    asked_apart: bool = False,
     backbone_bytes: int | None = None,
     head_ranks: int = 1,
     row_ranks: int = 1,
@@ -74,12 +75,14 @@ def memory_plan(
         tokens: Tokens of the longest row, prompt and answer.
         trained_tokens: Prompt tokens of it that are trained on.
         kept_features: Whether the features of all layers are held at once, as training under eviction does.
+        asked_apart: Whether a document's keys and values are held, and once more for the question that goes on from it.
         backbone_bytes: What the backbone's weights take on the device; None: all of them, in `dtype`.
         head_ranks: Processes that share the attention heads and what belongs to them (tensor parallelism).
         row_ranks: Processes that share the tokens of a row (sequence parallelism).
 
     Returns:
-        `backbone`, `heads`, `gradients`, `optimizer` and, where they are kept, `features` (exact), `one_layer` (an
+        `backbone`, `heads`, `gradients`, `optimizer` and, where they are kept, `features` and `document` (exact, but
+        for layers with a window, which are counted as if they held everything), `one_layer` (an
         estimate of the largest tensors that live at once while one layer is read and trained: hidden states, MLP,
         queries, keys and values before and after rotation, labels, the head's own), and their `total`.
 
@@ -99,6 +102,11 @@ def memory_plan(
     if kept_features:
         widths = sum(map(heads.width, heads.layers))
         plan["features"] = -(-trained_tokens // row_ranks) * widths // head_ranks * dtype.itemsize
+    if asked_apart:
+        backbone = describe(config)
+        shapes = map(backbone.shape, range(backbone.num_layers))
+        numbers = sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) for shape in shapes)
+        plan["document"] = 2 * tokens * numbers // head_ranks * dtype.itemsize
     return {**plan, "total": sum(plan.values())}
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from locret.backbone.adapters import describe, ranks_of, unwrap
+from locret.backbone.passes import in_step
 from locret.distributed.ranks import Ranks, launched
 from locret.distributed.tensor_parallel import part_of
 from locret.distributed.ulysses import RowRanks, check_shared
@@ -153,6 +154,10 @@ class TrainingRun:
         if "policy" not in self.chosen:
             raise ValueError(
                 f"--layer-shares {self.run.layer_shares} is recorded with a policy; add --policy.budget and so on"
+            )
+        if self.run.policy.layer_shares is not None:
+            raise ValueError(
+                f"--layer-shares {self.run.layer_shares} measures what --policy.layer-shares gives; drop one of them"
             )
         if max(self.backbone.sp_size, self.head_ranks) > 1:
             raise ValueError(
@@ -340,6 +345,7 @@ class TrainingRun:
             "tokens": self.planned_tokens(),
             "trained_tokens": min(self.data.max_prompt_tokens, describe(self.config).max_positions),
             "kept_features": self.loss.evict_while_training or self.loss.answers == "each",
+            "asked_apart": self.loss.answers == "each",
         }
 
     def resolved_options(self) -> dict[str, Any]:
@@ -442,10 +448,12 @@ class TrainingRun:
             if warning and accelerator.is_main_process:
                 logger.warning(warning)
         heads = heads.whole() if isinstance(heads, ShardedHeads) else heads
-        if not stopped and accelerator.is_main_process:
-            self._annotate(heads, model, summary).save_pretrained(self.folder)
-            if heads.config.gate is not None:
-                heads.save_published(self.folder / PUBLISHED)
+        if not stopped:
+            with in_step(model):  # the first process alone measures the shares of the layers
+                if accelerator.is_main_process:
+                    self._annotate(heads, model, summary).save_pretrained(self.folder)
+                    if heads.config.gate is not None:
+                        heads.save_published(self.folder / PUBLISHED)
         accelerator.wait_for_everyone()
         return summary
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from test_step import gradients
 from training_cases import backbone, loss_of, refused, token_ids, train, train_arguments
+from transformers import AutoConfig
 
 from locret import RetainingHeads, RetentionPolicy
+from locret.backbone.adapters import describe
 from locret.conversation.templates import Message
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.text.embedded_tokenizer import build_tokenizer
@@ -139,10 +141,19 @@ def test_the_command_writes_rows_and_trains_on_them(
     assert "each asked by itself" in heads.config.label["reduction"]
     capsys.readouterr()
     assert train(both, tmp_path / "plan", "--answers=each", "--dry-run", "--json") == 0
-    assert "features" in json.loads(capsys.readouterr().out)["memory_bytes"]
+    plan = json.loads(capsys.readouterr().out)
+    shape = describe(AutoConfig.from_pretrained(paths[0]))
+    held = sum(one.num_kv_heads * (one.head_dim + one.value_dim) for one in map(shape.shape, range(shape.num_layers)))
+    assert "features" in plan["memory_bytes"]
+    assert plan["memory_bytes"]["document"] % (2 * 4 * held) == 0 < plan["memory_bytes"]["document"]
     for given, more, expected in [
         (paths, ["--answers=each"], "are in the LongAlpaca schema, with one answer each; write document and questions"),
         (both, ["--answers=all"], "--answers all is for turns that follow each other"),
+        (
+            both,
+            ["--layer-shares=8", "--policy.budget=32", "--policy.layer_budgets=shares", "--policy.layer_shares=[1, 1]"],
+            "--layer-shares 8 measures what --policy.layer-shares gives; drop one of them",
+        ),
         (both, ["--layer-shares=8"], "--layer-shares 8 is recorded with a policy; add --policy.budget and so on"),
         (
             both,
