@@ -70,6 +70,8 @@ class Stage:
                 raise ValueError(f"stages: {name}={getattr(self, name)} trains nothing; give 1 or more")
         if self.tasks and self.tokens < 256:
             raise ValueError(f"stages: tokens={self.tokens} is too short to hide facts in; give 256 or more")
+        if self.skim_share and not self.forks:
+            raise ValueError(f"stages: skim_share={self.skim_share} changes nothing without forks; give forks, or drop it")
         if self.shortest and not 256 <= self.shortest <= self.tokens:
             raise ValueError(f"stages: shortest={self.shortest} is not between 256 and tokens={self.tokens}; change it")
 

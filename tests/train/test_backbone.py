@@ -163,6 +163,11 @@ def test_a_stage_too_short_for_facts_is_refused():
         Stage(steps=1, tokens=64, tasks=["passkey"])
 
 
+def test_texts_that_do_not_fork_are_not_skimmed():
+    with pytest.raises(ValueError, match="skim_share=0.5 changes nothing without forks; give forks, or drop it"):
+        Stage(steps=1, tokens=256, tasks=["passkey"], skim_share=0.5)
+
+
 def test_an_unknown_key_in_a_stage_is_an_error(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("stages: [{steps: 1, tokens: 32, speed: 9}]\n")
