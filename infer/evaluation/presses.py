@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from locret.infer.evaluation.runner import Run
 
 PREFIX = "kvpress/"
+_LEAST = 2
+"""Tokens that a press reads of any prompt: one, and a window of one."""
 PRESSES: Mapping[str, str] = {
     "random": "units drawn at random",
     "streaming_llm": "the first and the last units",
@@ -213,7 +215,10 @@ class Presses:
         policy = run.policy_of(len(ids[0]) if document is None else document)
         assert policy is not None
         budget, local = int(policy.budget), int(policy.local_len)
-        cut, keep = (len(ids[0]) - local, budget) if document is None else (document, budget + local)
+        if document is None:  # a text that is hardly longer than what stays is read by the press all the same
+            cut, keep = max(len(ids[0]) - local, min(_LEAST, len(ids[0]) - 1)), budget
+        else:
+            cut, keep = document, budget + local
         context = ids[0][:cut]
         settings = greedy(setup.model, setup.tokenizer, task.max_new_tokens)
         settings |= ending(setup.tokenizer, settings["eos_token_id"], task.stop, task.min_new_tokens)
@@ -240,7 +245,7 @@ class Presses:
             yield {
                 "prediction": str(prediction),
                 "generated_tokens": len(answer["ids"]),
-                "kept_units": round(read["kept_units"]["attended"]) + (local if document is None else 0),
+                "kept_units": round(read["kept_units"]["attended"]) + (len(ids[0]) - cut if document is None else 0),
                 "peak_units": cut,
                 "cache_bytes": read["cache_bytes"],
                 "peak_bytes": max(read["peak_bytes"], answer["bytes"]),

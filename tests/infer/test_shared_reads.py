@@ -105,11 +105,8 @@ def test_no_more_than_one_question_holds_its_labels(name: str, setup: Setup, mon
     assert max(held) == 1
 
 
-@pytest.mark.parametrize("protocol", [AWARE, AGNOSTIC])
-def test_a_press_keeps_its_share_of_each_text(protocol: str, setup: Setup) -> None:
-    shared = runner.Allotment({"chunk_size": 64, "local_len": 8}, share=0.25)
-    (run,) = runner.plan_runs([methods.get("kvpress/knorm")], [shared], 4000, ("local_len",), [protocol])
-    asked: list[dict[str, Any]] = []
+def pressing(asked: list[dict[str, Any]]) -> presses.Presses:
+    """Return what notes what kvpress is asked, and answers at once."""
 
     def answered(_do: str, **request: Any) -> dict[str, Any]:
         asked.append(request)
@@ -118,9 +115,32 @@ def test_a_press_keeps_its_share_of_each_text(protocol: str, setup: Setup) -> No
 
     side = presses.Presses("python", "backbone", 1, "float32", "cpu")
     side.__dict__ |= {"versions": {"kvpress": "0"}, "_process": SimpleNamespace(ask=answered)}
+    return side
+
+
+@pytest.mark.parametrize("protocol", [AWARE, AGNOSTIC])
+def test_a_press_keeps_its_share_of_each_text(protocol: str, setup: Setup) -> None:
+    shared = runner.Allotment({"chunk_size": 64, "local_len": 8}, share=0.25)
+    (run,) = runner.plan_runs([methods.get("kvpress/knorm")], [shared], 4000, ("local_len",), [protocol])
+    asked: list[dict[str, Any]] = []
     prompt = Prompt(torch.arange(5, 405)[None], Sample(content="x", targets=("1",), reply="1"), setup)
-    list(side.answers([prompt], None if protocol == AWARE else 360, run, tasks.get("multikey")))
+    list(pressing(asked).answers([prompt], None if protocol == AWARE else 360, run, tasks.get("multikey")))
     assert asked[0]["keep"] == (100 if protocol == AWARE else 90 + 8)
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 64, 65, 66, 67])
+def test_a_press_reads_the_beginning_of_a_text_that_ends_in_what_stays(tokens: int, setup: Setup) -> None:
+    allotment = runner.Allotment({"budget": 16, "chunk_size": 64, "local_len": 64})
+    (run,) = runner.plan_runs([methods.get("kvpress/snapkv")], [allotment], 4000, ("local_len",), [AWARE])
+    asked: list[dict[str, Any]] = []
+    ids = torch.arange(5, 5 + tokens)
+    prompt = Prompt(ids[None], Sample(content="x", targets=("1",), reply="1"), setup)
+    (answer,) = pressing(asked).answers([prompt], None, run, tasks.get("multikey"))
+    (request,) = asked
+    assert [*request["context"], *request["asked"][0]] == ids.tolist()
+    assert len(request["context"]) == max(tokens - 64, 2)
+    assert 1 <= request["window"] < len(request["context"])
+    assert answer["kept_units"] == 1 + len(request["asked"][0])
 
 
 def test_every_part_of_the_world_is_run_with_what_the_user_gave() -> None:
