@@ -30,10 +30,30 @@ def layer_shares(model: nn.Module, rows: Sequence[TrainingExample], budget: int)
         model: The backbone.
         rows: Rows to measure on.
         budget: Units per KV head.
+
+    Raises:
+        ValueError: If no row has more tokens than that.
     """
-    found = [shares_of(_labels(model, row), budget) for row in rows]
+    longer = check_longer(rows, budget)
+    found = [shares_of(_labels(model, row), budget) for row in longer]
     mean_L = torch.stack(found).mean(0)
     return tuple(round(FLOOR + (1 - FLOOR) * share, 3) for share in mean_L.tolist())
+
+
+def check_longer(rows: Sequence[TrainingExample], budget: int) -> list[TrainingExample]:
+    """Return the rows that a budget cannot hold whole: in the others all layers are alike.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    longer = [row for row in rows if row.prompt_ids.shape[1] > budget]
+    if not longer:
+        most = max(row.prompt_ids.shape[1] for row in rows)
+        raise ValueError(
+            f"--layer-shares {budget} holds every held-out row whole, the longest of which has {most:,} tokens, so all "
+            "layers would be alike; lower it, or give longer rows"
+        )
+    return longer
 
 
 def shares_of(labels_LKT: Tensor, budget: int) -> Tensor:

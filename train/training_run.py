@@ -34,7 +34,7 @@ from locret.loading import load_config, load_model, load_tokenizer, resolve_dtyp
 from locret.policy.policy import RetentionPolicy
 from locret.train import checkpointing, launch, run_folder
 from locret.train.devices_plan import Choice, Devices, PlannedRow, choices
-from locret.train.layer_shares import layer_shares
+from locret.train.layer_shares import check_longer, layer_shares
 from locret.train.memory_plan import (
     backbone_parameters,
     check_fits,
@@ -299,6 +299,8 @@ class TrainingRun:
             logger.warning("no rows are left to hold out; --eval-rows N keeps N from being trained on, to evaluate on")
         if self.run.layer_shares is not None and not found:
             raise ValueError("--layer-shares measures on held-out rows, and there are none; give --eval-rows 8")
+        if self.run.layer_shares is not None:
+            check_longer(self.held_out, self.run.layer_shares)
         self.options["eval_rows"] = found
         self.eval_every = steps_between(self.validation.eval_every, steps, rows_per_step, found)
 

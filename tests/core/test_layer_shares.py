@@ -104,6 +104,13 @@ def test_shares_are_those_of_the_best_units_of_all_layers(model: nn.Module) -> N
     assert sum(found) == pytest.approx(2, abs=0.01)
     assert min(found) >= FLOOR
 
+    class Short(Row):
+        prompt_ids = ids_of(4)
+
+    assert layer_shares(model, [Row(), Short(), Short()], 4) == found  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="--layer-shares 4 holds every held-out row whole, the longest of which has 4"):
+        layer_shares(model, [Short()], 4)  # type: ignore[list-item]
+
 
 @pytest.mark.parametrize("size", [1e308, 5e-324])
 def test_only_the_ratio_of_shares_counts(size: float) -> None:

@@ -160,6 +160,11 @@ def test_the_command_writes_rows_and_trains_on_them(
             ["--layer-shares=8", "--policy.budget=32", "--eval-rows=0"],
             "--layer-shares measures on held-out rows, and there are none; give --eval-rows 8",
         ),
+        (
+            both,
+            ["--answers=each", "--layer-shares=999", "--policy.budget=1024", "--eval-rows=2"],
+            "--layer-shares 999 holds every held-out row whole",
+        ),
         (both, [f"--init-from={tmp_path / 'run'}", "--neighbours=1"], "--neighbours 1 differs from 2 of the heads in"),
         (both, ["--answers=each", "--label-source=reconstruction"], "--answers each changes nothing with"),
     ]:
