@@ -4,11 +4,11 @@ The first layers of large models look mostly at neighbouring tokens; a small mod
 spreads that work over the whole text, and then suffers from every evicted unit. Batches with a window teach the first
 layers to work from their neighbours, batches without keep them used to full attention.
 """
-# B batch, N query heads, K KV heads, T tokens, D head dim, C blocks, W window
+# B batch, N query heads, K KV heads, G query heads of one KV head, T tokens, D head dim, C blocks, W window
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,12 +21,16 @@ from transformers.masking_utils import AttentionMaskInterface
 from checkpoints.build.forks import Forks
 
 NAME = "locret_backbone_training"
+DENSE = 1024
+"""Longest sequence whose attention weights are all held at once."""
 _window: dict[int, int] = {}
 """Window in tokens of each layer that has one at the moment."""
 _skimmed: list[int] = []
 """Window in tokens in which a forking text sees itself in all layers at the moment, if it has one."""
 _forks: list[Forks] = []
-"""How the row that is read at the moment forks, if it does."""
+"""How the texts in the row that is read at the moment fork, one after the other, if they do."""
+_biases: dict[tuple[int, int | None], Tensor] = {}
+"""What is added to the logits of a text and its branches, by the text's place in the row and the layer's window."""
 
 
 def _attention(
@@ -35,13 +39,40 @@ def _attention(
     """Attend causally; sequences are padded on the right, so no mask is needed."""
     window = _window.get(int(module.layer_idx))  # type: ignore[arg-type]
     if _forks:
-        out = forked_attention(query, key, value, _forks[0], window, kwargs["scaling"])
-        return out.transpose(1, 2).contiguous(), None
+        sizes = [forks.text + len(forks.branches_F) for forks in _forks]
+        texts = zip(*(states.split(sizes, dim=2) for states in (query, key, value)), strict=True)
+        outs = [_text_attention(*states, index, window, kwargs["scaling"]) for index, states in enumerate(texts)]
+        return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), None
     if window is None or window >= query.shape[2]:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=kwargs["scaling"], enable_gqa=True)
     else:
         out = windowed_attention(query, key, value, window, kwargs["scaling"])
     return out.transpose(1, 2).contiguous(), None
+
+
+def _text_attention(
+    query: Tensor, key: Tensor, value: Tensor, index: int, window: int | None, scaling: float
+) -> Tensor:
+    forks = _forks[index]
+    if query.shape[2] > DENSE or _skimmed:
+        return forked_attention(query, key, value, forks, window, scaling)
+    if (index, window) not in _biases:
+        hidden_TT = ~forks.allowed_everywhere(window)
+        _biases[index, window] = torch.zeros_like(hidden_TT, dtype=query.dtype).masked_fill(hidden_TT, -torch.inf)
+    return dense_attention(query, key, value, _biases[index, window], scaling)
+
+
+def dense_attention(
+    query_BNTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, bias_TT: Tensor, scaling: float
+) -> Tensor:
+    """Return (B, N, T, D) with all weights at once: for short sequences twice as fast on a CPU as fused attention."""
+    batch, heads, tokens, dim = query_BNTD.shape
+    kv_heads = key_BKTD.shape[1]
+    query = (query_BNTD * scaling).reshape(batch * kv_heads, heads // kv_heads * tokens, dim)
+    logits = query @ key_BKTD.reshape(batch * kv_heads, tokens, dim).mT
+    weights = torch.softmax(logits.view(batch, heads, tokens, tokens) + bias_TT, dim=-1)
+    out = weights.view_as(logits) @ value_BKTD.reshape(batch * kv_heads, tokens, dim)
+    return out.view_as(query_BNTD)
 
 
 def forked_attention(
@@ -124,14 +155,14 @@ def skimmed(window: int) -> Iterator[None]:
 
 
 @contextmanager
-def forked(forks: Forks | None) -> Iterator[None]:
-    """Read rows as `forks` says meanwhile; None changes nothing."""
-    if forks is not None:
-        _forks.append(forks)
+def forked(forks: Sequence[Forks]) -> Iterator[None]:
+    """Read one row as texts that follow each other and fork as `forks` says meanwhile; none changes nothing."""
+    _forks.extend(forks)
     try:
         yield
     finally:
         _forks.clear()
+        _biases.clear()
 
 
 AttentionInterface.register(NAME, _attention)

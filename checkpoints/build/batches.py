@@ -6,12 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from checkpoints.build.drills import drill
+from checkpoints.build.drills import DRILLS, USUAL, drill
 from checkpoints.build.forks import Forks, fork
 from locret.data.tasks.generated.mixture import mixture, quiz
 from locret.data.text.embedded_tokenizer import BOS, COLORS, NAMES, VARIABLES
@@ -47,7 +48,9 @@ class Stage:
     dense_share: float = 0.34
     """Share of batches that are dense copying."""
     drill_share: float = 0.0
-    """Share of batches that are drills (`drills`)."""
+    """Share of batches that are drills."""
+    drills: list[str] = field(default_factory=lambda: list(USUAL))
+    """Which ones, each as often as it is named."""
     span: int = 0
     """Highest position id reached by random gaps, in half of the batches; 0 makes no gaps."""
     local_share: float = 0.0
@@ -68,6 +71,11 @@ class Stage:
         for name in ("steps", "tokens", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"stages: {name}={getattr(self, name)} trains nothing; give 1 or more")
+        for name in self.drills:
+            if name not in DRILLS:
+                raise ValueError(f"stages: drills has {name}, which is none; choose from {', '.join(DRILLS)}")
+        if not self.drills:
+            raise ValueError("stages: drills is empty, so there is nothing to draw; leave it out, or name some")
         if self.tasks and self.tokens < 256:
             raise ValueError(f"stages: tokens={self.tokens} is too short to hide facts in; give 256 or more")
         if self.skim_share and not self.forks:
@@ -91,8 +99,8 @@ class Batch:
     mask_BT: Tensor
     """The tokens to be predicted."""
     positions_1T: Tensor
-    forks: Forks | None = None
-    """How its only row forks, if it does; `kinds` then says what each branch is."""
+    forks: tuple[Forks, ...] = ()
+    """How the texts that its only row is made of fork, if they do; `kinds` then says what each branch is."""
 
     def to(self, device: str) -> Batch:
         """Return the batch with its tensors on `device`."""
@@ -101,15 +109,40 @@ class Batch:
             ids_BT=self.ids_BT.to(device),
             mask_BT=self.mask_BT.to(device),
             positions_1T=self.positions_1T.to(device),
-            forks=self.forks and self.forks.to(device),
+            forks=tuple(forks.to(device) for forks in self.forks),
         )
 
     def marked_rows(self) -> Tensor:
         """Return for each token that bears loss which of `kinds` it belongs to."""
-        mask_BT = self.mask_BT[:, 1:]
-        if self.forks is None:
-            return mask_BT.nonzero()[:, 0]
-        return self.forks.branches_F[mask_BT[0, self.forks.text - 1 :]]
+        if not self.forks:
+            return self.mask_BT[:, 1:].nonzero()[:, 0]
+        rows, start, before = [], 0, 0
+        for forks in self.forks:
+            start += forks.text
+            mask_F = self.mask_BT[0, start : start + len(forks.branches_F)]
+            rows.append(before + forks.branches_F[mask_F])
+            start += len(forks.branches_F)
+            before += int(forks.branches_F[-1]) + 1
+        return torch.cat(rows)
+
+
+def joined(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the same batches, those of forking texts that are read alike as one: large products are cheaper."""
+    alike: dict[Any, list[Batch]] = {}
+    for index, batch in enumerate(batches):
+        alike.setdefault((batch.stage, batch.local, batch.skim) if batch.forks else index, []).append(batch)
+    return [_joined(group) if len(group) > 1 else group[0] for group in alike.values()]
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    return replace(
+        batches[0],
+        kinds=tuple(kind for batch in batches for kind in batch.kinds),
+        ids_BT=torch.cat([batch.ids_BT for batch in batches], dim=1),
+        mask_BT=torch.cat([batch.mask_BT for batch in batches], dim=1),
+        positions_1T=torch.cat([batch.positions_1T for batch in batches], dim=1),
+        forks=tuple(forks for batch in batches for forks in batch.forks),
+    )
 
 
 def fact_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
@@ -204,7 +237,7 @@ def forked_batches(
         gaps = stage.span - longest if stage.span and rng.random() < 0.5 else 0
         positions_1T = forks.positions(gapped_positions(rng, forks.text, gaps))
         local, skim = rng.random() < stage.local_share, rng.random() < stage.skim_share
-        yield Batch(index, tuple(kinds), local, ids_1T, mask_1T, positions_1T, forks, skim=skim)
+        yield Batch(index, tuple(kinds), local, ids_1T, mask_1T, positions_1T, (forks,), skim=skim)
 
 
 def _length(rng: random.Random, stage: Stage) -> int:
@@ -229,7 +262,7 @@ def drill_batch(
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """Return drills as `fact_batch` does."""
     length = rng.randint(stage.tokens // 2, stage.tokens)
-    drills = [drill(rng, tokenizer, length) for _ in range(max(stage.batch_tokens // length, 1))]
+    drills = [drill(rng, tokenizer, length, stage.drills) for _ in range(max(stage.batch_tokens // length, 1))]
     rows = [(ids, mask) for ids, mask, _ in drills]
     return *_padded(rows, tokenizer.pad_token_id), tuple(name for *_, name in drills)
 

@@ -1,4 +1,5 @@
-"""Drills for what questions about texts teach too slowly: chains of variables, several numbers of one key, sums, cities.
+"""Drills for what questions about texts teach too slowly: chains of variables, several numbers of one key, sums, cities,
+what stood before a word.
 
 A drill is a row of bare statements, and after it as many answers as there are statements to ask about. Loss is on the
 answers' values alone, so that most tokens that bear loss need the very step that is drilled.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerFast
 
@@ -19,14 +21,21 @@ from locret.data.text.embedded_tokenizer import COUNTRY_OF, NAMES, VARIABLES
 
 Pieces = list[tuple[str, bool]]
 """Pieces of an answer, and whether their tokens bear loss."""
+USUAL = ("chains", "chains", "values", "values", "values", "values", "sums", "cities", "cities")
+"""What is drilled where a stage does not say: the hardest most often."""
 
 
-def drill(rng: random.Random, tokenizer: PreTrainedTokenizerFast, tokens: int) -> tuple[list[int], list[bool], str]:
-    """Return the ids of one drill of about `tokens` tokens, which of them are to be predicted, and the drill's name."""
-    make = rng.choices((chains, values, sums, cities), (2, 4, 1, 2))[0]
+def drill(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, tokens: int, names: Sequence[str] = USUAL
+) -> tuple[list[int], list[bool], str]:
+    """Return the ids of one drill of about `tokens` tokens, which of them are to be predicted, and the drill's name.
+
+    It is one of `names`, drawn as often as it is named there.
+    """
+    make = DRILLS[rng.choices(names)[0]]
     one = len(_encode(tokenizer, *make(random.Random(0), 1))[0])
     two = len(_encode(tokenizer, *make(random.Random(0), 2))[0])
-    most = {chains: len(VARIABLES) // 3, values: len(NAMES), cities: len(CITIES)}.get(make, tokens)
+    most = {chains: len(VARIABLES) // 3, values: len(NAMES), cities: len(CITIES), before: len(NAMES)}.get(make, tokens)
     count = 1 + max(tokens - one, 0) // (two - one)
     ids, mask = _encode(tokenizer, *make(rng, min(count, most)))
     return ids, mask, make.__name__
@@ -70,6 +79,17 @@ def cities(rng: random.Random, count: int) -> tuple[str, Pieces]:
     ]
 
 
+def before(rng: random.Random, count: int) -> tuple[str, Pieces]:
+    """Return `count` names in a row, and for each of them who stands one to four places before it."""
+    row = rng.sample(NAMES, count)
+    pieces: Pieces = []
+    for place in rng.sample(range(count), count):
+        back = rng.randint(1, 4)
+        if place >= back:
+            pieces += [(f"{back} before {row[place]}:", False), (f"{row[place - back]}.", True)]
+    return " ".join(row), pieces
+
+
 def _after_colons(rng: random.Random, planted: Planted) -> Pieces:
     """Return all replies in any order, with loss on what follows a colon and a space, up to its comma or full stop."""
     pieces: Pieces = []
@@ -78,6 +98,9 @@ def _after_colons(rng: random.Random, planted: Planted) -> Pieces:
             known, _, found = part.rpartition(": ")
             pieces += [(f"{known.strip()}:", False), (found, True)]
     return pieces
+
+
+DRILLS = {make.__name__: make for make in (chains, values, sums, cities, before)}
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str, pieces: Pieces) -> tuple[list[int], list[bool]]:

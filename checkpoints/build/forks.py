@@ -33,6 +33,14 @@ class Forks:
         seen_FT = torch.cat([own_FF.new_ones(len(place_F), self.text), own_FF], dim=1) & (distance_FT >= 0)
         return seen_FT if window is None else seen_FT & (distance_FT < window)
 
+    def allowed_everywhere(self, window: int | None = None) -> Tensor:
+        """Return (T, T) bool: what each token of the text and of the branches sees."""
+        place_T = torch.arange(self.text, device=self.places_F.device)
+        distance_TT = place_T[:, None] - place_T
+        seen_TT = (distance_TT >= 0) & (distance_TT < (self.text if window is None else window))
+        nothing_TF = seen_TT.new_zeros(self.text, len(self.branches_F))
+        return torch.cat([torch.cat([seen_TT, nothing_TF], dim=1), self.allowed(window)])
+
     def positions(self, text_1T: Tensor) -> Tensor:
         """Return (1, T) position ids: those of the text, then of every branch as it goes on from there."""
         return torch.cat([text_1T, text_1T[:, -1:] + 1 + self.places_F], dim=1)

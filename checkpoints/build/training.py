@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from checkpoints.build import attention
-from checkpoints.build.batches import Batch, Stage, steps
+from checkpoints.build.batches import Batch, Stage, joined, steps
 from checkpoints.build.model import build_model
 from checkpoints.build.options import BackboneTraining
 from locret.data.text.embedded_tokenizer import build_tokenizer
@@ -102,7 +102,7 @@ def _update(
         optimizer.zero_grad()
     total = sum(int(batch.mask_BT[:, 1:].sum()) for batch in parts)
     mean = 0.0
-    for batch in parts:
+    for batch in joined(parts):
         with (
             attention.local_layers(options.local_layers if batch.local else 0, options.window),
             attention.skimmed(options.skim_window if batch.skim else 0),

@@ -360,7 +360,7 @@ def test_a_skimmed_text_is_seen_whole_by_the_questions_alone():
     ids_BT = torch.randint(8, 800, (1, 70))
     changed_BT = ids_BT.clone()
     changed_BT[0, 5] += 1
-    with torch.no_grad(), backbone_attention.forked(forks), backbone_attention.skimmed(8):
+    with torch.no_grad(), backbone_attention.forked([forks]), backbone_attention.skimmed(8):
         first, second = (model.model(ids).last_hidden_state[0] for ids in (ids_BT, changed_BT))
     assert torch.equal(first[40:64], second[40:64])
     assert not torch.equal(first[64:], second[64:])

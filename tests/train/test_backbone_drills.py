@@ -63,6 +63,23 @@ def test_sums_are_right():
         assert first + second == int(answer.rstrip("."))
 
 
+def test_what_stands_before_a_name_is_what_stands_so_many_places_before_it():
+    text, pieces = drills.before(random.Random(0), 30)
+    row = text.split()
+    assert len(pieces) > 50
+    for (asked, _), (said, _) in zip(pieces[::2], pieces[1::2], strict=True):
+        back, name = re.fullmatch(r"(\d) before (\w+):", asked).groups()
+        assert row[row.index(name) - int(back)] == said.rstrip(".")
+
+
+def test_a_stage_draws_the_drills_that_it_names():
+    stage = Stage(steps=12, tokens=96, batch_tokens=192, drill_share=1.0, drills=["before", "sums"])
+    assert {kind for (batch,) in steps(TOKENIZER, [stage], seed=0) for kind in batch.kinds} == {"before", "sums"}
+    for names, said in ((["after"], "after"), ([], "empty")):
+        with pytest.raises(ValueError, match=f"stages: drills .*{said}"):
+            Stage(steps=1, tokens=96, drills=names)
+
+
 def test_a_drill_takes_about_the_tokens_asked_for_and_bears_loss_on_its_values_alone():
     rng, seen = random.Random(1), set()
     for _ in range(40):

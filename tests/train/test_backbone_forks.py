@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 
 from checkpoints.build import attention
-from checkpoints.build.batches import Batch, Stage, steps
+from checkpoints.build.batches import Batch, Stage, forked_batches, joined, steps
 from checkpoints.build.forks import fork
 from checkpoints.build.model import build_model
 from checkpoints.build.options import BackboneTraining
@@ -48,7 +51,7 @@ def test_the_loss_of_branches_is_that_of_single_rows(window):
     positions_1T = forks.positions(gapped[None])
     kinds = tuple(name for name, _ in text.questions)
     with attention.local_layers(1 if window else 0, window):
-        loss, tokens_R, right_R = masked_loss(model, Batch(0, kinds, False, ids_1T, mask_1T, positions_1T, forks))
+        loss, tokens_R, right_R = masked_loss(model, Batch(0, kinds, False, ids_1T, mask_1T, positions_1T, (forks,)))
         singles = []
         for branch in range(len(asked)):
             keep = torch.cat([torch.ones(forks.text, dtype=torch.bool), forks.branches_F == branch])
@@ -58,6 +61,43 @@ def test_the_loss_of_branches_is_that_of_single_rows(window):
     assert right_R.tolist() == [int(right_R1) for _, _, right_R1 in singles]
     mean = sum(one * tokens_R1 for one, tokens_R1, _ in singles) / tokens_R.sum()
     torch.testing.assert_close(loss, mean.squeeze(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [0, 32])
+@pytest.mark.parametrize("tokens", [300, 1200])
+def test_texts_read_in_one_row_have_the_loss_and_the_gradients_of_texts_read_apart(window, tokens):
+    model = build_model(BackboneTraining(stages=[STAGE], **SMALL), TOKENIZER)
+    rng = random.Random(3)
+    stage = Stage(steps=1, tokens=tokens, batch_tokens=2 * tokens, tasks=TASKS, forks=4, span=5000)
+    parts = list(forked_batches(rng, TOKENIZER, 0, stage, "3"))
+    parts = [replace(part, local=False) for part in parts]
+    one, several = joined(parts), parts
+    assert len(one) == 1 < len(several)
+
+    def run(batches):
+        model.zero_grad()
+        total, right, marked = 0, [], []
+        for batch in batches:
+            with attention.local_layers(1 if window else 0, window):
+                loss, tokens_R, right_R = masked_loss(model, batch)
+            (loss * tokens_R.sum()).backward()
+            total += float(loss.detach() * tokens_R.sum())
+            right, marked = right + right_R.tolist(), marked + tokens_R.tolist()
+        return total, right, marked, [weight.grad.clone() for weight in model.parameters()]
+
+    (total, right, marked, grads), (totals, rights, marks, gradients) = run(one), run(several)
+    assert (right, marked) == (rights, marks)
+    assert total == pytest.approx(totals, rel=1e-5)
+    torch.testing.assert_close(grads, gradients, rtol=1e-3, atol=1e-4)
+
+
+def test_texts_that_are_read_otherwise_are_not_joined():
+    stage = Stage(steps=8, tokens=300, batch_tokens=1200, tasks=TASKS, forks=3, local_share=0.5, dense_share=0.3)
+    for parts in steps(TOKENIZER, [stage], seed=0):
+        groups = joined(parts)
+        assert len({(batch.local, batch.skim) for batch in groups}) == len(groups) == len({b.local for b in parts})
+        assert sum(len(batch.kinds) for batch in groups) == sum(len(batch.kinds) for batch in parts)
+        assert sum(batch.ids_BT.numel() for batch in groups) == sum(batch.ids_BT.numel() for batch in parts)
 
 
 def test_every_token_of_a_branch_sees_the_text_and_its_own_past_alone():
@@ -83,7 +123,7 @@ def test_every_task_of_a_text_gets_a_question_before_any_gets_its_second():
 def test_lengths_reach_down_to_the_shortest_and_the_last_branch_asks_for_several_facts():
     stage = Stage(steps=40, tokens=1024, batch_tokens=1024, tasks=TASKS, shortest=256, forks=6, dense_share=0.0)
     parts = [batch for step in steps(TOKENIZER, [stage], seed=0) for batch in step]
-    lengths = [batch.forks.text for batch in parts]
+    lengths = [batch.forks[0].text for batch in parts]
     assert min(lengths) < 300
     assert max(lengths) > 800
     assert max(len(batch.kinds) for batch in parts) == 6
