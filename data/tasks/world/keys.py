@@ -57,7 +57,7 @@ class NearKeys(GeneratedTask):
 
 @dataclass(frozen=True, kw_only=True)
 class Strings(GeneratedTask):
-    """Find a string of words by its first two or its last two; others share words with it."""
+    """Find a string of words by its first two and its last two; others share words with it."""
 
     settable: ClassVar[tuple[str, ...]] = ("strings",)
     name: str = "world/strings"
@@ -70,7 +70,7 @@ class Strings(GeneratedTask):
     """Strings hidden in the text."""
 
     def plant(self, draw: Draw) -> Planted:
-        """Return the strings; each is asked for by its end and by its beginning.
+        """Return the strings, and a question for each by its beginning and its end.
 
         Raises:
             ValueError: If there are not that many.
@@ -84,9 +84,8 @@ class Strings(GeneratedTask):
             second, fourth = draw.name(), draw.name()
             string = f"{first} {second} {rng.choice(COLORS)} {fourth} {last}"
             statements.append(f"The string is {string}.")
-            for asked in (f"ends with {fourth} {last}", f"begins with {first} {second}"):
-                reply = statements[-1]
-                questions.append(Question(text=f"Which string {asked}?", targets=(string,), reply=reply))
+            text = f"Which string begins with {first} {second} and ends with {fourth} {last}?"
+            questions.append(Question(text=text, targets=(string,), reply=statements[-1]))
         return Planted(statements=tuple(statements), questions=tuple(questions))
 
     def score(self, prediction: str, sample: Sample) -> float:

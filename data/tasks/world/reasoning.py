@@ -85,7 +85,7 @@ class Prices(GeneratedTask):
         prices = [10 + value + index * self.apart for index, value in enumerate(low)]
         _check(self, "things", len(NOUNS))
         things = draw.rng.sample(NOUNS, self.things)
-        said = [f"The price of the {thing} is {price} coins." for thing, price in zip(things, prices, strict=True)]
+        said = [f"{price} coins is the price of the {thing}." for thing, price in zip(things, prices, strict=True)]
         questions = (
             Question(text="What has the highest price?", targets=(things[-1],), reply=said[-1]),
             Question(text="What has the lowest price?", targets=(things[0],), reply=said[0]),

@@ -1,7 +1,9 @@
 """Stories of people, things and rooms, told one sentence at a time between other sentences.
 
-Source:    bAbI (arXiv 1502.05698) qa1 to qa5, hidden in long text as BABILong does (arXiv 2406.10149). Sentences follow
-           theirs; an answer says the sentences it rests on, so that a small model can get there step by step.
+Source:    bAbI (arXiv 1502.05698) qa1 to qa5, hidden in long text as BABILong does (arXiv 2406.10149). People, things,
+           moves and questions are theirs. A sentence begins with what questions find it by ("The ring was handed by
+           Henry to Peter"), and an answer says the sentences it rests on, so that a small model, which learns to read
+           on from what it finds but not back, can get there step by step.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from locret.data.tasks.task import Sample
 from locret.data.text.embedded_tokenizer import PEOPLE, ROOMS, THINGS
 
 MOVES = ("moved", "went", "journeyed", "travelled")
-TAKES = ("took", "got", "grabbed")
+TAKEN = ("carried", "held", "grabbed")
+HANDED = ("handed", "passed", "brought")
 SIDES = ("north", "south", "east", "west")
 
 
@@ -105,7 +108,7 @@ class Carried(_Story):
         questions = []
         for person in people:
             thing = draw.word(THINGS, "things")
-            taking = f"{person} {draw.rng.choice(TAKES)} the {thing}."
+            taking = f"The {thing} was {draw.rng.choice(TAKEN)} by {person}."
             statements.insert(draw.rng.randrange(1, max(len(statements), 2)), taking)
             move, room = latest[person]
             questions.append(Question(text=f"Where is the {thing}?", targets=(room,), reply=f"{taking} {move}"))
@@ -136,7 +139,7 @@ class CarriedBefore(_Story):
             raise ValueError(f"task {self.name}: moves={self.moves} has no place before the last; ask for 2 or more")
         people, rooms = _people(draw, self.people), draw.some(ROOMS, 6)
         things = {person: draw.word(THINGS, "things") for person in people}
-        takings = {person: f"{person} {draw.rng.choice(TAKES)} the {things[person]}." for person in people}
+        takings = {person: f"The {things[person]} was {draw.rng.choice(TAKEN)} by {person}." for person in people}
         statements = draw.rng.sample(sorted(takings.values()), len(people))
         told: dict[str, list[tuple[str, str]]] = {person: [] for person in people}
         for person, room in _ways(draw, people, rooms, self.moves):
@@ -158,14 +161,14 @@ class Directions(_Story):
     settable: ClassVar[tuple[str, ...]] = ("pairs",)
     name: str = "world/qa4"
     source: str = "bAbI qa4 as in BABILong (arXiv 2406.10149)"
-    metric: str = "the first room named, or the last"
+    metric: str = "the last room named"
     max_new_tokens: int = 24
 
     pairs: int = 6
     """Pairs of neighbours."""
 
     def plant(self, draw: Draw) -> Planted:
-        """Return which room lies where of which, and two questions about each pair.
+        """Return which room lies where of which, and a question about each pair.
 
         Raises:
             ValueError: If there are not that many rooms.
@@ -181,9 +184,13 @@ class Directions(_Story):
                 continue
             side = draw.rng.choice(sides)
             taken |= {(other, side), (side, one)}
-            statements.append(f"The {one} is {side} of the {other}.")
-            questions.append(Question(text=f"What is {side} of the {other}?", targets=(one,), reply=statements[-1]))
-            questions.append(Question(text=f"The {one} is {side} of what?", targets=(other,), reply=statements[-1]))
+            if draw.rng.random() < 0.5:
+                statements.append(f"The place {side} of the {other} is the {one}.")
+                question, target = f"What is {side} of the {other}?", one
+            else:
+                statements.append(f"The {one} is {side} of the {other}.")
+                question, target = f"The {one} is {side} of what?", other
+            questions.append(Question(text=question, targets=(target,), reply=statements[-1]))
         if len(statements) < self.pairs:
             raise ValueError(f"task {self.name}: one text cannot hold pairs={self.pairs}; ask for fewer")
         return Planted(statements=tuple(statements), questions=tuple(questions))
@@ -193,8 +200,8 @@ class Directions(_Story):
         return depths
 
     def score(self, prediction: str, sample: Sample) -> float:
-        """Return 1 if the room is the first that the prediction names, or the last where what it lies by is asked."""
-        return _names(prediction, ROOMS, sample.targets[0], last=sample.question.endswith("what?"))
+        """Return 1 if the room is the last that the prediction names."""
+        return _names(prediction, ROOMS, sample.targets[0], last=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +227,7 @@ class Gifts(_Story):
         statements, questions = [], []
         for _ in range(self.gifts):
             (giver, taker), thing = draw.rng.sample(people, 2), draw.word(THINGS, "things")
-            statements.append(f"{giver} gave the {thing} to {taker}.")
+            statements.append(f"The {thing} was {draw.rng.choice(HANDED)} by {giver} to {taker}.")
             for text, target in (
                 (f"Who gave the {thing}?", giver),
                 (f"Who received the {thing}?", taker),
