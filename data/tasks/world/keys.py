@@ -83,7 +83,7 @@ class Strings(GeneratedTask):
             first, last = shared[index // 2 % len(shared)], shared[(index + 1) // 2 % len(shared)]
             second, fourth = draw.name(), draw.name()
             string = f"{first} {second} {rng.choice(COLORS)} {fourth} {last}"
-            statements.append(f"The string is {string}.")
+            statements.append(f"One string begins with {string}.")
             text = f"Which string begins with {first} {second} and ends with {fourth} {last}?"
             questions.append(Question(text=text, targets=(string,), reply=statements[-1]))
         return Planted(statements=tuple(statements), questions=tuple(questions))

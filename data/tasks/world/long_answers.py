@@ -49,7 +49,7 @@ class Path(GeneratedTask):
             way = [f"From {one} go to {other}." for one, other in zip(places, places[1:], strict=False)]
             way.append(f"From {places[-1]} go back.")
             statements += way
-            text = f"Walk to the end from {places[0]}."
+            text = f"From {places[0]} walk to the end."
             questions.append(Question(text=text, targets=tuple(way), reply=" ".join(way)))
         first, *others = statements
         draw.rng.shuffle(others)
@@ -88,7 +88,7 @@ class Countdown(GeneratedTask):
         half = max(self.steps // 2, 1)
         questions = tuple(
             Question(
-                text=f"Count down to {part[-1].split()[1]} from {part[0].split()[1]}.",
+                text=f"Count down from Number {part[0].split()[1]} to {part[-1].split()[1]}.",
                 targets=tuple(part),
                 reply=" ".join(part),
             )
