@@ -78,8 +78,11 @@ class Stage:
             raise ValueError("stages: drills is empty, so there is nothing to draw; leave it out, or name some")
         if self.tasks and self.tokens < 256:
             raise ValueError(f"stages: tokens={self.tokens} is too short to hide facts in; give 256 or more")
-        if self.skim_share and not self.forks:
-            raise ValueError(f"stages: skim_share={self.skim_share} changes nothing without forks; give forks, or drop it")
+        for name in ("skim_share", "bare_share"):
+            if getattr(self, name) and not self.forks:
+                raise ValueError(f"stages: {name}={getattr(self, name)} changes nothing without forks; give forks, or drop it")
+        if self.focus_share and self.forks:
+            raise ValueError(f"stages: focus_share={self.focus_share} changes nothing with forks; drop one of the two")
         if self.shortest and not 256 <= self.shortest <= self.tokens:
             raise ValueError(f"stages: shortest={self.shortest} is not between 256 and tokens={self.tokens}; change it")
 

@@ -91,7 +91,7 @@ class Job:
             one.task.score(sample.reply, sample)
             if ORACLE_AGNOSTIC in names:
                 check_asked(one.task, sample)
-            if AGNOSTIC in self.evaluation.chosen_protocols():
+            if AGNOSTIC in self.evaluation.chosen_protocols() or ORACLE_AGNOSTIC in names:
                 document_tokens(tokenizer, one.task, sample, case.built(tokenizer, sample))
         several = self.evaluation.questions or 0
         if several > 1 and not any(case.question for case in self.cases):

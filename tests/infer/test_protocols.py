@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -269,6 +270,21 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "out" / "samples.jsonl").exists()
+
+
+def test_a_template_that_rewrites_questions_is_refused_before_the_oracle_reads(
+    backbone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(backbone, tmp_path / "other")
+    template = other / "chat_template.jinja"
+    text = template.read_text()
+    assert "message['content']" in text
+    template.write_text(text.replace("message['content']", "message['content'].replace('?', '.')"))
+    line = ["--model", other, "--methods", "oracle_agnostic", "--tasks", "multikey", "--lengths", 400]
+    with pytest.raises(SystemExit) as leaving:
+        run(command, [str(one) for one in (*line, "--samples", 1, "--output", tmp_path / "out", *SMALL)])
+    assert leaving.value.code == 2
+    assert "oracle_agnostic: the question of multikey is not found in its prompt" in capsys.readouterr().err
 
 
 def test_a_suite_leaves_out_what_cannot_be_made_and_says_so(evaluate: Any, tmp_path: Path) -> None:

@@ -93,6 +93,12 @@ def test_what_the_user_gives_changes_every_part() -> None:
     assert "one budget" in missing["budgets"]
 
 
+def test_texts_too_short_for_a_curve_of_facts_leave_it_out_with_the_reason() -> None:
+    units, missing = plan.units(asked({"lengths": "90"}))
+    assert "capacity" not in {unit.part.name for unit in units}
+    assert missing["capacity"] == "--lengths 90 holds no 4 facts of 24 tokens"
+
+
 def test_rivals_join_the_leaders_with_what_runs_them() -> None:
     units, _ = plan.units(asked({"kvpress_python": "python"}))
     leaders = next(unit for unit in units if unit.part.name == "leaders")

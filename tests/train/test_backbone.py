@@ -163,9 +163,15 @@ def test_a_stage_too_short_for_facts_is_refused():
         Stage(steps=1, tokens=64, tasks=["passkey"])
 
 
-def test_texts_that_do_not_fork_are_not_skimmed():
-    with pytest.raises(ValueError, match="skim_share=0.5 changes nothing without forks; give forks, or drop it"):
-        Stage(steps=1, tokens=256, tasks=["passkey"], skim_share=0.5)
+@pytest.mark.parametrize("name", ["skim_share", "bare_share"])
+def test_shares_of_forking_texts_are_refused_without_forks(name):
+    with pytest.raises(ValueError, match=f"{name}=0.5 changes nothing without forks; give forks, or drop it"):
+        Stage(steps=1, tokens=256, tasks=["passkey"], **{name: 0.5})
+
+
+def test_a_share_of_single_rows_is_refused_with_forks():
+    with pytest.raises(ValueError, match="focus_share=0.5 changes nothing with forks; drop one of the two"):
+        Stage(steps=1, tokens=256, tasks=["passkey"], focus_share=0.5, forks=4)
 
 
 def test_an_unknown_key_in_a_stage_is_an_error(tmp_path):

@@ -190,6 +190,8 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
             missing[part.name] = "no --kvpress-python, so kvpress's presses are not asked"
         elif not own or not taken:
             missing[part.name] = "nothing of --methods" if not own else "--budget names one budget only"
+        elif part.capacity and not _facts(what):
+            missing[part.name] = f"--lengths {max(what.lengths)} holds no {FACTS[0]} facts of {_FACT_TOKENS} tokens"
         else:
             if part.after and not what.own_choice:
                 own = [name for name in YARDSTICKS if name in own]
@@ -199,14 +201,21 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
     return found, missing
 
 
+def _capacity_tokens(what: Asked) -> int:
+    return CAPACITY_TOKENS if what.lengths == [LENGTH] else max(what.lengths)
+
+
+def _facts(what: Asked) -> list[int]:
+    return [count for count in FACTS if count * _FACT_TOKENS <= _capacity_tokens(what)]
+
+
 def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int], seed: int) -> dict[str, Any]:
     questions = part.questions and (what.questions or part.questions)
     if part.capacity:
-        tokens = CAPACITY_TOKENS if what.lengths == [LENGTH] else max(what.lengths)
         return {
             "methods": list(own),
-            "tokens": tokens,
-            "facts": [count for count in FACTS if count * _FACT_TOKENS <= tokens],
+            "tokens": _capacity_tokens(what),
+            "facts": _facts(what),
             "budget": list(budgets),
             **what.policy,
             "samples": what.texts or part.texts,
