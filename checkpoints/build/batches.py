@@ -53,6 +53,8 @@ class Stage:
     """Which ones, each as often as it is named."""
     span: int = 0
     """Highest position id reached by random gaps, in half of the batches; 0 makes no gaps."""
+    gaps: int = 8
+    """Most gaps of a text. Each cuts the sentence in two that it falls into, so short texts bear few or none."""
     local_share: float = 0.0
     """Share of batches in which the first layers see a short window only."""
     bare_share: float = 0.0
@@ -68,7 +70,7 @@ class Stage:
     """Questions asked about one text at once, each as if it alone followed the text; 0 asks as the shares above say."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tokens", "batch_tokens"):
+        for name in ("steps", "tokens", "batch_tokens", "gaps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"stages: {name}={getattr(self, name)} trains nothing; give 1 or more")
         for name in self.drills:
@@ -238,7 +240,7 @@ def forked_batches(
         ids_1T, mask_1T, forks = fork(tokenizer, text.document, asked, text.system)
         longest = int(forks.places_F.max()) + 1
         gaps = stage.span - longest if stage.span and rng.random() < 0.5 else 0
-        positions_1T = forks.positions(gapped_positions(rng, forks.text, gaps))
+        positions_1T = forks.positions(gapped_positions(rng, forks.text, gaps, stage.gaps))
         local, skim = rng.random() < stage.local_share, rng.random() < stage.skim_share
         yield Batch(index, tuple(kinds), local, ids_1T, mask_1T, positions_1T, (forks,), skim=skim)
 
@@ -281,11 +283,11 @@ def _padded(rows: Sequence[tuple[list[int], list[bool]]], pad: int) -> tuple[Ten
     return ids_BT, mask_BT
 
 
-def gapped_positions(rng: random.Random, tokens: int, span: int) -> Tensor:
-    """Return ascending position ids (1, T) from 0, with up to eight random gaps that reach at most `span` - 1."""
+def gapped_positions(rng: random.Random, tokens: int, span: int, most: int = 8) -> Tensor:
+    """Return ascending position ids (1, T) from 0, with up to `most` random gaps that reach at most `span` - 1."""
     positions_T = torch.arange(tokens)
     room = rng.randint(0, max(span - tokens, 0))
-    gaps = rng.randint(1, 8)
+    gaps = rng.randint(1, most)
     cuts = sorted(rng.random() for _ in range(gaps - 1))
     for low, high in zip([0.0, *cuts], [*cuts, 1.0], strict=True):
         positions_T[rng.randrange(1, tokens) :] += int((high - low) * room)
@@ -315,5 +317,5 @@ def steps(
         else:
             ids_BT, mask_BT, kinds = fact_batch(rng, tokenizer, stage, f"{seed}/{step}")
         gapped = stage.span and rng.random() < 0.5
-        positions_1T = gapped_positions(rng, ids_BT.shape[1], stage.span if gapped else 0)
+        positions_1T = gapped_positions(rng, ids_BT.shape[1], stage.span if gapped else 0, stage.gaps)
         yield [Batch(index, kinds, rng.random() < stage.local_share, ids_BT, mask_BT, positions_1T)]

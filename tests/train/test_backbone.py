@@ -380,6 +380,8 @@ def test_gaps_reach_the_span_and_keep_the_order():
         assert positions_T[-1] < 4096
     assert max(int(p[-1]) for p in positions) > 2000
     assert torch.equal(gapped_positions(random.Random(0), 50, 0)[0], torch.arange(50))
+    few = [gapped_positions(random.Random(seed), 50, 4096, 2)[0].diff() for seed in range(30)]
+    assert max(int((diff > 1).sum()) for diff in few) == 2
 
 
 def test_gaps_in_the_positions_do_not_cut_the_attention():
