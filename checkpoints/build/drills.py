@@ -1,5 +1,5 @@
 """Drills for what questions about texts teach too slowly: chains of variables, several numbers of one key, sums, cities,
-what stood before a word.
+the order of numbers.
 
 A drill is a row of bare statements, and after it as many answers as there are statements to ask about. Loss is on the
 answers' values alone, so that most tokens that bear loss need the very step that is drilled.
@@ -35,7 +35,7 @@ def drill(
     make = DRILLS[rng.choices(names)[0]]
     one = len(_encode(tokenizer, *make(random.Random(0), 1))[0])
     two = len(_encode(tokenizer, *make(random.Random(0), 2))[0])
-    most = {chains: len(VARIABLES) // 3, values: len(NAMES), cities: len(CITIES), before: len(NAMES)}.get(make, tokens)
+    most = {chains: len(VARIABLES) // 3, values: len(NAMES), cities: len(CITIES)}.get(make, tokens)
     count = 1 + max(tokens - one, 0) // (two - one)
     ids, mask = _encode(tokenizer, *make(rng, min(count, most)))
     return ids, mask, make.__name__
@@ -79,15 +79,21 @@ def cities(rng: random.Random, count: int) -> tuple[str, Pieces]:
     ]
 
 
-def before(rng: random.Random, count: int) -> tuple[str, Pieces]:
-    """Return `count` names in a row, and for each of them who stands one to four places before it."""
-    row = rng.sample(NAMES, count)
+def descents(rng: random.Random, count: int) -> tuple[str, Pieces]:
+    """Return `count` numbers of two digits, each with the three below it; there is no text to read."""
+    starts = [rng.randint(13, 99) for _ in range(count)]
+    return "", [
+        piece for n in starts for piece in ((f"{n},", False), (f"{n - 1}, {n - 2}, {n - 3}.", True))
+    ]
+
+
+def orders(rng: random.Random, count: int) -> tuple[str, Pieces]:
+    """Return `count` rows of numbers of two digits, each again in ascending order; there is no text to read."""
     pieces: Pieces = []
-    for place in rng.sample(range(count), count):
-        back = rng.randint(1, 4)
-        if place >= back:
-            pieces += [(f"{back} before {row[place]}:", False), (f"{row[place - back]}.", True)]
-    return " ".join(row), pieces
+    for _ in range(count):
+        row = rng.sample(range(10, 100), 5)
+        pieces += [(f"{' '.join(map(str, row))}:", False), (f"{' '.join(map(str, sorted(row)))}.", True)]
+    return "", pieces
 
 
 def _after_colons(rng: random.Random, planted: Planted) -> Pieces:
@@ -100,7 +106,7 @@ def _after_colons(rng: random.Random, planted: Planted) -> Pieces:
     return pieces
 
 
-DRILLS = {make.__name__: make for make in (chains, values, sums, cities, before)}
+DRILLS = {make.__name__: make for make in (chains, values, sums, cities, descents, orders)}
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str, pieces: Pieces) -> tuple[list[int], list[bool]]:

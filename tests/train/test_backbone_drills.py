@@ -63,18 +63,20 @@ def test_sums_are_right():
         assert first + second == int(answer.rstrip("."))
 
 
-def test_what_stands_before_a_name_is_what_stands_so_many_places_before_it():
-    text, pieces = drills.before(random.Random(0), 30)
-    row = text.split()
-    assert len(pieces) > 50
-    for (asked, _), (said, _) in zip(pieces[::2], pieces[1::2], strict=True):
-        back, name = re.fullmatch(r"(\d) before (\w+):", asked).groups()
-        assert row[row.index(name) - int(back)] == said.rstrip(".")
+def test_numbers_go_down_by_one_and_rows_come_again_in_order():
+    for name in ("descents", "orders"):
+        text, pieces = drills.DRILLS[name](random.Random(0), 20)
+        assert text == ""
+        for (given, bears), (asked, bears_too) in zip(pieces[::2], pieces[1::2], strict=True):
+            assert (bears, bears_too) == (False, True)
+            first, then = ([int(number) for number in re.findall(r"\d+", part)] for part in (given, asked))
+            assert then == ([first[0] - 1, first[0] - 2, first[0] - 3] if name == "descents" else sorted(first))
+        assert len(pieces) == 40
 
 
 def test_a_stage_draws_the_drills_that_it_names():
-    stage = Stage(steps=12, tokens=96, batch_tokens=192, drill_share=1.0, drills=["before", "sums"])
-    assert {kind for (batch,) in steps(TOKENIZER, [stage], seed=0) for kind in batch.kinds} == {"before", "sums"}
+    stage = Stage(steps=12, tokens=96, batch_tokens=192, drill_share=1.0, drills=["orders", "sums"])
+    assert {kind for (batch,) in steps(TOKENIZER, [stage], seed=0) for kind in batch.kinds} == {"orders", "sums"}
     for names, said in ((["after"], "after"), ([], "empty")):
         with pytest.raises(ValueError, match=f"stages: drills .*{said}"):
             Stage(steps=1, tokens=96, drills=names)
