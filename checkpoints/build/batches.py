@@ -55,6 +55,8 @@ class Stage:
     """Highest position id reached by random gaps, in half of the batches; 0 makes no gaps."""
     gaps: int = 8
     """Most gaps of a text. Each cuts the sentence in two that it falls into, so short texts bear few or none."""
+    gaps_between: bool = False
+    """Whether gaps come after full stops alone, so that no sentence is cut, in texts that fork."""
     local_share: float = 0.0
     """Share of batches in which the first layers see a short window only."""
     bare_share: float = 0.0
@@ -83,6 +85,8 @@ class Stage:
         for name in ("skim_share", "bare_share"):
             if getattr(self, name) and not self.forks:
                 raise ValueError(f"stages: {name}={getattr(self, name)} changes nothing without forks; give forks, or drop it")
+        if self.gaps_between and not (self.forks and self.span):
+            raise ValueError("stages: gaps_between changes nothing without forks and span; give both, or drop it")
         if self.focus_share and self.forks:
             raise ValueError(f"stages: focus_share={self.focus_share} changes nothing with forks; drop one of the two")
         if self.shortest and not 256 <= self.shortest <= self.tokens:
@@ -240,7 +244,8 @@ def forked_batches(
         ids_1T, mask_1T, forks = fork(tokenizer, text.document, asked, text.system)
         longest = int(forks.places_F.max()) + 1
         gaps = stage.span - longest if stage.span and rng.random() < 0.5 else 0
-        positions_1T = forks.positions(gapped_positions(rng, forks.text, gaps, stage.gaps))
+        places = _after_stops(tokenizer, ids_1T[0, : forks.text]) if stage.gaps_between else None
+        positions_1T = forks.positions(gapped_positions(rng, forks.text, gaps, stage.gaps, places))
         local, skim = rng.random() < stage.local_share, rng.random() < stage.skim_share
         yield Batch(index, tuple(kinds), local, ids_1T, mask_1T, positions_1T, (forks,), skim=skim)
 
@@ -283,14 +288,26 @@ def _padded(rows: Sequence[tuple[list[int], list[bool]]], pad: int) -> tuple[Ten
     return ids_BT, mask_BT
 
 
-def gapped_positions(rng: random.Random, tokens: int, span: int, most: int = 8) -> Tensor:
-    """Return ascending position ids (1, T) from 0, with up to `most` random gaps that reach at most `span` - 1."""
+def _after_stops(tokenizer: PreTrainedTokenizerFast, ids_T: Tensor) -> list[int]:
+    """Return the places of tokens that come after a full stop, and the last place."""
+    stops = torch.tensor(tokenizer.convert_tokens_to_ids([".", "##."]))
+    return [*(torch.isin(ids_T[:-1], stops).nonzero()[:, 0] + 1).tolist(), len(ids_T) - 1]
+
+
+def gapped_positions(
+    rng: random.Random, tokens: int, span: int, most: int = 8, places: Sequence[int] | None = None
+) -> Tensor:
+    """Return ascending position ids (1, T) from 0, with up to `most` random gaps that reach at most `span` - 1.
+
+    Gaps come before any token but the first, or before those at `places` alone.
+    """
     positions_T = torch.arange(tokens)
     room = rng.randint(0, max(span - tokens, 0))
     gaps = rng.randint(1, most)
     cuts = sorted(rng.random() for _ in range(gaps - 1))
     for low, high in zip([0.0, *cuts], [*cuts, 1.0], strict=True):
-        positions_T[rng.randrange(1, tokens) :] += int((high - low) * room)
+        place = rng.choice(places) if places else rng.randrange(1, tokens)
+        positions_T[place:] += int((high - low) * room)
     return positions_T[None]
 
 

@@ -91,6 +91,22 @@ def test_texts_read_in_one_row_have_the_loss_and_the_gradients_of_texts_read_apa
     torch.testing.assert_close(grads, gradients, rtol=1e-3, atol=1e-4)
 
 
+def test_gaps_between_sentences_cut_none():
+    stage = Stage(
+        steps=12, tokens=300, batch_tokens=600, tasks=TASKS, forks=3, span=4096, gaps_between=True, dense_share=0
+    )
+    gapped = 0
+    for batch in (batch for parts in steps(TOKENIZER, [stage], seed=0) for batch in parts):
+        (forks,) = batch.forks
+        after = (batch.positions_1T[0, : forks.text].diff() > 1).nonzero()[:, 0].tolist()
+        gapped += bool(after)
+        said = TOKENIZER.convert_ids_to_tokens(batch.ids_BT[0, : forks.text].tolist())
+        assert all(said[place].endswith(".") or place == forks.text - 2 for place in after)
+    assert gapped > 4
+    with pytest.raises(ValueError, match="gaps_between changes nothing without forks and span"):
+        Stage(steps=1, tokens=300, tasks=TASKS, gaps_between=True)
+
+
 def test_texts_that_are_read_otherwise_are_not_joined():
     stage = Stage(steps=8, tokens=300, batch_tokens=1200, tasks=TASKS, forks=3, local_share=0.5, dense_share=0.3)
     for parts in steps(TOKENIZER, [stage], seed=0):
