@@ -61,6 +61,7 @@ class Strings(GeneratedTask):
 
     settable: ClassVar[tuple[str, ...]] = ("strings",)
     name: str = "world/strings"
+    version: int = 2
     source: str = "SCBench Retr.Prefix-Suffix (arXiv 2412.10319), strings of five words, ours"
     metric: str = "the string, word for word"
     introduction: str = "Memorize every string in the text."

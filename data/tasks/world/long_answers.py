@@ -30,6 +30,7 @@ class Path(GeneratedTask):
 
     settable: ClassVar[tuple[str, ...]] = ("hops", "others")
     name: str = "world/path"
+    version: int = 2
     source: str = "LongProc path traversal (arXiv 2501.05414), ours"
     metric: str = "steps in order"
     introduction: str = "Remember every way from place to place."
@@ -66,6 +67,7 @@ class Countdown(GeneratedTask):
 
     settable: ClassVar[tuple[str, ...]] = ("steps",)
     name: str = "world/countdown"
+    version: int = 2
     source: str = "LongProc countdown (arXiv 2501.05414) as a procedure with lookups, ours"
     metric: str = "steps in order"
     introduction: str = "Every number has a color in this text."

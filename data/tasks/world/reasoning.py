@@ -62,6 +62,7 @@ class Prices(GeneratedTask):
 
     settable: ClassVar[tuple[str, ...]] = ("things", "apart")
     name: str = "world/prices"
+    version: int = 2
     source: str = "SCBench Math.Find (arXiv 2412.10319), numbers spread over the text; ours"
     metric: str = "string match, all"
     introduction: str = "Compare all prices in the text."

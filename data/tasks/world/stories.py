@@ -90,6 +90,7 @@ class Carried(_Story):
 
     settable: ClassVar[tuple[str, ...]] = ("people", "moves")
     name: str = "world/qa2"
+    version: int = 2
     source: str = "bAbI qa2 as in BABILong (arXiv 2406.10149), things stay with who took them"
 
     people: int = 3
@@ -121,6 +122,7 @@ class CarriedBefore(_Story):
 
     settable: ClassVar[tuple[str, ...]] = ("people", "moves")
     name: str = "world/qa3"
+    version: int = 2
     source: str = "bAbI qa3 as in BABILong (arXiv 2406.10149), things stay with who took them"
     max_new_tokens: int = 48
 
@@ -160,6 +162,7 @@ class Directions(_Story):
 
     settable: ClassVar[tuple[str, ...]] = ("pairs",)
     name: str = "world/qa4"
+    version: int = 2
     source: str = "bAbI qa4 as in BABILong (arXiv 2406.10149)"
     metric: str = "the last room named"
     max_new_tokens: int = 24
@@ -210,6 +213,7 @@ class Gifts(_Story):
 
     settable: ClassVar[tuple[str, ...]] = ("gifts",)
     name: str = "world/qa5"
+    version: int = 2
     source: str = "bAbI qa5 as in BABILong (arXiv 2406.10149)"
     metric: str = "the first person named, or the last"
     max_new_tokens: int = 24
