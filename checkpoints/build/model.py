@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from checkpoints.build import attention
 from checkpoints.build.options import BackboneTraining
-from checkpoints.build.start import connect, initialize
+from checkpoints.build.start import connect, initialize, order_numbers
 
 
 def build_model(options: BackboneTraining, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -32,6 +32,8 @@ def build_model(options: BackboneTraining, tokenizer: PreTrainedTokenizerFast) -
     model = LlamaForCausalLM(config)
     if options.start == "distances":
         initialize(model)
+    if options.ordered_numbers:
+        order_numbers(model, tokenizer)
     if options.copying_layer is not None:
         connect(model, options.copying_layer)
     for layer in options.silent_layers:

@@ -31,6 +31,8 @@ class BackboneTraining:
     """Initial weights; "distances" makes the first layer look at the tokens just before each token."""
     copying_layer: int | None = None
     """Layer that starts out copying what followed the same words before, after `start: distances`; none if not given."""
+    ordered_numbers: bool = False
+    """Whether the pieces of numbers start out in their order."""
     silent_layers: list[int] = field(default_factory=list)
     """Layers that start by adding nothing to their input, so that the others find each other sooner."""
     local_layers: int = 2

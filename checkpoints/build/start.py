@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 SHARED = 0.9
 """Size of the shared direction; the rest of an embedding has norm 1."""
 PLACE, MATCH, SAID, QUIET = 0.12, 8.0, 4.0, 0.02
 """Of a layer that starts out copying: sizes of a token's trace in the first layer, of queries and keys, of what is said,
 and of what the MLPs of the two layers add."""
+WAVES, ON_CURVE = 4, 0.4
+"""Half-waves of the curve of numbers, and the share of an embedding's size that lies on it."""
 SLOW = 12
 """Slowest rotary pairs, which compare content at any distance."""
 SHARPNESS = (20.0, 10.0, 6.0, 6.0, 6.0)
@@ -51,6 +53,27 @@ def initialize(model: LlamaForCausalLM) -> None:
         rows = attention.q_proj.weight[head * dim : (head + 1) * dim]
         angle_F = -(head + 1) * frequencies_F
         _write(rows, strength_F * angle_F.cos(), strength_F * angle_F.sin(), dim)
+
+
+@torch.no_grad()
+def order_numbers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give the pieces of numbers embeddings that lie on a curve, near values near each other.
+
+    Which of two numbers is larger, and which comes next, is else learnt pair by pair: thousands of updates late.
+    """
+    embedding_VE = model.get_input_embeddings().weight
+    width = embedding_VE.shape[1]
+    # The first dimension is shared by all tokens.
+    axes_DE = torch.nn.functional.pad(_orthonormal(2 * WAVES, width - 1), (1, 0))
+    waves_D = torch.arange(1, WAVES + 1)
+    for value in range(100):
+        angle_D = waves_D * torch.pi * value / 100
+        place_D = torch.cat([angle_D.cos() / waves_D, angle_D.sin() / waves_D])
+        place_E = torch.nn.functional.normalize(place_D, dim=0) @ axes_DE
+        texts = {f"{value:02d}", str(value)}
+        for token in tokenizer.convert_tokens_to_ids([form for text in texts for form in (text, f"##{text}")]):
+            own_E = embedding_VE[token] * (1 - ON_CURVE) ** 0.5
+            embedding_VE[token, 1:] = (own_E + ON_CURVE**0.5 * place_E)[1:]
 
 
 @torch.no_grad()

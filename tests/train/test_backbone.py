@@ -266,6 +266,21 @@ def test_a_backbone_that_starts_with_distances_looks_at_the_tokens_just_before()
     assert not model.model.layers[1].mlp.down_proj.weight.any()
 
 
+def test_numbers_can_start_out_in_their_order_and_still_differ():
+    tokenizer = build_tokenizer()
+    options = BackboneTraining(stages=[COPY], start="distances", ordered_numbers=True, hidden_size=256)
+    embedding_VE = build_model(options, tokenizer).get_input_embeddings().weight.detach()
+    assert (embedding_VE[:, 0] == embedding_VE[0, 0]).all()
+    for form in ("{:02d}", "##{:02d}"):
+        ids = tokenizer.convert_tokens_to_ids([form.format(value) for value in range(100)])
+        unit_NE = torch.nn.functional.normalize(embedding_VE[ids, 1:], dim=1)
+        near_NN = unit_NE @ unit_NE.T
+        by_distance = torch.stack([near_NN.diagonal(distance).mean() for distance in (1, 10, 30, 60)])
+        assert (by_distance.diff() < 0).all()
+        assert 0.25 < by_distance[0] < 0.6
+        assert near_NN.fill_diagonal_(0).max() < 0.75
+
+
 def test_a_layer_that_starts_out_copying_says_what_followed_the_same_token():
     shape = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "num_layers": 3, "rope_theta": 1e9}
     options = BackboneTraining(stages=[COPY], start="distances", copying_layer=2, silent_layers=[1], **shape)
