@@ -41,7 +41,7 @@ def _attention(
     if _forks:
         sizes = [forks.text + len(forks.branches_F) for forks in _forks]
         texts = zip(*(states.split(sizes, dim=2) for states in (query, key, value)), strict=True)
-        outs = [_text_attention(*states, index, window, kwargs["scaling"]) for index, states in enumerate(texts)]
+        outs = [_text_attention(q, k, v, index, window, kwargs["scaling"]) for index, (q, k, v) in enumerate(texts)]
         return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), None
     if window is None or window >= query.shape[2]:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=kwargs["scaling"], enable_gqa=True)
