@@ -142,7 +142,7 @@ class RetentionCache(Cache):
         if self.policy.ledger and scorer.predicts_attention and not scorer.predicts(self.prepared):
             raise ValueError(
                 f"ledger={self.policy.ledger} sums up the attention that scores predict, but these heads decide "
-                "without predicting any; take heads that were taught it, or leave ledger out"
+                "without predicting any; take heads that were taught it, or leave ledger and --evidence out"
             )
         if self.ranks is not None:
             check_over_ranks(self)

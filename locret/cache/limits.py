@@ -200,7 +200,7 @@ class Limits:
         if policy.ledger and not scorer.predicts_attention:
             raise ValueError(
                 f"ledger={policy.ledger} sums up the attention that scores predict, but scorer {scorer.name} does not "
-                "predict any; take retaining heads, or leave ledger out"
+                "predict any; take retaining heads, or leave ledger and --evidence out"
             )
         found = None if policy.host_budget is None or policy.recalls_blocks else lookups.get(policy.recall_by)
         if found is not None:
