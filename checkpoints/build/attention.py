@@ -4,7 +4,7 @@ The first layers of large models look mostly at neighbouring tokens; a small mod
 spreads that work over the whole text, and then suffers from every evicted unit. Batches with a window teach the first
 layers to work from their neighbours, batches without keep them used to full attention.
 """
-# B batch, N query heads, K KV heads, G query heads of one KV head, T tokens, D head dim, C blocks, W window
+# B batch, N query heads, K KV heads, T tokens, D head dim, C blocks, W window
 
 from __future__ import annotations
 

@@ -72,14 +72,18 @@ class Stage:
     """Questions asked about one text at once, each as if it alone followed the text; 0 asks as the shares above say."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tokens", "batch_tokens", "gaps"):
+        for name in ("steps", "tokens", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"stages: {name}={getattr(self, name)} trains nothing; give 1 or more")
         for name in self.drills:
             if name not in DRILLS:
                 raise ValueError(f"stages: drills has {name}, which is none; choose from {', '.join(DRILLS)}")
+        if self.gaps < 1:
+            raise ValueError(f"stages: gaps={self.gaps} is not a number of gaps; give 1 or more, or span=0 for none")
         if not self.drills:
             raise ValueError("stages: drills is empty, so there is nothing to draw; leave it out, or name some")
+        if self.drills != list(USUAL) and not self.drill_share:
+            raise ValueError("stages: drills changes nothing without drill_share; give it, or drop drills")
         if self.tasks and self.tokens < 256:
             raise ValueError(f"stages: tokens={self.tokens} is too short to hide facts in; give 256 or more")
         for name in ("skim_share", "bare_share"):

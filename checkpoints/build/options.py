@@ -32,7 +32,7 @@ class BackboneTraining:
     copying_layer: int | None = None
     """Layer that starts out copying what followed the same words before, after `start: distances`; none if not given."""
     ordered_numbers: bool = False
-    """Whether the pieces of numbers start out in their order."""
+    """Whether the pieces of numbers start out in their order, after `start: distances`."""
     silent_layers: list[int] = field(default_factory=list)
     """Layers that start by adding nothing to their input, so that the others find each other sooner."""
     local_layers: int = 2
@@ -109,6 +109,11 @@ class BackboneTraining:
         wrong = [layer for layer in self.silent_layers if not 0 <= layer < self.num_layers]
         if wrong:
             raise ValueError(f"silent_layers={wrong} are not among num_layers={self.num_layers}; count from 0")
+        if self.ordered_numbers and (self.start != "distances" or self.hidden_size < 32):
+            raise ValueError(
+                f"ordered_numbers needs start=distances and a hidden_size of 32 or more, but start={self.start} and "
+                f"hidden_size={self.hidden_size}; change one of them"
+            )
         if self.copying_layer is None:
             return
         if self.start != "distances" or not 1 <= self.copying_layer < self.num_layers:

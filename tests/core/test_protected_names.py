@@ -7,14 +7,8 @@ import pytest
 from locret import LongContextModel
 from locret.infer import command
 
-MODEL = [
-    "--model",
-    "checkpoints/tiny",
-    "--heads",
-    "checkpoints/tiny-heads",
-    "--prompt-file",
-    "recipes/infer/pass_key.txt",
-]
+HEADS = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
+MODEL = [*HEADS, "--prompt-file", "recipes/infer/pass_key.txt"]
 BUDGET = ["--budget", "96", "--quiet"]
 
 

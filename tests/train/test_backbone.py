@@ -266,6 +266,16 @@ def test_a_backbone_that_starts_with_distances_looks_at_the_tokens_just_before()
     assert not model.model.layers[1].mlp.down_proj.weight.any()
 
 
+def test_what_a_start_or_a_stage_cannot_use_is_refused():
+    for wrong in ({"start": "random"}, {"start": "distances", "hidden_size": 16}):
+        with pytest.raises(ValueError, match="ordered_numbers needs start=distances and a hidden_size of 32 or more"):
+            BackboneTraining(stages=[COPY], ordered_numbers=True, **wrong)
+    with pytest.raises(ValueError, match="stages: gaps=0 is not a number of gaps; give 1 or more, or span=0 for none"):
+        Stage(steps=1, tokens=64, gaps=0)
+    with pytest.raises(ValueError, match="stages: drills changes nothing without drill_share"):
+        Stage(steps=1, tokens=64, drills=["sums"])
+
+
 def test_numbers_can_start_out_in_their_order_and_still_differ():
     tokenizer = build_tokenizer()
     options = BackboneTraining(stages=[COPY], start="distances", ordered_numbers=True, hidden_size=256)
