@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from locret import method_spec
 from locret.cli import interrupts
 from locret.files import locked, write_text
 from locret.tables import markdown
@@ -45,6 +46,8 @@ class CompareOptions:
     """Options of `python -m locret.data.training.question_rows` by name of the rows."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     """Options of `locret-eval`: tasks, lengths, budget, samples, ..."""
+    methods: list[str] = field(default_factory=lambda: ["locret"])
+    """Methods of `locret-eval` that each variant's heads are evaluated with, such as locret and locret+shares."""
     references: list[str] = field(default_factory=lambda: ["full", "oracle", "untrained"])
     """Methods of `locret-eval` that need no trained heads; the oracle is the ceiling."""
     only: str = ""
@@ -67,6 +70,14 @@ class CompareOptions:
                 raise ValueError(
                     f"--only {name}: no such variant; choose from {', '.join(self.variants)}, {REFERENCES}"
                 )
+        for method in self.methods:
+            if method_spec.parse(method).name != "locret":
+                raise ValueError(
+                    f"methods has {method}, which reads no heads of a variant; name locret or locret with modifiers "
+                    "there, such as locret+shares, and what needs no heads under references"
+                )
+        if len(set(self.methods)) != len(self.methods) or not self.methods:
+            raise ValueError("methods is empty or names one twice; name each once, such as [locret, locret+shares]")
 
     def chosen(self) -> list[str]:
         """Return the variants to work on, in the order of the recipe."""
@@ -98,7 +109,9 @@ class CompareOptions:
         return options
 
 
-def table(results: Mapping[str, Mapping[str, Any]], variants: Sequence[str]) -> str:
+def table(
+    results: Mapping[str, Mapping[str, Any]], variants: Sequence[str], methods: Sequence[str] = ("locret",)
+) -> str:
     """Return two Markdown tables with a line per variant and reference: by prompt length and budget, and by task.
 
     A number is a mean score, 0 to 100, over the tasks in the first table and over lengths and budgets in the second;
@@ -107,8 +120,14 @@ def table(results: Mapping[str, Mapping[str, Any]], variants: Sequence[str]) -> 
     Args:
         results: `results.json` of `locret-eval` by name of the variant; references under `REFERENCES`.
         variants: Names in the order of the lines.
+        methods: What each variant was evaluated with; a line per method, named after it where it is not locret.
     """
-    lines = {name: _scores(results[name]["cells"], "locret") for name in variants if name in results}
+    lines = {
+        name if method == "locret" else f"{name}, {method}": _scores(results[name]["cells"], method)
+        for name in variants
+        if name in results
+        for method in methods
+    }
     cells = results.get(REFERENCES, {}).get("cells", [])
     references = {method: _scores(cells, method) for method in dict.fromkeys(cell["method"] for cell in cells)}
     places = sorted({(tokens, budget) for scores in lines.values() for _, tokens, budget in scores})
@@ -175,7 +194,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         _remember(Path(options.output) / "evaluation.yaml", options.evaluation, "the evaluation")
         for name in options.chosen():
             _train(options, name)
-            _evaluate(options, name, ["locret"], heads=Path(options.output) / name)
+            _evaluate(options, name, options.methods, heads=Path(options.output) / name)
         if options.with_references():
             _evaluate(options, REFERENCES, options.references, heads=None)
         write_table(options)
@@ -202,6 +221,11 @@ def check(options: CompareOptions) -> None:
             training_options.parse([*flags, f"--output={Path(options.output) / name}"])
         except ValueError as error:
             raise ValueError(f"variants.{name}: {error}") from None
+        for method in options.methods:
+            if options.recipe(name).get("layer_shares") is None and (
+                method_spec.parse(method).changes.get("layer_budgets") == "shares"
+            ):
+                raise ValueError(f"variants.{name} has no layer_shares, which {method} in methods needs; set it")
 
 
 def write_table(options: CompareOptions) -> None:
@@ -212,7 +236,7 @@ def write_table(options: CompareOptions) -> None:
         file = root / "evaluation" / name / "results.json"
         if file.is_file():
             results[name] = json.loads(file.read_text(encoding="utf-8"))
-    text = table(results, list(options.variants))
+    text = table(results, list(options.variants), options.methods)
     cells = {name: result["cells"] for name, result in results.items()}
     recipes = {name: options.recipe(name) for name in options.variants}
     write_text(root / "compare.json", json.dumps({"recipes": recipes, "cells": cells}, indent=1) + "\n")

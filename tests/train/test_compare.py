@@ -74,6 +74,12 @@ def test_the_table_has_means_the_best_variant_and_the_references() -> None:
     assert tasks.splitlines()[2:4] == ["| paper | **55.0** |  |", "| mine |  |  |"]
 
 
+def test_a_variant_has_a_line_per_method() -> None:
+    cells = [cell("a", 1024, 32, 20), cell("a", 1024, 32, 30, "locret+shares")]
+    lines = table({"paper": {"cells": cells}}, ["paper"], ["locret", "locret+shares"]).splitlines()
+    assert lines[2:4] == ["| paper | 20.0 | 20.0 |", "| paper, locret+shares | **30.0** | **30.0** |"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -84,6 +90,10 @@ def test_the_table_has_means_the_best_variant_and_the_references() -> None:
         ({"variants": {"a": {"init_from": "b"}, "b": {}}}, 'variant "a" goes on from "b", which comes after it'),
         ({"variants": {"a": {"alpha": -1}}}, "variants.a: --alpha -1.0 is negative"),
         ({"variants": {"a": {"alhpa": 1}}}, "variants.a: --alhpa is unknown; did you mean --alpha"),
+        ({"methods": []}, "methods is empty or names one twice"),
+        ({"methods": ["locret", "snapkv"]}, "methods has snapkv, which reads no heads of a variant"),
+        ({"methods": ["locret", "locret"]}, "methods is empty or names one twice"),
+        ({"methods": ["locret+shares"]}, r"variants.paper has no layer_shares, which locret\+shares in methods needs"),
         ({"rows": {"short": {"rows": 0}}}, "rows.short: --rows 0 leaves nothing to write"),
         ({"rows": {"short": {"row": 5}}}, "rows.short: .*unexpected keyword argument 'row'"),
     ],
