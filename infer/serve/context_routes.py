@@ -53,8 +53,8 @@ _FRAME = 1 << 16
 _NOT_ONE = "the form has other parts than one file; send one file, and name, source and system in the query"
 _GONE = "the client went away before the text had ended; upload it again"
 _PROTECT = (
-    "What stays whatever its scores: system, document, question, user, assistant, message:N, tokens:A-B or chars:A-B "
-    "of the text, each with a least share of the budget, as document=0.5, instead of all its units; each=0.05"
+    "What stays whatever its scores: system, document, message:N, tokens:A-B or chars:A-B of the text, each with a "
+    "least share of the budget, as document=0.5, instead of all its units; each=0.05"
 )
 _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
 """Types of a body that is a text; the last is what curl says of --data-binary."""

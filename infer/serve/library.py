@@ -31,7 +31,7 @@ from locret.cache.cache_file import check_header, load_cache, save_cache
 from locret.conversation.chat import save
 from locret.conversation.compose import compose
 from locret.conversation.context import saved_turns
-from locret.conversation.rules import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
+from locret.conversation.rules import DOCUMENT, SYSTEM, check_named, rules_of
 from locret.conversation.templates import encode
 from locret.engines.prefix import Prefix
 from locret.files import PARTIAL, locked, written_whole
@@ -311,10 +311,11 @@ class Library:
 
         Raises:
             Refusal: If the name is no name or taken (400, 409), too many wait (429), or there is nothing of what is to
-                be protected (400).
+                be protected in the text (400).
         """
         try:
-            check_rules(rules_of(protect), (DOCUMENT, USER, ASSISTANT, *([SYSTEM] if system else ())), "name another")
+            # Turns that follow the text are read by requests, whose tokens nothing protects.
+            check_named(rules_of(protect), (*([SYSTEM] if system else ()), DOCUMENT))
         except ValueError as error:
             raise Refusal(400, str(error), param="protect") from None
         temporary = upload.path.with_suffix(IDS)
