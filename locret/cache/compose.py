@@ -342,7 +342,7 @@ def _share(caches: Sequence[RetentionCache], budget: int, weights: Sequence[floa
             protected, caches, layers, divided(room - local, held, weights), strict=True
         ):
             own = local if cache is last else 0
-            stay = its.stay(nth, read, cache.scorer, units + own, own)
+            stay = its.stay(nth, read, cache.scorer, units + own, own, "give its text more by shares")
             layer.evict(stay if cache is caches[0] else stay._replace(sinks=0), cache.next_position)
 
 

@@ -156,10 +156,10 @@ def _starts(text: str, messages: Sequence[Mapping[str, Any]], beginning: Callabl
             continue
         said = str(messages[nth - 1].get("content") or "").strip()
         found = text.find(said, starts[-1])
-        if found < 0:
+        if not said or found < 0:
             raise ValueError(
-                f"the chat template rewrites message {nth - 1}, so its place is not known; give neither protect nor "
-                "kept"
+                f"the chat template rewrites message {nth - 1}, or it is empty, so its place is not known; give "
+                "neither protect nor kept"
             )
         starts.append(found + len(said))
     return starts

@@ -229,6 +229,17 @@ def test_texts_read_apart_keep_what_each_protects(name: str, shares: str) -> Non
     assert max(layer.fill for layer in whole.governed) <= 60
 
 
+def test_a_text_whose_part_of_the_whole_is_too_small_is_told_what_gives_it_more() -> None:
+    caches, model = [], build("llama")
+    for nth in range(2):
+        cache = RetentionCache(model, "random", policy(**POLICIES["fixed"]))
+        cache.protect([Span(20, 80, 0.6)])
+        prefill(cache.model, prompt(TOKENS, seed=nth), cache)
+        caches.append(cache)
+    with pytest.raises(ValueError, match=r"need \d+ units .* give its text more by shares, or protect less"):
+        joined([Part(one.copy()) for one in caches], 24, (9.0, 1.0))
+
+
 def test_without_spans_every_choice_is_as_it_was() -> None:
     scores = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(40).expand(2, 3, 40)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from locret import LongContextModel
+import pytest
+from transformers import AutoTokenizer
+
+from locret import LongContextModel, shipped
+from locret.conversation.prompt import prompt_of
 from locret.infer import command
 
 HEADS = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
@@ -64,3 +68,12 @@ def test_an_answer_that_outgrows_its_room_says_which_number_gives_it_more() -> N
     chat = lm.read("The sky is blue. " * 20, protect="assistant", progress=False).chat()
     with pytest.raises(ValueError, match="assistant .* raise decode_budget, or protect less"):
         chat.say("Why?", max_new_tokens=120, min_new_tokens=120)
+
+
+@pytest.mark.parametrize("content", [None, "", " ", [{"type": "text", "text": "hi"}], "gone"])
+def test_a_message_that_is_not_found_by_its_words_is_refused(content: Any) -> None:
+    said = ("user", "hi"), ("assistant", content), ("user", "yo")
+    messages = [{"role": role, "content": words} for role, words in said]
+    tokenizer = AutoTokenizer.from_pretrained(shipped.find("checkpoints/tiny"))
+    with pytest.raises(ValueError, match="rewrites message 1, or it is empty, so its place is not known"):
+        prompt_of(tokenizer, "hi there yo", messages, lambda nth: None)
