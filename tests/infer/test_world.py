@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,6 +285,27 @@ def test_heads_are_compared_with_the_best_of_the_others_on_the_same_texts() -> N
     (found,) = record.ahead(own)
     assert (found["rival"], found["difference"], found["texts"]) == ("h2o", 25, 4)
     assert found["error"] == pytest.approx(25, abs=1e-3)
+
+
+def test_chance_is_the_score_on_another_texts_question_and_texts_are_what_errors_count(tmp_path: Path) -> None:
+    unit = next(unit for unit in plan.units(asked({}))[0] if unit.name == "field-0")
+    places = [(text, question) for text in range(4) for question in range(2)]
+    counts = dict.fromkeys(("prompt_tokens", "generated_tokens", "peak_units", "chunk_size", "stabilizers"), 5)
+    more = {**counts, "version": 1, "targets": [], "protocol": "agnostic"}
+    found = [
+        answer("random", float(text < 2), text, question, prediction=f"{text}", **more) for text, question in places
+    ]
+    folder = tmp_path / unit.name
+    folder.mkdir()
+    (folder / SAMPLES).write_text("".join(f"{json.dumps(one)}\n" for one in found))
+    # The task is the run's own, options included: this one takes the text before for right.
+    task = SimpleNamespace(name="multikey", score=lambda said, sample: float(int(said) == (sample - 1) % 4))
+    cases = [
+        SimpleNamespace(task=task, tokens=256, index=text, question=question, sample=lambda _, text=text: text)
+        for text, question in places
+    ]
+    chance = record.chance_of([(unit, SimpleNamespace(cases=cases))], tmp_path, None)
+    assert chance == {"agnostic": {"random": 50, "chance": 100, "error": 28.868, "answers": 8}}
 
 
 def drawn(rows: list[list[Any]], **more: Any) -> dict[str, Any]:

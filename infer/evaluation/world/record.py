@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from locret.data import tasks
 from locret.environment import versions
 from locret.files import read_json, write_text
 from locret.infer.evaluation import methods, presses
@@ -270,22 +269,22 @@ def chance_of(units: Sequence[tuple[Unit, Any]], output: Path, tokenizer: Any) -
             for record in read(output / unit.name / SAMPLES)[0]:
                 if record["method"] == "random" and protocol_of(record) == protocol:
                     at = tuple(record.get(name) for name in ("task", "tokens", "index", "question"))
-                    groups.setdefault((at[0], at[1], at[3]), []).append((record, cases[at].sample(tokenizer)))
-        own, other = [], []
-        for (task, *_), members in groups.items():
-            for nth, (record, _) in enumerate(members):
+                    own = {**record, "seed": unit.seed}
+                    groups.setdefault((at[0], at[1], at[3]), []).append((own, cases[at]))
+        pairs = []
+        for members in groups.values():
+            for nth, (record, case) in enumerate(members):
                 if len(members) > 1:
-                    sample = members[(nth + 1) % len(members)][1]
-                    own.append(100 * record["score"])
-                    other.append(100 * tasks.get(task).score(record["prediction"], sample))
-        if len(own) > 1:
-            gaps = [a - b for a, b in zip(own, other, strict=True)]
-            error = statistics.stdev(gaps) / len(gaps) ** 0.5
+                    sample = members[(nth + 1) % len(members)][1].sample(tokenizer)
+                    pairs.append((record, {**record, "score": case.task.score(record["prediction"], sample)}))
+        scores = [text_scores(records) for records in zip(*pairs, strict=True)]
+        if scores and len(scores[0]) > 1:
+            gaps = [scores[0][text] - scores[1][text] for text in scores[0]]
             found[protocol] = {
-                "random": round(statistics.fmean(own), 3),
-                "chance": round(statistics.fmean(other), 3),
-                "error": round(error, 3),
-                "answers": len(own),
+                "random": round(statistics.fmean(scores[0].values()), 3),
+                "chance": round(statistics.fmean(scores[1].values()), 3),
+                "error": round(statistics.stdev(gaps) / len(gaps) ** 0.5, 3),
+                "answers": len(pairs),
             }
     return found
 
