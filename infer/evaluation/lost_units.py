@@ -87,9 +87,9 @@ class LostUnitsOptions:
                 )
 
     def names(self) -> list[str]:
-        """Return the names of the tasks."""
+        """Return the names of the tasks, each once."""
         given = self.tasks.split(",") if isinstance(self.tasks, str) else self.tasks
-        return [name.strip() for name in given if name.strip()]
+        return list(dict.fromkeys(name.strip() for name in given if name.strip()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -302,7 +302,8 @@ def measure(options: LostUnitsOptions) -> dict[str, Any]:
         for asked in tqdm(made(setup, task, options), desc=name, total=options.samples, unit="text", disable=None):
             comparison.add(asked)
         found[name] = comparison.record()
-    asked_for = {name: getattr(options, name) for name in ("model", "heads", "tokens", "samples", "seed", "by")}
+    named = ("model", "heads", "tokens", "samples", "questions", "seed", "by")
+    asked_for = {name: getattr(options, name) for name in named}
     return {"options": asked_for, "policy": policy.to_dict(), "tasks": found}
 
 

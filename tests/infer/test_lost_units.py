@@ -58,10 +58,11 @@ def test_with_all_scores_replaced_the_oracles_units_stay() -> None:
 def test_the_command_writes_record_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     small = ["--tokens=300", "--samples=1", "--questions=2", "--budget=24", "--local-len=16", "--chunk-size=128"]
-    assert command(["--tasks=multikey", *small, f"--output={tmp_path / 'lost'}"]) == 0
+    assert command(["--tasks=multikey,multikey", *small, f"--output={tmp_path / 'lost'}"]) == 0
     shown = capsys.readouterr().out
     record = json.loads((tmp_path / "lost" / "lost_units.json").read_text())
     assert (tmp_path / "lost" / "lost_units.png").stat().st_size > 10_000
+    assert record["options"]["questions"] == 2
     found = record["tasks"]["multikey"]
     assert found["questions"] == 2
     assert len(found["right"]) == 2 + 2 * len(found["in_common"])
