@@ -53,8 +53,8 @@ def chains(rng: random.Random, count: int) -> tuple[str, Pieces]:
 def values(rng: random.Random, keys: int) -> tuple[str, Pieces]:
     """Return the needles of `keys` keys with four numbers each, in any order, and the numbers in ascending order."""
     draw = Draw(rng, "train", all_keys=True)
-    # Of the numbers of two digits, ten begin with the same one.
-    task = MultiValue(others=0, digits=rng.choice((2, 2, 3, 7) if keys <= 10 else (3, 7)))
+    # Of the numbers of three digits, ten begin with the same two.
+    task = MultiValue(others=0, digits=rng.choice((3, 3, 7)) if keys <= 10 else 7)
     plants = [task.plant(draw) for _ in range(keys)]
     statements = [statement for plant in plants for statement in plant.statements]
     rng.shuffle(statements)

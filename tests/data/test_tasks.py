@@ -248,11 +248,13 @@ def test_multivalue_numbers_begin_with_consecutive_digits_in_ascending_order() -
         assert list(targets) == sorted(targets, key=int)
         digits = [int(target[0]) for target in targets]
         assert digits == list(range(digits[0], digits[0] + 4))
+        assert len({target[1] for target in targets}) == 1
         first.add(digits[0])
     assert first == {1, 2, 3, 4, 5, 6}
 
 
-def test_multivalue_has_numbers_for_more_values_than_first_digits() -> None:
+def test_multivalue_has_numbers_for_more_values_than_first_digits_and_for_single_digits() -> None:
+    assert tasks.get("multivalue", digits=1, others=0).sample(TOKENIZER, 1024).targets[3] in "456789"
     targets = tasks.get("multivalue", values=12).sample(TOKENIZER, 1024).targets
     assert len(set(targets)) == 12
     assert list(targets) == sorted(targets, key=int)
@@ -264,3 +266,7 @@ def test_numbers_with_a_first_digit_run_out_on_their_own() -> None:
     with pytest.raises(ValueError, match="numbers of 2 digits"):
         draw.number(2, first=3)
     assert draw.number(2)[0] != "3"
+    assert sorted(draw.number(4, first=12)[:2] for _ in range(3)) == ["12"] * 3
+    assert draw.number(2, first=57) == "57"
+    with pytest.raises(ValueError, match="numbers of 2 digits"):
+        draw.number(2, first=57)

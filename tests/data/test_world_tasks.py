@@ -108,7 +108,7 @@ def test_a_count_is_the_number_of_times_that_the_text_says_it():
 
 def test_the_highest_price_is_higher_than_all_others():
     one = sample("world/prices", seed=7)
-    prices = {thing: int(price) for price, thing in re.findall(r"(\d+) coins is the price of the (\w+)", one.document)}
+    prices = {thing: int(price) for price, thing in re.findall(r"The price (\d+): the (\w+)\.", one.document)}
     assert {asked.text.split()[3]: asked.targets[0] for asked in one.asked} == {
         "highest": max(prices, key=prices.get),
         "lowest": min(prices, key=prices.get),
@@ -164,3 +164,14 @@ def test_a_bare_text_is_its_facts_and_still_answers_every_question():
             assert known <= set(re.findall(r"\w+", text.document)), name
         if name != "world/secret":
             assert len(TOKENIZER(text.document)["input_ids"]) < 200
+
+
+def test_every_number_of_a_countdown_is_the_one_below_the_last_that_was_said():
+    for steps in (1, 2, 7, 10):
+        one = tasks.get("world/countdown", steps=steps).sample(TOKENIZER, 900, seed=steps)
+        assert len(one.asked) == 3
+        for asked in one.asked:
+            end, start = (int(number) for number in re.findall(r"\d+", asked.text))
+            said = [int(target.split()[1]) for target in asked.targets]
+            assert said == list(range(start - 1, end - 1, -1))
+            assert all(target in one.document for target in asked.targets)

@@ -90,12 +90,12 @@ class Draw:
         return self.rng.sample(half, min(count, len(half)))
 
     def number(self, digits: int, first: int | None = None) -> str:
-        """Return a number of `digits` digits, different from all drawn before; its first digit is `first`, or not 0.
+        """Return a number of `digits` digits, different from all drawn before; it begins with `first`, or not with 0.
 
         Raises:
             ValueError: When there is none left.
         """
-        size = 10 ** (digits - 1)
+        size = 10 ** (digits - (1 if first is None else len(str(first))))
         low, high = (size, 10 * size) if first is None else (first * size, (first + 1) * size)
         if sum(len(number) == digits and low <= int(number) < high for number in self._numbers) == high - low:
             raise ValueError(f"one text cannot hold that many numbers of {digits} digits; ask for fewer")

@@ -17,10 +17,10 @@ class MultiValue(GeneratedTask):
 
     settable: ClassVar[tuple[str, ...]] = ("values", "others", "digits")
     name: str = "multivalue"
-    source: str = "RULER niah_multivalue (arXiv 2404.06654), other keys added, first digits consecutive"
+    source: str = "RULER niah_multivalue (arXiv 2404.06654), other keys added, numbers ten apart by their first digits"
     metric: str = "string match, all"
     introduction: str = INTRODUCTION
-    version: int = 4
+    version: int = 5
     max_new_tokens: int = 64
     may_be_zero: ClassVar[frozenset[str]] = frozenset({"others"})
 
@@ -45,13 +45,15 @@ class MultiValue(GeneratedTask):
         return Planted(statements=statements, questions=(question,))
 
     def _numbers(self, draw: Draw) -> list[str]:
-        """Draw the key's numbers; as far as there are digits, they begin with consecutive ones, in ascending order.
+        """Draw the key's numbers; as far as there are digits, first ones are consecutive, and second ones the same.
 
-        A small model can then name them one after the other; which text or key they belong to, the digits do not tell.
+        A small model, which reads two digits at a time, can then name them one after the other; which text or key they
+        belong to, the digits do not tell.
         """
         leading = range(1, 10)[: self.values]
         shift = draw.rng.randint(0, 9 - len(leading))
-        numbers = [draw.number(self.digits, first=digit + shift) for digit in leading]
+        second = str(draw.rng.randrange(10)) if self.digits > 1 else ""
+        numbers = [draw.number(self.digits, first=int(f"{digit + shift}{second}")) for digit in leading]
         return [*numbers, *(draw.number(self.digits) for _ in range(self.values - len(numbers)))]
 
     def score(self, prediction: str, sample: Sample) -> float:

@@ -67,7 +67,7 @@ class Countdown(GeneratedTask):
 
     settable: ClassVar[tuple[str, ...]] = ("steps",)
     name: str = "world/countdown"
-    version: int = 2
+    version: int = 3
     source: str = "LongProc countdown (arXiv 2501.05414) as a procedure with lookups, ours"
     metric: str = "steps in order"
     introduction: str = "Every number has a color in this text."
@@ -84,17 +84,18 @@ class Countdown(GeneratedTask):
         """
         if self.steps > 45:
             raise ValueError(f"task {self.name}: steps={self.steps} is more than 45; ask for fewer")
-        start = draw.rng.randint(9 + self.steps, 99)
+        start = draw.rng.randint(9 + self.steps, 98)
         numbers = range(start, start - self.steps, -1)
         said = [f"Number {number} is {draw.rng.choice(COLORS)}." for number in numbers]
         half = max(self.steps // 2, 1)
+        # Every number of the reply is then the one below the last that was said.
         questions = tuple(
             Question(
-                text=f"Count down from Number {part[0].split()[1]} to {part[-1].split()[1]}.",
-                targets=tuple(part),
-                reply=" ".join(part),
+                text=f"Count down to Number {numbers[end - 1]} from below Number {numbers[first] + 1}.",
+                targets=tuple(said[first:end]),
+                reply=" ".join(said[first:end]),
             )
-            for part in (said, said[:half], said[half:] or said)
+            for first, end in ((0, self.steps), (0, half), (half % self.steps, self.steps))
         )
         return Planted(statements=tuple(draw.rng.sample(said, len(said))), questions=questions)
 

@@ -62,7 +62,7 @@ class Prices(GeneratedTask):
 
     settable: ClassVar[tuple[str, ...]] = ("things", "apart")
     name: str = "world/prices"
-    version: int = 2
+    version: int = 3
     source: str = "SCBench Math.Find (arXiv 2412.10319), numbers spread over the text; ours"
     metric: str = "string match, all"
     introduction: str = "Compare all prices in the text."
@@ -86,7 +86,7 @@ class Prices(GeneratedTask):
         prices = [10 + value + index * self.apart for index, value in enumerate(low)]
         _check(self, "things", len(NOUNS))
         things = draw.rng.sample(NOUNS, self.things)
-        said = [f"{price} coins is the price of the {thing}." for thing, price in zip(things, prices, strict=True)]
+        said = [f"The price {price}: the {thing}." for thing, price in zip(things, prices, strict=True)]
         questions = (
             Question(text="What has the highest price?", targets=(things[-1],), reply=said[-1]),
             Question(text="What has the lowest price?", targets=(things[0],), reply=said[0]),

@@ -122,7 +122,7 @@ class CarriedBefore(_Story):
 
     settable: ClassVar[tuple[str, ...]] = ("people", "moves")
     name: str = "world/qa3"
-    version: int = 2
+    version: int = 3
     source: str = "bAbI qa3 as in BABILong (arXiv 2406.10149), things stay with who took them"
     max_new_tokens: int = 48
 
@@ -144,8 +144,9 @@ class CarriedBefore(_Story):
         takings = {person: f"The {things[person]} was {draw.rng.choice(TAKEN)} by {person}." for person in people}
         statements = draw.rng.sample(sorted(takings.values()), len(people))
         told: dict[str, list[tuple[str, str]]] = {person: [] for person in people}
+        moved = {person: draw.rng.choice(MOVES) for person in people}
         for person, room in _ways(draw, people, rooms, self.moves):
-            statements.append(f"{person} {draw.rng.choice(MOVES)} to the {room}.")
+            statements.append(f"{person} {moved[person]} to the {room}.")
             told[person].append((statements[-1], room))
         questions = []
         for person in people:
