@@ -1,5 +1,5 @@
 """Drills for what questions about texts teach too slowly: chains of variables, several numbers of one key, sums, cities,
-the order of numbers.
+the order of numbers, counts.
 
 A drill is a row of bare statements, and after it as many answers as there are statements to ask about. Loss is on the
 answers' values alone, so that most tokens that bear loss need the very step that is drilled.
@@ -17,6 +17,7 @@ from locret.data.tasks.generated.base import Draw, Planted
 from locret.data.tasks.generated.multivalue import MultiValue
 from locret.data.tasks.generated.variable_tracking import VariableTracking
 from locret.data.tasks.world.keys import CITIES
+from locret.data.tasks.world.reasoning import Count
 from locret.data.text.embedded_tokenizer import COUNTRY_OF, NAMES, VARIABLES
 
 Pieces = list[tuple[str, bool]]
@@ -35,7 +36,7 @@ def drill(
     make = DRILLS[rng.choices(names)[0]]
     one = len(_encode(tokenizer, *make(random.Random(0), 1))[0])
     two = len(_encode(tokenizer, *make(random.Random(0), 2))[0])
-    most = {chains: len(VARIABLES) // 3, values: len(NAMES), cities: len(CITIES)}.get(make, tokens)
+    most = {chains: len(VARIABLES) // 3, values: len(NAMES), cities: len(CITIES), counts: 7}.get(make, tokens)
     count = 1 + max(tokens - one, 0) // (two - one)
     ids, mask = _encode(tokenizer, *make(rng, min(count, most)))
     return ids, mask, make.__name__
@@ -96,6 +97,16 @@ def orders(rng: random.Random, count: int) -> tuple[str, Pieces]:
     return "", pieces
 
 
+def counts(rng: random.Random, kinds: int) -> tuple[str, Pieces]:
+    """Return what goes by, `kinds` of it up to five times each, and how many times each did."""
+    planted = Count(kinds=kinds).plant(Draw(rng, "train"))
+    pieces: Pieces = []
+    for question in rng.sample(planted.questions, kinds):
+        (times,) = question.targets
+        pieces += [(question.reply.partition(f" {times} ")[0], False), (f"{times} times.", True)]
+    return " ".join(planted.statements), pieces
+
+
 def _after_colons(rng: random.Random, planted: Planted) -> Pieces:
     """Return all replies in any order, with loss on what follows a colon and a space, up to its comma or full stop."""
     pieces: Pieces = []
@@ -106,7 +117,7 @@ def _after_colons(rng: random.Random, planted: Planted) -> Pieces:
     return pieces
 
 
-DRILLS = {make.__name__: make for make in (chains, values, sums, cities, descents, orders)}
+DRILLS = {make.__name__: make for make in (chains, values, sums, cities, descents, orders, counts)}
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str, pieces: Pieces) -> tuple[list[int], list[bool]]:

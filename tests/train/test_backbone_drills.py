@@ -74,6 +74,14 @@ def test_numbers_go_down_by_one_and_rows_come_again_in_order():
         assert len(pieces) == 40
 
 
+def test_what_goes_by_is_counted():
+    text, pieces = drills.counts(random.Random(0), 7)
+    assert len(pieces) == 14
+    for (known, bears), (times, bears_too) in zip(pieces[::2], pieces[1::2], strict=True):
+        assert (bears, bears_too) == (False, True)
+        assert times == f"{text.count(f'{known}.')} times."
+
+
 def test_a_stage_draws_the_drills_that_it_names():
     stage = Stage(steps=12, tokens=96, batch_tokens=192, drill_share=1.0, drills=["orders", "sums"])
     assert {kind for (batch,) in steps(TOKENIZER, [stage], seed=0) for kind in batch.kinds} == {"orders", "sums"}
