@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # Set before huggingface_hub is imported: a test that forgets its stand-in must fail, not download.
@@ -92,6 +93,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        # It asks a server that fails six times, and waits 23 seconds in between.
+        monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None), raising=False)
         monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
         yield server

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from launches import alone, finish, start
+from launches import alone, finish, short_text, start
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -92,8 +92,8 @@ def test_an_evaluation_and_an_answer_are_those_of_one_process(tmp_path: Path) ->
     assert one == two
     assert table.count("| method |") == 1
     assert len(list((tmp_path / "two").glob("*.png"))) == len(list((tmp_path / "one").glob("*.png")))
-    ask = (INFER, "--model", MODEL, "--heads", HEADS, "--prompt-file", "recipes/infer/pass_key.txt", "--budget", 256)
-    ask = (*ask, "--question", "What is the pass key?", "--max-new-tokens", 12, "--device", "cpu")
+    ask = (INFER, "--model", MODEL, "--heads", HEADS, "--prompt-file", short_text(tmp_path), "--budget", 64)
+    ask = (*ask, "--question", "What is the pass key?", "--chunk-size", 128, "--max-new-tokens", 12, "--device", "cpu")
     assert sharded(*ask) == alone(*ask)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import alone, finish, start
+from launches import alone, finish, short_text, start
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -74,7 +74,7 @@ def test_training_leaves_the_heads_of_one_process_and_goes_on_with_any_number(ro
 def test_an_answer_and_a_context_are_those_of_one_process(tmp_path: Path) -> None:
     line: tuple[object, ...] = (INFER, "--model", MODEL, "--heads", HEADS, "--max-new-tokens", 12)
     line = (*line, "--device", "cpu", "--question", "What is the pass key?")
-    read = (*line, "--prompt-file", "recipes/infer/pass_key.txt", "--budget", 128)
+    read = (*line, "--prompt-file", short_text(tmp_path), "--budget", 128)
     assert done(*read, "--save-context", tmp_path / "two.ctx") == alone(*read, "--save-context", tmp_path / "one.ctx")
     asked = [alone(*line, "--context", tmp_path / name) for name in ("one.ctx", "two.ctx")]
     assert asked[0] == asked[1] == done(*line, "--context", tmp_path / "one.ctx")
