@@ -57,6 +57,9 @@ class Stage:
     """Most gaps of a text. Each cuts the sentence in two that it falls into, so short texts bear few or none."""
     gaps_between: bool = False
     """Whether gaps come after full stops alone, so that no sentence is cut, in texts that fork."""
+    sharpen: float = 1.0
+    """Factor on the logits of attention when the stage begins: the more tokens, the less of it falls on the one that is
+    found, and learning makes up for that slowly."""
     local_share: float = 0.0
     """Share of batches in which the first layers see a short window only."""
     bare_share: float = 0.0
@@ -93,6 +96,8 @@ class Stage:
             raise ValueError("stages: gaps_between changes nothing without forks and span; give both, or drop it")
         if self.focus_share and self.forks:
             raise ValueError(f"stages: focus_share={self.focus_share} changes nothing with forks; drop one of the two")
+        if not 0 < self.sharpen <= 4:
+            raise ValueError(f"stages: sharpen={self.sharpen} is no factor on attention's logits; give more than 0, to 4")
         if self.shortest and not 256 <= self.shortest <= self.tokens:
             raise ValueError(f"stages: shortest={self.shortest} is not between 256 and tokens={self.tokens}; change it")
 

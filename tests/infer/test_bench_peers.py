@@ -307,9 +307,10 @@ def test_a_side_that_dies_says_so_and_is_started_again(light_worker: Path) -> No
 
 @pytest.mark.slow
 def test_peak_bytes_are_those_above_what_was_there() -> None:
-    module, size = worker_module(), 2**24
+    # Blocks that malloc always maps, and never takes from what others have left behind.
+    module, size = worker_module(), 2**26
     worker = module.Worker("transformers", str(METERS))
-    there_before = torch.ones(size)
+    there_before = torch.ones(2**20)
 
     def hold(ids: torch.Tensor, streamer: Any) -> int:
         big = torch.ones(size // 4)
@@ -325,4 +326,4 @@ def test_peak_bytes_are_those_above_what_was_there() -> None:
     assert size <= peaks["allocated"] < 1.01 * size
     if peaks["process"] is not None:
         assert 0.9 * size < peaks["process"] < 2 * size  # the system hands out more than was asked for
-    assert there_before.sum() == size
+    assert there_before.sum() == 2**20

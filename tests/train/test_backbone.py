@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -374,6 +375,18 @@ def test_the_learning_rate_is_its_stages_and_falls_where_that_says_so():
     assert rates[9] == 1.0
     assert rates[10] == pytest.approx(2 * 0.91)
     assert rates[-1] == pytest.approx(0.2)
+
+
+def test_a_stage_that_sharpens_scales_what_attention_compares_when_it_begins():
+    first = dataclasses.replace(COPY, lr=0.0)
+    plain, sharp = (
+        train(BackboneTraining(stages=[first, dataclasses.replace(first, steps=2, sharpen=factor)], **SMALL))[0]
+        for factor in (1.0, 1.5)
+    )
+    for (name, before), after in zip(plain.state_dict().items(), sharp.state_dict().values(), strict=True):
+        assert torch.equal(after, before * 1.5 if "q_proj" in name else before)
+    with pytest.raises(ValueError, match="stages: sharpen=0 is no factor on attention's logits; give more than 0"):
+        Stage(steps=1, tokens=64, sharpen=0)
 
 
 def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
