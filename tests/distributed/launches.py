@@ -44,12 +44,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def alone(*line: object) -> str:
     """Run a command in one process, and return what it printed."""
-    command = [sys.executable, "-m", *map(str, line)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return done("-m", *line, processes=1)
 
 
 def start(*line: object, processes: int = 2, **more: str) -> subprocess.Popen[str]:

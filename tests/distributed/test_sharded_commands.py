@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from launches import alone, finish, short_text, start
+from launches import alone, done, finish, short_text, start
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -25,9 +25,7 @@ POLICY = ("--policy.budget=48", "--policy.chunk_size=64", "--policy.stabilizers=
 
 def sharded(*line: object) -> str:
     """Run it in two, each with half of the backbone."""
-    code, out, err = finish(start("-m", *line, "--shard", "fsdp"))
-    assert code == 0, err[-3000:]
-    return out
+    return done("-m", *line, "--shard", "fsdp")
 
 
 @pytest.fixture(scope="module")
