@@ -29,6 +29,9 @@ class BackboneTraining:
     """Width of a head."""
     start: Literal["random", "distances"] = "random"
     """Initial weights; "distances" makes the first layer look at the tokens just before each token."""
+    init: str = ""
+    """Folder of a smaller backbone to begin with in place of random weights. Its words must be the first of today's, and
+    its layers go, in their order, to those that are not in `silent_layers`."""
     copying_layer: int | None = None
     """Layer that starts out copying what followed the same words before, after `start: distances`; none if not given."""
     ordered_numbers: bool = False
@@ -114,6 +117,8 @@ class BackboneTraining:
                 f"ordered_numbers needs start=distances and a hidden_size of 32 or more, but start={self.start} and "
                 f"hidden_size={self.hidden_size}; change one of them"
             )
+        if self.init and self.start != "random":
+            raise ValueError(f"init={self.init} brings its own weights, but start={self.start}; drop one of the two")
         if self.copying_layer is None:
             return
         if self.start != "distances" or not 1 <= self.copying_layer < self.num_layers:

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from checkpoints.build import attention
 from checkpoints.build.batches import Batch, Stage, joined, steps
 from checkpoints.build.model import build_model
+from checkpoints.build.muon import Muon
 from checkpoints.build.options import BackboneTraining
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.train import checkpointing
@@ -141,7 +142,7 @@ def make_optimizers(options: BackboneTraining, model: LlamaForCausalLM) -> list[
     taken = {id(weight) for weight in matrices}
     others = [weight for weight in model.parameters() if id(weight) not in taken]
     return [
-        torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, weight_decay=0.01),
         torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.01),
     ]
 

@@ -22,6 +22,7 @@ from checkpoints.build.command import command
 from checkpoints.build.forks import Forks
 from checkpoints.build.measure import answer
 from checkpoints.build.model import build_model
+from checkpoints.build.muon import Muon, orthogonalised
 from checkpoints.build.options import BackboneTraining
 from checkpoints.build.training import masked_loss, train
 from locret.cli.command import run
@@ -37,6 +38,8 @@ COPY, FACTS = (
     Stage(steps=2, tokens=256, batch_tokens=256, tasks=["passkey", "multikey"], span=512, local_share=0.5),
 )
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+INHERITED = {"hidden_size": 192, "intermediate_size": 384, "num_layers": 7, "num_heads": 8, "num_kv_heads": 4}
+"""The shape of the shipped backbone with two more layers."""
 
 
 @pytest.fixture
@@ -396,6 +399,66 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
     assert any(weight.shape[0] == len(build_tokenizer()) for group in adamw.param_groups for weight in group["params"])
     _, _, log = train(options)
     assert log[-1]["step"] == 3
+
+
+def test_muon_moves_singular_values_close_to_one_and_keeps_directions():
+    torch.manual_seed(0)
+    for shape in ((3, 12, 20), (3, 20, 12), (1, 16, 16)):
+        matrices_NRC = torch.randn(shape)
+        found_NRC = orthogonalised(matrices_NRC)
+        left_NRS, values_NS, right_NSC = torch.linalg.svd(matrices_NRC, full_matrices=False)
+        kept_NSS = left_NRS.mT @ found_NRC @ right_NSC.mT
+        assert kept_NSS.diagonal(dim1=1, dim2=2)[values_NS > 0.05 * values_NS.max()].sub(1).abs().max() < 0.5
+        assert (kept_NSS - torch.diag_embed(kept_NSS.diagonal(dim1=1, dim2=2))).abs().max() < 1e-4
+
+
+def test_muon_steps_as_the_one_of_pytorch_does():
+    torch.manual_seed(0)
+    starts = [torch.randn(8, 12), torch.randn(12, 8), torch.randn(8, 12)]
+    ours, theirs = ([torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    steppers = (
+        Muon(ours, lr=0.01),
+        torch.optim.Muon(theirs, lr=0.01, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+    )
+    for _ in range(3):
+        for mine, its in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            its.grad = mine.grad.clone()
+        for stepper in steppers:
+            stepper.step()
+    for mine, its, start in zip(ours, theirs, starts, strict=True):
+        # Theirs multiplies in bfloat16, with 8 bits of precision.
+        assert (mine - its).norm() < 0.03 * (its - start).norm()
+    with pytest.raises(ValueError, match="closure is given, but Muon asks for the loss once only"):
+        steppers[0].step(lambda: 0.0)
+
+
+def test_a_backbone_that_begins_with_a_smaller_one_says_at_first_what_that_says():
+    options = BackboneTraining(stages=[COPY], init=str(TINY), silent_layers=[2, 5], **INHERITED)
+    model = build_model(options, build_tokenizer()).eval()
+    smaller = AutoModelForCausalLM.from_pretrained(TINY).eval()
+    ids_BT = torch.randint(8, 800, (1, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, expected = model(ids_BT).logits, smaller(ids_BT).logits
+    torch.testing.assert_close(logits[..., : expected.shape[-1]], expected, atol=1e-3, rtol=1e-4)
+    new_VE = model.get_input_embeddings().weight[expected.shape[-1] :]
+    assert len(new_VE) == len(build_tokenizer()) - expected.shape[-1]
+    assert new_VE.norm(dim=1).min() > 0.3 * smaller.get_input_embeddings().weight.norm(dim=1).mean()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"silent_layers": [2]}, "has 5 layers, but num_layers=7 and silent_layers=.2. leave room for 6"),
+        ({"rope_theta": 1e4}, "change rope_theta"),
+        ({"intermediate_size": 64}, "has layers of another shape; give its own widths"),
+        ({"start": "distances"}, "brings its own weights, but start=distances; drop one of the two"),
+    ],
+)
+def test_a_smaller_backbone_that_does_not_fit_is_refused(wrong, message):
+    options = {"silent_layers": [2, 5], "init": str(TINY)} | INHERITED | wrong
+    with pytest.raises(ValueError, match=message):
+        build_model(BackboneTraining(stages=[COPY], **options), build_tokenizer())
 
 
 def test_a_skimmed_text_is_seen_whole_by_the_questions_alone():
