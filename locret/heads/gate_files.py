@@ -247,7 +247,8 @@ def read_dms(path: str, model_or_config: Any, revision: str | None = None) -> Re
         match = _DMS.fullmatch(theirs)
         if match is None:
             return None
-        name = f"heads.{int(match[1])}." + ("norm" if match[2] else f"out.{match[3]}")
+        part = f"out.{match[3]}" if not match[2] else "norm" if match[3] == "weight" else "norm.bias"
+        name = f"heads.{int(match[1])}.{part}"
         return name if name in names else f"heads.{int(match[1])}.{theirs}"
 
     index = place.find(INDEX, WEIGHTS)
@@ -256,7 +257,12 @@ def read_dms(path: str, model_or_config: Any, revision: str | None = None) -> Re
     weights: dict[str, Tensor] = {}
     for shard in sorted({held for name, held in shards(index).items() if _DMS.fullmatch(name)}):
         local = place.find(shard.name)
-        weights |= _tensors(local, ours, others=True)
+        held = _tensors(local, ours, others=True)
+        if twice := sorted(weights.keys() & held.keys()):
+            raise ValueError(
+                f"{local} holds {shown(twice[0])}, and so does another shard of {index}; download it again"
+            )
+        weights |= held
     return config, _fitting(weights, config, str(index))
 
 

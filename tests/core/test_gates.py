@@ -208,6 +208,25 @@ def reshaped(name: str, make: Callable[[Tensor], Tensor | None]) -> Callable[[Pa
     return change
 
 
+def biased_norm(folder: Path) -> None:
+    """Call the weight of a norm its bias, which DMS has none of."""
+    file, index = folder / "model-00001-of-00002.safetensors", folder / "model.safetensors.index.json"
+    before, after = (f"model.layers.0.self_attn.dms_proj_alpha_norm.{kind}" for kind in ("weight", "bias"))
+    save_file({name.replace(before, after): tensor for name, tensor in load_file(file).items()}, file)
+    index.write_text(index.read_text().replace(before, after))
+
+
+def twice(folder: Path) -> None:
+    """Put an entry of the first shard into the second as well, and have the index name both."""
+    first, second = (folder / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    copied = {name: tensor for name, tensor in load_file(first).items() if "layers.0" in name}
+    save_file({**load_file(second), **copied}, second)
+    index = folder / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"][next(iter(copied))] = second.name
+    index.write_text(json.dumps(values))
+
+
 def module(change: Callable[[list[Any]], Any]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         file = next(folder.glob("*.pt"))
@@ -281,6 +300,8 @@ REFUSED: list[tuple[str, Callable[[Path], None], str]] = [
     ("dms", lambda f: (f / "config.json").write_text('{"model_type": "qwen3"}'), "says nothing of DMS"),
     ("dms", lambda f: (f / "model-00001-of-00002.safetensors").unlink(), "has no model-00001-of-00002.safetensors"),
     ("dms", reshaped("model.layers.0.self_attn.dms_proj_alpha.weight", lambda _: None), "missing: heads.0.out.weight"),
+    ("dms", biased_norm, "missing: heads.0.norm"),
+    ("dms", twice, "and so does another shard of"),
 ]
 
 

@@ -78,7 +78,8 @@ def of_capacity(unit: Unit, config: Any, operations: float) -> dict[str, Any]:
     options = unit.options
     asked = [min(facts, options["questions"]) for facts in options["facts"]]
     answers = sum(asked) * options["samples"] * len(options["methods"])
-    reads = len(asked) * options["samples"] * len(options["methods"])
+    named = [parse(name).name for name in options["methods"]]
+    reads = len(asked) * options["samples"] * sum(map(_of_method, named))
     found = reads * options["tokens"] * 2 * weights / (_READING * operations) + answers * _WRITTEN * layers * _TOKEN
     return {
         "protocol": unit.part.protocol,
@@ -92,9 +93,14 @@ def of_capacity(unit: Unit, config: Any, operations: float) -> dict[str, Any]:
 def _factor(run: Run) -> float:
     name = parse(run.method.name).name
     if not presses.is_press(run.method):
-        return _LABELS if name in (methods.ORACLE, methods.ORACLE_AGNOSTIC) else _FACTORS.get(name, 1.0)
+        return _of_method(name)
     press = name.removeprefix(presses.PREFIX)
     return _EAGER if press == "observed_attention" else _FACTORS.get(press, _PRESS)
+
+
+def _of_method(name: str) -> float:
+    """Return how many plain reads one of our methods costs."""
+    return _LABELS if name in (methods.ORACLE, methods.ORACLE_AGNOSTIC) else _FACTORS.get(name, 1.0)
 
 
 def _shape(config: Any) -> tuple[int, int]:
