@@ -15,7 +15,17 @@ from transformers import PreTrainedTokenizerFast
 from checkpoints.build.drills import DRILLS, USUAL, drill
 from checkpoints.build.forks import Forks, fork
 from locret.data.tasks.generated.mixture import mixture, quiz
-from locret.data.text.embedded_tokenizer import BOS, COLORS, NAMES, VARIABLES
+from locret.data.text.embedded_tokenizer import (
+    BOS,
+    COLORS,
+    COUNTRY_OF,
+    NAMES,
+    PEOPLE,
+    ROOMS,
+    STORY_WORDS,
+    THINGS,
+    VARIABLES,
+)
 from locret.data.text.filler import FillerOptions, generator
 
 
@@ -60,6 +70,9 @@ class Stage:
     sharpen: float = 1.0
     """Factor on the logits of attention when the stage begins: the more tokens, the less of it falls on the one that is
     found, and learning makes up for that slowly."""
+    louder: float = 1.0
+    """Factor on the embeddings when the stage begins, taken back by the last norm. Layers after the first hear what a
+    token is only as loudly as its embedding stands beside what the first layer adds, and copying needs to know."""
     local_share: float = 0.0
     """Share of batches in which the first layers see a short window only."""
     bare_share: float = 0.0
@@ -98,6 +111,8 @@ class Stage:
             raise ValueError(f"stages: focus_share={self.focus_share} changes nothing with forks; drop one of the two")
         if not 0 < self.sharpen <= 4:
             raise ValueError(f"stages: sharpen={self.sharpen} is no factor on attention's logits; give more than 0, to 4")
+        if not 0 < self.louder <= 64:
+            raise ValueError(f"stages: louder={self.louder} is no factor on the embeddings; give more than 0, to 64")
         if self.shortest and not 256 <= self.shortest <= self.tokens:
             raise ValueError(f"stages: shortest={self.shortest} is not between 256 and tokens={self.tokens}; change it")
 
@@ -164,9 +179,10 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 def fact_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Return the ids of the tokens that answers are made of: keys, colours and the pieces of numbers."""
+    """Return the ids of the tokens that answers are made of: keys, colours, words of stories and the pieces of numbers."""
     pieces = [*(f"{digit}" for digit in range(10)), *(f"{pair:02d}" for pair in range(100))]
-    words = [*NAMES, *VARIABLES, *COLORS, *pieces, *(f"##{piece}" for piece in pieces)]
+    words = [*NAMES, *VARIABLES, *COLORS, *PEOPLE, *THINGS, *ROOMS, *COUNTRY_OF.values(), *STORY_WORDS]
+    words += [*pieces, *(f"##{piece}" for piece in pieces)]
     return torch.tensor(tokenizer.convert_tokens_to_ids(words))
 
 

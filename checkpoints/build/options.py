@@ -45,7 +45,8 @@ class BackboneTraining:
     skim_window: int = 256
     """Window in which a text is read where a stage says so (`skim_share`), in tokens."""
     autocast: bool = True
-    """Multiply matrices in bfloat16; the weights stay float32."""
+    """Multiply matrices in bfloat16; the weights stay float32. On a CPU without such instructions a step then takes
+    twenty times as long: give false there."""
     rope_theta: float = 1.0e6
     """Base of the rotary embedding; large, so that half of the dimensions compare content at any distance."""
     max_positions: int = 65536

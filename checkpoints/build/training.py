@@ -75,7 +75,7 @@ def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokeni
     with _tensorboard(options.tensorboard) as write_scalar:
         for step, parts in enumerate(bar, start=done + 1):
             rate = learning_rate(step, options.stages, options.warmup_steps)
-            _sharpen(model, _begun(step, options.stages))
+            _begin(model, step, options.stages)
             _update(model, optimizers, parts, rate, options, tally)
             if step % LOG_EVERY == 0 or step == total:
                 record = {"step": step, "stage": parts[0].stage, "lr": rate} | tally.means()
@@ -89,17 +89,19 @@ def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokeni
     return model.cpu().eval(), tokenizer, log
 
 
-def _begun(step: int, stages: Sequence[Stage]) -> float:
-    """Return by how much the stage that begins with this step (from 1) sharpens attention; 1 where none begins."""
-    starts = (1 + sum(earlier.steps for earlier in stages[:index]) for index in range(len(stages)))
-    return next((stage.sharpen for start, stage in zip(starts, stages, strict=True) if start == step), 1.0)
-
-
 @torch.no_grad()
-def _sharpen(model: LlamaForCausalLM, factor: float) -> None:
-    if factor != 1:
+def _begin(model: LlamaForCausalLM, step: int, stages: Sequence[Stage]) -> None:
+    """Change the weights as the stage says that begins with this step (from 1), if one does."""
+    starts = (1 + sum(earlier.steps for earlier in stages[:index]) for index in range(len(stages)))
+    stage = next((stage for start, stage in zip(starts, stages, strict=True) if start == step), None)
+    if stage is None:
+        return
+    if stage.sharpen != 1:
         for layer in model.model.layers:
-            layer.self_attn.q_proj.weight *= factor
+            layer.self_attn.q_proj.weight *= stage.sharpen
+    if stage.louder != 1:
+        model.get_input_embeddings().weight *= stage.louder
+        model.model.norm.weight /= stage.louder
 
 
 def _update(

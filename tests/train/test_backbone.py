@@ -32,7 +32,7 @@ from locret.train import checkpointing
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "checkpoints" / "tiny"
-RECIPE = ROOT / "recipes" / "backbone" / "tiny.yaml"
+RECIPES = sorted((ROOT / "recipes" / "backbone").glob("*.yaml"))
 COPY, FACTS = (
     Stage(steps=1, tokens=32, batch_tokens=64),
     Stage(steps=2, tokens=256, batch_tokens=256, tasks=["passkey", "multikey"], span=512, local_share=0.5),
@@ -185,8 +185,9 @@ def test_an_unknown_key_in_a_stage_is_an_error(tmp_path):
         command(["--config", str(path), "--dry-run"])
 
 
-def test_the_shipped_recipe_builds_a_model_of_at_most_six_million_parameters(capsys, tmp_path):
-    assert command(["--config", str(RECIPE), "--dry-run", "--output", str(tmp_path / "out")]) == 0
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_shipped_recipes_build_models_of_at_most_six_million_parameters(path, capsys, tmp_path):
+    assert command(["--config", str(path), "--dry-run", "--output", str(tmp_path / "out")]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] <= 6_000_000
 
 
@@ -208,7 +209,9 @@ def test_the_tokens_to_copy_are_whole_words_of_the_vocabulary():
     tokenizer = build_tokenizer()
     ids = fact_tokens(tokenizer).tolist()
     assert tokenizer.unk_token_id not in ids
-    assert {"Oslo", "ALPHA", "teal", "48", "##07"} <= set(tokenizer.convert_ids_to_tokens(ids))
+    assert {"Oslo", "ALPHA", "teal", "Henry", "office", "Norway", "48", "##07"} <= set(
+        tokenizer.convert_ids_to_tokens(ids)
+    )
 
 
 def test_the_loss_of_fact_batches_is_on_the_answer_alone():
@@ -390,6 +393,21 @@ def test_a_stage_that_sharpens_scales_what_attention_compares_when_it_begins():
         assert torch.equal(after, before * 1.5 if "q_proj" in name else before)
     with pytest.raises(ValueError, match="stages: sharpen=0 is no factor on attention's logits; give more than 0"):
         Stage(steps=1, tokens=64, sharpen=0)
+
+
+def test_a_stage_that_is_louder_scales_embeddings_and_what_comes_last_takes_it_back():
+    first = dataclasses.replace(COPY, lr=0.0)
+    options = [
+        BackboneTraining(stages=[first, dataclasses.replace(first, louder=factor)], silent_layers=[0, 1], **SMALL)
+        for factor in (1.0, 8.0)
+    ]
+    plain, loud = (train(one)[0] for one in options)
+    assert torch.equal(loud.get_input_embeddings().weight, 8 * plain.get_input_embeddings().weight)
+    ids_BT = torch.arange(8, 40)[None]
+    with torch.no_grad():  # silent layers add nothing, so only what the norm adds to small squares can differ
+        torch.testing.assert_close(loud(ids_BT).logits, plain(ids_BT).logits, atol=2e-3, rtol=2e-3)
+    with pytest.raises(ValueError, match="stages: louder=0 is no factor on the embeddings; give more than 0, to 64"):
+        Stage(steps=1, tokens=64, louder=0)
 
 
 def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
