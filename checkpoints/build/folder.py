@@ -30,9 +30,8 @@ Prompt format (the tokenizer's chat template): `<bos><user>TEXT\nWhat is the pas
 comes after the text. `python -m locret.data.training.question_rows` writes examples of every task.
 
 {measured}
-Made from scratch in {minutes} minutes on {threads} CPU thread(s) by
-`python -m checkpoints.build --config recipes/backbone/tiny.yaml`, on generated texts only. `training.json` holds
-the resolved options and the training log. Versions: {versions}.
+Made from {origin} in {minutes} minutes on {threads} CPU thread(s) by `python -m checkpoints.build`, on generated texts
+only. `training.json` holds the resolved options and the training log. Versions: {versions}.
 """
 
 
@@ -83,6 +82,7 @@ def model_card(model: LlamaForCausalLM, record: dict[str, Any]) -> str:
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         measured=measured,
+        origin=f"`{options['init']}`" if options["init"] else "scratch",
         minutes=f"{record['seconds'] / 60:.0f}",
         threads=options["threads"],
         versions=", ".join(f"{name} {version}" for name, version in record["versions"].items()),
