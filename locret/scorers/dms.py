@@ -13,6 +13,7 @@ Cost:      E K products per token and layer, or none. Scores do not change later
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class DMSScorer(PublishedGateScorer):
 
     def check_backbone(self, config: Any) -> None:
         """See `PublishedGateScorer`."""
-        if self._numbers()["separate"]:
+        if self._numbers["separate"]:
             super().check_backbone(config)
         else:
             self._neuron(config)
@@ -57,16 +58,18 @@ class DMSScorer(PublishedGateScorer):
         Raises:
             ValueError: If adapters do not fit the backbone, or it is not the one whose queries hold the decisions.
         """
-        return super().prepare(model) if self._numbers()["separate"] else self._neuron(model)
+        return super().prepare(model) if self._numbers["separate"] else self._neuron(model)
 
+    @cached_property
     def _numbers(self) -> dict[str, Any]:
+        # Once: every cache asks, and a model on the Hub is asked for over the network.
         try:
             return gate_files.dms_config(self.path, self.revision)
         except ValueError as error:
             raise ValueError(f"scorer dms: {error}") from error
 
     def _neuron(self, model_or_config: Any) -> _Neuron:
-        numbers, config = self._numbers(), gate_files.unwrap_config(model_or_config)
+        numbers, config = self._numbers, gate_files.unwrap_config(model_or_config)
         if not lends_neuron(config) or gate_files.dms_numbers(config.get_text_config().to_dict(), "it") != numbers:
             raise ValueError(
                 f"scorer dms: the decisions of {self.path} are a number of its own queries (dms_separate_alpha=false), "

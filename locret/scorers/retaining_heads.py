@@ -9,6 +9,7 @@ Cost:      O(L) per chunk; a score does not change later. Query-agnostic. Traine
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -39,8 +40,9 @@ class RetainingHeadScorer(Scorer):
     heads: RetainingHeads | str
     """Trained heads, or the folder or Hub id to load them from."""
 
-    @property
+    @cached_property
     def _config(self) -> HeadsConfig:
+        # Once: every cache asks, and heads on the Hub are asked for over the network.
         heads = self.heads
         return checkpoint.read_config(checkpoint.find(heads)) if isinstance(heads, str) else heads.config
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.backbone.chunk import Attended
-from locret.heads import gate_files, gates
+from locret.heads import checkpoint, gate_files, gates
 from locret.heads.config import HeadsConfig
 from locret.labels.labels import observe
 from locret.reference import gates as slow
+from locret.scorers.retaining_heads import RetainingHeadScorer
 
 POLICY = RetentionPolicy(budget=24, chunk_size=16, stabilizers=0, local_len=4, positions="original")
 GATES = list(gate_folders.SCORERS)
@@ -420,3 +421,27 @@ def test_a_gate_in_a_folder_of_its_own_that_was_replaced_is_read_again(tmp_path:
     after = scorer.prepare(model)
     assert not torch.equal(before[0].b, after[0].b)
     assert scorer.prepare(model) is after
+
+
+def test_a_config_is_asked_for_once_by_all_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = build("qwen3"), list[str]()
+    gate_folders.write("dms", tmp_path / "dms", model.config)
+    RetainingHeads.for_model(model, 4).save_pretrained(tmp_path / "heads")
+
+    def count(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def counted(*given: Any) -> Any:
+            asked.append(name)
+            return real(*given)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(gate_files, "dms_config")
+    count(checkpoint, "read_config")
+    for scorer in (scorers.get("dms", path=str(tmp_path / "dms")), RetainingHeadScorer(heads=str(tmp_path / "heads"))):
+        for _ in range(3):
+            scorer.check_backbone(model.config)
+            assert scorer.neighbours == 0
+            assert scorer.layer_shares is None
+    assert asked == ["dms_config", "read_config"]
