@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import locret
 from locret import Context, LongContextModel, RetainingHeads, RetentionPolicy
+from locret.cache.watch import Watch
+from locret.conversation import evidence
 from locret.conversation.evidence import LEAST_LOST, PASSAGES, UNSURE, Answered, Passage
 
 POLICY = RetentionPolicy(budget=48, chunk_size=256, stabilizers=8, local_len=16, ledger=64)
@@ -71,6 +74,23 @@ def test_nothing_is_lost_where_all_was_kept(lm: LongContextModel) -> None:
     assert found.passages == ()
     assert not found.flagged
     assert "71432" in found.text
+
+
+def test_what_goes_while_the_answer_is_written_is_lost_too(lm: LongContextModel) -> None:
+    heads = RetainingHeads.for_model(lm.model, hidden_dim=8, seed=0)
+    rooms = {"all stays": {}, "some goes": {"decode_budget": 120, "decode_interval": 4}}
+    policy = {"budget": 400, "chunk_size": 256, "stabilizers": 8, "local_len": 16, "ledger": 64}
+    lost = {}
+    for name, room in rooms.items():
+        own = LongContextModel(lm.model, lm.tokenizer, heads, policy | room)
+        own._knows_little = False
+        context = own.read("The grass is green. " * 120, name="text")
+        found, watch = evidence.watched(context, QUESTION, 24, {"min_new_tokens": 24})
+        lost[name] = found.lost
+        last = Watch(context.cache.governed)
+        assert lost[name] > 0
+        assert torch.equal(watch._factors[0], last._factors[0]) == (name == "all stays")
+    assert lost["some goes"] > 1.2 * lost["all stays"]
 
 
 def test_a_flag_takes_both_an_unsure_answer_and_something_lost() -> None:
