@@ -104,13 +104,17 @@ class Stage:
             raise ValueError(f"stages: tokens={self.tokens} is too short to hide facts in; give 256 or more")
         for name in ("skim_share", "bare_share"):
             if getattr(self, name) and not self.forks:
-                raise ValueError(f"stages: {name}={getattr(self, name)} changes nothing without forks; give forks, or drop it")
+                raise ValueError(
+                    f"stages: {name}={getattr(self, name)} changes nothing without forks; give forks, or drop it"
+                )
         if self.gaps_between and not (self.forks and self.span):
             raise ValueError("stages: gaps_between changes nothing without forks and span; give both, or drop it")
         if self.focus_share and self.forks:
             raise ValueError(f"stages: focus_share={self.focus_share} changes nothing with forks; drop one of the two")
         if not 0 < self.sharpen <= 4:
-            raise ValueError(f"stages: sharpen={self.sharpen} is no factor on attention's logits; give more than 0, to 4")
+            raise ValueError(
+                f"stages: sharpen={self.sharpen} is no factor on attention's logits; give more than 0, to 4"
+            )
         if not 0 < self.louder <= 64:
             raise ValueError(f"stages: louder={self.louder} is no factor on the embeddings; give more than 0, to 64")
         if self.shortest and not 256 <= self.shortest <= self.tokens:
@@ -179,7 +183,7 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 def fact_tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Return the ids of the tokens that answers are made of: keys, colours, words of stories and the pieces of numbers."""
+    """Return the ids of the tokens that answers are made of: keys, colours, words of stories, pieces of numbers."""
     pieces = [*(f"{digit}" for digit in range(10)), *(f"{pair:02d}" for pair in range(100))]
     words = [*NAMES, *VARIABLES, *COLORS, *PEOPLE, *THINGS, *ROOMS, *COUNTRY_OF.values(), *STORY_WORDS]
     words += [*pieces, *(f"##{piece}" for piece in pieces)]

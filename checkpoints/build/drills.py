@@ -1,5 +1,7 @@
-"""Drills for what questions about texts teach too slowly: chains of variables, several numbers of one key, sums, cities,
-the order of numbers, counts.
+"""Drills for what questions about texts teach too slowly.
+
+These are chains of variables, several numbers of one key, sums, cities, the order of numbers, counts, where a way ends,
+and who moved last.
 
 A drill is a row of bare statements, and after it as many answers as there are statements to ask about. Loss is on the
 answers' values alone, so that most tokens that bear loss need the very step that is drilled.
@@ -18,7 +20,8 @@ from locret.data.tasks.generated.multivalue import MultiValue
 from locret.data.tasks.generated.variable_tracking import VariableTracking
 from locret.data.tasks.world.keys import CITIES
 from locret.data.tasks.world.reasoning import Count
-from locret.data.text.embedded_tokenizer import COUNTRY_OF, NAMES, VARIABLES
+from locret.data.tasks.world.stories import MOVES
+from locret.data.text.embedded_tokenizer import COUNTRY_OF, NAMES, PEOPLE, ROOMS, VARIABLES
 
 Pieces = list[tuple[str, bool]]
 """Pieces of an answer, and whether their tokens bear loss."""
@@ -36,7 +39,9 @@ def drill(
     make = DRILLS[rng.choices(names)[0]]
     one = len(_encode(tokenizer, *make(random.Random(0), 1))[0])
     two = len(_encode(tokenizer, *make(random.Random(0), 2))[0])
-    most = {chains: len(VARIABLES) // 3, values: len(NAMES), cities: len(CITIES), counts: 7}.get(make, tokens)
+    most = {chains: len(VARIABLES) // 3, values: len(NAMES), cities: len(CITIES), counts: 7, ends: len(NAMES)}.get(
+        make, tokens
+    )
     count = 1 + max(tokens - one, 0) // (two - one)
     ids, mask = _encode(tokenizer, *make(rng, min(count, most)))
     return ids, mask, make.__name__
@@ -83,9 +88,7 @@ def cities(rng: random.Random, count: int) -> tuple[str, Pieces]:
 def descents(rng: random.Random, count: int) -> tuple[str, Pieces]:
     """Return `count` numbers of two digits, each with the three below it; there is no text to read."""
     starts = [rng.randint(13, 99) for _ in range(count)]
-    return "", [
-        piece for n in starts for piece in ((f"{n},", False), (f"{n - 1}, {n - 2}, {n - 3}.", True))
-    ]
+    return "", [piece for n in starts for piece in ((f"{n},", False), (f"{n - 1}, {n - 2}, {n - 3}.", True))]
 
 
 def orders(rng: random.Random, count: int) -> tuple[str, Pieces]:
@@ -107,6 +110,23 @@ def counts(rng: random.Random, kinds: int) -> tuple[str, Pieces]:
     return " ".join(planted.statements), pieces
 
 
+def ends(rng: random.Random, count: int) -> tuple[str, Pieces]:
+    """Return `count` steps from place to place, every second one back, and what comes after each place."""
+    places = rng.sample(NAMES, count)
+    steps = [(f"From {place} go", rng.choice((f"to {rng.choice(NAMES)}.", "back."))) for place in places]
+    pieces = [piece for known, found in rng.sample(steps, count) for piece in ((known, False), (found, True))]
+    return " ".join(f"{known} {found}" for known, found in steps), pieces
+
+
+def moves(rng: random.Random, count: int) -> tuple[str, Pieces]:
+    """Return `count` moves of some people, one after the other, and the last one of each of them."""
+    people = rng.sample(PEOPLE, min(max(count // 4, 1), len(PEOPLE)))
+    said = [(rng.choice(people), f"{rng.choice(MOVES)} to the {rng.choice(ROOMS)}.") for _ in range(count)]
+    last = dict(said)
+    pieces = [piece for person in rng.sample([*last], len(last)) for piece in ((person, False), (last[person], True))]
+    return " ".join(f"{person} {move}" for person, move in said), pieces
+
+
 def _after_colons(rng: random.Random, planted: Planted) -> Pieces:
     """Return all replies in any order, with loss on what follows a colon and a space, up to its comma or full stop."""
     pieces: Pieces = []
@@ -117,7 +137,7 @@ def _after_colons(rng: random.Random, planted: Planted) -> Pieces:
     return pieces
 
 
-DRILLS = {make.__name__: make for make in (chains, values, sums, cities, descents, orders, counts)}
+DRILLS = {make.__name__: make for make in (chains, values, sums, cities, descents, orders, counts, ends, moves)}
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str, pieces: Pieces) -> tuple[list[int], list[bool]]:

@@ -65,7 +65,7 @@ def _inherit(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, option
         )
     if old.config.rope_parameters != model.config.rope_parameters:
         raise ValueError(
-            f"init={options.init} turns its keys by {old.config.rope_parameters}, not by {model.config.rope_parameters}; "
+            f"init={options.init} turns its keys by {old.config.rope_parameters}, not {model.config.rope_parameters}; "
             "change rope_theta"
         )
     pairs = [(model.model.norm, old.model.norm)]

@@ -30,10 +30,10 @@ class BackboneTraining:
     start: Literal["random", "distances"] = "random"
     """Initial weights; "distances" makes the first layer look at the tokens just before each token."""
     init: str = ""
-    """Folder of a smaller backbone to begin with in place of random weights. Its words must be the first of today's, and
-    its layers go, in their order, to those that are not in `silent_layers`."""
+    """Folder of a smaller backbone to begin with in place of random weights. Its words must be the first of today's,
+    and its layers go, in their order, to those that are not in `silent_layers`."""
     copying_layer: int | None = None
-    """Layer that starts out copying what followed the same words before, after `start: distances`; none if not given."""
+    """Layer that starts out copying what followed the same words before, after `start: distances`; none if left out."""
     ordered_numbers: bool = False
     """Whether the pieces of numbers start out in their order, after `start: distances`."""
     silent_layers: list[int] = field(default_factory=list)
@@ -52,8 +52,8 @@ class BackboneTraining:
     max_positions: int = 65536
     """Longest context to record in the config, in tokens."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """What updates the weights; "muon" orthogonalises the updates of the layers' matrices, and leaves the embeddings and
-    the norms to AdamW."""
+    """What updates the weights; "muon" orthogonalises the updates of the layers' matrices, and leaves the embeddings
+    and the norms to AdamW."""
     warmup_steps: int = 50
     """Steps of linear warm-up."""
     seed: int = 0

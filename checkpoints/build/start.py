@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 SHARED = 0.9
 """Size of the shared direction; the rest of an embedding has norm 1."""
 PLACE, MATCH, SAID, QUIET = 0.12, 8.0, 4.0, 0.02
-"""Of a layer that starts out copying: sizes of a token's trace in the first layer, of queries and keys, of what is said,
-and of what the MLPs of the two layers add."""
+"""Of a layer that starts out copying: sizes of a token's trace in the first layer, of queries and keys, of what is
+said, and of what the MLPs of the two layers add."""
 WAVES, ON_CURVE = 4, 0.4
 """Half-waves of the curve of numbers, and the share of an embedding's size that lies on it."""
 SLOW = 12
@@ -85,7 +85,11 @@ def connect(model: LlamaForCausalLM, layer: int) -> None:
     Without this, a small model finds the two halves of that step together only after thousands of updates.
     """
     config = model.config
-    dim, kv_heads, groups = config.head_dim, config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
+    dim, kv_heads, groups = (
+        config.head_dim,
+        config.num_key_value_heads,
+        config.num_attention_heads // config.num_key_value_heads,
+    )
     first, copying = model.model.layers[0].self_attn, model.model.layers[layer].self_attn
     width = config.hidden_size
     for each in (0, layer):

@@ -74,6 +74,22 @@ def test_numbers_go_down_by_one_and_rows_come_again_in_order():
         assert len(pieces) == 40
 
 
+def test_ways_end_where_the_text_says_so():
+    text, pieces = drills.ends(random.Random(0), 20)
+    stated = dict(re.findall(r"(From \w+ go) (to \w+\.|back\.)", text))
+    assert len(stated) == 20
+    assert {known: found for (known, _), (found, _) in zip(pieces[::2], pieces[1::2], strict=True)} == stated
+    assert 4 < sum(found == "back." for found in stated.values()) < 16
+
+
+def test_who_moved_last_is_asked_of_everybody():
+    text, pieces = drills.moves(random.Random(0), 20)
+    moved = re.findall(r"(\w+) (\w+ to the \w+\.)", text)
+    assert len(moved) == 20
+    assert len(dict(moved)) == 5
+    assert {known: found for (known, _), (found, _) in zip(pieces[::2], pieces[1::2], strict=True)} == dict(moved)
+
+
 def test_what_goes_by_is_counted():
     text, pieces = drills.counts(random.Random(0), 7)
     assert len(pieces) == 14
