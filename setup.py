@@ -10,11 +10,11 @@ from setuptools.command.build_py import build_py
 
 # What times ideas, and what trains the embedded backbone (checkpoints/build), stays in the repository.
 CODE = {"train": (), "infer": ("speed.lab*",), "data": ()}
-FILES = {"recipes": ["*/*.yaml", "*/*.txt"], "checkpoints": ["tiny/*", "tiny-heads/*"]}
+FILES = {"recipes": ["*/*.yaml", "*/*.txt"], "checkpoints": ["tiny/*", "tiny-heads/*", "world/*"]}
 
 
 class BuildPy(build_py):
-    """Copies one package, `locret`, with code, recipes and the embedded pair."""
+    """Copies one package, `locret`, with code, recipes and the embedded backbones."""
 
     def finalize_options(self) -> None:
         """Add the folders to the packages of setup.cfg."""

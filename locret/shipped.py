@@ -1,4 +1,4 @@
-"""What the wheel holds inside locret/ and a checkout next to it: train, infer and data, the recipes, the embedded pair.
+"""What the wheel holds inside locret/ and a checkout next to it: train, infer and data, recipes, embedded backbones.
 
 Only this module and setup.py know both arrangements.
 """
@@ -13,12 +13,13 @@ from pathlib import Path, PurePath
 
 _INSIDE = Path(__file__).parent
 _ROOT = _INSIDE if (_INSIDE / "train").is_dir() else _INSIDE.parent
-_EMBEDDED = (PurePath("checkpoints/tiny"), PurePath("checkpoints/tiny-heads"))
+_BACKBONES = (PurePath("checkpoints/tiny"), PurePath("checkpoints/world"))
+_EMBEDDED = (*_BACKBONES, *(path.with_name(f"{path.name}-heads") for path in _BACKBONES))
 TEXT = PurePath("recipes/infer/pass_key.txt")
 
 
 def find(name: str) -> str:
-    """Return where a recipe, its text or the embedded pair is: what the user has under that name, else what is shipped.
+    """Return where a recipe, its text, an embedded backbone or its heads are: the user's, else those shipped.
 
     So `recipes/infer/tiny.yaml` and `checkpoints/tiny` mean the same in every folder, and neither is looked for on the
     Hub. Every other name is returned as it is.
@@ -39,17 +40,17 @@ def recipes() -> list[str]:
 
 
 def is_embedded_backbone(name: str) -> bool:
-    """Return whether a name, or the path it was found at, is that of the embedded backbone."""
-    return bool(name) and os.path.realpath(find(name)) == os.path.realpath(_ROOT / _EMBEDDED[0])
+    """Return whether a name, or the path it was found at, is that of an embedded backbone."""
+    return bool(name) and os.path.realpath(find(name)) in {os.path.realpath(_ROOT / path) for path in _BACKBONES}
 
 
 def is_embedded_text(name: str | os.PathLike[str] | None) -> bool:
-    """Return whether a name, or the path it was found at, is that of the text which the embedded backbone knows."""
+    """Return whether a name, or the path it was found at, is that of the text which embedded backbones know."""
     return bool(name) and os.path.realpath(find(str(name))) == os.path.realpath(_ROOT / TEXT)
 
 
 def folder(path: PurePath) -> Path | None:
-    """Return a folder that locret came with which holds some of the embedded pair; None for every other one."""
+    """Return a folder that locret came with which holds embedded backbones or their heads; None for every other one."""
     return _ROOT / path if any(path == embedded.parent for embedded in _EMBEDDED) else None
 
 

@@ -1,4 +1,4 @@
-"""The names of recipes and of the embedded pair mean the same in every folder; every other name is left alone."""
+"""The names of recipes, embedded backbones and heads mean the same in every folder; other names are left alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from locret.infer.command import OPTION_CLASSES
 from locret.infer.infer_options import PlacedModelOptions
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ["recipes/infer/tiny.yaml", "recipes/infer/pass_key.txt", "checkpoints/tiny", "checkpoints/tiny-heads"]
+RECIPES = ["recipes/infer/tiny.yaml", "recipes/infer/pass_key.txt"]
+SHIPPED = [*RECIPES, "checkpoints/tiny", "checkpoints/tiny-heads", "checkpoints/world"]
 
 
 @pytest.fixture(autouse=True)

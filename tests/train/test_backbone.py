@@ -32,6 +32,7 @@ from locret.train import checkpointing
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "checkpoints" / "tiny"
+WORLD = ROOT / "checkpoints" / "world"
 RECIPES = sorted((ROOT / "recipes" / "backbone").glob("*.yaml"))
 COPY, FACTS = (
     Stage(steps=1, tokens=32, batch_tokens=64),
@@ -57,6 +58,23 @@ def recipe(tmp_path):
 @pytest.fixture(scope="module")
 def tiny():
     return AutoModelForCausalLM.from_pretrained(TINY).eval(), AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return AutoModelForCausalLM.from_pretrained(WORLD).eval(), AutoTokenizer.from_pretrained(WORLD)
+
+
+def exact(pair, name):
+    """Return how many of ten fresh samples of 1,024 tokens are answered exactly."""
+    model, tokenizer = pair
+    task = tasks.get(name)
+    right = 0
+    for index in range(10):
+        sample = task.sample(tokenizer, 1024, depth=(index + 0.5) / 10, seed=9000 + index)
+        said = answer(model, tokenizer, sample.content, task.max_new_tokens, sample.system)
+        right += task.score(said, sample) == 1
+    return right
 
 
 def test_a_three_step_run_writes_a_folder_that_the_auto_classes_load(recipe, tmp_path, capsys):
@@ -520,17 +538,18 @@ def test_gaps_in_the_positions_do_not_cut_the_attention():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tasks.names())
 def test_the_committed_backbone_answers_fresh_samples(tiny, name):
-    model, tokenizer = tiny
-    task = tasks.get(name)
-    right = 0
-    for index in range(10):
-        sample = task.sample(tokenizer, 1024, depth=(index + 0.5) / 10, seed=9000 + index)
-        right += task.score(answer(model, tokenizer, sample.content, task.max_new_tokens), sample) == 1
     # Tells weights that belong to these tasks from others; the card has the shares over more samples.
-    assert right >= 8
+    assert exact(tiny, name) >= 8
 
 
-def test_the_committed_folder_is_small_and_complete():
-    names = {path.name for path in TINY.iterdir()}
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["passkey", "world/near_keys", "world/two_hop", "world/qa5", "world/rules"])
+def test_the_committed_backbone_of_worlds_answers_fresh_samples(world, name):
+    assert exact(world, name) >= 8
+
+
+@pytest.mark.parametrize("folder", [TINY, WORLD], ids=lambda folder: folder.name)
+def test_the_committed_folders_are_small_and_complete(folder):
+    names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "training.json"} <= names
-    assert sum(path.stat().st_size for path in TINY.iterdir()) < 16_000_000
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 16_000_000
