@@ -308,6 +308,20 @@ def test_chance_is_the_score_on_another_texts_question_and_texts_are_what_errors
     assert chance == {"agnostic": {"random": 50, "chance": 100, "error": 28.868, "answers": 8}}
 
 
+def test_bytes_are_compared_on_the_questions_that_everybody_was_asked() -> None:
+    field = [answer("locret", 1.0, text, question) for text in range(3) for question in range(4)]
+    other = [{**one, "seed": 1} for one in field]
+    budgets = [answer("locret", 0.0, text, question) for text in range(2) for question in range(2)]
+    presses = [answer("kvpress/keydiff", 0.5, text, question) for text in range(2) for question in range(1, 4)]
+    found = record.of_frontier({"field": [*field, *other], "budgets": budgets, "presses": presses, "leaders": other})
+    assert [(one["method"], one["score"], one["index"], one["question"]) for one in found] == [
+        *(("locret", score, text, 1) for score in (1.0, 0.0) for text in range(2)),
+        *(("kvpress/keydiff", 0.5, text, 1) for text in range(2)),
+    ]
+    assert len(record.of_frontier({"field": field})) == len(field)
+    assert record.of_frontier({"leaders": field}) == []
+
+
 def drawn(rows: list[list[Any]], **more: Any) -> dict[str, Any]:
     part = {"name": "field", "protocol": "agnostic", "texts": 1, "questions": 4, "seed_numbers": [0], "methods": 2}
     return {
@@ -324,7 +338,8 @@ def row(part: str, task: str, method: str, score: float, budget: int | None = 64
 
 def test_the_page_says_what_the_record_holds(tmp_path: Path) -> None:
     rows = [row("field", task, name, score) for task in FEW for name, score in (("h2o", 12.5), ("locret", 87.5))]
-    rows += [row("budgets", task, "locret", 50.0, 16, 1024) for task in FEW]
+    rows += [["frontier", *one[1:]] for one in rows]
+    rows += [row("frontier", task, "locret", 50.0, 16, 1024) for task in FEW]
     rows += [row("field", FEW[0], "half", 99.0)]
     found = drawn(rows, missing={"presses": "no --kvpress-python, so kvpress's presses are not asked"})
     text = page.text(found)

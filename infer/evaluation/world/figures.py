@@ -21,7 +21,6 @@ FRONTIER, MAP, CAPACITY = "world_frontier.png", "world_map_{}.png", "world_capac
 _OURS, _THEIRS, _YARDSTICK, _STEPS = "#0072B2", "#D55E00", "#7F7F7F", "#BBBBBB"
 PARTS = {AGNOSTIC: ("field", "presses"), AWARE: ("field_aware", "presses_aware")}
 """The parts that a map shows: one budget, all methods."""
-OF_FRONTIER = ("field", "budgets", "presses", "press_budgets")
 _NAMED = 7.0
 """Points of the scale by which a method must be apart from those named so far to be named as well."""
 
@@ -53,18 +52,18 @@ def write(record: Mapping[str, Any], folder: Path) -> list[str]:
 def of_bytes(record: Mapping[str, Any]) -> dict[str, list[Held]]:
     """Return, for the bytes that are kept and those of the peak, what each method and budget holds and scores.
 
-    Scores are means over all tasks, agnostic. Empty where the field was not asked.
+    Scores are means over all tasks, agnostic, on the questions that all were asked; empty where none was.
     """
-    found: dict[tuple[str, int | None], tuple[Held, Held]] = {}
-    for part in OF_FRONTIER:
-        for (method, budget), one in records.means(record, [part]).items():
-            amount = "all" if budget is None else f"{budget:,}"
-            kept, peak = (
+    found = []
+    for (method, budget), one in records.means(record, [records.FRONTIER]).items():
+        amount = "all" if budget is None else f"{budget:,}"
+        found.append(
+            [
                 Held(method, amount, held, 0, 0.0, one["score"], one["error"])
                 for held in (one["kept"], one["peak_bytes"] + one["host_bytes"])
-            )
-            found.setdefault((method, budget), (kept, peak))
-    columns = zip(*found.values(), strict=True)
+            ]
+        )
+    columns = zip(*found, strict=True)
     return {what: list(own) for what, own in zip(("bytes kept", "peak bytes"), columns, strict=False)}
 
 

@@ -157,7 +157,7 @@ def _frontier(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"## Accuracy against bytes\n\n![Score against bytes]({figures.FRONTIER})\n"
     yield (
         "Not beaten: no method but the oracles answers as well with fewer bytes, or better with as many. Agnostic, all "
-        "tasks.\n"
+        "tasks, the texts and questions that every method was asked at every budget.\n"
     )
     for what, own in points.items():
         rows = [

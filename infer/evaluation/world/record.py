@@ -19,6 +19,10 @@ from locret.infer.evaluation.world.plan import Unit
 from locret.infer.methods import FULL
 
 RECORD = "world.json"
+FRONTIER = "frontier"
+"""The rows from which accuracy against bytes is drawn."""
+_OF_FRONTIER = ("field", "budgets", "presses", "press_budgets")
+"""The parts that they come from."""
 COLUMNS = (
     *("part", "task", "tokens", "method", "budget", "texts", "questions", "score", "error"),
     *("units", "bytes", "host_bytes", "peak_bytes", "seconds"),
@@ -79,7 +83,9 @@ def compiled(
         "missing": dict(missing),
         **facts,
         "columns": list(COLUMNS),
-        "rows": [row for name, found in by_part.items() for row in rows(name, found)],
+        "rows": [
+            row for name, found in {**by_part, FRONTIER: of_frontier(by_part)}.items() for row in rows(name, found)
+        ],
         "order": {
             protocol: {
                 **ordering.stability(scores),
@@ -161,6 +167,20 @@ def rows(part: str, records: Sequence[dict[str, Any]]) -> list[list[Any]]:
         numbers = [round(statistics.fmean(scores), 3), None if error is None else round(error, 3)]
         found.append([part, *axes, len(scores), len(own), *numbers, *most.values(), round(seconds, 4)])
     return found
+
+
+def of_frontier(by_part: Mapping[str, Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the answers from which score against bytes is drawn: to the questions that all methods were asked.
+
+    Budgets and presses read fewer texts than the field, and are asked less of each.
+    """
+    parts = [own for name in _OF_FRONTIER if (own := by_part.get(name))]
+    common = set.intersection(*({_question(one) for one in own} for own in parts)) if parts else set()
+    return [one for own in parts for one in own if _question(one) in common]
+
+
+def _question(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return *_text(record), record.get("question")
 
 
 def _fields(by_part: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, dict[ordering.Text, float]]]:
