@@ -10,7 +10,7 @@ from setuptools.command.build_py import build_py
 
 # What times ideas, and what trains the embedded backbone (checkpoints/build), stays in the repository.
 CODE = {"train": (), "infer": ("speed.lab*",), "data": ()}
-FILES = {"recipes": ["*/*.yaml", "*/*.txt"], "checkpoints": ["tiny/*", "tiny-heads/*", "world/*"]}
+FILES = {"recipes": ["*/*.yaml", "*/*.txt"], "checkpoints": ["tiny/*", "tiny-heads/*", "world/*", "world-heads/*"]}
 
 
 class BuildPy(build_py):

@@ -14,7 +14,8 @@ from pathlib import Path, PurePath
 _INSIDE = Path(__file__).parent
 _ROOT = _INSIDE if (_INSIDE / "train").is_dir() else _INSIDE.parent
 _BACKBONES = (PurePath("checkpoints/tiny"), PurePath("checkpoints/world"))
-_EMBEDDED = (*_BACKBONES, *(path.with_name(f"{path.name}-heads") for path in _BACKBONES))
+_HEADS = {path: path.with_name(f"{path.name}-heads") for path in _BACKBONES}
+_EMBEDDED = (*_BACKBONES, *_HEADS.values())
 TEXT = PurePath("recipes/infer/pass_key.txt")
 
 
@@ -42,6 +43,12 @@ def recipes() -> list[str]:
 def is_embedded_backbone(name: str) -> bool:
     """Return whether a name, or the path it was found at, is that of an embedded backbone."""
     return bool(name) and os.path.realpath(find(name)) in {os.path.realpath(_ROOT / path) for path in _BACKBONES}
+
+
+def embedded_heads(backbone: str) -> str | None:
+    """Return where the heads of an embedded backbone are, by its name or path; None for every other backbone."""
+    at = os.path.realpath(find(backbone))
+    return next((find(str(own)) for path, own in _HEADS.items() if at == os.path.realpath(find(str(path)))), None)
 
 
 def is_embedded_text(name: str | os.PathLike[str] | None) -> bool:

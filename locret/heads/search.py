@@ -42,8 +42,8 @@ def find_heads(model: str) -> Found:
         ValueError: If the backbone's name on the Hub is unknown, or there are no heads for it.
         OSError: If the Hub refuses or cannot be reached.
     """
-    if os.path.realpath(shipped.find(model)) == os.path.realpath(shipped.find("checkpoints/tiny")):
-        return Found(shipped.find("checkpoints/tiny-heads"), "shipped with the embedded backbone")
+    if embedded := shipped.embedded_heads(model):
+        return Found(embedded, "shipped with the embedded backbone")
     name = _hub_name(model)
     candidates = _on_hub(name)
     if not candidates:

@@ -38,7 +38,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], backbone: Path, heads: Path) ->
 
 
 def asked(chosen: dict[str, Any], **budgets: Any) -> plan.Asked:
-    evaluation = EvalOptions(**{"suite": "world", "heads": "heads", **chosen})
+    evaluation = EvalOptions(**{"suite": "world", "heads": "checkpoints/world-heads", **chosen})
     return plan.asked(evaluation, BudgetOptions(**budgets), {*chosen, *budgets})
 
 
@@ -61,6 +61,10 @@ def test_every_method_is_asked_and_what_is_missing_is_said() -> None:
     named = set(with_presses[0].options["methods"])
     known = {plan.OPTIONS.get(name, name) for name in methods.names()}
     assert named | set(nothing) == known | set(plan.MORE), "every method is asked, or said to be missing"
+    unmeasured, missing = plan.units(asked({"heads": "checkpoints/tiny-heads"}))
+    assert "--layer-shares" in missing[plan.SHARES]
+    assert plan.SHARES in named
+    assert plan.SHARES not in unmeasured[0].options["methods"]
     headless, missing = plan.units(asked({"heads": None}))
     assert missing["locret"] == "needs trained heads; give --heads"
     assert "locret" not in headless[0].options["methods"]
@@ -352,6 +356,41 @@ def test_the_page_says_what_the_record_holds(tmp_path: Path) -> None:
     assert text.count("| locret | 16 |") == 2, "by bytes kept and by those of the peak"
     record.save(found, tmp_path / "world.json")
     assert json.loads((tmp_path / "world.json").read_text()) == found
+
+
+def test_what_the_full_cache_does_not_answer_is_left_out_of_the_headline_and_named() -> None:
+    scores = {"full": (100.0, 20.0), "locret": (90.0, 0.0), "random": (30.0, 10.0)}
+    rows = [row("field", task, name, own[n]) for name, own in scores.items() for n, task in enumerate(FEW[:2])]
+    text = page.text(drawn(rows))
+    assert "Means leave out tasks of which the full cache answers less than 90 %, where" in text
+    assert f"can: `{FEW[1]}` (20). `all tasks` and the maps have them." in text
+    lines = [line for line in text.splitlines() if line.startswith(("| method", "| locret", "| random"))]
+    assert "| agnostic, all tasks |" in lines[0]
+    assert lines[1].startswith("| locret | 90.0 ± 1.5 | 45.0 |")
+    assert lines[2].startswith("| random | 30.0 ± 1.5 | 20.0 |")
+    assert records_of(drawn(rows), every_task=True) == {"full": 60.0, "locret": 45.0, "random": 20.0}
+    none = [row("field", task, name, 10.0) for name in ("full", "locret") for task in FEW]
+    assert record.unanswerable(drawn(none)) == {}, "a headline of no task says nothing"
+    assert "Means leave out" not in page.text(drawn(none))
+    assert record.unanswerable(drawn([row("field", task, "locret", 10.0) for task in FEW])) == {}, "no full cache"
+
+
+def records_of(found: dict[str, Any], **options: Any) -> dict[str, float]:
+    return {name: one["score"] for (name, _), one in record.means(found, ["field"], **options).items()}
+
+
+def test_leaders_are_counted_on_answerable_tasks_and_held_against_the_oracle() -> None:
+    tasks = ["multikey", "number", "world/count"]
+    field = [row("field", task, "full", score) for task, score in zip(tasks, (100.0, 95.0, 10.0), strict=True)]
+    scores = {"full": (100, 95, 10), "oracle_agnostic": (90, 80, 10), "locret": (90, 60, 0), "h2o": (0, 60, 10)}
+    leaders = [row("leaders", task, name, own[n]) for name, own in scores.items() for n, task in enumerate(tasks)]
+    ahead = [
+        {"task": task, "tokens": 256, "texts": 20, "rival": "h2o", "difference": difference, "error": 2.0}
+        for task, difference in zip(tasks, (90.0, 0.0, -10.0), strict=True)
+    ]
+    text = page.text(drawn([*field, *leaders], ahead=ahead))
+    assert "on 1 of 2 tasks that the full cache answers, and as far behind it on 0." in text
+    assert "`locret` answers 88 % as much; on 1 of 2 at least 95 %." in text
 
 
 @pytest.mark.skipif(not (Path(__file__).parents[2] / "docs/world.json").is_file(), reason="no record of the suite yet")

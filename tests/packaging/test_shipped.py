@@ -13,7 +13,7 @@ from locret.infer.infer_options import PlacedModelOptions
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ["recipes/infer/tiny.yaml", "recipes/infer/pass_key.txt"]
-SHIPPED = [*RECIPES, "checkpoints/tiny", "checkpoints/tiny-heads", "checkpoints/world"]
+SHIPPED = [*RECIPES, "checkpoints/tiny", "checkpoints/tiny-heads", "checkpoints/world", "checkpoints/world-heads"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +58,19 @@ def test_commands_and_heads_find_the_pair_without_asking_the_hub() -> None:
     assert loading.load_config(model).num_hidden_layers == len(RetainingHeads.from_pretrained("checkpoints/tiny-heads"))
     with pytest.raises(OSError, match="checkpoints/tiny-too"):
         RetainingHeads.from_pretrained("checkpoints/tiny-too")
+
+
+@pytest.mark.parametrize("name", ["tiny", "world"])
+def test_embedded_backbones_have_their_own_heads(name: str, elsewhere: Path) -> None:
+    heads = ROOT / "checkpoints" / f"{name}-heads"
+    assert shipped.embedded_heads(f"checkpoints/{name}") == shipped.embedded_heads(str(ROOT / "checkpoints" / name))
+    assert shipped.embedded_heads(f"checkpoints/{name}") == str(heads)
+    backbone = loading.load_config(PlacedModelOptions(model=f"checkpoints/{name}"))
+    assert backbone.num_hidden_layers == len(RetainingHeads.from_pretrained(str(heads)))
+    (elsewhere / "checkpoints" / name).mkdir(parents=True)
+    assert shipped.embedded_heads(str(ROOT / "checkpoints" / name)) is None, "the user's has taken the name"
+
+
+def test_other_backbones_have_no_embedded_heads() -> None:
+    assert shipped.embedded_heads("org/backbone") is None
+    assert shipped.embedded_heads("checkpoints/tiny-heads") is None

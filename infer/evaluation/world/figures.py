@@ -52,7 +52,7 @@ def write(record: Mapping[str, Any], folder: Path) -> list[str]:
 def of_bytes(record: Mapping[str, Any]) -> dict[str, list[Held]]:
     """Return, for the bytes that are kept and those of the peak, what each method and budget holds and scores.
 
-    Scores are means over all tasks, agnostic, on the questions that all were asked; empty where none was.
+    Scores are means over the table's tasks, agnostic, on the questions that all were asked; empty where none was.
     """
     found = []
     for (method, budget), one in records.means(record, [records.FRONTIER]).items():

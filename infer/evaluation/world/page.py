@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from locret.files import write_text
 from locret.infer.evaluation import presses
+from locret.infer.evaluation.methods import ORACLE_AGNOSTIC
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.summary import size, with_error
 from locret.infer.evaluation.world import figures
 from locret.infer.evaluation.world import record as records
 from locret.infer.evaluation.world.ordering import TOLD_APART
+from locret.infer.evaluation.world.plan import SHARES
+from locret.infer.methods import LOCRET
 from locret.infer.speed.peers.environments import PEERS
 from locret.tables import markdown
 
 PAGE = "world.md"
 _BOUND = 0.9
 """Kendall's tau that the order of the methods should reach between any two seeds."""
+_OF_ORACLE = 0.95
+"""Share of the agnostic oracle's score that trained heads should reach on every task."""
 _INTRODUCTION = """\
 # The table of the field
 
@@ -77,12 +82,14 @@ def presses_version(record: Mapping[str, Any]) -> str:
 
 
 def _table(record: Mapping[str, Any]) -> Iterator[str]:
-    """The table: a row per method, the best first; means over all tasks of both protocols."""
+    """The table: a row per method, the best first; means over the tasks that the full cache answers."""
     agnostic, aware = (_of_protocol(record, protocol) for protocol in (AGNOSTIC, AWARE))
     shown = agnostic or aware
     if not shown:
         return
-    families = _families(record)
+    out = records.unanswerable(record)
+    families = _families(record, out)
+    all_tasks = _of_protocol(record, AGNOSTIC if agnostic else AWARE, every_task=True) if out else {}
     rows = []
     for method, one in sorted(shown.items(), key=lambda item: -item[1]["score"]):
         other = aware.get(method) if agnostic else None
@@ -92,6 +99,7 @@ def _table(record: Mapping[str, Any]) -> Iterator[str]:
                 with_error(one["score"], one["error"]),
                 *(_score(_family_mean(record, method, names, bool(agnostic))) for names in families.values()),
                 *([with_error(other["score"], other["error"]) if other else ""] if agnostic and aware else []),
+                *([_score(all_tasks[method]["score"] if method in all_tasks else None)] if out else []),
                 f"{one['units']:,}",
                 size(one["kept"]),
                 size(one["peak_bytes"] + one["host_bytes"]),
@@ -101,25 +109,34 @@ def _table(record: Mapping[str, Any]) -> Iterator[str]:
         )
     first = AGNOSTIC if agnostic else AWARE
     heads = ["method", first, *families, *([AWARE] if agnostic and aware else [])]
+    heads += [f"{first}, all tasks"] if out else []
     yield f"## The table\n\n{_setting(record)}\n\n{_PROTOCOLS}\n"
     yield "\n".join(markdown([*heads, "units / KV head", "bytes kept", "peak bytes", "seconds", "texts"], rows)) + "\n"
     yield (
         "±: one standard error. Bytes kept: of the units that stay when the document has been read, in all tiers; peak "
         "bytes: the most that was allocated for the cache, what is being read included.\n"
     )
+    if out:
+        named = ", ".join(f"`{task}` ({score:.0f})" for task, score in sorted(out.items(), key=lambda item: item[1]))
+        yield (
+            f"Means leave out tasks of which the full cache answers less than {records.ANSWERABLE:g} %, where the "
+            f"backbone fails before any method can: {named}. `all tasks` and the maps have them.\n"
+        )
     if any(name.startswith(presses.PREFIX) for name in shown):
         yield f"{_KVPRESS}\n"
 
 
-def _of_protocol(record: Mapping[str, Any], protocol: str) -> dict[str, dict[str, Any]]:
+def _of_protocol(record: Mapping[str, Any], protocol: str, *, every_task: bool = False) -> dict[str, dict[str, Any]]:
     """Return the means of each method at the table's budget."""
     return {
-        method: one for part in figures.PARTS[protocol] for (method, _), one in records.means(record, [part]).items()
+        method: one
+        for part in figures.PARTS[protocol]
+        for (method, _), one in records.means(record, [part], every_task=every_task).items()
     }
 
 
-def _families(record: Mapping[str, Any]) -> dict[str, list[str]]:
-    names = list(dict.fromkeys(row["task"] for row in records.table(record)))
+def _families(record: Mapping[str, Any], out: Collection[str]) -> dict[str, list[str]]:
+    names = list(dict.fromkeys(row["task"] for row in records.table(record) if row["task"] not in out))
     found: dict[str, list[str]] = {}
     for name in names:
         family = name.split("/")[0] if "/" in name else "generated"
@@ -156,8 +173,8 @@ def _frontier(record: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"## Accuracy against bytes\n\n![Score against bytes]({figures.FRONTIER})\n"
     yield (
-        "Not beaten: no method but the oracles answers as well with fewer bytes, or better with as many. Agnostic, all "
-        "tasks, the texts and questions that every method was asked at every budget.\n"
+        "Not beaten: no method but the oracles answers as well with fewer bytes, or better with as many. Agnostic, the "
+        "table's tasks, the texts and questions that every method was asked at every budget.\n"
     )
     for what, own in points.items():
         rows = [
@@ -192,14 +209,29 @@ def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
         lines.append([task, *("" if one is None else with_error(one["score"], one["error"], 0) for one in own)])
         lines[-1].append(_ahead(ahead.get((task, tokens))))
     yield "\n".join(markdown(["task", *named, "locret − best other"], lines)) + "\n"
-    known = list(ahead.values())
+    out = records.unanswerable(record)
+    known = [one for one in ahead.values() if one["task"] not in out]
     if known:
         clear = sum(_clearly(one) for one in known)
         behind = sum(_clearly({**one, "difference": -one["difference"]}) for one in known)
         yield (
             "Differences are means over the same texts. Trained heads are ahead of the best of the others by more than "
-            f"{TOLD_APART:g} standard errors on {clear} of {len(known)} tasks, and as far behind it on {behind}.\n"
+            f"{TOLD_APART:g} standard errors on {clear} of {len(known)} tasks{' that the full cache answers' if out else ''}, "
+            f"and as far behind it on {behind}.\n"
         )
+    for method in (LOCRET, SHARES):
+        pairs = [
+            (cells[method, task, tokens]["score"], best["score"])
+            for (name, task, tokens), best in cells.items()
+            if name == ORACLE_AGNOSTIC and task not in out and best["score"] and (method, task, tokens) in cells
+        ]
+        if pairs:
+            share = sum(own for own, _ in pairs) / sum(best for _, best in pairs)
+            near = sum(own >= _OF_ORACLE * best for own, best in pairs)
+            yield (
+                f"Of what `{ORACLE_AGNOSTIC}` answers of these tasks, `{method}` answers {100 * share:.0f} % as much; on "
+                f"{near} of {len(pairs)} at least {100 * _OF_ORACLE:.0f} %.\n"
+            )
 
 
 def _clearly(one: Mapping[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from locret.infer.evaluation import methods, presses
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, numbers, words
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.methods import FULL, LOCRET
+from locret.scorers.retaining_heads import RetainingHeadScorer
 
 BUDGETS = (64, 32, 256)
 """The first is the table's."""
@@ -33,12 +34,13 @@ POLICY = {"chunk_size": 128, "stabilizers": 8, "local_len": 8}
 are longer than what is local, so that methods which look at the last queries see them."""
 OPTIONS = {"snapkv": "snapkv:window=8"}
 """Methods whose defaults would fill a budget with a window."""
-MORE = ("locret+adaptive_heads", "locret+recall:host_budget=512")
-"""What our engine can do besides, with trained heads."""
+SHARES = "locret+shares"
+MORE = (SHARES, "locret+adaptive_heads", "locret+recall:host_budget=512")
+"""What our engine can do besides, with trained heads; shares where their training has measured some."""
 SEEDS = 3
 RIVALS = 3
 """Methods of the field that join the leaders."""
-YARDSTICKS = (FULL, methods.ORACLE, methods.ORACLE_AGNOSTIC, LOCRET, "random")
+YARDSTICKS = (FULL, methods.ORACLE, methods.ORACLE_AGNOSTIC, LOCRET, SHARES, "random")
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ def _all_methods(evaluation: EvalOptions, *, evicts_answers: bool) -> tuple[list
             continue
         if method.needs_heads and not evaluation.heads:
             without[name] = "needs trained heads; give --heads"
+        elif name == SHARES and evaluation.heads and RetainingHeadScorer(heads=evaluation.heads).layer_shares is None:
+            without[name] = "the heads recommend no shares of the layers; train them with --layer-shares"
         elif name == methods.RANDOM_ANSWER and not evicts_answers:
             without[name] = "evicts what is written; give --decode-budget"
         else:

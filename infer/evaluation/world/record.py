@@ -23,6 +23,8 @@ FRONTIER = "frontier"
 """The rows from which accuracy against bytes is drawn."""
 _OF_FRONTIER = ("field", "budgets", "presses", "press_budgets")
 """The parts that they come from."""
+ANSWERABLE = 90.0
+"""Score of the full cache from which on a task is in the headline: below it the backbone fails, not the method."""
 COLUMNS = (
     *("part", "task", "tokens", "method", "budget", "texts", "questions", "score", "error"),
     *("units", "bytes", "host_bytes", "peak_bytes", "seconds"),
@@ -314,15 +316,39 @@ def table(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(record["columns"], row, strict=True)) for row in record["rows"]]
 
 
-def means(record: Mapping[str, Any], parts: Sequence[str]) -> dict[tuple[str, int | None], dict[str, Any]]:
-    """Return, by method and budget, the mean over the tasks of some parts: score, error, and what was held.
+def unanswerable(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the tasks that are left out of the headline, with the full cache's score: what it does not answer itself.
+
+    Scores are those of the field's texts, agnostic where they were asked so. Empty where all tasks would be left out.
+    """
+    for part in ("field", "field_aware"):
+        own: dict[str, list[float]] = {}
+        for row in table(record):
+            if (row["part"], row["method"]) == (part, FULL):
+                own.setdefault(row["task"], []).append(row["score"])
+        low = {task: score for task, scores in own.items() if (score := statistics.fmean(scores)) < ANSWERABLE}
+        if own:
+            return low if len(low) < len(own) else {}
+    return {}
+
+
+def means(
+    record: Mapping[str, Any], parts: Sequence[str], *, every_task: bool = False
+) -> dict[tuple[str, int | None], dict[str, Any]]:
+    """Return, by method and budget, the mean over tasks of some parts: score, error, and what was held.
 
     A method that lacks a task of the part is left out: means of other tasks cannot be compared.
+
+    Args:
+        record: The record.
+        parts: Names of the parts.
+        every_task: Whether the tasks count that the full cache does not answer.
     """
     found: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
     every: dict[str, set[tuple[str, int]]] = {}
+    out = set() if every_task else unanswerable(record).keys()
     for row in table(record):
-        if row["part"] in parts:
+        if row["part"] in parts and row["task"] not in out:
             found.setdefault((row["method"], row["budget"]), []).append(row)
             every.setdefault(row["part"], set()).add((row["task"], row["tokens"]))
     wanted = set().union(*every.values()) if every else set()
