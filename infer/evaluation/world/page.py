@@ -216,8 +216,8 @@ def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
         behind = sum(_clearly({**one, "difference": -one["difference"]}) for one in known)
         yield (
             "Differences are means over the same texts. Trained heads are ahead of the best of the others by more than "
-            f"{TOLD_APART:g} standard errors on {clear} of {len(known)} tasks{' that the full cache answers' if out else ''}, "
-            f"and as far behind it on {behind}.\n"
+            f"{TOLD_APART:g} standard errors on {clear} of {len(known)} tasks"
+            f"{' that the full cache answers' if out else ''}, and as far behind it on {behind}.\n"
         )
     for method in (LOCRET, SHARES):
         pairs = [
@@ -229,8 +229,8 @@ def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
             share = sum(own for own, _ in pairs) / sum(best for _, best in pairs)
             near = sum(own >= _OF_ORACLE * best for own, best in pairs)
             yield (
-                f"Of what `{ORACLE_AGNOSTIC}` answers of these tasks, `{method}` answers {100 * share:.0f} % as much; on "
-                f"{near} of {len(pairs)} at least {100 * _OF_ORACLE:.0f} %.\n"
+                f"Of what `{ORACLE_AGNOSTIC}` answers of these tasks, `{method}` answers {100 * share:.0f} % as much; "
+                f"on {near} of {len(pairs)} at least {100 * _OF_ORACLE:.0f} %.\n"
             )
 
 
