@@ -64,6 +64,7 @@ class PlannedRow:
 
     config: Any
     hidden_dim: int
+    neighbours: int = 0
     gate: str = LOCRET
     dtype: torch.dtype
     autocast: bool

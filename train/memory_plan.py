@@ -52,6 +52,7 @@ def memory_plan(
     parameters: int,
     *,
     hidden_dim: int,
+    neighbours: int = 0,
     gate: str = LOCRET,
     dtype: torch.dtype,
     autocast: bool,
@@ -69,6 +70,7 @@ def memory_plan(
         config: The backbone's config.
         parameters: What `backbone_parameters` counted.
         hidden_dim: d_R of the heads.
+        neighbours: Tokens before each one that they look at too.
         gate: Their architecture.
         dtype: Type of the backbone's weights.
         autocast: Whether the heads compute in two bytes instead of four.
@@ -89,7 +91,8 @@ def memory_plan(
     Raises:
         ValueError: For a backbone that retaining heads cannot work on.
     """
-    heads = HeadsConfig.for_model(config, hidden_dim if gate == LOCRET or GATES[gate].width else None, gate)
+    width = hidden_dim if gate == LOCRET or GATES[gate].width else None
+    heads = HeadsConfig.for_model(config, width, gate, neighbours=neighbours)
     weights = -(-heads.num_weights // head_ranks)
     sizes = dtype.itemsize, 2 if autocast else 4
     plan = {
@@ -97,7 +100,9 @@ def memory_plan(
         "heads": weights * 4,
         "gradients": weights * 4,
         "optimizer": weights * 8,
-        "one_layer": layer_bytes(config, hidden_dim, *sizes, tokens, trained_tokens, head_ranks, row_ranks),
+        "one_layer": layer_bytes(
+            config, hidden_dim, *sizes, tokens, trained_tokens, head_ranks, row_ranks, neighbours=neighbours
+        ),
     }
     if kept_features:
         widths = sum(map(heads.width, heads.layers))
@@ -177,6 +182,8 @@ def layer_bytes(
     trained: int,
     head_ranks: int = 1,
     row_ranks: int = 1,
+    *,
+    neighbours: int = 0,
 ) -> int:
     """Return the bytes that one layer works with; see `memory_plan`.
 
@@ -189,16 +196,25 @@ def layer_bytes(
         trained: Prompt tokens of it that are trained on.
         head_ranks: See `memory_plan`; they share the width of the MLP too.
         row_ranks: See `memory_plan`.
+        neighbours: See `memory_plan`.
     """
     shapes = set(describe(config).full_shapes)
     row, ranks = (-(-tokens // row_ranks), -(-trained // row_ranks)), (head_ranks, row_ranks)
     text = config.get_text_config()
-    return max(_one_layer(shape, text, hidden_dim, (size, head_size), row, ranks) for shape in shapes)
+    held = (4 if neighbours else 3) * hidden_dim  # the head's hidden states; with neighbours, those that are mixed too
+    numbers = hidden_dim, held
+    return max(_one_layer(shape, text, numbers, (size, head_size), row, ranks) for shape in shapes)
 
 
 def _one_layer(
-    shape: LayerShape, text: Any, hidden_dim: int, sizes: tuple[int, int], row: tuple[int, int], ranks: tuple[int, int]
+    shape: LayerShape,
+    text: Any,
+    numbers: tuple[int, int],
+    sizes: tuple[int, int],
+    row: tuple[int, int],
+    ranks: tuple[int, int],
 ) -> int:
+    hidden_dim, held = numbers
     (size, head_size), (tokens, trained), (head_ranks, row_ranks) = sizes, row, ranks
     width, feature, dim = text.hidden_size, shape.feature_dim // head_ranks, shape.head_dim
     heads, kv_heads = shape.num_heads // head_ranks, shape.num_kv_heads // head_ranks
@@ -211,7 +227,7 @@ def _one_layer(
         attended += queries + 2 * keys + queries
     labelling = logit_bytes(heads, shape.seen_dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
     # Features, once more where the head computes in another dtype; its hidden states; scores, labels and differences.
-    per_token = feature * (size + (head_size if head_size != size else 0)) + 3 * hidden_dim * head_size
+    per_token = feature * (size + (head_size if head_size != size else 0)) + held * head_size
     training = trained * (per_token + 16 * kv_heads) + 4 * hidden_dim * feature  # and a new gradient
     return max(tokens * size * (always + reading), tokens * size * (always + attended) + max(labelling, training))
 

@@ -341,6 +341,7 @@ class TrainingRun:
     def _planned_row(self) -> dict[str, Any]:
         return {
             "hidden_dim": self.backbone.hidden_dim,
+            "neighbours": self.backbone.neighbours,
             "gate": self.backbone.gate,
             "dtype": self.dtype,
             "autocast": self.precision != "no",

@@ -32,7 +32,9 @@ SHAPES = {
 }
 
 
-def row(name: str, kind: str, answer: int, layers: int = 3, dtype: torch.dtype = torch.float32) -> TrainingSetup:
+def row(
+    name: str, kind: str, answer: int, layers: int = 3, dtype: torch.dtype = torch.float32, neighbours: int = 0
+) -> TrainingSetup:
     changes, hidden_dim = SHAPES[name]
     numbers: dict[str, Any] = {
         "vocab_size": 256,
@@ -45,7 +47,7 @@ def row(name: str, kind: str, answer: int, layers: int = 3, dtype: torch.dtype =
         **changes,
     }
     model = random_model(LlamaConfig(**numbers), dtype=dtype)
-    heads = RetainingHeads.for_model(model, hidden_dim, seed=0)
+    heads = RetainingHeads.for_model(model, hidden_dim, seed=0, neighbours=neighbours)
     ids = torch.randint(3, 256, (1, TOKENS + answer), generator=torch.Generator().manual_seed(0))
     return TrainingSetup(model, heads, ids[:, :TOKENS], ids[:, TOKENS:], kind)
 
@@ -93,6 +95,27 @@ def test_the_plan_is_what_a_row_takes(name: str, dtype: torch.dtype) -> None:
         step.model.config, 0, hidden_dim=hidden_dim, dtype=dtype, autocast=dtype != torch.float32, **tokens
     )
     assert 0.75 * plan["one_layer"] <= taken <= 1.01 * plan["one_layer"]
+
+
+@pytest.mark.slow
+def test_the_plan_counts_heads_that_look_at_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 32}
+    monkeypatch.setitem(SHAPES, "narrow", (narrow, 1024))
+    numbers: dict[str, Any] = {
+        "dtype": torch.float32,
+        "autocast": False,
+        "tokens": TOKENS + 8,
+        "trained_tokens": TOKENS,
+    }
+    taken, planned = [], []
+    for near in (0, 3):
+        step = row("narrow", "log_attention", 8, layers=2, neighbours=near)
+        step.row()
+        taken.append(peak_bytes(step.row).everything)
+        planned.append(memory_plan(step.model.config, 0, hidden_dim=1024, neighbours=near, **numbers))
+        assert planned[-1]["heads"] == sum(weights.numel() * 4 for weights in step.heads.parameters())
+        assert 0.75 * planned[-1]["one_layer"] <= taken[-1] <= 1.01 * planned[-1]["one_layer"]
+    assert taken[1] - taken[0] == pytest.approx(planned[1]["one_layer"] - planned[0]["one_layer"], rel=0.05)
 
 
 class LargestTensor(TorchDispatchMode):
