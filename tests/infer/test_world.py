@@ -63,8 +63,9 @@ def test_every_method_is_asked_and_what_is_missing_is_said() -> None:
     assert named | set(nothing) == known | set(plan.MORE), "every method is asked, or said to be missing"
     unmeasured, missing = plan.units(asked({"heads": "checkpoints/tiny-heads"}))
     assert "--layer-shares" in missing[plan.SHARES]
-    assert plan.SHARES in named
-    assert plan.SHARES not in unmeasured[0].options["methods"]
+    for found, there in ((with_presses, True), (unmeasured, False)):
+        having = {unit.part.name for unit in found if plan.SHARES in unit.options["methods"]}
+        assert having == ({"leaders"} if there else set())
     headless, missing = plan.units(asked({"heads": None}))
     assert missing["locret"] == "needs trained heads; give --heads"
     assert "locret" not in headless[0].options["methods"]

@@ -35,8 +35,9 @@ are longer than what is local, so that methods which look at the last queries se
 OPTIONS = {"snapkv": "snapkv:window=8"}
 """Methods whose defaults would fill a budget with a window."""
 SHARES = "locret+shares"
-MORE = (SHARES, "locret+adaptive_heads", "locret+recall:host_budget=512")
-"""What our engine can do besides, with trained heads; shares where their training has measured some."""
+"""Trained heads with layers that hold as much as their training has measured; beside the leaders."""
+MORE = ("locret+adaptive_heads", "locret+recall:host_budget=512")
+"""What our engine can do besides, with trained heads."""
 SEEDS = 3
 RIVALS = 3
 """Methods of the field that join the leaders."""
@@ -162,7 +163,7 @@ def _named_parts(given: str | list[str]) -> list[Part]:
 def _all_methods(evaluation: EvalOptions, *, evicts_answers: bool) -> tuple[list[str], dict[str, str]]:
     """Return all methods that need nothing but the backbone and the heads, and the others with the reason."""
     found, without = [], {}
-    for name in (*(OPTIONS.get(name, name) for name in methods.names()), *MORE, *presses.names()):
+    for name in (*(OPTIONS.get(name, name) for name in methods.names()), *MORE, SHARES, *presses.names()):
         try:
             method = methods.get(name)
         except ValueError as error:  # gates of others are trained for one backbone, and lie where the user says
@@ -187,8 +188,8 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
     found, missing = [], dict(what.without)
     for part in what.parts:
         own = [name for name in what.methods if name.startswith(presses.PREFIX) == part.presses or part.after]
-        if part.capacity and not what.own_choice:
-            own = [name for name in own if name in OF_CAPACITY]
+        if not what.own_choice:
+            own = [name for name in own if (name in OF_CAPACITY if part.capacity else part.after or name != SHARES)]
         taken = what.budgets[1:] if part.others else what.budgets[:1]
         if part.presses and what.kvpress is None:
             missing[part.name] = "no --kvpress-python, so kvpress's presses are not asked"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -312,7 +311,7 @@ class _Runner:
         """End what still runs; it leaves its answers on disk."""
         for process, _ in self.running.values():
             with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
+                process.terminate()  # not SIGINT, which what a shell starts in the background ignores
         for process, _ in self.running.values():
             try:
                 process.wait(timeout=30)
