@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,6 +23,7 @@ from locret.infer.evaluation.command import command
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions
 from locret.infer.evaluation.records import SAMPLES
 from locret.infer.evaluation.world import ordering, page, plan, record
+from locret.infer.evaluation.world import run as suite
 
 FEW = ("multikey", "passkey")
 
@@ -204,6 +208,20 @@ def test_a_run_that_goes_on_ends_with_the_record_of_one_that_was_not_interrupted
     command([*small(backbone, output), "--resume"])
     assert stripped(output) == whole
     assert len(samples.read_text().splitlines()) == len(lines)
+
+
+def test_units_are_ended_where_interrupts_are_ignored_and_their_time_is_kept(tmp_path: Path) -> None:
+    (tmp_path / suite.TIMES).write_text('{"field-0": 2.0}')
+    runner = suite._Runner(SimpleNamespace(output=tmp_path))
+    deaf = "import signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        runner.running["field-0"] = process, time.perf_counter() - 5
+        runner._end_all()
+        assert process.returncode == -signal.SIGTERM
+    assert not runner.running
+    assert json.loads((tmp_path / suite.TIMES).read_text())["field-0"] >= 7
 
 
 # -- order, chance and the top --------------------------------------------------------------------------------------

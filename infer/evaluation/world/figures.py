@@ -85,7 +85,7 @@ def draw_frontier(points: Mapping[str, Sequence[Held]], path: Path) -> None:
     ):
         _draw_points(axes, own)
         axes.set_xlabel(f"{what}, in all tiers")
-    figure.axes[0].set_ylabel("mean score of all tasks (0 to 100)")
+    figure.axes[0].set_ylabel("mean score of the table's tasks (0 to 100)")
     figure.suptitle(
         "blue: ours; orange: kvpress; grey: what bounds them; bars: one standard error; wide line: not beaten",
         fontsize=9,

@@ -301,23 +301,28 @@ class _Runner:
             if process.poll() is None:
                 continue
             del self.running[name]
-            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 1)
-            write_text(self.world.output / TIMES, json.dumps(self.seconds) + "\n")
+            self._took(name, start)
             if process.returncode:
                 raise _failure(self.world.output / f"{name}.log", name, process.returncode)
             self.finished.add(name)
 
     def _end_all(self) -> None:
-        """End what still runs; it leaves its answers on disk."""
+        """End what still runs; it leaves its answers on disk, and the time it took."""
         for process, _ in self.running.values():
             with suppress(ProcessLookupError):
                 process.terminate()  # not SIGINT, which what a shell starts in the background ignores
-        for process, _ in self.running.values():
+        for name, (process, start) in self.running.items():
             try:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            self._took(name, start)
+        self.running.clear()
+
+    def _took(self, name: str, start: float) -> None:
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 1)
+        write_text(self.world.output / TIMES, json.dumps(self.seconds) + "\n")
 
 
 def _times(output: Path) -> dict[str, float]:
