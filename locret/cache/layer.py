@@ -80,6 +80,8 @@ class RetentionLayer(CacheLayerMixin):
         self.ledger = ledger
         self.rotated = False
         """Whether keys are rotated to their slots, as answers need them; compact positions only."""
+        self.evictions = 0
+        """Times that units have gone since this object was made."""
 
     @property
     def is_initialized(self) -> bool:
@@ -216,6 +218,7 @@ class RetentionLayer(CacheLayerMixin):
         """
         if self.store.fill <= stay.budget:
             return
+        self.evictions += 1
         kept = self.selector.select(self.store, stay)
         if refit is not None:
             refit.apply(self.store, kept)

@@ -40,7 +40,7 @@ class Watch:
     def __init__(self, layers: Sequence[RetentionLayer]) -> None:
         self._ledgers = [layer.ledger for layer in layers]
         self._factors = [_factors(layer) for layer in layers]
-        self._fills = [layer.store.fill for layer in layers]
+        self._evictions = [layer.evictions for layer in layers]
         self._found, self._lost = ([torch.zeros_like(one[0]) for one in self._factors] for _ in range(2))
         """Attention to each segment, and lost there, summed over the queries of each layer."""
         self._queries = 0
@@ -70,10 +70,8 @@ class Watch:
 
     def see(self, nth: int, layer: Attended, view: View, held: RetentionLayer) -> None:
         """Look at what the one new query of each head attends to in the layer that is `nth` of those with units."""
-        # A token adds a unit: where none was added, `decode_budget` evicted since the token before.
-        evicted, self._fills[nth] = held.store.fill <= self._fills[nth], held.store.fill
-        if evicted:
-            self._factors[nth] = _factors(held)
+        if held.evictions != self._evictions[nth]:  # `decode_budget` evicts between two tokens
+            self._factors[nth], self._evictions[nth] = _factors(held), held.evictions
         factors_KJ = self._factors[nth]
         heads = len(factors_KJ)
         queries_KGD = layer.query[0, :, 0].unflatten(0, (heads, -1))
