@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.backbone.passes import gathering_root
-from locret.infer.evaluation.methods import Prompt, make_scorer
+from locret.infer.evaluation.methods import Prompt, make_scorer, protects
 from locret.infer.evaluation.records import second_tier
 from locret.policy.protection import Guarantee
 
@@ -163,7 +163,7 @@ def _cache_of(prompt: Prompt, run: Run) -> RetentionCache:
     """Return an empty cache that protects what of the prompt is to be."""
     policy = run.policy_of(prompt.ids_1N.shape[1])
     cache = RetentionCache(prompt.setup.model, make_scorer(run.method, prompt), policy)
-    if not run.method.keeps_all and (spans := prompt.protected()):
+    if protects(run.method) and (spans := prompt.protected()):
         cache.protect(spans)
     return cache
 

@@ -8,14 +8,14 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from locret import method_spec
-from locret.conversation.rules import SYSTEM, Rule, rules_of
+from locret.conversation.rules import QUESTION, SYSTEM, Rule, rules_of
 from locret.conversation.templates import TEMPLATES
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
 from locret.field_values import check_threads
 from locret.infer.evaluation.allotment import Allotment
-from locret.infer.evaluation.protocols import AWARE, PROTOCOLS
+from locret.infer.evaluation.protocols import AGNOSTIC, AWARE, PROTOCOLS
 from locret.infer.infer_options import ModelOptions
 from locret.policy.budget import units_of_share
 from locret.policy.policy import RetentionPolicy
@@ -110,8 +110,8 @@ class EvalOptions(PublishedOptions):
     budget first, and each question comes afterwards, on a fork; or both, aware,agnostic."""
     protect: list[str] = field(default_factory=list)
     """What of each prompt stays whatever its scores, in every method of ours that evicts, each with a --protect of its
-    own: system, the system message of tasks that have one, or tokens:A-B; with a least share of the budget, as
-    system=0.25, instead of all its units."""
+    own: system, the system message of tasks that have one; question, where it is known while its text is read; or
+    tokens:A-B; with a least share of the budget, as system=0.25, instead of all its units."""
     seed: int = 0
     """Seed of the samples, of random eviction and of untrained heads."""
     exclusive: ClassVar = (("suite", "tasks"),)
@@ -161,8 +161,15 @@ class EvalOptions(PublishedOptions):
         except ValueError as error:
             raise ValueError(str(error).replace("protect=", "--protect ")) from None
         for rule in rules:
-            if rule.what not in (SYSTEM, "tokens"):
-                raise ValueError(f"--protect {rule} is no part that every prompt has; give {SYSTEM}, or tokens:A-B")
+            if rule.what not in (SYSTEM, QUESTION, "tokens"):
+                raise ValueError(
+                    f"--protect {rule} is no part that every prompt has; give {SYSTEM}, {QUESTION}, or tokens:A-B"
+                )
+            if rule.what == QUESTION and self.chosen_protocols() == [AGNOSTIC]:
+                raise ValueError(
+                    f"--protect {rule} changes nothing, for --protocol {AGNOSTIC} asks when all has been evicted; add "
+                    f"{AWARE}, or drop it"
+                )
         return rules
 
     def chosen_tasks(self) -> list[Task]:

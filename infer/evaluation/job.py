@@ -13,13 +13,14 @@ import torch
 
 from locret import loading, method_spec
 from locret.cache.limits import check_named
+from locret.conversation.rules import QUESTION
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
 from locret.distributed.ranks import Ranks
 from locret.infer.evaluation import feasible, output_folder, presses, runner
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions
-from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, RANDOM_ANSWER
+from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, RANDOM_ANSWER, protects
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.runner import Case, Run, Unmade
 from locret.infer.evaluation.shared_text import check_asked, document_tokens
@@ -91,7 +92,8 @@ class Job:
             one.task.score(sample.reply, sample)
             if ORACLE_AGNOSTIC in names:
                 check_asked(one.task, sample)
-            if AGNOSTIC in self.evaluation.chosen_protocols() or ORACLE_AGNOSTIC in names:
+            divided = AGNOSTIC in self.evaluation.chosen_protocols() or ORACLE_AGNOSTIC in names
+            if divided or any(rule.what == QUESTION for rule in self.evaluation.protected_rules()):
                 document_tokens(tokenizer, one.task, sample, case.built(tokenizer, sample))
         several = self.evaluation.questions or 0
         if several > 1 and not any(case.question for case in self.cases):
@@ -363,9 +365,7 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
                     "that goes on; give --budget"
                 )
     methods = [method.name for method in evaluation.named_methods()]
-    if evaluation.protect and all(
-        one.keeps_all or one.plain or presses.is_press(one) for one in evaluation.named_methods()
-    ):
+    if evaluation.protect and not any(map(protects, evaluation.named_methods())):
         raise ValueError(
             f"--protect {evaluation.protect[0]} changes nothing, for none of {', '.join(methods)} evicts as ours do; "
             "add a method, or drop it"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locret import RetainingHeads, method_spec, scorers
-from locret.conversation.rules import SYSTEM, Rule
+from locret import RetainingHeads, lookups, method_spec, scorers
+from locret.conversation.rules import QUESTION, SYSTEM, USER, Rule
 from locret.conversation.templates import TEMPLATES, encode, leading_special_ids
 from locret.conversation.transcript import Transcript
 from locret.conversation.turns import Turn, spans_of
@@ -83,6 +83,9 @@ class Prompt:
         rules, turns = self.setup.protect, list[Turn]()
         if any(rule.what == SYSTEM for rule in rules) and (end := self._system_end()):
             turns.append(Turn(SYSTEM, 0, end))
+        if any(rule.what == QUESTION for rule in rules) and self.whole is None:
+            assert self.text is not None
+            turns.append(Turn(USER, self.text.document, None))
         return list(clipped(spans_of(rules, turns), self.ids_1N.shape[1]))
 
     def _system_end(self) -> int:
@@ -131,6 +134,14 @@ def names() -> list[str]:
     """Return the names that `get` knows."""
     own = [FULL, LOCRET, UNTRAINED, ORACLE, ORACLE_AGNOSTIC]
     return [*own, *(name for name in shared_names() if name not in own)]
+
+
+def protects(method: Method) -> bool:
+    """Return whether a method evicts as ours do, so that what `--protect` names stays.
+
+    Those that recall by a rule of their own lose nothing: they move units to another tier.
+    """
+    return not (method.keeps_all or method.plain or method.name in lookups.names() or presses.is_press(method))
 
 
 def get(method: str | Mapping[str, Any]) -> Method:

@@ -118,8 +118,8 @@ def document_tokens(tokenizer: Any, task: Task, sample: Sample, built: BuiltProm
     if unknown or (sample.question.strip() and sample.question.strip() in sample.content[:begin]):
         why = "does not say where its questions begin" if unknown else "asks before its document"
         raise ValueError(
-            f"--protocol {AGNOSTIC} and oracle_{AGNOSTIC} read the document before its question, but {task.name} "
-            f"{why}; drop them, or leave the task out"
+            f"--protocol {AGNOSTIC}, oracle_{AGNOSTIC} and --protect question tell a document from its question, but "
+            f"{task.name} {why}; drop them, or leave the task out"
         )
     places = (built.text.rfind(tail) for tail in (question, question.rstrip(), question.strip()))
     place = next((place for place in places if place > 0), 0)
@@ -129,7 +129,7 @@ def document_tokens(tokenizer: Any, task: Task, sample: Sample, built: BuiltProm
     if not place or not length:
         which = f"{task.name} {sample.id}".strip()
         raise ValueError(
-            f"--protocol {AGNOSTIC} and oracle_{AGNOSTIC}: the question of {which} is not found in its prompt as "
+            f"--protocol {AGNOSTIC}, oracle_{AGNOSTIC}, --protect question: the question of {which} is not found in its prompt as "
             "the task wrote it, because truncation or the chat template changed it; raise --max-prompt, or drop them"
         )
     return length

@@ -16,6 +16,7 @@ from locret.data import tasks
 from locret.data.tasks.prompts import build_prompt
 from locret.infer.evaluation.command import command
 from locret.infer.evaluation.methods import Prompt, Setup
+from locret.infer.evaluation.shared_text import SharedText
 
 BACKBONE = shipped.find("checkpoints/tiny")
 
@@ -35,6 +36,29 @@ def test_the_system_message_of_a_prompt_is_found(name: str) -> None:
     assert held.endswith(sample.system.replace(" ", "") + tokenizer.eos_token)
 
 
+def test_the_question_is_protected_where_it_is_known() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BACKBONE)
+    task = tasks.get("multikey")
+    sample = task.sample(tokenizer, 1024, seed=0)
+    ids = build_prompt(task, sample, tokenizer).ids
+    setup: Any = Setup(None, tokenizer, None, 0, protect=rules_of("question"))  # type: ignore[arg-type]
+    prompt = Prompt(torch.tensor([ids]), sample, setup, SharedText(setup, task, sample))
+    (span,) = prompt.protected()
+    asked = tokenizer.decode(ids[span.start : span.end])
+    assert sample.question.replace(" ", "") in asked.replace(" ", "")
+    assert len(asked) < len(sample.question) + 80  # and what a template writes behind it
+    assert not prompt.document.protected()
+
+
+def test_protected_questions_stay_in_methods_that_evict(tmp_path: Path) -> None:
+    arguments = ["--model", BACKBONE, "--tasks", "multikey", "--lengths", "768", "--samples", "1", "--quiet"]
+    arguments += ["--methods", "random,snapkv:window=8,h2o", "--budget", "96", "--protocol", "aware,agnostic"]
+    assert command([*arguments, "--output", str(tmp_path), "--protect", "question"]) == 0
+    found = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(found) == 6
+    assert all(bool(one.get("protected")) == (one.get("protocol", "aware") == "aware") for one in found)
+
+
 def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
     arguments = ["--model", BACKBONE, "--tasks", "world/secret,passkey", "--lengths", "768", "--samples", "1"]
     arguments += ["--methods", "full,random", "--budget", "192", "--output", str(tmp_path), "--quiet"]
@@ -51,7 +75,12 @@ def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         (["--protect", "sytem"], "--protect 'sytem' names nothing"),
-        (["--protect", "question"], "--protect question is no part that every prompt has; give system, or tokens:A-B"),
+        (
+            ["--protect", "user"],
+            "--protect user is no part that every prompt has; give system, question, or tokens:A-B",
+        ),
+        (["--protect", "question", "--protocol", "agnostic"], "for --protocol agnostic asks when all has been evicted"),
+        (["--protect", "question", "--suite", "world"], "--suite world does so wherever the question is known"),
         (["--protect", "system", "--methods", "full"], "changes nothing, for none of full evicts as ours do"),
     ],
 )

@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from locret.conversation.rules import QUESTION
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import methods, presses
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, numbers, words
@@ -31,7 +32,8 @@ BUDGETS = (64, 32, 256)
 LENGTH = 1024
 POLICY = {"chunk_size": 128, "stabilizers": 8, "local_len": 8}
 """What every method is read with: chunks that evict several times in a text, and little that stays by right. Questions
-are longer than what is local, so that methods which look at the last queries see them."""
+are longer than what is local, so that methods which look at the last queries see them; where one is known while its
+text is read, its units are protected, and take their places of the budget."""
 OPTIONS = {"snapkv": "snapkv:window=8"}
 """Methods whose defaults would fill a budget with a window."""
 SHARES = "locret+shares"
@@ -114,6 +116,8 @@ class Asked:
     questions: int | None
     seed: int
     policy: Mapping[str, Any]
+    protect: Sequence[str]
+    """What of each prompt stays besides."""
     kvpress: str | None
     without: Mapping[str, str]
     """Methods that are not asked, and why."""
@@ -134,6 +138,8 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
     given = numbers(budgets.budget, "--budget") if budgets.budget is not None else list(BUDGETS)
     if budgets.budget_share is not None:
         raise ValueError(f"--budget-share {budgets.budget_share}: --suite world compares equal units; give --budget")
+    if any(rule.what == QUESTION for rule in evaluation.protected_rules()):
+        raise ValueError(f"--protect {QUESTION}: --suite world does so wherever the question is known; drop it")
     parts = [part for part in _named_parts(evaluation.parts) if part.protocol in protocols]
     own = {name: getattr(budgets, name) for name in chosen if hasattr(budgets, name) and name != "budget"}
     return Asked(
@@ -146,6 +152,7 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
         questions=evaluation.questions,
         seed=evaluation.seed,
         policy={**POLICY, **own},
+        protect=evaluation.protect,
         kvpress=evaluation.kvpress_python,
         without=without,
     )
@@ -228,6 +235,10 @@ def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int]
             "seed": seed,
         }
     needs_kvpress = any(name.startswith(presses.PREFIX) for name in own)
+    given = list(what.protect)
+    protect = [*given, QUESTION] if part.protocol == AWARE else given
+    if not any(methods.protects(methods.get(name)) for name in own):
+        protect = []
     return {
         "methods": list(own),
         "tasks": list(suites.get(suites.WORLD).tasks),
@@ -238,6 +249,7 @@ def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int]
         "samples": what.texts or part.texts,
         **({} if questions is None else {"questions": questions}),
         **({"kvpress_python": what.kvpress} if needs_kvpress else {}),
+        **({} if protect == given else {"protect": protect}),
         "seed": seed,
     }
 
