@@ -129,8 +129,9 @@ def document_tokens(tokenizer: Any, task: Task, sample: Sample, built: BuiltProm
     if not place or not length:
         which = f"{task.name} {sample.id}".strip()
         raise ValueError(
-            f"--protocol {AGNOSTIC}, oracle_{AGNOSTIC}, --protect question: the question of {which} is not found in its prompt as "
-            "the task wrote it, because truncation or the chat template changed it; raise --max-prompt, or drop them"
+            f"--protocol {AGNOSTIC}, --protect question, oracle_{AGNOSTIC}: the question of {which} is not found in "
+            "its prompt as the task wrote it, because truncation or the chat template changed it; raise --max-prompt, "
+            "or drop them"
         )
     return length
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,7 @@ def write(gate: str, folder: Path, config: Any) -> Any:
     return fast_kvzip(folder, config) if gate == "fast-kvzip" else dms(folder, config)
 
 
-_WRITTEN: dict[tuple[str, int, int, int], str] = {}
+_WRITTEN: dict[tuple[str, int, int, int], TemporaryDirectory[str]] = {}
 
 
 def folder_of(scorer: str, model: Any) -> str:
@@ -97,9 +97,9 @@ def folder_of(scorer: str, model: Any) -> str:
     config = model.config.get_text_config()
     key = (scorer, config.hidden_size, config.num_hidden_layers, config.num_key_value_heads)
     if key not in _WRITTEN:
-        _WRITTEN[key] = mkdtemp(prefix="gates-")
+        _WRITTEN[key] = TemporaryDirectory(prefix="gates-")
         if scorer == "dms":  # at its usual scale of 100, rounding would be seen
-            dms(Path(_WRITTEN[key]), config, dms_alpha_scale=1.0)
+            dms(Path(_WRITTEN[key].name), config, dms_alpha_scale=1.0)
         else:
-            write(next(gate for gate, name in SCORERS.items() if name == scorer), Path(_WRITTEN[key]), config)
-    return _WRITTEN[key]
+            write(next(gate for gate, name in SCORERS.items() if name == scorer), Path(_WRITTEN[key].name), config)
+    return _WRITTEN[key].name

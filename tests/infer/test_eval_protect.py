@@ -79,8 +79,8 @@ def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
             ["--protect", "user"],
             "--protect user is no part that every prompt has; give system, question, or tokens:A-B",
         ),
-        (["--protect", "question", "--protocol", "agnostic"], "for --protocol agnostic asks when all has been evicted"),
-        (["--protect", "question", "--suite", "world"], "--suite world does so wherever the question is known"),
+        (["--protect", "question", "--protocol", "agnostic"], "agnostic asks when all has been evicted; add aware"),
+        (["--protect", "question", "--suite", "world"], "--suite world does so wherever it is known; drop it"),
         (["--protect", "system", "--methods", "full"], "changes nothing, for none of full evicts as ours do"),
     ],
 )

@@ -1,7 +1,8 @@
 """How long a unit takes: what is read and written counted from the plan, at the rate that one core reaches.
 
 Formula:  a read of N tokens takes 2 P N / (share x F) seconds, with P weights outside the embeddings and F operations
-          a second of a matrix product; a token of an answer takes T seconds per layer, as small backbones do. A press
+          a second of a matrix product; a token of an answer takes T seconds per layer, as small backbones do, its
+          share of the question and of the fork included. A press
           reads the whole text with full attention; those that repeat the text read it several times. Agnostic, a text
           is read once for all its questions; aware, and by the oracle that knows one question, once for each.
 """
@@ -21,9 +22,9 @@ from locret.infer.evaluation.runner import Run, texts_of
 from locret.infer.evaluation.world.plan import Unit
 from locret.method_spec import parse
 
-_READING = 0.35
+_READING = 0.3
 """Share of a matrix product's rate that reading reaches."""
-_TOKEN = 0.9e-3
+_TOKEN = 2.5e-3
 """Seconds per layer and token that is written."""
 _WRITTEN = 14
 """Tokens of an answer, or as many as the task allows."""

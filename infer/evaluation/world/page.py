@@ -49,14 +49,16 @@ parts.
 """
 _PROTOCOLS = """\
 **agnostic**: a document is read and evicted to the budget, then questions about it come, each on a fork. **aware**:
-the question stands in the prompt while that is read. `oracle` keeps what the labels of the one answer say,
+the question stands in the prompt while that is read, and methods that evict keep its units, which count to the
+budget (`--protect question`). `oracle` keeps what the labels of the one answer say,
 `oracle_agnostic` what those of the answers to all questions of the text say: what it loses, the budget loses; what
 heads lose against it is theirs."""
 _KVPRESS = """\
 A press prunes once, after it has read the document in one pass (agnostic), or the prompt but its last `local_len`
 tokens (aware). It keeps as many units per KV head as ours hold then; presses with a window get one of `local_len`
-tokens, all else is as kvpress ships it. A press that shares units out over heads or layers masks what goes: its bytes
-are those that it holds. Seconds are of a median answer, reading included, with other work on the other cores."""
+tokens, all else is as kvpress ships it, which protects nothing by name. A press that shares units out over heads or
+layers masks what goes: its bytes are those that it holds. Seconds are of a median answer, reading included, with
+other work on the other cores."""
 
 
 def text(record: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What `--suite world` asks: parts that answer a question each, made to fit an hour on two cores of a laptop.
+"""What `--suite world` asks: parts that answer a question each, made to fit an hour on the four cores of a laptop.
 
 A part is a grid of tasks, methods, lengths, budgets and one protocol, asked with one seed or several; each part and
 seed is a unit, which is an ordinary evaluation with a folder, a recipe and a record of its own. All methods at every
@@ -139,7 +139,7 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
     if budgets.budget_share is not None:
         raise ValueError(f"--budget-share {budgets.budget_share}: --suite world compares equal units; give --budget")
     if any(rule.what == QUESTION for rule in evaluation.protected_rules()):
-        raise ValueError(f"--protect {QUESTION}: --suite world does so wherever the question is known; drop it")
+        raise ValueError(f"--protect {QUESTION}: --suite world does so wherever it is known; drop it")
     parts = [part for part in _named_parts(evaluation.parts) if part.protocol in protocols]
     own = {name: getattr(budgets, name) for name in chosen if hasattr(budgets, name) and name != "budget"}
     return Asked(
