@@ -217,11 +217,16 @@ def test_units_are_ended_where_interrupts_are_ignored_and_their_time_is_kept(tmp
     with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        runner.running["field-0"] = process, time.perf_counter() - 5
+        runner.running["field-0"] = process, time.perf_counter() - 5, 0
+        (tmp_path / "field-0").mkdir()
+        (tmp_path / "field-0" / SAMPLES).write_text("{}\n")
         runner._end_all()
         assert process.returncode == -signal.SIGTERM
     assert not runner.running
-    assert json.loads((tmp_path / suite.TIMES).read_text())["field-0"] >= 7
+    took = json.loads((tmp_path / suite.TIMES).read_text())["field-0"]
+    assert took >= 7
+    runner._took("field-0", time.perf_counter() - 5, 1)  # only looked whether something was missing
+    assert json.loads((tmp_path / suite.TIMES).read_text())["field-0"] == took
 
 
 # -- order, chance and the top --------------------------------------------------------------------------------------

@@ -236,7 +236,8 @@ class _Runner:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+        self.running: dict[str, tuple[subprocess.Popen[bytes], float, int]] = {}
+        """The process, when it began, and the answers that were there."""
         self.seconds = _times(world.output)
         self.finished: set[str] = set()
 
@@ -269,8 +270,10 @@ class _Runner:
         return tqdm(total=total, initial=self._answers(), unit="answer", disable=True if world.report.quiet else None)
 
     def _answers(self) -> int:
-        files = (self.world.output / unit.name / SAMPLES for unit in self.world.units)
-        return sum(path.read_bytes().count(b"\n") for path in files if path.is_file())
+        return sum(self._answers_of(unit.name) for unit in self.world.units if not unit.part.capacity)
+
+    def _answers_of(self, name: str) -> int:
+        return sum(path.read_bytes().count(b"\n") for path in (self.world.output / name).rglob(SAMPLES))
 
     def _ready(self, unit: Unit) -> bool:
         first = [one.name for one in self.world.units if one.part.name == unit.part.after]
@@ -294,33 +297,36 @@ class _Runner:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-        self.running[unit.name] = process, time.perf_counter()
+        self.running[unit.name] = process, time.perf_counter(), self._answers_of(unit.name)
 
     def _collect(self) -> None:
-        for name, (process, start) in list(self.running.items()):
+        for name, (process, start, answers) in list(self.running.items()):
             if process.poll() is None:
                 continue
             del self.running[name]
-            self._took(name, start)
+            self._took(name, start, answers)
             if process.returncode:
                 raise _failure(self.world.output / f"{name}.log", name, process.returncode)
             self.finished.add(name)
 
     def _end_all(self) -> None:
         """End what still runs; it leaves its answers on disk, and the time it took."""
-        for process, _ in self.running.values():
+        for process, *_ in self.running.values():
             with suppress(ProcessLookupError):
                 process.terminate()  # not SIGINT, which what a shell starts in the background ignores
-        for name, (process, start) in self.running.items():
+        for name, (process, start, answers) in self.running.items():
             try:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            self._took(name, start)
+            self._took(name, start, answers)
         self.running.clear()
 
-    def _took(self, name: str, start: float) -> None:
+    def _took(self, name: str, start: float, answers: int) -> None:
+        """Count the time of a unit, unless all of its answers were there."""
+        if name in self.seconds and self._answers_of(name) == answers:
+            return
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 1)
         write_text(self.world.output / TIMES, json.dumps(self.seconds) + "\n")
 
