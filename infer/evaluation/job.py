@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from locret import loading, method_spec
 from locret.cache.limits import check_named
+from locret.cache.protected import Protected
 from locret.conversation.rules import QUESTION
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
@@ -20,10 +22,10 @@ from locret.distributed.ranks import Ranks
 from locret.infer.evaluation import feasible, output_folder, presses, runner
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions
-from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, RANDOM_ANSWER, protects
+from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, RANDOM_ANSWER, Prompt, Setup, protects
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.runner import Case, Run, Unmade
-from locret.infer.evaluation.shared_text import check_asked, document_tokens
+from locret.infer.evaluation.shared_text import SharedText, check_asked, document_tokens
 from locret.infer.infer_options import ModelOptions
 from locret.infer.methods import ANY_BUDGET, Method, check_heard
 from locret.infer.reading_warnings import warn_of_recency
@@ -95,12 +97,31 @@ class Job:
             divided = AGNOSTIC in self.evaluation.chosen_protocols() or ORACLE_AGNOSTIC in names
             if divided or any(rule.what == QUESTION for rule in self.evaluation.protected_rules()):
                 document_tokens(tokenizer, one.task, sample, case.built(tokenizer, sample))
+            if self.evaluation.protect:
+                self._check_protected(tokenizer, case)
         several = self.evaluation.questions or 0
         if several > 1 and not any(case.question for case in self.cases):
             raise ValueError(
                 f"--questions {several} asks several questions of a text, but no text of "
                 f"{', '.join(sorted(left))} has more than one; drop it, or add such a task (multikey, say)"
             )
+
+    def _check_protected(self, tokenizer: Any, case: Case) -> None:
+        """Refuse more protected units of a prompt than a budget has."""
+        setup = Setup(nn.Module(), tokenizer, None, 0, protect=self.evaluation.protected_rules())
+        sample = case.sample(tokenizer)
+        text = SharedText(setup, case.task, sample, case.template)
+        prompt = Prompt(torch.tensor([case.built(tokenizer, sample).ids]), sample, setup, text)
+        for run in self.runs:
+            spans = (prompt if run.protocol == AWARE else prompt.document).protected() if protects(run.method) else []
+            policy = run.policy_of(prompt.ids_1N.shape[1])
+            if spans and policy is not None:
+                try:
+                    Protected((tuple(spans),), policy.budget, [policy.budget]).check(policy, None, 0)
+                except ValueError as error:
+                    raise ValueError(
+                        f"--protect, method {run.method.name} and task {case.task.name}: {error}"
+                    ) from None
 
     def settings(self) -> dict[str, Any]:
         """Return everything that results depend on, resolved."""

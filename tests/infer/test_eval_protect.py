@@ -81,9 +81,14 @@ def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
         ),
         (["--protect", "question", "--protocol", "agnostic"], "agnostic asks when all has been evicted; add aware"),
         (["--protect", "question", "--suite", "world"], "--suite world does so wherever it is known; drop it"),
+        (
+            ["--protect", "question", "--tasks", "passkey", "--lengths", "512", "--methods", "random", "--budget", "4"],
+            "--protect, method random and task passkey: the protected spans need .* raise budget, or protect less",
+        ),
         (["--protect", "system", "--methods", "full"], "changes nothing, for none of full evicts as ours do"),
     ],
 )
 def test_what_protects_nothing_is_refused(changed: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         command(["--model", BACKBONE, "--output", str(tmp_path / "out"), *changed])
+    assert not (tmp_path / "out").exists()

@@ -316,7 +316,7 @@ def test_a_stream_that_is_too_long_is_refused_where_it_is(client: httpx.Client, 
             yield b"word " * 2000
             time.sleep(0.001)
 
-    with suppress(httpx.WriteError):  # the server may hang up before all was sent
+    with suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):  # it may hang up on what is still sent
         assert "more than 300,000 bytes" in refused(
             client.post("/contexts", params={"name": "x"}, content=endless()), 413
         )
