@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 from locret.cli.command import parse_options, print_json, run
 from locret.data import tasks
+from locret.infer.evaluation.eval_options import Numbers, numbers
 
 
 def learnt() -> list[str]:
@@ -31,7 +32,7 @@ class MeasureOptions:
     """Backbone: a folder in the Hugging Face format, or a Hub id."""
     tasks: list[str] = field(default_factory=learnt)
     """Tasks to ask; those that the embedded backbone learns if not given."""
-    tokens: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
+    tokens: Numbers = "1024,2048,4096,8192"
     """Lengths of the chat prompts."""
     samples: int = 100
     """Fresh samples per task and length."""
@@ -39,6 +40,8 @@ class MeasureOptions:
     def __post_init__(self) -> None:
         for name in self.tasks:
             tasks.get(name)
+        if min(numbers(self.tokens, "--tokens")) < 1:
+            raise ValueError(f"--tokens {self.tokens} holds a prompt without tokens; give 1 or more")
         if self.samples < 1:
             raise ValueError(f"--samples {self.samples} is too small; give 1 or more")
 
@@ -49,7 +52,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     (options,), _ = parse_options("checkpoints.build.measure", purpose, [MeasureOptions], argv)
     model = AutoModelForCausalLM.from_pretrained(options.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    print_json(measure(model, tokenizer, options.tasks, options.tokens, options.samples))
+    print_json(measure(model, tokenizer, options.tasks, numbers(options.tokens, "--tokens"), options.samples))
     return 0
 
 

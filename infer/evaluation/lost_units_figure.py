@@ -63,8 +63,15 @@ def _answers(axes: Any, found: Mapping[str, Any]) -> None:
         axes.set_yticks(range(len(labels)), labels, fontsize=8 if len(labels) < 12 else 5)
     axes.invert_yaxis()
     axes.set_xlim(-4, 104)
-    axes.legend(fontsize=7, frameon=False, loc="lower left")
+    _legend_below(axes, 2)
     axes.set_title("right answers (%)", fontsize=10, loc="left", color=INK)
+
+
+def _legend_below(axes: Any, columns: int) -> None:
+    axes.legend(
+        fontsize=7, frameon=False, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.08),
+        columnspacing=1.0, handletextpad=0.4,
+    )  # fmt: skip
 
 
 def _kinds(axes: Any, found: Mapping[str, Any]) -> None:
@@ -80,5 +87,5 @@ def _kinds(axes: Any, found: Mapping[str, Any]) -> None:
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.set_yticks(range(len(layers)), [f"layer {layer}" for layer in layers], fontsize=8)
     axes.invert_yaxis()
-    axes.legend(fontsize=7, frameon=False, ncols=2, loc="best")
+    _legend_below(axes, len(KINDS))
     axes.set_title("units per head that only the oracle keeps | only the heads", fontsize=10, loc="left", color=INK)

@@ -81,12 +81,12 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 def test_an_evaluation_and_an_answer_are_those_of_one_process(tmp_path: Path) -> None:
     line = (EVAL, "--model", MODEL, "--heads", HEADS, "--methods", "full,locret,snapkv", "--tasks", "passkey")
-    line = (*line, "--lengths", "200,500", "--samples", 3, "--budget", 64, "--chunk-size", 64, "--stabilizers", 16)
+    line = (*line, "--lengths", "200,500", "--samples", 2, "--budget", 64, "--chunk-size", 64, "--stabilizers", 16)
     alone(*line, "--local-len", 8, "--output", tmp_path / "one")
     table = sharded(*line, "--local-len", 8, "--output", tmp_path / "two")
     records = [(tmp_path / name / "samples.jsonl").read_text().splitlines() for name in ("one", "two")]
     one, two = ([{k: v for k, v in json.loads(r).items() if k not in TIMES} for r in found] for found in records)
-    assert len(one) == 18
+    assert len(one) == 12
     assert one == two
     assert table.count("| method |") == 1
     assert len(list((tmp_path / "two").glob("*.png"))) == len(list((tmp_path / "one").glob("*.png")))
@@ -115,7 +115,8 @@ def test_a_process_that_dies_ends_the_other_with_one_sentence(victim: int, rows:
         assert time.monotonic() - killed < 60
         assert code != 0
         said = f"locret-train: process {victim} of 2 has ended early; --resume goes on from the last checkpoint"
-        assert err.count(said) == 1, err[-3000:]
+        # Where torchrun sees the death before the other process waits for the dead one, it ends that one.
+        assert err.count(said) + err.count("locret-train: interrupted") == 1, err[-3000:]
         assert 'train/command.py", line' not in err
     finally:
         running.terminate()

@@ -235,10 +235,9 @@ def test_a_bad_output_is_refused_before_anything_is_planned(tmp_path: Path) -> N
             command(["--shape", "nowhere", "--output", str(name)])
 
 
-@pytest.mark.parametrize("lengths", ["1", "10"])
-def test_a_prompt_of_a_few_tokens_can_be_measured(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_of_one_token_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = ["--shape", "tiny", "--repeats", "1", "--new-tokens", "2", "--threads", "1", "--json"]
-    assert command([*numbers, "--methods", "full,floor,locret", "--lengths", lengths]) == 0
+    assert command([*numbers, "--methods", "full,floor,locret", "--lengths", "1"]) == 0
     assert [row["error"] for row in json.loads(capsys.readouterr().out)["results"]] == [None] * 3
 
 

@@ -13,9 +13,10 @@ TINY = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny"
 
 
 def test_the_command_prints_shares_by_task_and_length(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--model", str(TINY), "--tasks", "[passkey,multikey]", "--tokens", "[300]", "--samples", "2"]
+    asked = ["--model", str(TINY), "--tasks", "[passkey,multikey]", "--tokens", "300,400", "--samples", "2"]
     assert command(asked) == 0
-    assert json.loads(capsys.readouterr().out) == {"passkey": {"300": 1.0}, "multikey": {"300": 1.0}}
+    lengths = {"300": 1.0, "400": 1.0}
+    assert json.loads(capsys.readouterr().out) == {"passkey": lengths, "multikey": lengths}
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,8 @@ def test_the_command_prints_shares_by_task_and_length(capsys: pytest.CaptureFixt
     [
         (["--tasks", "[passky]"], '"passky".*did you mean passkey'),
         (["--samples", "0"], "--samples 0 is too small; give 1 or more"),
+        (["--tokens", "1K"], "--tokens 1K is not a list of whole numbers; write it like 256,128"),
+        (["--tokens", "0,5"], "--tokens 0,5 holds a prompt without tokens; give 1 or more"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(flags: list[str], message: str) -> None:
