@@ -438,3 +438,21 @@ def test_every_press_is_a_method_with_a_reason_or_a_description() -> None:
     named = {presses.find(plan.presses.MethodSpec(name)).name for name in presses.names()}
     assert named == set(presses.names())
     assert all(presses.LEFT_OUT.values())
+
+
+@pytest.mark.parametrize(
+    ("holds", "message"),
+    [("{}", "is no record of a suite; give the world.json"), ("[1", "is not valid JSON"), (None, "No such file")],
+)
+def test_a_page_of_something_else_is_refused_and_nothing_written(
+    holds: str | None, message: str, tmp_path: Path
+) -> None:
+    given, folder = tmp_path / "given.json", tmp_path / "docs"
+    if holds is not None:
+        given.write_text(holds)
+    with pytest.raises((ValueError, OSError), match=message):
+        page.main([str(given), str(folder)])
+    with pytest.raises(SystemExit) as end:
+        page.main([str(given)])
+    assert end.value.code == 2
+    assert not folder.exists()

@@ -5,13 +5,13 @@ python -m locret.infer.evaluation.world.page runs/world/world.json docs
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from locret.files import write_text
+from locret.files import read_json, write_text
 from locret.infer.evaluation import presses
 from locret.infer.evaluation.methods import ORACLE_AGNOSTIC
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
@@ -344,16 +344,30 @@ def write(record: Mapping[str, Any], folder: Path, *, figures: bool = True) -> l
     return [PAGE, *(pictures.write(record, folder) if figures else [])]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Draw the page of a record into a folder, with the record beside it."""
-    if len(arguments) != 2:
-        raise SystemExit("usage: python -m locret.infer.evaluation.world.page RECORD FOLDER")
-    path, folder = map(Path, arguments)
-    record = json.loads(path.read_text(encoding="utf-8"))
-    folder.mkdir(parents=True, exist_ok=True)
-    records.save(record, folder / records.RECORD)
-    sys.stdout.write("".join(f"{folder / name}\n" for name in write(record, folder)))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the page of a record into a folder, with the record beside it; print the files and return 0.
+
+    Raises:
+        ValueError: If it is no record of the suite.
+        OSError: If a file cannot be read or written.
+    """
+    parser = argparse.ArgumentParser("locret.infer.evaluation.world.page", description="Draw the page of a record.")
+    parser.add_argument("record", type=Path, help="The world.json that `locret-eval --suite world` writes.")
+    parser.add_argument("folder", type=Path, help="Gets the page, its pictures and the record.")
+    options = parser.parse_args(argv)
+    record = read_json(options.record, "the world.json that `locret-eval --suite world` writes")
+    if not isinstance(record, dict) or record.get("suite") != "world" or "rows" not in record:
+        raise ValueError(
+            f"{options.record} is no record of a suite; give the world.json of `locret-eval --suite world`"
+        )
+    text(record)  # before anything is written
+    options.folder.mkdir(parents=True, exist_ok=True)
+    records.save(record, options.folder / records.RECORD)
+    sys.stdout.write("".join(f"{options.folder / name}\n" for name in write(record, options.folder)))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from locret.cli.command import run
+
+    run(main, prog="locret.infer.evaluation.world.page")
