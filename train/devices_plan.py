@@ -72,6 +72,7 @@ class PlannedRow:
     trained_tokens: int
     kept_features: bool = False
     asked_apart: bool = False
+    weighed_labels: bool = False
 
     def parts(self, head_ranks: int = 1, row_ranks: int = 1) -> dict[str, int]:
         """Return the bytes that one process needs besides the backbone, by purpose."""

@@ -60,6 +60,7 @@ def memory_plan(
     trained_tokens: int,
     kept_features: bool = False,
     asked_apart: bool = False,
+    weighed_labels: bool = False,
     backbone_bytes: int | None = None,
     head_ranks: int = 1,
     row_ranks: int = 1,
@@ -78,6 +79,7 @@ def memory_plan(
         trained_tokens: Prompt tokens of it that are trained on.
         kept_features: Whether the features of all layers are held at once, as training under eviction does.
         asked_apart: Whether a document's keys and values are held, and once more for the question that goes on from it.
+        weighed_labels: Whether labels weigh values behind the output projection, as `kvzip_plus` does.
         backbone_bytes: What the backbone's weights take on the device; None: all of them, in `dtype`.
         head_ranks: Processes that share the attention heads and what belongs to them (tensor parallelism).
         row_ranks: Processes that share the tokens of a row (sequence parallelism).
@@ -101,7 +103,15 @@ def memory_plan(
         "gradients": weights * 4,
         "optimizer": weights * 8,
         "one_layer": layer_bytes(
-            config, hidden_dim, *sizes, tokens, trained_tokens, head_ranks, row_ranks, neighbours=neighbours
+            config,
+            hidden_dim,
+            *sizes,
+            tokens,
+            trained_tokens,
+            head_ranks,
+            row_ranks,
+            neighbours=neighbours,
+            weighed_labels=weighed_labels,
         ),
     }
     if kept_features:
@@ -184,6 +194,7 @@ def layer_bytes(
     row_ranks: int = 1,
     *,
     neighbours: int = 0,
+    weighed_labels: bool = False,
 ) -> int:
     """Return the bytes that one layer works with; see `memory_plan`.
 
@@ -197,24 +208,25 @@ def layer_bytes(
         head_ranks: See `memory_plan`; they share the width of the MLP too.
         row_ranks: See `memory_plan`.
         neighbours: See `memory_plan`.
+        weighed_labels: See `memory_plan`.
     """
     shapes = set(describe(config).full_shapes)
     row, ranks = (-(-tokens // row_ranks), -(-trained // row_ranks)), (head_ranks, row_ranks)
     text = config.get_text_config()
     held = (4 if neighbours else 3) * hidden_dim  # the head's hidden states; with neighbours, those that are mixed too
-    numbers = hidden_dim, held
+    numbers = hidden_dim, held, weighed_labels
     return max(_one_layer(shape, text, numbers, (size, head_size), row, ranks) for shape in shapes)
 
 
 def _one_layer(
     shape: LayerShape,
     text: Any,
-    numbers: tuple[int, int],
+    numbers: tuple[int, int, bool],
     sizes: tuple[int, int],
     row: tuple[int, int],
     ranks: tuple[int, int],
 ) -> int:
-    hidden_dim, held = numbers
+    hidden_dim, held, weighed = numbers
     (size, head_size), (tokens, trained), (head_ranks, row_ranks) = sizes, row, ranks
     width, feature, dim = text.hidden_size, shape.feature_dim // head_ranks, shape.head_dim
     heads, kv_heads = shape.num_heads // head_ranks, shape.num_kv_heads // head_ranks
@@ -226,10 +238,20 @@ def _one_layer(
     if row_ranks > 1:  # queries, keys and values once more, of all tokens and this process's heads, and the answer
         attended += queries + 2 * keys + queries
     labelling = logit_bytes(heads, shape.seen_dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
+    if weighed:
+        labelling = max(labelling + trained * heads * 4, _weighing(shape, heads, width, size, trained))
     # Features, once more where the head computes in another dtype; its hidden states; scores, labels and differences.
     per_token = feature * (size + (head_size if head_size != size else 0)) + held * head_size
     training = trained * (per_token + 16 * kv_heads) + 4 * hidden_dim * feature  # and a new gradient
     return max(tokens * size * (always + reading), tokens * size * (always + attended) + max(labelling, training))
+
+
+def _weighing(shape: LayerShape, heads: int, width: int, size: int, trained: int) -> int:
+    """Return the bytes that the lengths of values behind the output projection take, before attention is looked at."""
+    rows = heads * shape.value_dim
+    columns = rows * (rows * size + width * (2 * size + 4))  # what the projection is asked, and what it says
+    products = trained * shape.value_dim * (heads + shape.num_kv_heads) * 4 + rows * shape.value_dim * 4
+    return max(columns, products)
 
 
 def checkpoint_bytes(plan: dict[str, int], kept: int) -> int:

@@ -349,6 +349,7 @@ class TrainingRun:
             "trained_tokens": min(self.data.max_prompt_tokens, describe(self.config).max_positions),
             "kept_features": self.loss.evict_while_training or self.loss.answers == "each",
             "asked_apart": self.loss.answers == "each",
+            "weighed_labels": kinds.get(self.loss.label_kind).terms is not None,
         }
 
     def resolved_options(self) -> dict[str, Any]:

@@ -118,6 +118,22 @@ def test_the_plan_counts_heads_that_look_at_neighbours(monkeypatch: pytest.Monke
     assert taken[1] - taken[0] == pytest.approx(planned[1]["one_layer"] - planned[0]["one_layer"], rel=0.05)
 
 
+@pytest.mark.slow
+def test_the_plan_counts_values_behind_the_output_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 32, "head_dim": 64}
+    monkeypatch.setitem(SHAPES, "wide", (wide, 64))
+    step = row("wide", "kvzip_plus", 8, layers=2)
+    step.row()
+    taken = peak_bytes(step.row).everything
+    numbers: dict[str, Any] = {"dtype": torch.float32, "tokens": TOKENS + 8, "trained_tokens": TOKENS}
+    plain, weighed = (
+        memory_plan(step.model.config, 0, hidden_dim=64, autocast=False, weighed_labels=flag, **numbers)["one_layer"]
+        for flag in (False, True)
+    )
+    assert plain < 0.9 * weighed
+    assert 0.75 * weighed <= taken <= 1.01 * weighed
+
+
 class LargestTensor(TorchDispatchMode):
     """Notes the elements of the largest tensor that anything returns."""
 
