@@ -20,7 +20,6 @@ import torch
 from safetensors import SafetensorError
 
 from locret.cache.cache_file import check_header
-from locret.cache.limits import Limits
 from locret.conversation import templates
 from locret.conversation.context import saved_protection, saved_turns
 from locret.conversation.prompt import Prompt as MessagePrompt
@@ -159,10 +158,8 @@ class Prompts:
         found, known = self.contexts.longest(ids[:-1], base, spans)
         draft = Draft(ids, base, found, known, len(ids) - known > self.lm.policy.chunk_size, turns, spans)
         if draft.long and spans:
-            limits = Limits(self.lm.policy, self.lm.scorer, len(self.lm.backbone.layers))
             try:
-                limits.protect((draft.protected(self._end(draft)),))
-                limits.check_protected(0)
+                self.lm.new_cache().check_room((draft.protected(self._end(draft)),))
             except ValueError as error:
                 raise Refusal(400, str(error), param="protect") from None
         return draft

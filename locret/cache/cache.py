@@ -320,13 +320,21 @@ class RetentionCache(Cache):
             self.check_whole()
         found = checked_rows(rows)
         self.check_rows(found, self.rows)
-        limits = Limits(self.policy, self.scorer, len(self.backbone.layers))
-        limits.protect(found)
-        limits.check_protected(0 if self.merger is None else self.merger.slots(self.merging))
+        self.check_room(found)
         self._check_held(found)
         self.protected = found
         if self.reader is not None:
             self.reader.limits.protect(found)
+
+    def check_room(self, protected: Rows) -> None:
+        """Refuse spans that the budget cannot hold once all of them have been read.
+
+        Raises:
+            ValueError: Naming the largest of them, and the way out.
+        """
+        limits = Limits(self.policy, self.scorer, len(self.backbone.layers))
+        limits.protect(protected)
+        limits.check_protected(0 if self.merger is None else self.merger.slots(self.merging))
 
     def check_rows(self, protected: Rows, rows: int) -> None:
         """Refuse spans of another number of rows than there are, where that is known.

@@ -213,6 +213,7 @@ class Chat:
         ids, protection = [*self._unread, *stream.rest(transcript.ask(text))], self.protection
         if layout is not None:
             protection = replace(protection, turns=tuple(layout.turns(None)))
+            protection.check_answer(self.cache, seen + len(ids), new_tokens)
             protection.apply(self.cache, seen + len(ids))
         self._torn = True
         read_turn(self.lm.model, torch.tensor([ids]), self.cache, new_tokens=new_tokens)

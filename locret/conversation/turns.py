@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from locret.conversation.rules import EACH, QUESTION, ROLES, USER, Rule, rules_of
+from locret.conversation.rules import ASSISTANT, EACH, QUESTION, ROLES, USER, Rule, rules_of
 from locret.conversation.templates import encode
 from locret.conversation.text_stream import TokenStream
 from locret.field_values import shown
-from locret.policy.protection import MOST_SPANS, Guarantee, Span
+from locret.policy.protection import MOST_SPANS, Guarantee, Span, checked_rows
 
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
@@ -276,6 +276,28 @@ class Protection:
         if self.rules:
             turns = [turn if turn.end is not None else turn._replace(end=seen) for turn in self._known()]
             cache.protect(spans_of(self.rules, turns))
+
+    def check_answer(self, cache: RetentionCache, start: int, tokens: int) -> None:
+        """Refuse an answer that would be protected itself and could outgrow what an answer may hold.
+
+        Args:
+            cache: Of the conversation.
+            start: Position of the answer's first token.
+            tokens: The most that it may have.
+
+        Raises:
+            ValueError: If there is no room for all of them.
+        """
+        if not self.rules or self.turns is None or cache.policy.decode_budget is None:
+            return
+        *before, answer = self.began(ASSISTANT, start).turns or ()
+        cache.check_room(checked_rows([spans_of(self.rules, before)]))
+        try:
+            cache.check_room(checked_rows([spans_of(self.rules, [*before, answer._replace(end=start + tokens)])]))
+        except ValueError as error:
+            raise ValueError(
+                f"an answer of max_new_tokens={tokens} may find no room: {error}, or lower max_new_tokens"
+            ) from None
 
     def kept(self, cache: RetentionCache) -> list[KeptTurn]:
         """Return what a cache holds of each turn.

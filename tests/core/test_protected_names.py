@@ -62,7 +62,7 @@ def test_one_answer_refuses_what_is_not_in_its_prompt(given: str, message: str) 
 
 
 def test_an_answer_that_outgrows_its_room_says_which_number_gives_it_more() -> None:
-    policy = {"budget": 64, "chunk_size": 64, "stabilizers": 4, "local_len": 8, "decode_budget": 100}
+    policy = {"budget": 192, "chunk_size": 64, "stabilizers": 4, "local_len": 8, "decode_budget": 100}
     lm = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=policy)
     lm._knows_little = False
     chat = lm.read("The sky is blue. " * 20, protect="assistant", progress=False).chat()

@@ -213,6 +213,26 @@ def test_a_chat_can_change_its_mind(parts: Any) -> None:
     assert chat.cache.protected == ()
 
 
+def test_an_answer_that_could_outgrow_its_protection_is_refused_before_it_is_written(parts: Any) -> None:
+    lm = model(parts, "random", decode_budget=96, decode_interval=16)
+    chat = lm.read(FILLER, system="Be brief.").chat()
+    chat.protect("assistant")
+    held, turns = chat.cache.seen, chat.messages
+    with pytest.raises(ValueError, match=r"max_new_tokens=120 may find no room: .* 120 units .* or lower max_new_tok"):
+        chat.say("What is green?", max_new_tokens=120)
+    assert (chat.cache.seen, chat.messages) == (held, turns)
+    chat.say("What is green?", max_new_tokens=20, min_new_tokens=20)
+    with pytest.raises(ValueError, match=r"max_new_tokens=60 may find no room"):  # beside the first answer
+        chat.say("What is blue?", max_new_tokens=60)
+    chat.say("What is blue?", max_new_tokens=30, min_new_tokens=30)
+    assert fewest(chat, *_last(chat)) == 29  # the newest token has not been read yet
+
+
+def _last(chat: Chat) -> tuple[int, int]:
+    (*_, turn) = chat.kept_by_message()
+    return turn.start, turn.start + turn.tokens
+
+
 def test_spans_given_to_the_cache_itself_stay_through_a_chat(parts: Any) -> None:
     context = model(parts, "random", turns="text").read(FILLER)
     last = context.cache.seen

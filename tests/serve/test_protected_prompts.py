@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from locret.infer.serve.library import Entry, Library
 from locret.infer.serve.prompts import Draft, Prompts
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.schemas import ChatRequest
+from locret.mergers.kernels import MergingKernels
 
 TEMPLATE = (
     "{% for tool in tools or [] %}tool {{ tool.function.name }}. {% endfor %}"
@@ -125,6 +128,24 @@ def test_what_was_read_for_others_is_not_taken_for_protected(prompts: Prompts, l
 def test_what_cannot_be_protected_is_refused(prompts: Prompts, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(Refusal, match=message) as refused:
         drafted(prompts, **fields)
+    assert refused.value.status == 400
+
+
+def test_a_mergers_slots_are_known_before_a_reader_is_waited_for(
+    serving: LongContextModel, library: Library, tmp_path: Path
+) -> None:
+    MergingKernels.for_model(serving.model, slots=24, seed=0).save_pretrained(tmp_path / "kernels")
+    request = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": FILLER * 9}], "protect": ["tokens:0-40"]}
+    )
+
+    def merging(merge: str) -> Prompts:
+        policy = replace(serving.policy, merge=merge, stabilizers=8)
+        return Prompts(LongContextModel(serving.model, serving.tokenizer, serving.scorer, policy), library)
+
+    assert merging("none").of_chat(request)[0].long
+    with pytest.raises(Refusal, match=r"the units of merge=loco.* \(24\) included") as refused:
+        merging(f"loco:kernels={tmp_path / 'kernels'}").of_chat(request)
     assert refused.value.status == 400
 
 
