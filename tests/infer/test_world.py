@@ -62,6 +62,13 @@ def test_every_method_is_asked_and_what_is_missing_is_said() -> None:
     assert field[0].options["tasks"] == list(suites.get("world").tasks)
     with_presses, nothing = plan.units(asked({"kvpress_python": "python"}))
     assert not {part.name for part in plan.PARTS} & set(nothing)
+    unequal = f"{plan.UNEQUAL_LAYERS} in press_budgets"
+    assert "one mask serves all layers" in nothing.pop(unequal)
+    others = next(unit for unit in with_presses if unit.part.name == "press_budgets")
+    assert others.options["methods"] == [name for name in presses.names() if name != plan.UNEQUAL_LAYERS]
+    chosen, nothing_else = plan.units(asked({"kvpress_python": "python", "methods": plan.UNEQUAL_LAYERS}))
+    assert unequal not in nothing_else
+    assert chosen[-1].options["methods"] == [plan.UNEQUAL_LAYERS]
     named = set(with_presses[0].options["methods"])
     known = {plan.OPTIONS.get(name, name) for name in methods.names()}
     assert named | set(nothing) == known | set(plan.MORE), "every method is asked, or said to be missing"
