@@ -181,7 +181,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     from locret.cli.command import parse_options
 
     (options,), _ = parse_options(
-        "locret compare", "Compare heads that were trained with different options.", [CompareOptions], argv
+        "locret.train.compare", "Compare heads that were trained with different options.", [CompareOptions], argv
     )
     check(options)
     if options.dry_run:
@@ -215,7 +215,13 @@ def check(options: CompareOptions) -> None:
             QuestionRowsOptions(**{"output": "rows.jsonl", **given})
         except (TypeError, ValueError) as error:
             raise ValueError(f"rows.{name}: {error}") from None
-    for name in options.chosen():
+    chosen = options.chosen()
+    for name in chosen:
+        start = {**options.common, **options.variants[name]}.get("init_from")
+        if start in options.variants and start not in chosen and not (Path(options.output) / str(start)).is_dir():
+            raise ValueError(
+                f"--only {options.only}: {name} goes on from {start}, which {options.output} lacks; add it to --only"
+            )
         flags = [f"--{key}={_flag_value(value)}" for key, value in options.recipe(name).items() if value is not None]
         try:
             training_options.parse([*flags, f"--output={Path(options.output) / name}"])
@@ -309,4 +315,4 @@ def _flag_value(value: Any) -> str:
 if __name__ == "__main__":
     from locret.cli.command import run
 
-    run(command, prog="locret compare")
+    run(command, prog="locret.train.compare")

@@ -36,7 +36,7 @@ from locret.conversation.document import (
     is_text,
     open_document,
 )
-from locret.conversation.evidence import Answered, answered, reread
+from locret.conversation.evidence import Answered, answered, check_source, reread
 from locret.conversation.prompt import Prompt, written
 from locret.conversation.rules import ASSISTANT, DOCUMENT, SYSTEM, USER, Rule, check_rules, rules_of
 from locret.conversation.templates import Message, leading_special_ids, vocabulary_fingerprint
@@ -74,6 +74,8 @@ _NOT_HERE = {
     "streamer": "use stream=True, or chat.stream",
     "use_cache": "the context is the cache",
 }
+_READ_AGAIN = (str, Path, list, tuple, Tensor)
+"""Sources that can be read more than once."""
 _GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -670,6 +672,8 @@ class Context:
         if evidence:
             if stream:
                 raise ValueError("stream=True yields words before all is known; leave stream or evidence out")
+            if isinstance(source, _READ_AGAIN):
+                check_source(self, source)
             return self._with_evidence(question, source, max_new_tokens, options)
         if source is not None:
             raise ValueError("source is read again only with evidence=True; add that, or leave source out")
@@ -683,7 +687,7 @@ class Context:
 
     def _with_evidence(self, question: Any, source: Any, new_tokens: int, options: dict[str, Any]) -> Any:
         if isinstance(question, Sequence) and not isinstance(question, str):
-            if source is not None and not isinstance(source, (str, Path, list, tuple, Tensor)):
+            if source is not None and not isinstance(source, _READ_AGAIN):
                 raise ValueError(f"source is a {type(source).__name__}, which is read once; give a text or a path")
             return [self._with_evidence(one, source, new_tokens, options) for one in question]
         first = answered(self, question, new_tokens, options)

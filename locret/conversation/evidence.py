@@ -165,6 +165,20 @@ def passages_of(shares_J: Tensor, width: int, tokens: int) -> tuple[Passage, ...
     return tuple(found)
 
 
+def check_source(context: Context, source: Any) -> None:
+    """Refuse another text before a question is asked, so that it does not pass where no answer is flagged.
+
+    Raises:
+        ValueError: If its digest is not that of what was read.
+    """
+    document, read = open_document(source), context.sources[0] if context.sources else None
+    for _ in document.ids if document.pieces is None else document.pieces:  # type: ignore[union-attr]
+        pass
+    given = document.read(1)
+    if read is None or (given.sha256, given.of) != (read.sha256, read.of):
+        raise _another_text(context, given.name)
+
+
 def reread(
     context: Context, question: str, source: Any, first: Answered, max_new_tokens: int, options: dict[str, Any]
 ) -> Answered:
@@ -245,11 +259,15 @@ def _tokens_of(context: Context, source: Any, passages: Sequence[Passage]) -> li
         at += len(block)
     given = document.read(at)
     if read is None or (given.sha256, given.of, given.tokens) != (read.sha256, read.of, read.tokens):
-        raise ValueError(
-            f"source {given.name!r} is not the text that {context.name!r} was read from, so its passages would be "
-            "others; give that text"
-        )
+        raise _another_text(context, given.name)
     return found
+
+
+def _another_text(context: Context, name: str) -> ValueError:
+    return ValueError(
+        f"source {name!r} is not the text that {context.name!r} was read from, so its passages would be others; give "
+        "that text"
+    )
 
 
 def _part(block: Sequence[int], start: int, end: int) -> Iterable[int]:

@@ -194,6 +194,9 @@ def test_what_cannot_be_said_is_refused(lm: LongContextModel, context: Context) 
     first = context.ask(QUESTION, evidence=True, max_new_tokens=8)
     with pytest.raises(ValueError, match="is not the text that 'text' was read from"):
         context.reread(QUESTION, TEXT + " And more.", first)
+    for question in (QUESTION, [QUESTION]):
+        with pytest.raises(ValueError, match="is not the text that 'text' was read from"):
+            context.ask(question, evidence=True, source=TEXT + " And more.", max_new_tokens=8)
     as_text = LongContextModel(lm.model, lm.tokenizer, lm.scorer, {"budget": 48, "ledger": 64, "turns": "text"})
     context = as_text.read(TEXT)
     with pytest.raises(ValueError, match="turns='text' .* leave none beside the question"):

@@ -105,6 +105,7 @@ def test_what_the_user_gives_changes_every_part() -> None:
         assert (unit.options["samples"], unit.options["local_len"]) == (2, 4)
     assert units[0].options["questions"] == 3
     assert units[-1].options["facts"] == [4, 8], "as many as the text has room for"
+    assert missing.pop("field_aware") == missing.pop("presses_aware") == "left out by --parts or --protocol"
     assert set(missing) == {"presses", "press_budgets"}
     _, missing = plan.units(asked({}, budget=40))
     assert "one budget" in missing["budgets"]
@@ -420,7 +421,7 @@ def test_leaders_are_counted_on_answerable_tasks_and_held_against_the_oracle() -
         for task, difference in zip(tasks, (90.0, 0.0, -10.0), strict=True)
     ]
     text = page.text(drawn([*field, *leaders], ahead=ahead))
-    assert "on 1 of 2 tasks that the full cache answers, and as far behind it on 0." in text
+    assert "on 1 of 2 tasks that the means of the table have, and as far behind it on 0." in text
     assert "`locret` answers 88 % as much; on 1 of 2 at least 95 %." in text
 
 

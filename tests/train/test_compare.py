@@ -87,6 +87,10 @@ def test_a_variant_has_a_line_per_method() -> None:
         ({"variants": {"a/b": {}}}, 'the name "a/b" cannot be a folder here'),
         ({"variants": {"rows": {}}}, 'the name "rows" cannot be a folder here'),
         ({"only": "papr"}, "--only papr: no such variant; choose from paper, second, references"),
+        (
+            {"variants": {"a": {}, "b": {"init_from": "a"}}, "only": "b", "output": "no/such"},
+            "--only b: b goes on from a, which no/such lacks; add it to --only",
+        ),
         ({"variants": {"a": {"init_from": "b"}, "b": {}}}, 'variant "a" goes on from "b", which comes after it'),
         ({"variants": {"a": {"alpha": -1}}}, "variants.a: --alpha -1.0 is negative"),
         ({"variants": {"a": {"alhpa": 1}}}, "variants.a: --alhpa is unknown; did you mean --alpha"),

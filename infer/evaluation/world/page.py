@@ -219,7 +219,7 @@ def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "Differences are means over the same texts. Trained heads are ahead of the best of the others by more than "
             f"{TOLD_APART:g} standard errors on {clear} of {len(known)} tasks"
-            f"{' that the full cache answers' if out else ''}, and as far behind it on {behind}.\n"
+            f"{' that the means of the table have' if out else ''}, and as far behind it on {behind}.\n"
         )
     for method in (LOCRET, SHARES):
         pairs = [

@@ -195,6 +195,7 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
     The methods of a part that waits for another are not known yet: they are those of every rival there could be.
     """
     found, missing = [], dict(what.without)
+    missing |= {part.name: "left out by --parts or --protocol" for part in PARTS if part not in what.parts}
     for part in what.parts:
         own = [name for name in what.methods if name.startswith(presses.PREFIX) == part.presses or part.after]
         if not what.own_choice:
