@@ -181,7 +181,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     from locret.cli.command import parse_options
 
     (options,), _ = parse_options(
-        "locret.train.compare", "Compare heads that were trained with different options.", [CompareOptions], argv
+        "locret compare", "Compare heads that were trained with different options.", [CompareOptions], argv
     )
     check(options)
     if options.dry_run:
@@ -315,4 +315,4 @@ def _flag_value(value: Any) -> str:
 if __name__ == "__main__":
     from locret.cli.command import run
 
-    run(command, prog="locret.train.compare")
+    run(command, prog="locret compare")

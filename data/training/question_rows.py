@@ -232,7 +232,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     from locret.cli.command import parse_options
 
     (options,), _ = parse_options(
-        "locret.data.training.question_rows",
+        "locret rows",
         "Write texts that hide facts, with questions.",
         [QuestionRowsOptions],
         argv,
@@ -271,4 +271,4 @@ def command(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     from locret.cli.command import run
 
-    run(command, prog="locret.data.training.question_rows")
+    run(command, prog="locret rows")
