@@ -135,7 +135,12 @@ def table(
     by_place = {f"{tokens:,} @ {budget}": [(task, tokens, budget) for task in tasks] for tokens, budget in places}
     by_task = {task: [(task, *place) for place in places] for task in tasks}
     everything = {"mean": [(task, *place) for task in tasks for place in places]}
-    return _grid({**by_place, **everything}, lines, references) + "\n" + _grid(by_task, lines, references)
+    places_table = _grid({**by_place, **everything}, lines, references)
+    tasks_table = _grid(by_task, lines, references)
+    return (
+        f"Mean score of the tasks by prompt tokens @ budget:\n\n{places_table}\n"
+        f"Mean score of these cells by task:\n\n{tasks_table}"
+    )
 
 
 _Scores = dict[tuple[str, int, int], float]

@@ -38,6 +38,7 @@ def test_answers_come_with_their_evidence(text: str, tmp_path: Path, capsys: pyt
     out = capsys.readouterr().out
     assert out.startswith("> What is the pass key?\n")
     assert "% of the attention may be lost" in out
+    assert out.endswith("; evidence may be gone\n" if again["flagged"] else "; not flagged\n")
 
 
 @pytest.mark.parametrize(

@@ -450,7 +450,7 @@ def test_every_press_is_a_method_with_a_reason_or_a_description() -> None:
 
 @pytest.mark.parametrize(
     ("holds", "message"),
-    [("{}", "is no record of a suite; give the world.json"), ("[1", "is not valid JSON"), (None, "No such file")],
+    [("{}", "is no record of a suite; give the world.json"), ("[1", "is not valid JSON"), (None, "--resume goes on")],
 )
 def test_a_page_of_something_else_is_refused_and_nothing_written(
     holds: str | None, message: str, tmp_path: Path

@@ -61,7 +61,9 @@ def test_the_table_has_means_the_best_variant_and_the_references() -> None:
             ]
         },
     }
-    places, tasks = table(results, ["paper", "mine", "unfinished"]).split("\n\n")
+    by_place, places, by_task, tasks = table(results, ["paper", "mine", "unfinished"]).split("\n\n")
+    assert by_place == "Mean score of the tasks by prompt tokens @ budget:"
+    assert by_task == "Mean score of these cells by task:"
     assert places.splitlines() == [
         "| heads | 1,024 @ 32 | 8,192 @ 64 | mean |",
         "| --- | ---: | ---: | ---: |",
@@ -77,7 +79,7 @@ def test_the_table_has_means_the_best_variant_and_the_references() -> None:
 def test_a_variant_has_a_line_per_method() -> None:
     cells = [cell("a", 1024, 32, 20), cell("a", 1024, 32, 30, "locret+shares")]
     lines = table({"paper": {"cells": cells}}, ["paper"], ["locret", "locret+shares"]).splitlines()
-    assert lines[2:4] == ["| paper | 20.0 | 20.0 |", "| paper, locret+shares | **30.0** | **30.0** |"]
+    assert lines[4:6] == ["| paper | 20.0 | 20.0 |", "| paper, locret+shares | **30.0** | **30.0** |"]
 
 
 @pytest.mark.parametrize(
@@ -162,9 +164,17 @@ def test_one_command_trains_evaluates_and_writes_the_table(
     assert command([f"--config={tmp_path / 'recipe.yaml'}", f"--output={tmp_path / 'out'}"]) == 0
     written = (tmp_path / "out" / "compare.md").read_text()
     assert capfd.readouterr().out == written
-    names = [line.split(" |")[0] for line in written.splitlines()]
-    assert names[:6] == ["| heads", "| ---", "| paper", "| other", "| full", "| oracle"]
-    assert written.startswith("| heads | 128 @ 16 | 128 @ 32 | mean |")
+    _, places, _, tasks = written.split("\n\n")
+    assert places.startswith("| heads | 128 @ 16 | 128 @ 32 | mean |")
+    for lines in (places.splitlines(), tasks.splitlines()):
+        assert [line.split(" |")[0] for line in lines[:6]] == [
+            "| heads",
+            "| ---",
+            "| paper",
+            "| other",
+            "| full",
+            "| oracle",
+        ]
 
 
 def test_the_table_is_written_from_what_is_finished(tmp_path: Path) -> None:

@@ -348,13 +348,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Draw the page of a record into a folder, with the record beside it; print the files and return 0.
 
     Raises:
-        ValueError: If it is no record of the suite.
+        ValueError: If it is missing, or no record of the suite.
         OSError: If a file cannot be read or written.
     """
     parser = argparse.ArgumentParser("locret.infer.evaluation.world.page", description="Draw the page of a record.")
     parser.add_argument("record", type=Path, help="The world.json that `locret-eval --suite world` writes.")
     parser.add_argument("folder", type=Path, help="Gets the page, its pictures and the record.")
     options = parser.parse_args(argv)
+    if not options.record.exists():
+        raise ValueError(
+            f"{options.record} does not exist; `locret-eval --suite world` writes it when its last part has ended, and "
+            "--resume goes on with a run that was interrupted"
+        )
     record = read_json(options.record, "the world.json that `locret-eval --suite world` writes")
     if not isinstance(record, dict) or record.get("suite") != "world" or "rows" not in record:
         raise ValueError(
