@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _GO_ON = "--resume goes on from the last checkpoint, if there is one"
 _ASSUMED_RATE = 1e14
 """Operations per second that planned time is stated for: about what a large GPU reaches in bfloat16."""
+_SHORT = 60
+"""Seconds at that rate below which nobody asks for a large GPU."""
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -110,12 +112,14 @@ def _plan(training: TrainingRun, process: PartialState) -> list[str]:
     work = "unknown, a mixture of experts does as much as its router says"
     if flops is not None:
         seconds = flops * steps / _ASSUMED_RATE
-        time = f"{seconds / 3600:,.2f} hours" if seconds >= 3600 else f"{seconds:,.1f} seconds"
-        work = f"{flops:.2e} operations a step, {time} at {_ASSUMED_RATE:.0e} a second"
+        work = f"{flops:.2e} operations a step"
+        if seconds >= _SHORT:
+            time = f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.0f} minutes"
+            work += f", {time} for all steps on a GPU that does {_ASSUMED_RATE:.0e} a second"
     return [
         f"plan: {steps:,} steps on {training.data.dataset} for {training.backbone.model}, into {training.run.output}",
-        f"  memory on {training.device}, for a row of {tokens}: {memory}",
-        f"  work, for rows of {tokens}: {work}; the time it takes here is known after the first steps",
+        f"  memory on {training.device}, for the longest row there may be, of {tokens}: {memory}",
+        f"  work, if all rows were so long: {work}; the time it takes here is known after the first steps",
     ]
 
 

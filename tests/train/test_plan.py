@@ -57,7 +57,7 @@ def test_one_option_is_a_complete_command(tmp_path: Path) -> None:
         assert dry.returncode == 0, dry.stderr[-2000:]
         assert hub.requests == []  # nothing is fetched for a plan
         assert "# an unknown number of rows; memory plan:" in dry.stdout
-        assert "operations a step" in dry.stdout
+        assert "operations a step, 54 minutes for all steps on a GPU that does 1e+14 a second;" in dry.stdout
         done: Any = subprocess.run([*command, "--steps", "2"], **run)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (
@@ -124,10 +124,14 @@ def test_what_cannot_fit_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_absurd_numbers_that_change_nothing_simply_work(paths: tuple[Path, Path], tmp_path: Path) -> None:
+def test_absurd_numbers_that_change_nothing_simply_work(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--max-prompt-tokens=1000000000000", "--keep-checkpoints=1000000000000", "--log-every=1000000000000"]
     assert train(paths, tmp_path / "run", *options, "--steps=1") == 0
+    assert "operations a step; the time it takes here" in capsys.readouterr().err  # nobody asks for a GPU here
     assert train(paths, tmp_path / "dry", "--steps=1000000000000000", "--dry-run") == 0
+    assert " hours for all steps on a GPU that does 1e+14 a second; the time it takes here" in capsys.readouterr().out
 
 
 def test_a_backbone_larger_than_the_device_is_refused_from_its_config(
