@@ -103,6 +103,9 @@ class EvalOptions(PublishedOptions):
     else the one that is the sample's own."""
     parts: Names = "all"
     """Parts of --suite world, such as field,presses; --dry-run shows them, with what each would take."""
+    seeds: int | None = None
+    """Seeds that --suite world asks its field with, which say whether the order of the methods is stable, and the most
+    that any part of it is asked with; none: three, and two for leaders."""
     kvpress_python: str | None = None
     """The python of an environment with kvpress, whose presses are then methods, as in kvpress/snapkv (--list)."""
     protocol: Names = AWARE
@@ -124,6 +127,10 @@ class EvalOptions(PublishedOptions):
             raise ValueError(f"--lengths {self.lengths} holds a text without tokens; give 1 or more")
         if self.parts != "all" and self.suite != suites.WORLD:
             raise ValueError(f"--parts {self.parts} is for --suite {suites.WORLD}; add that, or drop it")
+        if self.seeds is not None and self.suite != suites.WORLD:
+            raise ValueError(f"--seeds {self.seeds} is for --suite {suites.WORLD}; add that, or give one --seed")
+        if self.seeds is not None and self.seeds < 1:
+            raise ValueError(f"--seeds {self.seeds} asks nothing; give 1 or more, or leave it out")
         if self.questions is not None and self.questions < 1:
             raise ValueError(f"--questions {self.questions} asks nothing; give 1 or more, or leave it out")
         self.chosen_protocols()

@@ -111,6 +111,23 @@ def test_what_the_user_gives_changes_every_part() -> None:
     assert "one budget" in missing["budgets"]
 
 
+def test_seeds_are_those_of_the_field_and_the_most_of_any_part() -> None:
+    def seeds(given: int | None) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for unit in plan.units(asked({"seeds": given, "seed": 4}))[0]:
+            found.setdefault(unit.part.name, []).append(unit.seed)
+        return found
+
+    one, many = seeds(1), seeds(5)
+    assert set(one) == set(many) == set(seeds(None))
+    assert all(used == [4] for used in one.values())
+    assert many["field"] == many["field_aware"] == [4, 5, 6, 7, 8]
+    assert (many["leaders"], many["budgets"]) == ([4, 5], [4])
+    assert {name: len(used) for name, used in seeds(3).items()} == {
+        name: len(used) for name, used in seeds(None).items()
+    }
+
+
 def test_texts_too_short_for_a_curve_of_facts_leave_it_out_with_the_reason() -> None:
     units, missing = plan.units(asked({"lengths": "90"}))
     assert "capacity" not in {unit.part.name for unit in units}
@@ -132,6 +149,8 @@ def test_rivals_join_the_leaders_with_what_runs_them() -> None:
     [
         (["--suite", "world", "--parts", "feild"], "--parts feild is unknown; choose of field,"),
         (["--parts", "field"], "--parts field is for --suite world; add that, or drop it"),
+        (["--suite", "world", "--seeds", "0"], "--seeds 0 asks nothing; give 1 or more, or leave it out"),
+        (["--tasks", "passkey", "--seeds", "2"], "--seeds 2 is for --suite world; add that, or give one --seed"),
         (["--suite", "world", "--parts", "leaders"], "--parts leaders compares the best of field; add field"),
         (["--suite", "world", "--parts", "presses"], "--parts presses leaves nothing to ask: "),
         (["--suite", "world", "--budget-share", "0.1"], "--suite world compares equal units; give --budget"),
@@ -182,7 +201,8 @@ def small(backbone: Path, output: Path) -> list[str]:
     return [
         *("--model", str(backbone), "--dtype", "float32", "--suite", "world", "--methods", "full,random,oracle"),
         *("--parts", "budgets,field_aware", "--protocol", "agnostic", "--lengths", "256", "--budget", "24,16"),
-        *("--samples", "2", "--questions", "2", "--figures", "none", "--quiet", "--output", str(output)),
+        *("--samples", "2", "--questions", "2", "--seeds", "1", "--figures", "none", "--quiet"),
+        *("--output", str(output)),
     ]
 
 

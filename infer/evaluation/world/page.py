@@ -44,8 +44,8 @@ python -m locret.infer.evaluation.world.page runs/world/world.json docs
 
 `--dry-run` shows the plan with its parts and an estimate of the time, `--parts` takes some of them, `--resume` goes
 on. Without `--kvpress-python` kvpress's parts are missing, and the page says so. `--methods`, `--lengths`, `--budget`
-(the table's first, then those of the frontier), `--samples`, `--questions`, `--protocol` and `--seed` change the
-parts.
+(the table's first, then those of the frontier), `--samples`, `--questions`, `--protocol`, `--seed` and `--seeds`
+(how many, of the field) change the parts.
 """
 _PROTOCOLS = """\
 **agnostic**: a document is read and evicted to the budget, then questions about it come, each on a fork. **aware**:

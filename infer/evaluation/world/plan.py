@@ -117,6 +117,8 @@ class Asked:
     texts: int | None
     questions: int | None
     seed: int
+    seeds: int | None
+    """Of the field, and the most of any part; None for the plan's."""
     policy: Mapping[str, Any]
     protect: Sequence[str]
     """What of each prompt stays besides."""
@@ -153,6 +155,7 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
         texts=evaluation.samples,
         questions=evaluation.questions,
         seed=evaluation.seed,
+        seeds=evaluation.seeds,
         policy={**POLICY, **own},
         protect=evaluation.protect,
         kvpress=evaluation.kvpress_python,
@@ -216,9 +219,16 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
                     "one mask serves all layers in transformers, and this press keeps unequal numbers in them"
                 )
             found += [
-                Unit(part, what.seed + n, _options(what, part, own, taken, what.seed + n)) for n in range(part.seeds)
+                Unit(part, seed, _options(what, part, own, taken, seed))
+                for seed in range(what.seed, what.seed + _seeds(what, part))
             ]
     return found, missing
+
+
+def _seeds(what: Asked, part: Part) -> int:
+    if what.seeds is None or part.seeds == SEEDS:
+        return what.seeds or part.seeds
+    return min(what.seeds, part.seeds)
 
 
 def _capacity_tokens(what: Asked) -> int:

@@ -129,6 +129,7 @@ def _part(name: str, units: Sequence[Unit], answers: Sequence[Any]) -> dict[str,
     options = own[0].options
     return {
         **asdict(own[0].part),
+        "seeds": len(own),
         "seed_numbers": [unit.seed for unit in own],
         "methods": len(options["methods"]),
         "budgets": options["budget"],

@@ -81,7 +81,7 @@ class World:
         """
         known = {one.name for one in fields(EvalOptions)}
         own = {name: value for name, value in unit.options.items() if name in known and name != "tasks"}
-        own = {"kvpress_python": None, "questions": None, **own, "parts": "all"}
+        own = {"kvpress_python": None, "questions": None, **own, "parts": "all", "seeds": None}
         numbers = {name: value for name, value in unit.options.items() if name not in known}
         going = bool(visible(self.output / unit.name))
         report = replace(
@@ -98,7 +98,7 @@ class World:
             replace(self.evaluation, **own),
             replace(self.budgets, **numbers),
             report,
-            (self.chosen - {"parts"}) | unit.options.keys() - {"tasks", "lengths"},
+            (self.chosen - {"parts", "seeds"}) | unit.options.keys() - {"tasks", "lengths"},
             self.processes,
         )
         made.check(self.tokenizer)
