@@ -54,6 +54,8 @@ ARMS = {
     "right": "the one that holds the evidence",
 }
 """What is read again."""
+MARGINS = (0.3, 0.5, 0.7, 0.9, 0.95)
+"""Least margins of an answer below which it could be flagged."""
 BINS = 6
 BEGIN, END = "<!-- measured -->\n", "<!-- end of what was measured -->"
 
@@ -313,6 +315,7 @@ def summary(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tells_wrong": {name: roc_area([one[name] for one in answers], wrong) for name in SIGNALS},
         "tells_gone": {name: roc_area([one[name] for one in answers], gone) for name in SIGNALS},
         "flags": {name: _flag([one[name] for one in answers], wrong) for name in ("flagged", "changed")},
+        "margins": {str(most): _flag([1 - one["unsure"] < most for one in answers], wrong) for most in MARGINS},
         "named": {name: _mean(one["named"][name] for one in answers) for name in ARMS},
         "again": {name: _again(answers, name) for name in ARMS},
     }
@@ -397,7 +400,10 @@ def measure(options: EvidenceOptions) -> Iterator[dict[str, Any]]:
                 "policy": policy.to_dict(),
                 "all": {**summary(every), "correlation": correlation(every), "calibration": calibration(every)},
                 "rows": rows,
-                "points": [[round(one["lost"], 4), round(one["true"], 4), one["right"]] for one in every],
+                "points": [
+                    [round(one["lost"], 4), round(one["true"], 4), one["right"], round(1 - one["unsure"], 4)]
+                    for one in every
+                ],
             }
 
 
@@ -416,7 +422,10 @@ def tables(record: Mapping[str, Any]) -> str:
     parts += ["", "Flags, and what is read again:", ""]
     flags = [
         [name, f"{one['found']} of {one['wrong']}", f"{one['false_alarms']} of {one['right']}"]
-        for name, one in every["flags"].items()
+        for name, one in (
+            *every["flags"].items(),
+            *((f"least margin below {most}", one) for most, one in every["margins"].items()),
+        )
     ]
     parts += [*markdown(["flag", "wrong answers found", "false alarms"], flags), ""]
     again = [

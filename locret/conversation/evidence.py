@@ -26,8 +26,9 @@ from locret.conversation.templates import decode
 if TYPE_CHECKING:
     from locret.conversation.context import Context
 
-UNSURE = 0.5
-"""Lead of an answer's least certain token over the runner-up, as probabilities, below which the answer is unsure."""
+UNSURE = 0.9
+"""Lead of an answer's least certain token over the runner-up, as probabilities, below which the answer is unsure: where
+most wrong answers are found for a tenth of the right ones (docs/evidence.md)."""
 LEAST_LOST = 0.05
 """Share of lost attention below which nothing that matters is gone."""
 PASSAGES = 3
