@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.backbone.passes import gathering_root
+from locret.chunked_prefill import read_turn
 from locret.infer.evaluation.methods import Prompt, make_scorer, protects
 from locret.infer.evaluation.records import second_tier
 from locret.policy.protection import Guarantee
@@ -47,31 +49,171 @@ def answer(
     else:
         cache = _cache_of(prompt, run)
         new, measured = _retained(model, cache, ids_1N, settings)
-    tokenizer = prompt.setup.tokenizer
-    prediction = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return {"prediction": str(prediction), "generated_tokens": len(new), **measured}
+    return {"prediction": _decoded(prompt.setup.tokenizer, new), "generated_tokens": len(new), **measured}
 
 
 @torch.no_grad()
-def answers_on_forks(prompts: Sequence[Prompt], run: Run, task: Task) -> Iterator[dict[str, Any]]:
-    """Read a document one way, ask each question on a fork of what was kept of it, and yield what `answer` returns.
+def answers(prompts: Sequence[Prompt], run: Run, task: Task, batch: int = 1) -> Iterator[dict[str, Any]]:
+    """Read each prompt as a whole, write the answers, as many side by side as a batch has, and yield what they took.
+
+    Args:
+        prompts: The prompts.
+        run: How they are read.
+        task: Says how long an answer may be, and where it ends.
+        batch: Most answers that are written side by side.
+    """
+    if _alone(run, batch):
+        for prompt in prompts:
+            yield answer(prompt, run, task.max_new_tokens, task.stop, task.min_new_tokens)
+        return
+    for first in range(0, len(prompts), batch):
+        yield from _side_by_side([_read_whole(one, run, task) for one in prompts[first : first + batch]], task)
+
+
+@torch.no_grad()
+def answers_on_forks(
+    texts: Sequence[Sequence[Prompt]], run: Run, task: Task, batch: int = 1
+) -> Iterator[dict[str, Any]]:
+    """Read documents one way, ask each question on a fork of what was kept, and yield what `answer` returns, in order.
 
     The seconds of the read count for every question, as if it were the only one.
 
     Args:
-        prompts: The questions' prompts, which begin with the same document.
-        run: How it is read.
+        texts: The prompts of each text's questions, which begin with the same document.
+        run: How they are read.
         task: Says how long an answer may be, and where it ends.
+        batch: Most answers that are written side by side, whichever texts they are about.
     """
-    first = prompts[0]
-    ask = _read_plain(first.document) if run.method.plain else _read_retained(first.document, run)
-    tokenizer, model = first.setup.tokenizer, first.setup.model
-    settings = greedy(model, tokenizer, task.max_new_tokens)
-    settings |= ending(tokenizer, settings["eos_token_id"], task.stop, task.min_new_tokens)
+    waiting = list[_Reading]()
+    for prompts in texts:
+        document = prompts[0].document
+        if _alone(run, batch):
+            yield from _one_by_one(prompts, _read_plain(document) if run.method.plain else _asking(document, run), task)
+            continue
+        cache, measured = _read_bounded(document, run, 0)
+        for prompt in prompts:
+            if prompt.ids_1N.shape[1] - document.ids_1N.shape[1] > cache.turn_room:  # what is evicted for it is its own
+                yield from _side_by_side(waiting, task)
+                waiting = []
+                yield from _one_by_one([prompt], _retained_fork(cache, measured), task)
+                continue
+            waiting.append(_read_question(prompt, cache, measured, task))
+            if len(waiting) == batch:
+                yield from _side_by_side(waiting, task)
+                waiting = []
+    yield from _side_by_side(waiting, task)
+
+
+def _one_by_one(prompts: Sequence[Prompt], ask: Ask, task: Task) -> Iterator[dict[str, Any]]:
+    tokenizer, settings = prompts[0].setup.tokenizer, _settings(prompts[0], task)
     for prompt in prompts:
         new, measured = ask(prompt.ids_1N, settings)
-        prediction = str(tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        yield {"prediction": prediction, "generated_tokens": len(new), **measured}
+        yield {"prediction": _decoded(tokenizer, new), "generated_tokens": len(new), **measured}
+
+
+def _alone(run: Run, batch: int) -> bool:
+    """Return whether each answer is written by itself, as it must be where units are counted or evicted per answer."""
+    policy = run.policy
+    return batch == 1 or run.method.plain or policy is None or policy.decode_budget is not None or policy.ledger > 0
+
+
+def _settings(prompt: Prompt, task: Task) -> dict[str, Any]:
+    settings = greedy(prompt.setup.model, prompt.setup.tokenizer, task.max_new_tokens)
+    return settings | ending(prompt.setup.tokenizer, settings["eos_token_id"], task.stop, task.min_new_tokens)
+
+
+def _decoded(tokenizer: Any, new: Sequence[int]) -> str:
+    return str(tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+@dataclass
+class _Reading:
+    """A prompt that has been read, whose answer has not been written."""
+
+    prompt: Prompt
+    cache: RetentionCache
+    measured: dict[str, Any]
+    """Of the read, by the names of a record."""
+
+
+def _read_whole(prompt: Prompt, run: Run, task: Task) -> _Reading:
+    """Read a prompt with its question into a bounded cache."""
+    cache, measured = _read_bounded(prompt, run, task.max_new_tokens)
+    return _Reading(prompt, cache, measured)
+
+
+def _read_question(prompt: Prompt, cache: RetentionCache, measured: dict[str, Any], task: Task) -> _Reading:
+    """Read the question about a document that a cache has read, but for its last token, on a fork."""
+    own, start = cache.copy(), _now(prompt.ids_1N.device)
+    rest_1L = prompt.ids_1N[:, cache.seen : -1]
+    if rest_1L.shape[1]:
+        read_turn(prompt.setup.model, rest_1L, own, new_tokens=task.max_new_tokens + 1)
+    seconds = measured["prefill_seconds"] + _now(prompt.ids_1N.device) - start
+    return _Reading(prompt, own, {**measured, "prefill_seconds": seconds})
+
+
+def _read_bounded(prompt: Prompt, run: Run, new_tokens: int) -> tuple[RetentionCache, dict[str, Any]]:
+    """Read a prompt into a bounded cache; return it, and what a record says of the read."""
+    ids_1N, cache, meter = prompt.ids_1N, _cache_of(prompt, run), _UnitMeter()
+    start = _now(ids_1N.device)
+    prefill(prompt.setup.model, ids_1N, cache, new_tokens=new_tokens, on_chunk=meter)
+    return cache, {
+        "kept_units": round(fmean(layer.fill for layer in cache.governed)),
+        "peak_units": max(meter.peak, ids_1N.shape[1] if cache.policy.when == "prompt_end" else 0),
+        "cache_bytes": cache.memory().actual,
+        **_protected(cache),
+        "prefill_seconds": _now(ids_1N.device) - start,
+    }
+
+
+def _side_by_side(readings: Sequence[_Reading], task: Task) -> Iterator[dict[str, Any]]:
+    """Write the answers to what was read as one batch, and yield what a record says of each.
+
+    What is held is that of one answer, and so are the seconds of writing: an equal share of those of the batch.
+    """
+    if not readings:
+        return
+    first, rows = readings[0].prompt, len(readings)
+    settings, device = _settings(first, task), first.ids_1N.device
+    before, cache, start = [one.cache.memory() for one in readings], readings[0].cache, _now(device)
+    if rows > 1:
+        cache = cache.fresh()
+        cache.join([one.cache for one in readings], max(one.cache.seen for one in readings), task.max_new_tokens + 1)
+    units, ids_BN = cache.memory().units, _padded([one.prompt.ids_1N for one in readings], settings["pad_token_id"])
+    mask_BN = _padded([torch.ones_like(one.prompt.ids_1N) for one in readings], 0)
+    out = generate(first.setup.model, ids_BN, attention_mask=mask_BN, cache=cache, **settings)
+    seconds, after = (_now(device) - start) / rows, cache.memory()
+    moved = (after.moved - sum(one.moved for one in before)) // rows
+    for reading, own, row in zip(readings, before, out[:, ids_BN.shape[1] :].tolist(), strict=True):
+        new = _until_end(row, settings)
+        tier = {"host_bytes": after.host // rows, "moved_bytes": own.moved + moved} if after.host_planned else {}
+        yield {
+            "prediction": _decoded(first.setup.tokenizer, new),
+            "generated_tokens": len(new),
+            **reading.measured,
+            "peak_units": max(reading.measured["peak_units"], own.units + after.units - units),
+            "peak_bytes": max(own.peak, after.peak // rows),
+            **tier,
+            "decode_seconds": seconds,
+        }
+
+
+def _padded(rows: Sequence[Tensor], value: int) -> Tensor:
+    """Return rows (1, N) of different lengths as one batch, aligned to the right."""
+    width = max(row.shape[1] for row in rows)
+    return torch.cat([nn.functional.pad(row, (width - row.shape[1], 0), value=value) for row in rows])
+
+
+def _until_end(new: list[int], settings: dict[str, Any]) -> list[int]:
+    """Return an answer without the padding that waits for longer ones beside it."""
+    ends = settings["eos_token_id"]
+    ends = ends if isinstance(ends, list) else [ends]
+    last = next((nth for nth, token in enumerate(new) if token in ends), None)
+    if last is not None:
+        return new[: last + 1]
+    while new and new[-1] == settings["pad_token_id"]:
+        new = new[:-1]
+    return new
 
 
 Ask = Callable[[Tensor, dict[str, Any]], tuple[list[int], dict[str, Any]]]
@@ -96,14 +238,13 @@ def _read_plain(document: Prompt) -> Ask:
     return ask
 
 
-def _read_retained(document: Prompt, run: Run) -> Ask:
+def _asking(document: Prompt, run: Run) -> Ask:
     """Read a document into a bounded cache."""
-    model, ids_1D = document.setup.model, document.ids_1N
-    cache, meter, start = _cache_of(document, run), _UnitMeter(), _now(ids_1D.device)
-    prefill(model, ids_1D, cache, on_chunk=meter)
-    seconds, memory = _now(ids_1D.device) - start, cache.memory()
-    kept = round(fmean(layer.fill for layer in cache.governed))
-    everything = ids_1D.shape[1] if cache.policy.when == "prompt_end" else 0
+    return _retained_fork(*_read_bounded(document, run, 0))
+
+
+def _retained_fork(cache: RetentionCache, measured: dict[str, Any]) -> Ask:
+    """Return what asks forks of a bounded cache that has read a document."""
 
     def ask(ids_1N: Tensor, settings: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
         fork, read = cache.copy(), dict[str, float]()
@@ -113,16 +254,14 @@ def _read_retained(document: Prompt, run: Run) -> Ask:
             return logits
 
         start = _now(ids_1N.device)
-        out = generate(model, ids_1N, cache=fork, logits_processor=[look], **settings)
+        out = generate(cache.model, ids_1N, cache=fork, logits_processor=[look], **settings)
         end, after = _now(ids_1N.device), fork.memory()
         return out[0, ids_1N.shape[1] :].tolist(), {
-            "kept_units": kept,
-            "peak_units": max(meter.peak, after.units, everything),
-            "cache_bytes": memory.actual,
+            **measured,
+            "peak_units": max(measured["peak_units"], after.units),
             "peak_bytes": after.peak,
             **second_tier(after),
-            **_protected(cache),
-            "prefill_seconds": seconds + read["end"] - start,
+            "prefill_seconds": measured["prefill_seconds"] + read["end"] - start,
             "decode_seconds": end - read["end"],
         }
 

@@ -70,6 +70,8 @@ class CapacityOptions:
     all. None: all."""
     samples: int = 20
     """Texts for every number of facts."""
+    batch_size: int = 1
+    """As in locret-eval."""
     seed: int = 0
     """Of the texts."""
     protocol: Names = AGNOSTIC
@@ -115,7 +117,7 @@ def recipe(options: CapacityOptions, given: Mapping[str, Any], facts: int) -> di
         facts: K.
     """
     asked = facts if options.questions is None else min(facts, options.questions)
-    same = ("heads", "methods", "samples", "seed", "protocol", "threads", "quiet")
+    same = ("heads", "methods", "samples", "batch_size", "seed", "protocol", "threads", "quiet")
     more = ("allow_other_base", "max_new_tokens", "protect")
     return {
         **given,

@@ -264,10 +264,13 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
     from locret.infer.evaluation import runner
     from locret.infer.evaluation.records import key
 
-    done, runs = log.done(), job.runs
-    missing = [case for case in job.cases if any(key(case.axes | run.axes) not in done for run in runs)]
-    cases = [case for text in job.processes.share(runner.texts_of(missing)) for case in text]
-    waiting = sum(case.tokens for case in cases for run in runs if key(case.axes | run.axes) not in done)
+    done, runs, batch = log.done(), job.runs, job.evaluation.batch_size
+
+    def left(case: runner.Case) -> int:
+        return sum(key(case.axes | run.axes) not in done for run in runs)
+
+    blocks = job.processes.share([block for block in runner.blocks_of(job.cases, batch) if any(map(left, block))])
+    waiting = sum(case.tokens * left(case) for block in blocks for case in block)
     finished = sum(case.tokens for case in job.cases) * len(runs) - waiting if job.processes.size == 1 else 0
     with tqdm(
         total=finished + waiting,
@@ -279,7 +282,7 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
     ) as bar:
         try:
             with in_step(setup.model):  # processes may have samples of other lengths, and more or fewer of them
-                for record in runner.evaluate(setup, cases, runs, done):
+                for record in runner.evaluate(setup, blocks, runs, done, batch):
                     log.append(record)
                     bar.set_postfix_str(f"{record['task']} {record['tokens']} {record['method']}", refresh=False)
                     bar.update(record["tokens"])

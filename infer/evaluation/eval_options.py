@@ -101,11 +101,15 @@ class EvalOptions(PublishedOptions):
     questions: int | None = None
     """Most questions of each text, of all that its task could ask of it; none: as many as its published protocol asks,
     else the one that is the sample's own."""
+    batch_size: int = 1
+    """Most answers that are written side by side, of one task and method: faster where one does not keep the processor
+    busy, for the room of as many forks. Each is read by itself; transformers' own cache, presses and answers that are
+    evicted while they are written take one at a time. The seconds of an answer are its share."""
     parts: Names = "all"
     """Parts of --suite world, such as field,presses; --dry-run shows them, with what each would take."""
     seeds: int | None = None
     """Seeds that --suite world asks its field with, which say whether the order of the methods is stable, and the most
-    that any part of it is asked with; none: three, and two for leaders."""
+    that any part of it is asked with; none: three."""
     kvpress_python: str | None = None
     """The python of an environment with kvpress, whose presses are then methods, as in kvpress/snapkv (--list)."""
     protocol: Names = AWARE
@@ -131,6 +135,8 @@ class EvalOptions(PublishedOptions):
             raise ValueError(f"--seeds {self.seeds} is for --suite {suites.WORLD}; add that, or give one --seed")
         if self.seeds is not None and self.seeds < 1:
             raise ValueError(f"--seeds {self.seeds} asks nothing; give 1 or more, or leave it out")
+        if self.batch_size < 1:
+            raise ValueError(f"--batch-size {self.batch_size} answers nothing; give 1 or more")
         if self.questions is not None and self.questions < 1:
             raise ValueError(f"--questions {self.questions} asks nothing; give 1 or more, or leave it out")
         self.chosen_protocols()

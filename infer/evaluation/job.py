@@ -141,6 +141,7 @@ class Job:
             "lengths": evaluation.token_lengths(),
             "samples": evaluation.samples or usual,
             **({} if evaluation.questions is None else {"questions": evaluation.questions}),
+            **({} if evaluation.batch_size == 1 else {"batch_size": evaluation.batch_size}),
             **({} if (asked := evaluation.chosen_protocols()) == [AWARE] else {"protocols": asked}),
             "protect": [str(rule) for rule in evaluation.protected_rules()],
             "seed": evaluation.seed,

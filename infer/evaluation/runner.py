@@ -18,7 +18,7 @@ from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import SampleSet, Selection
 from locret.infer.evaluation import presses
 from locret.infer.evaluation.allotment import Allotment
-from locret.infer.evaluation.answering import answer, answers_on_forks
+from locret.infer.evaluation.answering import answer, answers, answers_on_forks
 from locret.infer.evaluation.conversations import answer_conversation
 from locret.infer.evaluation.methods import ORACLE, Prompt, Setup
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
@@ -231,18 +231,47 @@ class Unmade:
         return f"sample {self.index} of {self.task} cannot be made at {self.tokens:,} tokens: {self.reason}"
 
 
-def evaluate(setup: Setup, cases: Sequence[Case], runs: Sequence[Run], done: set[Any]) -> Iterator[dict[str, Any]]:
+def blocks_of(cases: Iterable[Case], batch: int = 1) -> list[list[Case]]:
+    """Return the cases in blocks of whole texts of one task and length, as few as fill a batch of answers.
+
+    What is answered side by side follows from the plan alone, so that a run that goes on answers like one that was
+    not interrupted.
+    """
+    blocks = list[list[Case]]()
+    for text in texts_of(cases):
+        last = blocks[-1] if blocks else []
+        if last and len(last) < batch and last[0].text[:2] == text[0].text[:2]:
+            last += text
+        else:
+            blocks.append(list(text))
+    return blocks
+
+
+def evaluate(
+    setup: Setup, blocks: Iterable[Sequence[Case]], runs: Sequence[Run], done: set[Any], batch: int = 1
+) -> Iterator[dict[str, Any]]:
     """Yield the record of every run that is not done yet; each sample is written and tokenised once.
+
+    Args:
+        setup: The backbone, and what scorers are made from.
+        blocks: What is asked, as `blocks_of` returns it.
+        runs: How it is read.
+        done: Keys of the records that there are.
+        batch: Most answers that are written side by side.
 
     Raises:
         ValueError: If a row of a file, or the tokenizer, is unfit, or a sample cannot be made (see `settled`).
     """
     ranks = ranks_of(setup.model)
     shared = {} if ranks is None else {"kv_ranks": ranks.size}
-    for group in texts_of(cases):
-        missing = [(case, [run for run in runs if key(case.axes | run.axes) not in done]) for case in group]
-        for record in _answers_about(setup, [(case, own) for case, own in missing if own], runs):
-            yield {**record, **shared}
+    for block in blocks:
+        missing = [(case, [run for run in runs if key(case.axes | run.axes) not in done]) for case in block]
+        if any(own for _, own in missing):
+            # What is written side by side is written again as a whole.
+            again = missing if batch > 1 else [(case, own) for case, own in missing if own]
+            for record in _answers_about(setup, again, runs, batch):
+                if key(record) not in done:
+                    yield {**record, **shared}
 
 
 Asked = tuple[Case, list[Run], Prompt, dict[str, Any]]
@@ -250,24 +279,37 @@ Asked = tuple[Case, list[Run], Prompt, dict[str, Any]]
 
 
 def _answers_about(
-    setup: Setup, missing: Sequence[tuple[Case, list[Run]]], runs: Sequence[Run]
+    setup: Setup, missing: Sequence[tuple[Case, list[Run]]], runs: Sequence[Run], batch: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of one text's questions, each with the runs that are missing."""
-    text, asked = None, list[Asked]()
-    for case, own in missing:
-        prompt, facts = ask(setup, case, text)
-        text = prompt.text
-        asked.append((case, own, prompt, facts))
-    for case, own, prompt, facts in asked:
-        for run in own:
+    """Yield the records of a block's questions, each with the runs that are missing, and those answered beside them."""
+    texts = list[list[Asked]]()
+    for group in (list(group) for _, group in groupby(missing, key=lambda one: one[0].text)):
+        text, asked = None, list[Asked]()
+        for case, own in group:
+            prompt, facts = ask(setup, case, text)
+            text = prompt.text
+            asked.append((case, own, prompt, facts))
+        texts.append(asked)
+    every = [one for asked in texts for one in asked]
+    for first in range(0, len(every), batch):
+        together = every[first : first + batch]
+        for run in runs:
             if run.protocol == AWARE:
-                yield _record(case, run, prompt, facts, _answered(prompt, run, case.task))
+                yield from _answers_at_once(_wanting(together, run, batch), run, batch)
             elif _knows_the_answer(run):
-                yield from _answers_later(setup, text, [(case, own, prompt, facts)], run)
-        prompt.forget()
+                yield from _answers_later(setup, [[one] for one in _wanting(together, run, batch)], run, batch)
+        for _, _, prompt, _ in together:
+            prompt.forget()
     for run in runs:
         if run.protocol == AGNOSTIC and not _knows_the_answer(run):
-            yield from _answers_later(setup, text, [one for one in asked if run in one[1]], run)
+            own = texts if _wanting(every, run, batch) is every else [_wanting(asked, run, 1) for asked in texts]
+            yield from _answers_later(setup, [asked for asked in own if asked], run, batch)
+
+
+def _wanting(asked: Sequence[Asked], run: Run, batch: int) -> Sequence[Asked]:
+    """Return the questions that a run has not answered, or all where one is answered beside the others."""
+    wanting = [one for one in asked if run in one[1]]
+    return asked if wanting and batch > 1 else wanting
 
 
 def _knows_the_answer(run: Run) -> bool:
@@ -275,19 +317,42 @@ def _knows_the_answer(run: Run) -> bool:
     return method_spec.parse(run.method.name).name == ORACLE
 
 
-def _answers_later(setup: Setup, text: SharedText | None, asked: Sequence[Asked], run: Run) -> Iterator[dict[str, Any]]:
-    """Yield the records of questions that come when their text has been read."""
+def _answers_at_once(asked: Sequence[Asked], run: Run, batch: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of questions that stand in their prompts."""
     if not asked:
         return
-    assert text is not None
-    prompts = [one[2] for one in asked]
-    if presses.is_press(run.method):
-        answers = _pressed(setup).answers(prompts, text.document, run, text.task)
+    task, prompts = asked[0][0].task, [one[2] for one in asked]
+    if prompts[0].sample.turns or presses.is_press(run.method):
+        found: Iterable[dict[str, Any]] = (_answered(prompt, run, task) for prompt in prompts)
     else:
-        answers = answers_on_forks(prompts, run, text.task)
-    for (case, _, prompt, facts), measured in zip(asked, answers, strict=True):
-        facts = {**facts, "document_tokens": text.document}
-        yield _record(case, run, prompt, facts, _finished(prompt, run, case.task, measured))
+        found = (
+            _finished(prompt, run, task, measured)
+            for prompt, measured in zip(prompts, answers(prompts, run, task, batch), strict=True)
+        )
+    for (case, _, prompt, facts), measured in zip(asked, found, strict=True):
+        yield _record(case, run, prompt, facts, measured)
+
+
+def _answers_later(setup: Setup, texts: Sequence[Sequence[Asked]], run: Run, batch: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of questions that come when their text has been read."""
+    if not texts:
+        return
+    task, prompts = texts[0][0][0].task, [[one[2] for one in asked] for asked in texts]
+    if presses.is_press(run.method):
+        press = _pressed(setup)
+        found: Iterable[dict[str, Any]] = (
+            one for own in prompts for one in press.answers(own, _document(own[0]), run, task)
+        )
+    else:
+        found = answers_on_forks(prompts, run, task, batch)
+    for (case, _, prompt, facts), measured in zip((one for asked in texts for one in asked), found, strict=True):
+        facts = {**facts, "document_tokens": _document(prompt)}
+        yield _record(case, run, prompt, facts, _finished(prompt, run, task, measured))
+
+
+def _document(prompt: Prompt) -> int:
+    assert prompt.text is not None
+    return prompt.text.document
 
 
 def _record(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:

@@ -9,24 +9,29 @@ import argparse
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from locret.files import read_json, write_text
 from locret.infer.evaluation import presses
-from locret.infer.evaluation.methods import ORACLE_AGNOSTIC
+from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.summary import size, with_error
 from locret.infer.evaluation.world import figures
 from locret.infer.evaluation.world import record as records
 from locret.infer.evaluation.world.ordering import TOLD_APART
 from locret.infer.evaluation.world.plan import SHARES
-from locret.infer.methods import LOCRET
+from locret.infer.methods import FULL, LOCRET
 from locret.infer.speed.peers.environments import PEERS
 from locret.tables import markdown
 
 PAGE = "world.md"
 _BOUND = 0.9
 """Kendall's tau that the order of the methods should reach between any two seeds."""
+_YARDSTICKS = (FULL, ORACLE, ORACLE_AGNOSTIC, LOCRET, SHARES, "random")
+"""Methods that stand beside the best others."""
+_RIVALS = 4
+"""Best others that stand beside them."""
 _OF_ORACLE = 0.95
 """Share of the agnostic oracle's score that trained heads should reach on every task."""
 _INTRODUCTION = """\
@@ -197,39 +202,47 @@ def _maps(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
-    rows = [row for row in records.table(record) if row["part"] == "leaders"]
-    if not rows:
+    rows = [row for row in records.table(record) if row["part"] in ("field", "best_presses")]
+    if not record["ahead"]:
         return
-    named = list(dict.fromkeys(row["method"] for row in rows))
+    known = {row["method"] for row in rows}
+    best = records.untrained(dict.fromkeys(row["method"] for row in rows if row["method"] not in _YARDSTICKS))
+    scores = {name: fmean(row["score"] for row in rows if row["method"] == name) for name in best}
+    named = [name for name in _YARDSTICKS if name in known] + sorted(best, key=lambda name: -scores[name])[:_RIVALS]
     cells = {(row["method"], row["task"], row["tokens"]): row for row in rows}
-    ahead = {(one["task"], one["tokens"]): one for one in record["ahead"]}
+    ahead = {(one["method"], one["task"], one["tokens"]): one for one in record["ahead"]}
+    asked = [method for method in (LOCRET, SHARES) if method in {one["method"] for one in record["ahead"]}]
     texts = max(row["texts"] for row in rows)
-    yield f"## Is it ahead?\n\nTrained heads beside the best of the field, {texts} texts per cell, agnostic.\n"
+    yield (
+        f"## Is it ahead?\n\nTrained heads beside the best that need no training and hold no more bytes, {texts} texts "
+        "per cell, agnostic.\n"
+    )
     lines = []
     for task, tokens in dict.fromkeys((row["task"], row["tokens"]) for row in rows):
         own = [cells.get((name, task, tokens)) for name in named]
         lines.append([task, *("" if one is None else with_error(one["score"], one["error"], 0) for one in own)])
-        lines[-1].append(_ahead(ahead.get((task, tokens))))
-    yield "\n".join(markdown(["task", *named, "locret − best other"], lines)) + "\n"
+        lines[-1] += [_ahead(ahead.get((method, task, tokens))) for method in asked]
+    yield "\n".join(markdown(["task", *named, *(f"{method} − best other" for method in asked)], lines)) + "\n"
     out = records.unanswerable(record)
-    known = [one for one in ahead.values() if one["task"] not in out]
-    if known:
-        clear = sum(_clearly(one) for one in known)
-        behind = sum(_clearly({**one, "difference": -one["difference"]}) for one in known)
-        yield (
-            "Differences are means over the same texts. Trained heads are ahead of the best of the others by more than "
-            f"{TOLD_APART:g} standard errors on {clear} of {len(known)} tasks"
-            f"{' that the means of the table have' if out else ''}, and as far behind it on {behind}.\n"
-        )
-    for method in (LOCRET, SHARES):
+    for method in asked:
+        own_tasks = [one for (name, *_), one in ahead.items() if name == method and one["task"] not in out]
+        if own_tasks:
+            clear = sum(_clearly(one) for one in own_tasks)
+            behind = sum(_clearly({**one, "difference": -one["difference"]}) for one in own_tasks)
+            yield (
+                f"`{method}` is ahead of the best of the others (each task's own) by more than {TOLD_APART:g} standard "
+                f"errors of the difference on the same texts on {clear} of {len(own_tasks)} tasks"
+                f"{' that the means of the table have' if out else ''}, and as far behind it on {behind}.\n"
+            )
+    for method in asked:
         pairs = [
-            (cells[method, task, tokens]["score"], best["score"])
-            for (name, task, tokens), best in cells.items()
-            if name == ORACLE_AGNOSTIC and task not in out and best["score"] and (method, task, tokens) in cells
+            (cells[method, task, tokens]["score"], best_of["score"])
+            for (name, task, tokens), best_of in cells.items()
+            if name == ORACLE_AGNOSTIC and task not in out and best_of["score"] and (method, task, tokens) in cells
         ]
         if pairs:
-            share = sum(own for own, _ in pairs) / sum(best for _, best in pairs)
-            near = sum(own >= _OF_ORACLE * best for own, best in pairs)
+            share = sum(own for own, _ in pairs) / sum(top for _, top in pairs)
+            near = sum(own >= _OF_ORACLE * top for own, top in pairs)
             yield (
                 f"Of what `{ORACLE_AGNOSTIC}` answers of these tasks, `{method}` answers {100 * share:.0f} % as much; "
                 f"on {near} of {len(pairs)} at least {100 * _OF_ORACLE:.0f} %.\n"
@@ -276,14 +289,16 @@ def _order(record: Mapping[str, Any]) -> Iterator[str]:
     yield "\n".join(markdown([*heads, "random − chance", "above the oracle"], rows)) + "\n"
     yield (
         f"Told apart: the mean difference on the same texts exceeds {TOLD_APART:g} standard errors. Chance: what the "
-        "answers of `random` score on another text's questions of the same task. Above the oracle: methods that keep "
-        "no more than the budget and are ahead of it by that much.\n"
+        "answers of `random` score on another text's questions of the same task; its own questions are about texts of "
+        "which it keeps a share, in each head other units, and where what a fact needs is among them it knows the "
+        "answer. Above the oracle: methods that keep no more than the budget and are ahead of it by that much.\n"
     )
 
 
 def _chance(found: Mapping[str, Any]) -> str:
     gap = found["random"] - found["chance"]
-    return f"{found['random']:.1f} − {found['chance']:.1f} = {with_error(gap, found['error'])}"
+    kept = f", keeps {found['kept']:.1f} %" if "kept" in found else ""
+    return f"{found['random']:.1f} − {found['chance']:.1f} = {with_error(gap, found['error'])}{kept}"
 
 
 def _asked(record: Mapping[str, Any]) -> Iterator[str]:

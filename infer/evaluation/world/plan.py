@@ -2,21 +2,22 @@
 
 A part is a grid of tasks, methods, lengths, budgets and one protocol, asked with one seed or several; each part and
 seed is a unit, which is an ordinary evaluation with a folder, a recipe and a record of its own. All methods at every
-budget on 20 texts per cell, with three seeds and both protocols, would take a laptop a day. So:
+budget on 21 texts per cell, with three seeds and both protocols, would take a laptop a day. So:
 
-    field           every method at the first budget on few texts, with three seeds: the table, and whether its order
-                    is stable. Agnostic: one read per text, several questions of forks. Aware: one question per text.
-    budgets         the same at the other budgets, with one seed: accuracy against bytes
-    leaders         trained heads and oracles beside the best of the field on 20 texts per cell: whether one is ahead
+    field           every method at the first budget on 21 texts per cell, of three seeds: the table, whether trained
+                    heads are ahead, and whether the order of the methods is stable. Agnostic: one read per text,
+                    several questions of forks. Aware (`field_aware`): one question per text.
+    presses         kvpress's presses on one text per cell of the field's first seed, in both protocols
+    best_presses    those of them that do best on the bytes of the budget, on all of the field's texts
+    budgets         the methods at the other budgets, on one text per cell: accuracy against bytes
+    press_budgets   the presses at the other budgets
     capacity        facts recalled per kept unit as a text states more of them (`locret.infer.evaluation.capacity`)
-    presses         kvpress's presses on the texts of the field's first seed
-    press_budgets   the same at the other budgets
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from locret.conversation.rules import QUESTION
@@ -37,13 +38,16 @@ text is read, its units are protected, and take their places of the budget."""
 OPTIONS = {"snapkv": "snapkv:window=8"}
 """Methods whose defaults would fill a budget with a window."""
 SHARES = "locret+shares"
-"""Trained heads with layers that hold as much as their training has measured; beside the leaders."""
-MORE = ("locret+adaptive_heads", "locret+recall:host_budget=512")
+"""Trained heads with layers that hold as much as their training has measured."""
+MORE = (SHARES, "locret+adaptive_heads", "locret+recall:host_budget=512")
 """What our engine can do besides, with trained heads."""
 SEEDS = 3
-RIVALS = 3
-"""Methods of the field that join the leaders."""
-YARDSTICKS = (FULL, methods.ORACLE, methods.ORACLE_AGNOSTIC, LOCRET, SHARES, "random")
+TEXTS = 7
+"""Of the field, per task, length and seed: 21 in all."""
+BATCH = 8
+"""Answers that are written side by side."""
+BEST = 3
+"""Presses that are asked on all of the field's texts."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +66,18 @@ class Part:
     others: bool = False
     """Whether the budgets are those after the first."""
     after: str = ""
-    """The part that decides which methods are asked."""
+    """The part whose best methods are asked."""
     capacity: bool = False
     """Whether it is a run of `locret.infer.evaluation.capacity`."""
 
 
 PARTS = (
-    Part("field", AGNOSTIC, texts=1, questions=4, seeds=SEEDS),
-    Part("leaders", AGNOSTIC, texts=10, seeds=2, after="field"),
-    Part("field_aware", AWARE, texts=1, seeds=SEEDS),
+    Part("field", AGNOSTIC, texts=TEXTS, questions=4, seeds=SEEDS),
+    Part("field_aware", AWARE, texts=TEXTS, seeds=SEEDS),
+    Part("presses", AGNOSTIC, texts=1, questions=4, presses=True),
+    Part("best_presses", AGNOSTIC, texts=TEXTS, questions=4, seeds=SEEDS, presses=True, after="presses"),
     Part("budgets", AGNOSTIC, texts=1, questions=2, others=True),
     Part("capacity", AGNOSTIC, texts=3, questions=16, capacity=True),
-    Part("presses", AGNOSTIC, texts=1, questions=4, presses=True),
     Part("presses_aware", AWARE, texts=1, presses=True),
     Part("press_budgets", AGNOSTIC, texts=1, questions=2, presses=True, others=True),
 )
@@ -113,9 +117,10 @@ class Asked:
     methods: Sequence[str]
     """All methods, presses included."""
     own_choice: bool
-    """Whether the user named the methods, so that no others are leaders."""
+    """Whether the user named the methods, so that no part chooses its own."""
     texts: int | None
     questions: int | None
+    batch: int
     seed: int
     seeds: int | None
     """Of the field, and the most of any part; None for the plan's."""
@@ -154,6 +159,7 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
         own_choice="methods" in chosen,
         texts=evaluation.samples,
         questions=evaluation.questions,
+        batch=evaluation.batch_size if "batch_size" in chosen else BATCH,
         seed=evaluation.seed,
         seeds=evaluation.seeds,
         policy={**POLICY, **own},
@@ -175,7 +181,7 @@ def _named_parts(given: str | list[str]) -> list[Part]:
 def _all_methods(evaluation: EvalOptions, *, evicts_answers: bool) -> tuple[list[str], dict[str, str]]:
     """Return all methods that need nothing but the backbone and the heads, and the others with the reason."""
     found, without = [], {}
-    for name in (*(OPTIONS.get(name, name) for name in methods.names()), *MORE, SHARES, *presses.names()):
+    for name in (*(OPTIONS.get(name, name) for name in methods.names()), *MORE, *presses.names()):
         try:
             method = methods.get(name)
         except ValueError as error:  # gates of others are trained for one backbone, and lie where the user says
@@ -195,14 +201,14 @@ def _all_methods(evaluation: EvalOptions, *, evicts_answers: bool) -> tuple[list
 def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
     """Return the units, and the parts and methods that are missing with the reason.
 
-    The methods of a part that waits for another are not known yet: they are those of every rival there could be.
+    The methods of a part that waits for another are not known yet: as many as there will be stand for them.
     """
     found, missing = [], dict(what.without)
     missing |= {part.name: "left out by --parts or --protocol" for part in PARTS if part not in what.parts}
     for part in what.parts:
-        own = [name for name in what.methods if name.startswith(presses.PREFIX) == part.presses or part.after]
-        if not what.own_choice:
-            own = [name for name in own if (name in OF_CAPACITY if part.capacity else part.after or name != SHARES)]
+        own = [name for name in what.methods if name.startswith(presses.PREFIX) == part.presses]
+        if part.capacity and not what.own_choice:
+            own = [name for name in own if name in OF_CAPACITY]
         taken = what.budgets[1:] if part.others else what.budgets[:1]
         if part.presses and what.kvpress is None:
             missing[part.name] = "no --kvpress-python, so kvpress's presses are not asked"
@@ -212,7 +218,7 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
             missing[part.name] = f"--lengths {max(what.lengths)} holds no {FACTS[0]} facts of {_FACT_TOKENS} tokens"
         else:
             if part.after and not what.own_choice:
-                own = [name for name in YARDSTICKS if name in own]
+                own = own[:BEST]
             if part.others and UNEQUAL_LAYERS in own and not what.own_choice:
                 own.remove(UNEQUAL_LAYERS)
                 missing[f"{UNEQUAL_LAYERS} in {part.name}"] = (
@@ -250,6 +256,7 @@ def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int]
             **what.policy,
             "samples": what.texts or part.texts,
             "questions": questions,
+            "batch_size": what.batch,
             "seed": seed,
         }
     needs_kvpress = any(name.startswith(presses.PREFIX) for name in own)
@@ -268,12 +275,6 @@ def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int]
         **({} if questions is None else {"questions": questions}),
         **({"kvpress_python": what.kvpress} if needs_kvpress else {}),
         **({} if protect == given else {"protect": protect}),
+        **({} if part.presses else {"batch_size": what.batch}),
         "seed": seed,
     }
-
-
-def with_rivals(unit: Unit, rivals: Sequence[str], kvpress: str | None) -> Unit:
-    """Return the leaders' unit with the best of the field among its methods."""
-    named = [*unit.options["methods"], *rivals]
-    needed = any(name.startswith(presses.PREFIX) for name in rivals)
-    return replace(unit, options={**unit.options, "methods": named, **({"kvpress_python": kvpress} if needed else {})})

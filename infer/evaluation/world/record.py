@@ -16,7 +16,7 @@ from locret.infer.evaluation.protocols import AGNOSTIC, AWARE, protocol_of
 from locret.infer.evaluation.records import SAMPLES, read
 from locret.infer.evaluation.world import ordering, plan
 from locret.infer.evaluation.world.plan import Unit
-from locret.infer.methods import FULL
+from locret.infer.methods import FULL, LOCRET
 
 RECORD = "world.json"
 FRONTIER = "frontier"
@@ -25,6 +25,8 @@ _OF_FRONTIER = ("field", "budgets", "presses", "press_budgets")
 """The parts that they come from."""
 ANSWERABLE = 90.0
 """Score of the full cache from which on a task is in the headline: below it the backbone fails, not the method."""
+_MASKED = 1.5
+"""Bytes per unit, of the fewest that a method has, from which on it holds what it says has gone."""
 COLUMNS = (
     *("part", "task", "tokens", "method", "budget", "texts", "questions", "score", "error"),
     *("units", "bytes", "host_bytes", "peak_bytes", "seconds"),
@@ -96,7 +98,11 @@ def compiled(
             }
             for protocol, scores in _fields(by_part).items()
         },
-        "ahead": ahead(by_part.get("leaders", [])),
+        "ahead": [
+            one
+            for method in (LOCRET, plan.SHARES)
+            for one in ahead([*by_part.get("field", []), *by_part.get("best_presses", [])], method)
+        ],
     }
 
 
@@ -231,23 +237,26 @@ def top(scores: ordering.Scores, protocol: str) -> dict[str, Any]:
     return {"oracle": oracle, "above": ordering.above(scores, oracle, others)}
 
 
-def rivals(records: Sequence[dict[str, Any]], count: int = plan.RIVALS) -> list[str]:
-    """Return the best methods of the field that keep no more than the budget, without trained heads or answers.
+def best(records: Sequence[dict[str, Any]], count: int) -> list[str]:
+    """Return the best methods that hold no more than the budget, without trained heads or answers.
 
-    Ties go to the method that the field names first.
+    Left out are presses that mask what goes, which hold more bytes per unit than the others. Ties go to the method that
+    the records name first.
     """
     by_method: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         by_method.setdefault(record["method"], []).append(record)
     means = {name: statistics.fmean(text_scores(own).values()) for name, own in by_method.items()}
-    others = [name for name in untrained(means) if name not in plan.YARDSTICKS]
+    unit = {name: max(one["cache_bytes"] / max(1, one["kept_units"]) for one in own) for name, own in by_method.items()}
+    others = [name for name in untrained(means) if unit[name] < _MASKED * min(unit.values())]
     return sorted(others, key=lambda name: -means[name])[:count]
 
 
-def ahead(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for every task of the leaders, how far trained heads are ahead of the best that is not trained.
+def ahead(records: Sequence[dict[str, Any]], method: str = LOCRET) -> list[dict[str, Any]]:
+    """Return, for every task, how far trained heads are ahead of the best that is not trained.
 
-    An entry has `task`, `tokens`, `texts`, the `rival`, the mean `difference` on the same texts, and its `error`.
+    An entry has the `method`, `task`, `tokens`, `texts`, the `rival`, the mean `difference` on the same texts, and its
+    `error`.
     """
     found = []
     for task, tokens in dict.fromkeys((one["task"], one["tokens"]) for one in records):
@@ -255,15 +264,16 @@ def ahead(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         names = dict.fromkeys(one["method"] for one in own)
         scores = {name: text_scores(one for one in own if one["method"] == name) for name in names}
         others = untrained(scores)
-        if "locret" not in scores or not others:
+        if method not in scores or not others:
             continue
         rival = max(others, key=lambda name: (statistics.fmean(scores[name].values()), name != "random"))
-        mean, error = ordering.difference(scores, "locret", rival)
+        mean, error = ordering.difference(scores, method, rival)
         found.append(
             {
+                "method": method,
                 "task": task,
                 "tokens": tokens,
-                "texts": len(scores["locret"]),
+                "texts": len(scores[method]),
                 "rival": rival,
                 "difference": round(mean, 3),
                 "error": round(error, 3) if error < float("inf") else None,
@@ -274,6 +284,8 @@ def ahead(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def chance_of(units: Sequence[tuple[Unit, Any]], output: Path, tokenizer: Any) -> dict[str, Any]:
     """Return, by protocol, what `random` scores on its own questions and on the next text's of the same task.
+
+    `kept` is the share of a prompt's units that it keeps, in percent: what it has over chance.
 
     Args:
         units: The field's units with their jobs, which know the samples.
@@ -307,6 +319,7 @@ def chance_of(units: Sequence[tuple[Unit, Any]], output: Path, tokenizer: Any) -
                 "random": round(statistics.fmean(scores[0].values()), 3),
                 "chance": round(statistics.fmean(scores[1].values()), 3),
                 "error": round(statistics.stdev(gaps) / len(gaps) ** 0.5, 3),
+                "kept": round(100 * statistics.fmean(one["kept_units"] / one["prompt_tokens"] for one, _ in pairs), 3),
                 "answers": len(pairs),
             }
     return found

@@ -54,7 +54,7 @@ class World:
     missing: dict[str, str]
     tokenizer: Any
     jobs: dict[str, Job] = field(default_factory=dict)
-    """By unit; those of leaders without the rivals that the field will name."""
+    """By unit; those of a part that waits for another with methods that stand for its own."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Tasks that cannot be made at a length, and why."""
 
@@ -81,7 +81,7 @@ class World:
         """
         known = {one.name for one in fields(EvalOptions)}
         own = {name: value for name, value in unit.options.items() if name in known and name != "tasks"}
-        own = {"kvpress_python": None, "questions": None, **own, "parts": "all", "seeds": None}
+        own = {"kvpress_python": None, "questions": None, "batch_size": 1, **own, "parts": "all", "seeds": None}
         numbers = {name: value for name, value in unit.options.items() if name not in known}
         going = bool(visible(self.output / unit.name))
         report = replace(
@@ -139,7 +139,7 @@ def prepare(
         _check_output(world)
     waiting = {unit.part.after for unit in units if unit.part.after and not asked.own_choice}
     for part in waiting - {unit.part.name for unit in units}:
-        raise ValueError(f"--parts leaders compares the best of {part}; add {part}, or name them in --methods")
+        raise ValueError(f"--parts best_{part} asks the best of {part}; add {part}, or name them in --methods")
     with _once_each():
         for unit in units:
             if not unit.part.capacity:  # that command checks its own before it begins
@@ -173,7 +173,6 @@ def _check_output(world: World) -> None:
 def described(world: World) -> dict[str, Any]:
     """Return what would be done, with an estimate of the time."""
     operations = estimate.rate()
-    rivals = plan.RIVALS if not world.asked.own_choice else 0
     found: list[dict[str, Any]] = []
     for unit in world.units:
         if unit.part.capacity:
@@ -183,15 +182,13 @@ def described(world: World) -> dict[str, Any]:
             continue
         job = world.jobs[unit.name]
         seconds = estimate.seconds(job, operations)
-        if unit.part.after:
-            seconds *= 1 + rivals / len(job.runs)
         found.append(
             {
                 "unit": unit.name,
                 "protocol": unit.part.protocol,
-                "methods": len(job.runs) + (rivals if unit.part.after else 0),
+                "methods": len(job.runs),
                 "texts": len({(case.text, case.index) for case in job.cases}),
-                "answers": len(job.cases) * (len(job.runs) + (rivals if unit.part.after else 0)),
+                "answers": len(job.cases) * len(job.runs),
                 "seconds": round(seconds, 1),
             }
         )
@@ -282,7 +279,7 @@ class _Runner:
     def _start(self, unit: Unit) -> None:
         world = self.world
         if unit.part.after and not world.asked.own_choice:
-            unit = _with_rivals(world, unit)
+            unit = _of_the_best(world, unit)
         recipe, options = world.output / f"{unit.name}.yaml", {**_of_model(world), **unit.options}
         if unit.part.capacity:
             options.pop("task_options", None)  # of other tasks than its own
@@ -349,11 +346,11 @@ def _failure(log: Path, name: str, code: int) -> Exception:
     return kind(f"unit {name} ended with code {code}: {last} (all of it: {log}); --resume goes on")
 
 
-def _with_rivals(world: World, unit: Unit) -> Unit:
-    """Return a unit of the leaders with the best of the field, and put its job in the place of the one without."""
-    field = [one for one in world.units if one.part.name == unit.part.after]
-    found = [answer for one in field for answer in record.answers_of(world.output, one)]
-    unit = plan.with_rivals(unit, record.rivals(found), world.asked.kvpress)
+def _of_the_best(world: World, unit: Unit) -> Unit:
+    """Return a unit with the best of the part it waited for, and put its job in the place of the earlier one."""
+    before = [one for one in world.units if one.part.name == unit.part.after]
+    found = [answer for one in before for answer in record.answers_of(world.output, one)]
+    unit = replace(unit, options={**unit.options, "methods": record.best(found, plan.BEST)})
     world.units[:] = [unit if one.name == unit.name else one for one in world.units]
     with _once_each():
         world.jobs[unit.name] = world.job(unit)
