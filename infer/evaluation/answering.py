@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -66,8 +66,7 @@ def answers(prompts: Sequence[Prompt], run: Run, task: Task, batch: int = 1) -> 
         for prompt in prompts:
             yield answer(prompt, run, task.max_new_tokens, task.stop, task.min_new_tokens)
         return
-    for first in range(0, len(prompts), batch):
-        yield from _side_by_side([_read_whole(one, run, task) for one in prompts[first : first + batch]], task)
+    yield from _in_batches((_Read(one, *_read_bounded(one, run, task.max_new_tokens)) for one in prompts), task, batch)
 
 
 @torch.no_grad()
@@ -84,24 +83,42 @@ def answers_on_forks(
         task: Says how long an answer may be, and where it ends.
         batch: Most answers that are written side by side, whichever texts they are about.
     """
-    waiting = list[_Reading]()
+    if _alone(run, batch):
+        for prompts in texts:
+            document = prompts[0].document
+            ask = _read_plain(document) if run.method.plain else _forks(*_read_bounded(document, run, 0))
+            yield from _one_by_one(prompts, ask, task)
+    else:
+        yield from _in_batches(_read_questions(texts, run, task), task, batch)
+
+
+def _read_questions(
+    texts: Sequence[Sequence[Prompt]], run: Run, task: Task
+) -> Iterator[_Read | Iterator[dict[str, Any]]]:
+    """Read documents and yield their questions, read on forks; those that evict for themselves are yet to be asked."""
     for prompts in texts:
-        document = prompts[0].document
-        if _alone(run, batch):
-            yield from _one_by_one(prompts, _read_plain(document) if run.method.plain else _asking(document, run), task)
-            continue
-        cache, measured = _read_bounded(document, run, 0)
+        cache, measured = _read_bounded(prompts[0].document, run, 0)
         for prompt in prompts:
-            if prompt.ids_1N.shape[1] - document.ids_1N.shape[1] > cache.turn_room:  # what is evicted for it is its own
-                yield from _side_by_side(waiting, task)
-                waiting = []
-                yield from _one_by_one([prompt], _retained_fork(cache, measured), task)
-                continue
-            waiting.append(_read_question(prompt, cache, measured, task))
-            if len(waiting) == batch:
-                yield from _side_by_side(waiting, task)
-                waiting = []
-    yield from _side_by_side(waiting, task)
+            if prompt.ids_1N.shape[1] - cache.seen > cache.turn_room:
+                yield _one_by_one([prompt], _forks(cache, measured), task)
+            else:
+                yield _read_question(prompt, cache, measured, task)
+
+
+def _in_batches(found: Iterable[_Read | Iterator[dict[str, Any]]], task: Task, batch: int) -> Iterator[dict[str, Any]]:
+    """Yield the answers to what was read, in order, those under one policy side by side."""
+    waiting = list[_Read]()
+    for one in found:
+        fits = isinstance(one, _Read) and (not waiting or one.cache.policy == waiting[0].cache.policy)
+        if waiting and (not fits or len(waiting) == batch):
+            yield from _side_by_side(waiting, task)
+            waiting = []
+        if isinstance(one, _Read):
+            waiting.append(one)
+        else:
+            yield from one
+    if waiting:
+        yield from _side_by_side(waiting, task)
 
 
 def _one_by_one(prompts: Sequence[Prompt], ask: Ask, task: Task) -> Iterator[dict[str, Any]]:
@@ -127,8 +144,8 @@ def _decoded(tokenizer: Any, new: Sequence[int]) -> str:
 
 
 @dataclass
-class _Reading:
-    """A prompt that has been read, whose answer has not been written."""
+class _Read:
+    """A prompt that has been read, as a whole or but for its last token, whose answer has not been written."""
 
     prompt: Prompt
     cache: RetentionCache
@@ -136,20 +153,14 @@ class _Reading:
     """Of the read, by the names of a record."""
 
 
-def _read_whole(prompt: Prompt, run: Run, task: Task) -> _Reading:
-    """Read a prompt with its question into a bounded cache."""
-    cache, measured = _read_bounded(prompt, run, task.max_new_tokens)
-    return _Reading(prompt, cache, measured)
-
-
-def _read_question(prompt: Prompt, cache: RetentionCache, measured: dict[str, Any], task: Task) -> _Reading:
+def _read_question(prompt: Prompt, cache: RetentionCache, measured: dict[str, Any], task: Task) -> _Read:
     """Read the question about a document that a cache has read, but for its last token, on a fork."""
     own, start = cache.copy(), _now(prompt.ids_1N.device)
     rest_1L = prompt.ids_1N[:, cache.seen : -1]
     if rest_1L.shape[1]:
         read_turn(prompt.setup.model, rest_1L, own, new_tokens=task.max_new_tokens + 1)
     seconds = measured["prefill_seconds"] + _now(prompt.ids_1N.device) - start
-    return _Reading(prompt, own, {**measured, "prefill_seconds": seconds})
+    return _Read(prompt, own, {**measured, "prefill_seconds": seconds})
 
 
 def _read_bounded(prompt: Prompt, run: Run, new_tokens: int) -> tuple[RetentionCache, dict[str, Any]]:
@@ -166,13 +177,11 @@ def _read_bounded(prompt: Prompt, run: Run, new_tokens: int) -> tuple[RetentionC
     }
 
 
-def _side_by_side(readings: Sequence[_Reading], task: Task) -> Iterator[dict[str, Any]]:
+def _side_by_side(readings: Sequence[_Read], task: Task) -> Iterator[dict[str, Any]]:
     """Write the answers to what was read as one batch, and yield what a record says of each.
 
     What is held is that of one answer, and so are the seconds of writing: an equal share of those of the batch.
     """
-    if not readings:
-        return
     first, rows = readings[0].prompt, len(readings)
     settings, device = _settings(first, task), first.ids_1N.device
     before, cache, start = [one.cache.memory() for one in readings], readings[0].cache, _now(device)
@@ -238,12 +247,7 @@ def _read_plain(document: Prompt) -> Ask:
     return ask
 
 
-def _asking(document: Prompt, run: Run) -> Ask:
-    """Read a document into a bounded cache."""
-    return _retained_fork(*_read_bounded(document, run, 0))
-
-
-def _retained_fork(cache: RetentionCache, measured: dict[str, Any]) -> Ask:
+def _forks(cache: RetentionCache, measured: dict[str, Any]) -> Ask:
     """Return what asks forks of a bounded cache that has read a document."""
 
     def ask(ids_1N: Tensor, settings: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:

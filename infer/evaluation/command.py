@@ -269,8 +269,9 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
     def left(case: runner.Case) -> int:
         return sum(key(case.axes | run.axes) not in done for run in runs)
 
-    blocks = job.processes.share([block for block in runner.blocks_of(job.cases, batch) if any(map(left, block))])
-    waiting = sum(case.tokens * left(case) for block in blocks for case in block)
+    missing = [block for block in runner.blocks_of(job.cases, batch) if any(map(left, block))]
+    cases = [case for block in job.processes.share(missing) for case in block]
+    waiting = sum(case.tokens * left(case) for case in cases)
     finished = sum(case.tokens for case in job.cases) * len(runs) - waiting if job.processes.size == 1 else 0
     with tqdm(
         total=finished + waiting,
@@ -282,7 +283,7 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
     ) as bar:
         try:
             with in_step(setup.model):  # processes may have samples of other lengths, and more or fewer of them
-                for record in runner.evaluate(setup, blocks, runs, done, batch):
+                for record in runner.evaluate(setup, cases, runs, done, batch):
                     log.append(record)
                     bar.set_postfix_str(f"{record['task']} {record['tokens']} {record['method']}", refresh=False)
                     bar.update(record["tokens"])

@@ -242,6 +242,11 @@ class BudgetOptions(PolicyFlags):
     stabilizers: Numbers | None = None  # type: ignore[assignment]
     """Newest units kept unconditionally after every chunk but the last; several make an ablation."""
 
+    @property
+    def writes_alone(self) -> bool:
+        """Whether each answer is written by itself, since units are evicted or counted for it."""
+        return self.decode_budget is not None or bool(self.ledger)
+
     def fitted(self, recommended: dict[str, Any], shortest: int) -> BudgetOptions:
         """Return the options with a budget that fits prompts of `shortest` tokens, where nobody gave one.
 

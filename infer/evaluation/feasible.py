@@ -13,6 +13,7 @@ from locret.data.tasks.task import SAMPLES
 from locret.infer.chunk_size import free_bytes
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.eval_options import EvalOptions
+from locret.infer.evaluation.methods import writes_beside
 from locret.infer.methods import Method
 from locret.policy.budget import cache_bytes
 
@@ -75,6 +76,9 @@ def check(
             size = cache_bytes(shape, [units + new] * len(shape.layers), dtype.itemsize)
             what = f"--methods {method.name} with --lengths {longest} and {new:,} new tokens: its cache"
             _fits(what, size, device, "leave the method out, or lower the lengths, --max-new-tokens or --budget")
+            if evaluation.batch_size > 1 and writes_beside(method):
+                what = f"--batch-size {evaluation.batch_size} of {method.name} with --lengths {longest}: what it holds"
+                _fits(what, evaluation.batch_size * size, device, "lower it")
 
 
 def _fits(what: str, size: int, device: torch.device, way_out: str) -> None:

@@ -22,7 +22,15 @@ from locret.distributed.ranks import Ranks
 from locret.infer.evaluation import feasible, output_folder, presses, runner
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions
-from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, RANDOM_ANSWER, Prompt, Setup, protects
+from locret.infer.evaluation.methods import (
+    ORACLE,
+    ORACLE_AGNOSTIC,
+    RANDOM_ANSWER,
+    Prompt,
+    Setup,
+    protects,
+    writes_beside,
+)
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.runner import Case, Run, Unmade
 from locret.infer.evaluation.shared_text import SharedText, check_asked, document_tokens
@@ -392,6 +400,8 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
             f"--protect {evaluation.protect[0]} changes nothing, for none of {', '.join(methods)} evicts as ours do; "
             "add a method, or drop it"
         )
+    if evaluation.batch_size > 1:
+        _check_batch(evaluation, budgets)
     for task in evaluation.chosen_tasks():
         if not task.session:
             continue
@@ -421,6 +431,21 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
         raise ValueError(f"--suite {suite.name} and --tasks exclude each other; drop one of them")
     if suite.tokens is not None and "lengths" in chosen:
         raise ValueError(f"--suite {suite.name} reads {suite.tokens:,} tokens; drop --lengths, or choose another suite")
+
+
+def _check_batch(evaluation: EvalOptions, budgets: BudgetOptions) -> None:
+    """Refuse answers side by side where each is written alone anyway."""
+    named, why = evaluation.named_methods(), ""
+    if not any(map(writes_beside, named)):
+        why = f"{', '.join(method.name for method in named)} write one answer at a time"
+    elif all(task.session for task in evaluation.chosen_tasks()):
+        why = "the turns of a session follow each other"
+    elif budgets.decode_budget is not None:
+        why = f"--decode-budget {budgets.decode_budget} evicts for each answer by itself"
+    elif budgets.ledger:
+        why = f"--ledger {budgets.ledger} is kept for one answer"
+    if why:
+        raise ValueError(f"--batch-size {evaluation.batch_size} changes nothing, for {why}; drop it")
 
 
 def _check_used(budgets: BudgetOptions, selections: Sequence[Selection], runs: Sequence[Run], chosen: set[str]) -> None:

@@ -144,6 +144,11 @@ def protects(method: Method) -> bool:
     return not (method.keeps_all or method.plain or method.name in lookups.names() or presses.is_press(method))
 
 
+def writes_beside(method: Method) -> bool:
+    """Return whether several of a method's answers can be written side by side, each from a bounded cache of ours."""
+    return not (method.plain or presses.is_press(method))
+
+
 def get(method: str | Mapping[str, Any]) -> Method:
     """Return the method that a text or a mapping of YAML names, such as `snapkv:kernel=7+pyramid`.
 

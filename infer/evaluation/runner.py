@@ -248,13 +248,13 @@ def blocks_of(cases: Iterable[Case], batch: int = 1) -> list[list[Case]]:
 
 
 def evaluate(
-    setup: Setup, blocks: Iterable[Sequence[Case]], runs: Sequence[Run], done: set[Any], batch: int = 1
+    setup: Setup, cases: Iterable[Case], runs: Sequence[Run], done: set[Any], batch: int = 1
 ) -> Iterator[dict[str, Any]]:
     """Yield the record of every run that is not done yet; each sample is written and tokenised once.
 
     Args:
         setup: The backbone, and what scorers are made from.
-        blocks: What is asked, as `blocks_of` returns it.
+        cases: What is asked, in whole blocks (see `blocks_of`).
         runs: How it is read.
         done: Keys of the records that there are.
         batch: Most answers that are written side by side.
@@ -264,7 +264,7 @@ def evaluate(
     """
     ranks = ranks_of(setup.model)
     shared = {} if ranks is None else {"kv_ranks": ranks.size}
-    for block in blocks:
+    for block in blocks_of(cases, batch):
         missing = [(case, [run for run in runs if key(case.axes | run.axes) not in done]) for case in block]
         if any(own for _, own in missing):
             # What is written side by side is written again as a whole.

@@ -108,7 +108,7 @@ def test_with_room_for_all_both_protocols_say_the_same(name: str, asked: Callabl
     policy = RetentionPolicy(budget=500, chunk_size=512, stabilizers=8, local_len=8)
     known = runner.Run(method, None if method.plain else method.policy(policy))
     task = replace(tasks.get("multikey"), max_new_tokens=6)
-    unknown = answering.answers_on_forks(prompts, replace(known, protocol=AGNOSTIC), task)
+    unknown = answering.answers_on_forks([prompts], replace(known, protocol=AGNOSTIC), task)
     for prompt, later in zip(prompts, unknown, strict=True):
         first = answering.answer(prompt, known, 6)
         assert (first["prediction"], first["generated_tokens"]) == (later["prediction"], later["generated_tokens"])

@@ -51,8 +51,8 @@ def asked(chosen: dict[str, Any], **budgets: Any) -> plan.Asked:
 
 def test_every_method_is_asked_and_what_is_missing_is_said() -> None:
     units, missing = plan.units(asked({}))
-    assert {unit.part.name for unit in units} == {"field", "field_aware", "leaders", "budgets", "capacity"}
-    assert {"presses", "presses_aware", "press_budgets"} <= set(missing)
+    assert {unit.part.name for unit in units} == {"field", "field_aware", "budgets", "capacity"}
+    assert {"presses", "presses_aware", "best_presses", "press_budgets"} <= set(missing)
     assert "--kvpress-python" in missing["presses"]
     field = [unit for unit in units if unit.part.name == "field"]
     assert [unit.seed for unit in field] == [0, 1, 2]
@@ -76,7 +76,7 @@ def test_every_method_is_asked_and_what_is_missing_is_said() -> None:
     assert "--layer-shares" in missing[plan.SHARES]
     for found, there in ((with_presses, True), (unmeasured, False)):
         having = {unit.part.name for unit in found if plan.SHARES in unit.options["methods"]}
-        assert having == ({"leaders"} if there else set())
+        assert having == ({"field", "field_aware", "budgets"} if there else set())
     headless, missing = plan.units(asked({"heads": None}))
     assert missing["locret"] == "needs trained heads; give --heads"
     assert "locret" not in headless[0].options["methods"]
@@ -93,8 +93,6 @@ def test_what_the_user_gives_changes_every_part() -> None:
     )
     units, missing = plan.units(what)
     assert [unit.name for unit in units] == [f"field-{7 + n}" for n in range(3)] + [
-        "leaders-7",
-        "leaders-8",
         "budgets-7",
         "capacity-7",
     ]
@@ -106,7 +104,7 @@ def test_what_the_user_gives_changes_every_part() -> None:
     assert units[0].options["questions"] == 3
     assert units[-1].options["facts"] == [4, 8], "as many as the text has room for"
     assert missing.pop("field_aware") == missing.pop("presses_aware") == "left out by --parts or --protocol"
-    assert set(missing) == {"presses", "press_budgets"}
+    assert set(missing) == {"presses", "best_presses", "press_budgets"}
     _, missing = plan.units(asked({}, budget=40))
     assert "one budget" in missing["budgets"]
 
@@ -122,7 +120,7 @@ def test_seeds_are_those_of_the_field_and_the_most_of_any_part() -> None:
     assert set(one) == set(many) == set(seeds(None))
     assert all(used == [4] for used in one.values())
     assert many["field"] == many["field_aware"] == [4, 5, 6, 7, 8]
-    assert (many["leaders"], many["budgets"]) == ([4, 5], [4])
+    assert many["budgets"] == [4]
     assert {name: len(used) for name, used in seeds(3).items()} == {
         name: len(used) for name, used in seeds(None).items()
     }
@@ -134,14 +132,31 @@ def test_texts_too_short_for_a_curve_of_facts_leave_it_out_with_the_reason() -> 
     assert missing["capacity"] == "--lengths 90 holds no 4 facts of 24 tokens"
 
 
-def test_rivals_join_the_leaders_with_what_runs_them() -> None:
+def test_the_best_presses_read_the_texts_of_the_field() -> None:
     units, _ = plan.units(asked({"kvpress_python": "python"}))
-    leaders = next(unit for unit in units if unit.part.name == "leaders")
-    assert set(leaders.options["methods"]) == set(plan.YARDSTICKS)
-    joined = plan.with_rivals(leaders, ["h2o"], "python")
-    assert joined.options["methods"] == [*leaders.options["methods"], "h2o"]
-    assert "kvpress_python" not in joined.options
-    assert plan.with_rivals(leaders, ["kvpress/knorm"], "python").options["kvpress_python"] == "python"
+    field, best = ([unit for unit in units if unit.part.name == name] for name in ("field", "best_presses"))
+    shared = ("tasks", "lengths", "budget", "protocol", "samples", "questions", "seed")
+    assert [[one.options[name] for name in shared] for one in field] == [
+        [one.options[name] for name in shared] for one in best
+    ]
+    assert all(len(one.options["methods"]) == plan.BEST for one in best), "as many as will be chosen stand for them"
+    assert {one.options["kvpress_python"] for one in best} == {"python"}
+    assert field[0].options["samples"] * len(field) >= 20
+    named, _ = plan.units(asked({"kvpress_python": "python", "methods": "locret,kvpress/knorm"}))
+    assert {tuple(one.options["methods"]) for one in named if one.part.name == "best_presses"} == {("kvpress/knorm",)}
+
+
+def test_answers_are_written_side_by_side_where_that_changes_anything() -> None:
+    def sizes(chosen: dict[str, Any], **budgets: Any) -> set[int | None]:
+        units, _ = plan.units(asked({"kvpress_python": "python", **chosen}, **budgets))
+        return {unit.options.get("batch_size") for unit in units if not unit.part.presses}
+
+    assert sizes({}) == {plan.BATCH}
+    assert sizes({"batch_size": 3}) == {3}
+    assert sizes({}, decode_budget=512) == {1}
+    assert sizes({"methods": "full"}) == {None}
+    units, _ = plan.units(asked({"kvpress_python": "python"}))
+    assert not any("batch_size" in unit.options for unit in units if unit.part.presses)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +166,10 @@ def test_rivals_join_the_leaders_with_what_runs_them() -> None:
         (["--parts", "field"], "--parts field is for --suite world; add that, or drop it"),
         (["--suite", "world", "--seeds", "0"], "--seeds 0 asks nothing; give 1 or more, or leave it out"),
         (["--tasks", "passkey", "--seeds", "2"], "--seeds 2 is for --suite world; add that, or give one --seed"),
-        (["--suite", "world", "--parts", "leaders"], "--parts leaders compares the best of field; add field"),
+        (
+            ["--suite", "world", "--parts", "best_presses", "--kvpress-python", sys.executable],
+            "--parts best_presses asks the best of presses; add presses, or name them in --methods",
+        ),
         (["--suite", "world", "--parts", "presses"], "--parts presses leaves nothing to ask: "),
         (["--suite", "world", "--budget-share", "0.1"], "--suite world compares equal units; give --budget"),
         (["--suite", "world", "--lengths", "16", "--parts", "field"], "cannot be made at 16 tokens"),
@@ -326,10 +344,11 @@ def test_questions_of_one_text_stand_or_fall_together() -> None:
     assert (found["units"], found["bytes"], found["host_bytes"], found["seconds"]) == (72, 1000, 0, 1.5)
 
 
-def test_rivals_are_the_best_that_keep_the_budget_and_know_no_answer() -> None:
-    ranks = ["full", "oracle", "quest", "locret", "kvpress/knorm", "h2o", "tova", "random", "key_norm"]
+def test_the_best_keep_the_budget_in_its_bytes_and_know_no_answer() -> None:
+    ranks = ["full", "oracle", "quest", "locret", "kvpress/kvzip", "kvpress/knorm", "h2o", "tova", "key_norm"]
     own = [answer(name, 1 - place / 10, text) for place, name in enumerate(ranks) for text in range(2)]
-    assert record.rivals(own, 3) == ["kvpress/knorm", "h2o", "tova"]
+    own = [{**one, "cache_bytes": 1000 * (10 if "kvzip" in one["method"] else 1)} for one in own]
+    assert record.best(own, 3) == ["kvpress/knorm", "h2o", "tova"]
 
 
 def test_heads_are_compared_with_the_best_of_the_others_on_the_same_texts() -> None:
@@ -361,7 +380,7 @@ def test_chance_is_the_score_on_another_texts_question_and_texts_are_what_errors
         for text, question in places
     ]
     chance = record.chance_of([(unit, SimpleNamespace(cases=cases))], tmp_path, None)
-    assert chance == {"agnostic": {"random": 50, "chance": 100, "error": 28.868, "answers": 8}}
+    assert chance == {"agnostic": {"random": 50, "chance": 100, "error": 28.868, "kept": 1440.0, "answers": 8}}
 
 
 def test_bytes_are_compared_on_the_questions_that_everybody_was_asked() -> None:
@@ -369,13 +388,15 @@ def test_bytes_are_compared_on_the_questions_that_everybody_was_asked() -> None:
     other = [{**one, "seed": 1} for one in field]
     budgets = [answer("locret", 0.0, text, question) for text in range(2) for question in range(2)]
     presses = [answer("kvpress/keydiff", 0.5, text, question) for text in range(2) for question in range(1, 4)]
-    found = record.of_frontier({"field": [*field, *other], "budgets": budgets, "presses": presses, "leaders": other})
+    found = record.of_frontier(
+        {"field": [*field, *other], "budgets": budgets, "presses": presses, "field_aware": other}
+    )
     assert [(one["method"], one["score"], one["index"], one["question"]) for one in found] == [
         *(("locret", score, text, 1) for score in (1.0, 0.0) for text in range(2)),
         *(("kvpress/keydiff", 0.5, text, 1) for text in range(2)),
     ]
     assert len(record.of_frontier({"field": field})) == len(field)
-    assert record.of_frontier({"leaders": field}) == []
+    assert record.of_frontier({"field_aware": field}) == []
 
 
 def drawn(rows: list[list[Any]], **more: Any) -> dict[str, Any]:
@@ -431,18 +452,20 @@ def records_of(found: dict[str, Any], **options: Any) -> dict[str, float]:
     return {name: one["score"] for (name, _), one in record.means(found, ["field"], **options).items()}
 
 
-def test_leaders_are_counted_on_answerable_tasks_and_held_against_the_oracle() -> None:
+def test_heads_are_counted_on_answerable_tasks_and_held_against_the_oracle() -> None:
     tasks = ["multikey", "number", "world/count"]
-    field = [row("field", task, "full", score) for task, score in zip(tasks, (100.0, 95.0, 10.0), strict=True)]
     scores = {"full": (100, 95, 10), "oracle_agnostic": (90, 80, 10), "locret": (90, 60, 0), "h2o": (0, 60, 10)}
-    leaders = [row("leaders", task, name, own[n]) for name, own in scores.items() for n, task in enumerate(tasks)]
+    field = [row("field", task, name, own[n]) for name, own in scores.items() for n, task in enumerate(tasks)]
+    press = [row("best_presses", task, "kvpress/knorm", 20.0) for task in tasks]
     ahead = [
-        {"task": task, "tokens": 256, "texts": 20, "rival": "h2o", "difference": difference, "error": 2.0}
-        for task, difference in zip(tasks, (90.0, 0.0, -10.0), strict=True)
+        {"method": "locret", "task": task, "tokens": 256, "texts": 20, "rival": "h2o", "difference": gap, "error": 2.0}
+        for task, gap in zip(tasks, (90.0, 0.0, -10.0), strict=True)
     ]
-    text = page.text(drawn([*field, *leaders], ahead=ahead))
+    text = page.text(drawn([*field, *press], ahead=ahead))
+    assert "| task | full | oracle_agnostic | locret | h2o | kvpress/knorm | locret − best other |" in text
     assert "on 1 of 2 tasks that the means of the table have, and as far behind it on 0." in text
     assert "`locret` answers 88 % as much; on 1 of 2 at least 95 %." in text
+    assert "## Is it ahead?" not in page.text(drawn(field))
 
 
 @pytest.mark.skipif(not (Path(__file__).parents[2] / "docs/world.json").is_file(), reason="no record of the suite yet")

@@ -159,7 +159,7 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
         own_choice="methods" in chosen,
         texts=evaluation.samples,
         questions=evaluation.questions,
-        batch=evaluation.batch_size if "batch_size" in chosen else BATCH,
+        batch=evaluation.batch_size if "batch_size" in chosen else 1 if budgets.writes_alone else BATCH,
         seed=evaluation.seed,
         seeds=evaluation.seeds,
         policy={**POLICY, **own},
@@ -256,7 +256,7 @@ def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int]
             **what.policy,
             "samples": what.texts or part.texts,
             "questions": questions,
-            "batch_size": what.batch,
+            **({"batch_size": what.batch} if any(methods.writes_beside(methods.get(name)) for name in own) else {}),
             "seed": seed,
         }
     needs_kvpress = any(name.startswith(presses.PREFIX) for name in own)
@@ -275,6 +275,6 @@ def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int]
         **({} if questions is None else {"questions": questions}),
         **({"kvpress_python": what.kvpress} if needs_kvpress else {}),
         **({} if protect == given else {"protect": protect}),
-        **({} if part.presses else {"batch_size": what.batch}),
+        **({"batch_size": what.batch} if any(methods.writes_beside(methods.get(name)) for name in own) else {}),
         "seed": seed,
     }

@@ -237,6 +237,8 @@ class _Runner:
         """The process, when it began, and the answers that were there."""
         self.seconds = _times(world.output)
         self.finished: set[str] = set()
+        self.counted: dict[Path, tuple[int, int]] = {}
+        """Of each file of answers, the bytes that have been looked at and the lines in them."""
 
     def run(self) -> None:
         """Run all units.
@@ -270,7 +272,18 @@ class _Runner:
         return sum(self._answers_of(unit.name) for unit in self.world.units if not unit.part.capacity)
 
     def _answers_of(self, name: str) -> int:
-        return sum(path.read_bytes().count(b"\n") for path in (self.world.output / name).rglob(SAMPLES))
+        return sum(map(self._lines_of, (self.world.output / name).rglob(SAMPLES)))
+
+    def _lines_of(self, path: Path) -> int:
+        """Return the lines of a file that grows, of which only what is new is read."""
+        seen, lines = self.counted.get(path, (0, 0))
+        if path.stat().st_size < seen:  # written anew, in the order of the plan
+            seen, lines = 0, 0
+        with path.open("rb") as file:
+            file.seek(seen)
+            new = file.read()
+        self.counted[path] = seen + len(new), lines + new.count(b"\n")
+        return self.counted[path][1]
 
     def _ready(self, unit: Unit) -> bool:
         first = [one.name for one in self.world.units if one.part.name == unit.part.after]
