@@ -1,14 +1,15 @@
 """How long a unit takes: what is read and written counted from the plan, at the rate that one core reaches.
 
 Formula:  a read of N tokens takes 2 P N / (share x F) seconds, with P weights outside the embeddings and F operations
-          a second of a matrix product; a token of an answer takes T seconds per layer, as small backbones do, its
-          share of the question and of the fork included. A press
+          a second of a matrix product; an answer takes Q seconds per layer for its question and its fork, and T for
+          each of its tokens, or a share of that where answers are written side by side, as small backbones do. A press
           reads the whole text with full attention; those that repeat the text read it several times. Agnostic, a text
           is read once for all its questions; aware, and by the oracle that knows one question, once for each.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -18,14 +19,14 @@ from locret.backbone.adapters import describe
 from locret.infer.evaluation import methods, presses
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.protocols import AGNOSTIC
-from locret.infer.evaluation.runner import Run, texts_of
+from locret.infer.evaluation.runner import Run, blocks_of, texts_of
 from locret.infer.evaluation.world.plan import Unit
 from locret.method_spec import parse
 
 _READING = 0.3
 """Share of a matrix product's rate that reading reaches."""
-_TOKEN = 2.5e-3
-"""Seconds per layer and token that is written."""
+_QUESTION, _TOKEN = 5e-3, 1.2e-3
+"""Seconds per layer of a question on a fork, and of a token that is written."""
 _WRITTEN = 14
 """Tokens of an answer, or as many as the task allows."""
 _FACTORS = {"infllm": 3.5, "omnikv": 1.5, "quest": 1.5, "kvzip": 6.0, "kvzip_plus": 6.0, "kvgrad": 6.0}
@@ -57,13 +58,16 @@ def seconds(job: Job, operations: float) -> float:
     """
     layers, weights = _shape(job.config)
     found = 0.0
-    for text in texts_of(job.cases):
-        tokens, answers = text[0].tokens, len(text)
-        written = min(_WRITTEN, text[0].task.max_new_tokens) * layers * _TOKEN
+    batch = job.evaluation.batch_size
+    for block in blocks_of(job.cases, batch):
+        asked = len(block)
+        longest = min(_WRITTEN, block[0].task.max_new_tokens)
         for run in job.runs:
             shared = run.protocol == AGNOSTIC and parse(run.method.name).name != methods.ORACLE
-            reads = 1 if shared else answers
-            found += reads * _factor(run) * tokens * 2 * weights / (_READING * operations) + answers * written
+            reads = len(texts_of(block)) if shared else asked
+            passes = math.ceil(asked / batch) if methods.writes_beside(run.method) else asked
+            found += reads * _factor(run) * block[0].tokens * 2 * weights / (_READING * operations)
+            found += layers * (asked * _QUESTION + passes * longest * _TOKEN)
     return found
 
 
@@ -81,7 +85,8 @@ def of_capacity(unit: Unit, config: Any, operations: float) -> dict[str, Any]:
     answers = sum(asked) * options["samples"] * len(options["methods"])
     named = [parse(name).name for name in options["methods"]]
     reads = len(asked) * options["samples"] * sum(map(_of_method, named))
-    found = reads * options["tokens"] * 2 * weights / (_READING * operations) + answers * _WRITTEN * layers * _TOKEN
+    each = _QUESTION + _WRITTEN * _TOKEN / options.get("batch_size", 1)
+    found = reads * options["tokens"] * 2 * weights / (_READING * operations) + answers * layers * each
     return {
         "protocol": unit.part.protocol,
         "methods": len(options["methods"]),
