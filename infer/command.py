@@ -471,6 +471,10 @@ def check_evidence(options: Options, asked: Sequence[str]) -> None:
     if generation.compile:
         raise ValueError("--evidence looks at every step of the answer, which --compile joins; drop one of them")
     if prompt.reread is not None:
+        if options.policy.turns == "text":
+            raise ValueError(
+                "--reread reads passages in the room of a turn, which --turns text does not leave; drop one of them"
+            )
         if prompt.reread == "-":
             raise ValueError("--reread - is standard input, which is read once; give the file")
         for _ in read_text(prompt.reread, 1, "--reread "):

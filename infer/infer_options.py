@@ -100,7 +100,7 @@ def check_protect(protect: list[str], system: str | None) -> None:
     """
     try:
         roles = (DOCUMENT, USER, ASSISTANT, *([] if system is None else [SYSTEM]))
-        check_rules(rules_of(protect), roles, "give --system TEXT" if system is None else "name another one")
+        check_rules(rules_of(protect), roles, system="give --system TEXT")
     except ValueError as error:
         raise ValueError(str(error).replace("protect=", "--protect ")) from None
 

@@ -25,7 +25,9 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -94,8 +96,13 @@ class CapacityOptions:
     def __post_init__(self) -> None:
         if not self.output:
             raise ValueError("--output names no folder; give one")
+        if Path(self.output).exists() and not Path(self.output).is_dir():
+            raise ValueError(f"--output {self.output} is a file; name a folder")
         if min(self.steps()) < 1:
             raise ValueError(f"--facts {self.facts} asks for nothing; give 1 or more")
+        for name, value in (("questions", self.questions), ("tokens", self.tokens), ("samples", self.samples)):
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} {value} asks nothing; give 1 or more")
         if self.figures not in ("all", "none"):
             raise ValueError(f"--figures {self.figures} is unknown; choose all or none")
 
@@ -141,26 +148,55 @@ def evaluations(options: CapacityOptions, given: Mapping[str, Any]) -> Iterator[
     """
     from locret.infer.evaluation import command as evaluation
 
-    lines = []
-    for facts in options.steps():
-        path = Path(f"{options.folder(facts)}.json")
-        write_text(path, json.dumps(recipe(options, given, facts), indent=1) + "\n", parents=True)
-        lines.append((facts, ["--config", str(path)]))
-    for facts, line in lines:
-        try:
-            job, tokenizer = evaluation.checked(line)
-        except ValueError as error:
-            raise ValueError(f"--facts {facts}: {error}") from error
+    _check_folder(options)
+    recipes = {facts: json.dumps(recipe(options, given, facts), indent=1) + "\n" for facts in options.steps()}
+    for facts, text in recipes.items():
+        with tempfile.TemporaryDirectory() as folder:  # nothing is left where one number of facts is refused
+            path = Path(folder) / "recipe.json"
+            path.write_text(text, encoding="utf-8")
+            try:
+                job, tokenizer = evaluation.checked(["--config", str(path)])
+            except ValueError as error:
+                raise ValueError(f"--facts {facts}: {_own_words(str(error))}") from error
         known = len(job.cases[0].sample(tokenizer).asked)
         if known < facts:
             raise ValueError(
                 f"--facts {facts}: with {options.option}={facts} {options.task} asks {known} questions of a text; name "
                 "the option that says how many facts it states, --option, or another task"
             )
-    for facts, line in lines:
+    for facts, text in recipes.items():
+        path = Path(f"{options.folder(facts)}.json")
+        write_text(path, text, parents=True)
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # its table is not this command's
-            evaluation.command(line)
+            evaluation.command(["--config", str(path)])
         yield facts, options.folder(facts)
+
+
+def _check_folder(options: CapacityOptions) -> None:
+    """Refuse a folder with numbers of facts that its record would lose.
+
+    Raises:
+        ValueError: Naming them.
+    """
+    found = (re.fullmatch(r"facts-(\d+)", path.name) for path in Path(options.output).glob("facts-*"))
+    others = sorted({int(match[1]) for match in found if match} - set(options.steps()))
+    if others:
+        named = ",".join(map(str, others))
+        raise ValueError(
+            f"--output {options.output} holds {named} facts too, which would be lost to its record; add them to "
+            "--facts, or choose another folder"
+        )
+
+
+def _own_words(text: str) -> str:
+    """Return what `locret-eval` says in the names of this command's options."""
+    for theirs, ours in (
+        ("--lengths", "--tokens"),
+        ("; choose another folder, or --overwrite it", "; choose another folder"),
+        ("; raise tokens; raise --tokens, or leave the task out", "; raise --tokens"),
+    ):
+        text = text.replace(theirs, ours)
+    return text
 
 
 @dataclass(frozen=True)

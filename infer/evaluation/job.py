@@ -15,7 +15,7 @@ from torch import nn
 from locret import loading, method_spec
 from locret.cache.limits import check_named
 from locret.cache.protected import Protected
-from locret.conversation.rules import QUESTION
+from locret.conversation.rules import QUESTION, SYSTEM
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
 from locret.distributed.ranks import Ranks
@@ -95,10 +95,11 @@ class Job:
         left = {case.task.name for case in self.cases}
         self.missing |= {one.task: one.reason for one in self.unmade if one.task not in left}
         self.selections = [one for one in self.selections if one.task.name in left]
-        names = {method_spec.parse(run.method.name).name for run in self.runs}
+        names, systems = {method_spec.parse(run.method.name).name for run in self.runs}, False
         for one in self.selections:
             case = next(case for case in self.cases if case.task is one.task)
             sample = case.sample(tokenizer)
+            systems = systems or bool(sample.system)
             one.task.score(sample.reply, sample)
             if ORACLE_AGNOSTIC in names:
                 check_asked(one.task, sample)
@@ -107,6 +108,11 @@ class Job:
                 document_tokens(tokenizer, one.task, sample, case.built(tokenizer, sample))
             if self.evaluation.protect:
                 self._check_protected(tokenizer, case)
+        if not systems and any(rule.what == SYSTEM for rule in self.evaluation.protected_rules()):
+            raise ValueError(
+                f"--protect {SYSTEM} changes nothing, for no text of {', '.join(sorted(left))} has a system message; "
+                "drop it, or add such a task (world/secret, say)"
+            )
         several = self.evaluation.questions or 0
         if several > 1 and not any(case.question for case in self.cases):
             raise ValueError(

@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from locret.cache.memory import CacheMemory
 from locret.files import write_text
 from locret.infer.evaluation.protocols import protocol_of
+
+if TYPE_CHECKING:
+    from locret.cache.memory import CacheMemory
 
 SAMPLES, RESULTS, TABLE = "samples.jsonl", "results.json", "results.md"
 PART = "samples.process-{}.jsonl"

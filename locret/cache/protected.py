@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from locret.policy.policy import Follows, RetentionPolicy
@@ -131,7 +132,9 @@ def _check_rules(policy: RetentionPolicy, spans: Sequence[Span]) -> None:
         )
     for span in spans:
         if span.share is not None and not span.units(policy.budget):
+            places = 1 - math.floor(math.log10(1 / policy.budget))
+            least = math.ceil(10**places / policy.budget) / 10**places  # two digits, rounded up
             raise ValueError(
                 f"{span.label} has share={span.share:g}, and that of budget={policy.budget} is less than one unit; "
-                f"give {1 / policy.budget:.2g} or more, or raise budget"
+                f"give {least:g} or more, or raise budget"
             )

@@ -291,17 +291,22 @@ class Chat:
             ValueError: If the budget cannot hold it, it is gone already, or it names nothing.
         """
         self._check()
-        rules = rules_of(what)
+        rules, read = rules_of(what), self.cache.seen + self.cache.held_back + len(self._unread)
         for rule in rules:
             if rule.what == "chars":
                 raise ValueError(f"protect={rule} names characters of a text that has been read; name tokens instead")
+            if rule.what == "tokens" and max(rule.start or 0, (rule.end or 0) - 1) >= read:
+                raise ValueError(
+                    f"protect={rule} names tokens that have not been read, for the conversation has {read:,}; name "
+                    "some of those, or message:N for a turn that is to come"
+                )
         if self.protection.turns is not None:
             roles = {*(turn.role for turn in self.protection.turns), USER, ASSISTANT}
-            check_rules(rules, roles, "name another one")
+            check_rules(rules, roles)
         protection = replace(self.protection, rules=rules)
         if not rules:
             self.cache.protect()
-        protection.apply(self.cache, self.cache.seen + self.cache.held_back + len(self._unread))
+        protection.apply(self.cache, read)
         self.protection = protection
 
     def kept_by_message(self) -> list[KeptTurn]:

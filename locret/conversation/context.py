@@ -388,7 +388,7 @@ class LongContextModel:
             ValueError: If a rule is about what there is not.
         """
         roles = [DOCUMENT, USER, ASSISTANT] if transcript.system is None else [SYSTEM, DOCUMENT, USER, ASSISTANT]
-        check_rules(rules, roles, "give a system message as system" if SYSTEM not in roles else "name another one")
+        check_rules(rules, roles, system="give a system message as system")
         for rule in rules:
             if rule.what == "chars" and document.pieces is None:
                 raise ValueError(f"protect={rule} names characters, but token ids are read; name tokens, as tokens:A-B")
@@ -672,7 +672,12 @@ class Context:
         if evidence:
             if stream:
                 raise ValueError("stream=True yields words before all is known; leave stream or evidence out")
-            if isinstance(source, _READ_AGAIN):
+            if source is not None:
+                if not isinstance(source, _READ_AGAIN):
+                    raise ValueError(
+                        f"source is a {type(source).__name__}, which cannot be read twice, first to see whether it is "
+                        "what was read and then for its passages; give a text, a path, or token ids"
+                    )
                 check_source(self, source)
             return self._with_evidence(question, source, max_new_tokens, options)
         if source is not None:
@@ -687,8 +692,6 @@ class Context:
 
     def _with_evidence(self, question: Any, source: Any, new_tokens: int, options: dict[str, Any]) -> Any:
         if isinstance(question, Sequence) and not isinstance(question, str):
-            if source is not None and not isinstance(source, _READ_AGAIN):
-                raise ValueError(f"source is a {type(source).__name__}, which is read once; give a text or a path")
             return [self._with_evidence(one, source, new_tokens, options) for one in question]
         first = answered(self, question, new_tokens, options)
         return (
@@ -710,7 +713,8 @@ class Context:
             **options: As for `ask`.
 
         Raises:
-            ValueError: If the source is another text, or a turn has no room for what is to be read again.
+            ValueError: If the source is another text, its passages are no parts of it, or a turn has no room for what
+                is to be read again.
         """
         return reread(self, question, source, first, max_new_tokens, options)
 

@@ -170,8 +170,10 @@ def check_source(context: Context, source: Any) -> None:
     """Refuse another text before a question is asked, so that it does not pass where no answer is flagged.
 
     Raises:
-        ValueError: If its digest is not that of what was read.
+        ValueError: If its digest is not that of what was read, or no turn of this context has room for passages.
     """
+    if context.cache.turn_room < 1:
+        raise _no_room(context)
     document, read = open_document(source), context.sources[0] if context.sources else None
     for _ in document.ids if document.pieces is None else document.pieces:  # type: ignore[union-attr]
         pass
@@ -202,16 +204,13 @@ def reread(
     Raises:
         ValueError: If the source is another text, or a turn has no room.
     """
+    _check_passages(context, first)
     if not first.passages:
         return first
     most = context.cache.turn_room
     room = most - len(context.question_ids(f"\n{question}")[0])
     if room < 1:
-        raise ValueError(
-            f"passages are read again in the room of a turn, but turns={context.cache.policy.turns!r} and chunk_size="
-            f"{context.cache.policy.chunk_size} leave none beside the question; read the text with "
-            'turns="local" and a larger chunk_size'
-        )
+        raise _no_room(context)
     texts = _tokens_of(context, source, first.passages)
     chosen: list[tuple[Passage, list[int]]] = []
     for passage, ids in zip(first.passages, texts, strict=True):
@@ -222,8 +221,37 @@ def reread(
             passage = replace(passage, end=passage.end - 1)
         if ids and _tokens_asked(context, [*chosen, (passage, ids)], question) <= most:
             chosen.append((passage, ids))
+    if not chosen:
+        raise _no_room(context)
     second = answered(context, _asked_behind(context, chosen, question), max_new_tokens, options)
     return replace(second, passages=tuple(passage for passage, _ in chosen), before=first.text)
+
+
+def _no_room(context: Context) -> ValueError:
+    return ValueError(
+        f"passages are read again in the room of a turn, but turns={context.cache.policy.turns!r} and chunk_size="
+        f"{context.cache.policy.chunk_size} leave none beside the question; read the text with "
+        'turns="local" and a larger chunk_size'
+    )
+
+
+def _check_passages(context: Context, first: Any) -> None:
+    """Refuse what is no answer with evidence, or speaks of passages that the text does not have.
+
+    Raises:
+        ValueError: Naming what is wrong.
+    """
+    if not isinstance(first, Answered):
+        raise ValueError(f"first is a {type(first).__name__}; give what ask(..., evidence=True) has returned")
+    for one in first.passages:
+        places = (one.start, one.end) if isinstance(one, Passage) else ()
+        if not places or not all(type(place) is int for place in places):
+            raise ValueError(f"{one!r} is no passage of a text; give what ask(..., evidence=True) has returned")
+        if not 0 <= one.start < one.end <= context.cache.text_end:
+            raise ValueError(
+                f"tokens {one.start} to {one.end} are no passage of {context.name!r}, which has "
+                f"{context.cache.text_end:,} tokens; give places in it, ascending"
+            )
 
 
 def _asked_behind(context: Context, chosen: Sequence[tuple[Passage, list[int]]], question: str) -> str:

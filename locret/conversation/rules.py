@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,19 +92,32 @@ def rules_of(protect: Any) -> tuple[Rule, ...]:
     """
     if protect is None:
         return ()
+    if isinstance(protect, Mapping):
+        raise ValueError(
+            f"protect={shown(protect)} is a mapping; give a list of rules, such as ['system=0.1', 'each=0.05']"
+        )
     one = isinstance(protect, (str, Span, Rule)) or not isinstance(protect, Iterable)
     return tuple(dict.fromkeys(Rule.of(given) for given in ([protect] if one else protect)))
 
 
-def check_rules(rules: Iterable[Rule], roles: Iterable[str], way_out: str) -> None:
+def check_rules(
+    rules: Iterable[Rule], roles: Iterable[str], way_out: str = "name another one", system: str | None = None
+) -> None:
     """Refuse rules about turns that there never are.
+
+    Args:
+        rules: What is to be protected.
+        roles: Of the turns that there may be.
+        way_out: What to do instead.
+        system: The same where a system message is meant, if it is another.
 
     Raises:
         ValueError: Naming the rule, and the way out.
     """
     for rule in rules:
         if rule.what in ROLES and rule.what not in roles:
-            raise ValueError(f"protect={rule} finds no turn of that role here; {way_out}, or leave it out")
+            instead = system or way_out if rule.what == SYSTEM else way_out
+            raise ValueError(f"protect={rule} finds no turn of that role here; {instead}, or leave it out")
 
 
 def check_named(rules: Iterable[Rule], roles: Sequence[str], others: Iterable[str] = ()) -> None:

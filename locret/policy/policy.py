@@ -29,6 +29,8 @@ BLOCKS = "infllm"
 NO_MERGER = "none"
 """The value of `merge` where evicted units are lost."""
 _BY_LAYER = ("square_sqrt", "adaptive")
+MOST_SEGMENTS = 2**20
+"""Of a ledger, whose sums every layer and KV head holds: more is no summary of a text."""
 LEAST_CHUNK = 512
 """Tokens per forward pass that the smallest budget leaves: shorter chunks cost time and save little."""
 
@@ -189,9 +191,9 @@ class RetentionPolicy:
 
             prefill_attention.get(self.prefill_attention)
         self._check_merging()
-        if self.ledger < 0 or self.ledger == 1:
+        if self.ledger < 0 or self.ledger == 1 or self.ledger > MOST_SEGMENTS:
             raise ValueError(
-                f"ledger={self.ledger} is no number of segments; give 2 or more, such as 256, or 0 for none"
+                f"ledger={self.ledger} is no number of segments; give 2 to {MOST_SEGMENTS}, such as 256, or 0 for none"
             )
         if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:
             raise ValueError(

@@ -126,6 +126,10 @@ def checked_rows(rows: Iterable[Iterable[Span]]) -> Rows:
     Raises:
         ValueError: If one is no span, there are too many, or two with a share have tokens in common.
     """
+    rows = tuple(rows)
+    for spans in rows:
+        if not isinstance(spans, Iterable) or isinstance(spans, str):
+            raise ValueError(f"{shown(spans)} is no list of spans; give one for all rows, as [locret.Span(start, end)]")
     found = tuple(tuple(spans) for spans in rows)
     for spans in found:
         for span in spans:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +190,26 @@ def test_what_cannot_be_said_is_refused(lm: LongContextModel, context: Context) 
     for message, options in refused.items():
         with pytest.raises(ValueError, match=message):
             context.ask(QUESTION, **options)
-    with pytest.raises(ValueError, match="which is read once; give a text or a path"):
-        context.ask([QUESTION], evidence=True, source=iter([TEXT]))
+    for source in (iter([TEXT]), 5, b"text", object()):
+        for question in (QUESTION, [QUESTION]):
+            with pytest.raises(ValueError, match="which cannot be read twice, .*; give a text, a path, or token ids"):
+                context.ask(question, evidence=True, source=source)
     first = context.ask(QUESTION, evidence=True, max_new_tokens=8)
+
+    def at(start: Any, end: Any) -> Passage:
+        return Passage(start=start, end=end, lost=0.1)
+
+    odd: dict[str, Any] = {
+        "are no passage of 'text', which has": [at(10**6, 10**6 + 5), at(90, 20), at(-9, 5)],
+        "is no passage of a text; give what ask": [at(1.5, 9), (1, 9), at(1, float("inf"))],
+    }
+    for message, passages in odd.items():
+        for passage in passages:
+            with pytest.raises(ValueError, match=message):
+                context.reread(QUESTION, TEXT, replace(first, passages=(passage,)))
+    for other in ("text", None):
+        with pytest.raises(ValueError, match="first is a .*; give what ask"):
+            context.reread(QUESTION, TEXT, other)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is not the text that 'text' was read from"):
         context.reread(QUESTION, TEXT + " And more.", first)
     for question in (QUESTION, [QUESTION]):
@@ -201,3 +219,5 @@ def test_what_cannot_be_said_is_refused(lm: LongContextModel, context: Context) 
     context = as_text.read(TEXT)
     with pytest.raises(ValueError, match="turns='text' .* leave none beside the question"):
         context.reread(QUESTION, TEXT, context.ask(QUESTION, evidence=True, max_new_tokens=8))
+    with pytest.raises(ValueError, match="turns='text' .* leave none beside the question"):
+        context.ask(QUESTION, evidence=True, source=TEXT, max_new_tokens=8)  # flagged or not

@@ -277,7 +277,7 @@ def test_pinned_tokens_count_for_the_share_they_are_in() -> None:
         ([Span(0, 30)], {}, r"need 30 units .* stabilizers \(6\) included; lower those, or protect less"),
         ([Span(0, 40, 0.6), Span(40, 99, 0.6)], {"stabilizers": 0}, "need 38 units .* raise budget"),
         ([Span(0, 40, 0.2), Span(39, 99, 0.2)], {}, "have tokens in common, and a share each"),
-        ([Span(0, 40, 0.01)], {}, "is less than one unit; give 0.031 or more"),
+        ([Span(0, 40, 0.01)], {}, "is less than one unit; give 0.032 or more"),
         ([Span(0, 9)], {"memory": "adaptive"}, 'memory="adaptive" lets layers share'),
         ([Span(0, 24)], {"decode_budget": 34, "decode_interval": 8}, "decode_budget=34 holds 20 beside local_len"),
         ([Span(0, 24)], {"layer_budgets": "pyramid"}, "in layer 2"),
@@ -367,6 +367,13 @@ def test_spans_of_other_rows_than_there_are_and_other_things_are_refused() -> No
     cache = by_lot(policy())
     with pytest.raises(ValueError, match=r"\(0, 5\) is no span of a text; give locret.Span"):
         cache.protect([(0, 5)])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"is no list of spans; give one for all rows, as \[locret.Span"):
+        cache.protect(Span(0, 3))  # type: ignore[arg-type]
+    for budget in (96, 3, 1, 100):  # what is named as enough is enough
+        small = by_lot(policy(budget=budget, stabilizers=0))
+        with pytest.raises(ValueError, match=r"is less than one unit; give [\d.]+ or more") as error:
+            small.protect([Span(0, 9, 1e-6)])
+        small.protect([Span(0, 9, float(str(error.value).split("give ")[1].split()[0]))])
     cache.protect([Span(0, 3)], [Span(0, 4)])
     with pytest.raises(ValueError, match="spans of 2 rows are protected, but there are 1"):
         prefill(cache.model, prompt(40, seed=1), cache)

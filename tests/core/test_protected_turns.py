@@ -203,6 +203,9 @@ def test_a_chat_can_change_its_mind(parts: Any) -> None:
     chat = model(parts, "random", turns="text").read(FILLER, system="Be brief.").chat()
     with pytest.raises(ValueError, match="message 0, system .* cannot be protected any more"):
         chat.protect("system")
+    for unread in ("tokens:1000-1005", "tokens:900-99999=0.1", Span(5000, None)):
+        with pytest.raises(ValueError, match="have not been read, for the conversation has [0-9,]+; name some of"):
+            chat.protect(unread)
     chat.protect("tokens:0-4=0.05", "question")
     chat.say("What is green? " * 5, max_new_tokens=2)
     with pytest.raises(ValueError, match=r"need \d+ units per KV head, most of them for message 4, user"):
@@ -252,7 +255,8 @@ def test_spans_given_to_the_cache_itself_stay_through_a_chat(parts: Any) -> None
         ("tokens:9-3", "is empty"),
         ("message:x", "names nothing"),
         (3, "protect=3 names nothing"),
-        ("tools", "finds no turn of that role here"),
+        ("tools", "finds no turn of that role here; name another one"),
+        ({"system": 0.01}, "is a mapping; give a list of rules, such as"),
         ("system", "give a system message as system"),
     ],
 )

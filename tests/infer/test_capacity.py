@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,17 @@ def test_a_value_is_worth_its_own_tokens_and_digits() -> None:
     assert value_of([("12", "34")], tokenizer).tokens == 2 * short.tokens
 
 
+def test_the_command_answers_signals_before_it_loads_anything_heavy() -> None:
+    code = "import sys, locret.infer.evaluation.capacity; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_file_is_no_folder(measure: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = measure("--facts", "2", "--output", tmp_path / "file")
+    assert (code, f"--output {tmp_path / 'file'} is a file; name a folder" in err) == (2, True)
+
+
 def test_a_curve_is_measured_drawn_and_gone_on_with(
     measure: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,9 +108,9 @@ def test_a_curve_is_measured_drawn_and_gone_on_with(
     asked: list[int] = []
     answer = runner.answers_on_forks
 
-    def counted(prompts: Any, *given: Any) -> Any:
-        asked.append(len(prompts))
-        return answer(prompts, *given)
+    def counted(texts: Any, *given: Any) -> Any:
+        asked.append(sum(map(len, texts)))
+        return answer(texts, *given)
 
     monkeypatch.setattr(runner, "answers_on_forks", counted)
     code, printed, err = measure("--facts", "2,3", "--output", out, "--json", "--figures", "none")
@@ -106,6 +119,15 @@ def test_a_curve_is_measured_drawn_and_gone_on_with(
     rows = json.loads(printed)["rows"]
     assert [row for row in rows if row["facts"] != 3] == first["rows"]
     assert TIMES[0] not in rows[0]
+    # What is refused changes nothing that is there.
+    recipe = (out / "facts-2.json").read_text()
+    code, _, err = measure("--facts", "2,3", "--output", out, "--seed", 3)
+    assert code == 2
+    assert "(other seed); choose another folder\n" in err
+    assert (out / "facts-2.json").read_text() == recipe
+    code, _, err = measure("--facts", "3", "--output", out)
+    assert code == 2
+    assert "holds 2 facts too, which would be lost to its record; add them to --facts" in err
 
 
 @pytest.mark.parametrize(
@@ -114,6 +136,10 @@ def test_a_curve_is_measured_drawn_and_gone_on_with(
         (("--facts", "2,64"), "--facts 64: one text cannot hold that many keys"),
         (("--facts", "0"), "--facts 0 asks for nothing; give 1 or more"),
         (("--facts", "2,24"), "--facts 24: sample 0 of multikey cannot be made at 300 tokens: tokens=300 cannot hold"),
+        (("--facts", "2", "--questions", 0), "--questions 0 asks nothing; give 1 or more"),
+        (("--facts", "2", "--questions", -3), "--questions -3 asks nothing; give 1 or more"),
+        (("--facts", "2", "--tokens", 0), "--tokens 0 asks nothing; give 1 or more"),
+        (("--facts", "2", "--protect", "system"), "--protect system changes nothing, for no text of multikey has"),
         (("--facts", "2", "--option", "locks"), '--facts 2: task multikey: it has no option "locks"'),
         (("--facts", "9", "--option", "digits"), "with digits=9 multikey asks 8 questions of a text; name the option"),
         (("--facts", "2", "--task", "multistep/hotpotqa"), "--facts 2: "),
@@ -126,5 +152,5 @@ def test_what_cannot_be_measured_is_refused_before_the_first_answer(
     code, out, err = measure(*arguments, "--output", tmp_path / "out")
     assert (code, out) == (2, "")
     assert message in err
-    assert not list(tmp_path.rglob("samples.jsonl"))
+    assert not list(tmp_path.iterdir())
     assert capacity.CapacityOptions(output="x").steps()[-1] == 512

@@ -86,6 +86,10 @@ def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
             "--protect, method random and task passkey: the protected spans need .* raise budget, or protect less",
         ),
         (["--protect", "system", "--methods", "full"], "changes nothing, for none of full evicts as ours do"),
+        (
+            ["--protect", "system", "--tasks", "passkey", "--lengths", "512", "--methods", "random", "--budget", "64"],
+            "--protect system changes nothing, for no text of passkey has a system message; drop it, or add such a",
+        ),
     ],
 )
 def test_what_protects_nothing_is_refused(changed: list[str], message: str, tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ def test_answers_come_with_their_evidence(text: str, tmp_path: Path, capsys: pyt
         (["--evidence", "--compile"], "--evidence looks at every step of the answer, which --compile joins"),
         (["--evidence", "--reread", "nowhere.txt"], "--reread nowhere.txt: no such file"),
         (["--evidence", "--reread", "-"], "--reread - is standard input"),
+        (
+            ["--evidence", "--reread", "a", "--turns", "text"],
+            "--reread reads passages in the room of a turn, which --t",
+        ),
+        (["--evidence", "--ledger", "1000000000"], "ledger=1000000000 is no number of segments; give 2 to 1048576"),
         (["--evidence", "--ledger", "0"], "--evidence needs a ledger"),
         (["--evidence", "--ledger", "1"], "ledger=1 is no number of segments"),
     ],

@@ -170,7 +170,18 @@ def test_answers_are_written_side_by_side_where_that_changes_anything() -> None:
             ["--suite", "world", "--parts", "best_presses", "--kvpress-python", sys.executable],
             "--parts best_presses asks the best of presses; add presses, or name them in --methods",
         ),
-        (["--suite", "world", "--parts", "presses"], "--parts presses leaves nothing to ask: "),
+        (
+            ["--suite", "world", "--parts", "presses"],
+            "--parts presses leaves nothing to ask (presses: no --kvpress-python, so kvpress's presses are not asked);",
+        ),
+        (
+            ["--suite", "world", "--parts", "field", "--protocol", "aware"],
+            "--parts field leaves nothing to ask (field: --protocol aware leaves it out); name other parts or methods",
+        ),
+        (
+            ["--suite", "world", "--parts", "field,budgets", "--methods", "kvpress/knorm"],
+            "--parts field,budgets leaves nothing to ask (field: nothing of --methods); name other parts or methods",
+        ),
         (["--suite", "world", "--budget-share", "0.1"], "--suite world compares equal units; give --budget"),
         (["--suite", "world", "--lengths", "16", "--parts", "field"], "cannot be made at 16 tokens"),
         (["--suite", "world", "--kvpress-python", "no/python", "--parts", "presses"], "no/python is not a program"),
@@ -254,6 +265,48 @@ def test_a_run_that_goes_on_ends_with_the_record_of_one_that_was_not_interrupted
     command([*small(backbone, output), "--resume"])
     assert stripped(output) == whole
     assert len(samples.read_text().splitlines()) == len(lines)
+    # Parts that the folder holds and the line does not name would be lost to the record.
+    (output / "field-0").mkdir()
+    with pytest.raises(ValueError, match="holds field-0 too, which would be lost to its record; name their parts"):
+        command([*small(backbone, output), "--resume"])
+    (output / "field-0").rmdir()
+    for broken in ("{", '{"budgets-0": NaN}', '{"budgets-0": -5}', '{"budgets-0": "x"}', "[]"):
+        (output / suite.TIMES).write_text(broken)
+        with pytest.raises(ValueError, match="is broken; write {} into it to go on without times, or --overwrite"):
+            command([*small(backbone, output), "--resume"])
+    (output / suite.TIMES).write_text("{}")
+    command([*small(backbone, output), "--resume"])
+    assert stripped(output) == whole
+
+
+def test_a_run_goes_on_where_a_task_could_not_be_made_and_starts_again_over_anything(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = replace(suites.get("world"), tasks=("variable_tracking", "lookalikes/keys"))
+    monkeypatch.setattr(plan.suites, "get", lambda _: few)
+    output = tmp_path / "world"
+    line = [*("--model", str(backbone), "--dtype", "float32", "--suite", "world", "--methods", "random"), "--parts"]
+    line += ["field", "--lengths", "200", "--budget", "24", "--samples", "1", "--seeds", "1", "--figures", "none"]
+    line += ["--quiet", "--output", str(output)]
+    command(line)
+    whole = stripped(output)
+    assert "lookalikes/keys @ 200" in whole["left_out"]
+    (output / "field-0" / SAMPLES).write_text("")
+    command([*line, "--resume"])
+    assert stripped(output) == whole
+    for path in (output / "field-0").iterdir():
+        path.unlink()
+    (output / "field-0").rmdir()
+    (output / "field-0").touch()
+    (output / "budgets-3").mkdir()
+    command([*line, "--overwrite"])
+    assert stripped(output) == whole
+    assert not (output / "budgets-3").exists()
+    capsys.readouterr()
+    command([*line[:-2], "--dry-run", "--threads", "1000"])
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["workers"] == 1, "a unit runs on one core"
+    assert planned["estimate"].endswith(" on 1 core")
 
 
 def test_units_are_ended_where_interrupts_are_ignored_and_their_time_is_kept(tmp_path: Path) -> None:
@@ -271,6 +324,10 @@ def test_units_are_ended_where_interrupts_are_ignored_and_their_time_is_kept(tmp
     assert not runner.running
     took = json.loads((tmp_path / suite.TIMES).read_text())["field-0"]
     assert took >= 7
+    runner.running["field-1"] = process, time.perf_counter() - 40, 0
+    runner._save()
+    assert json.loads((tmp_path / suite.TIMES).read_text())["field-1"] >= 40, "a run that is killed leaves its times"
+    runner.running.clear()
     runner._took("field-0", time.perf_counter() - 5, 1)  # only looked whether something was missing
     assert json.loads((tmp_path / suite.TIMES).read_text())["field-0"] == took
 

@@ -26,6 +26,8 @@ from locret.infer.speed.peers.environments import PEERS
 from locret.tables import markdown
 
 PAGE = "world.md"
+FILES = (PAGE, figures.FRONTIER, figures.CAPACITY, *(figures.MAP.format(name) for name in figures.PARTS))
+"""All that `write` may write."""
 _BOUND = 0.9
 """Kendall's tau that the order of the methods should reach between any two seeds."""
 _YARDSTICKS = (FULL, ORACLE, ORACLE_AGNOSTIC, LOCRET, SHARES, "random")

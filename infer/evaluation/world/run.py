@@ -7,7 +7,9 @@ goes on with --resume, unit by unit and answer by answer.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,7 +27,8 @@ from locret import loading
 from locret.distributed.ranks import Ranks
 from locret.files import locked, visible, write_text
 from locret.infer.evaluation import job as jobs
-from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions
+from locret.infer.evaluation import output_folder
+from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions, words
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.records import SAMPLES
 from locret.infer.evaluation.world import estimate, page, plan, record
@@ -35,8 +38,8 @@ from locret.infer.speed.estimate import spoken
 
 TIMES = "seconds.json"
 _MODULE = "locret.infer.evaluation.{}"
-_LOOK = 0.5
-"""Seconds between two looks at what the units have written."""
+_LOOK, _SAVE = 0.5, 15.0
+"""Seconds between two looks at what the units have written, and between two records of the time they took."""
 
 
 @dataclass
@@ -91,7 +94,7 @@ class World:
             figures="none",
             resume=going,
             overwrite=False,
-            dry_run=self.report.dry_run or self.report.overwrite or not whole,
+            dry_run=True,  # what the folder holds is looked at when it is known which tasks are left out
         )
         made = jobs.prepare(
             self.model,
@@ -102,6 +105,8 @@ class World:
             self.processes,
         )
         made.check(self.tokenizer)
+        if whole and not (self.report.dry_run or self.report.overwrite):
+            output_folder.check_output(report.output, made.settings(), resume=going, overwrite=False)
         self.left_out |= {f"{one.task} @ {one.tokens}": one.reason for one in made.unmade}
         return made
 
@@ -129,7 +134,13 @@ def prepare(
     asked = plan.asked(evaluation, budgets, chosen)
     units, missing = plan.units(asked)
     if not units:
-        raise ValueError(f"--parts {evaluation.parts} leaves nothing to ask: {'; '.join(missing.values())}")
+        named = [
+            part for part in plan.PARTS if evaluation.parts == "all" or part.name in words(evaluation.parts, "--parts")
+        ]
+        out = f"--protocol {evaluation.protocol} leaves it out"
+        reasons = {missing[part.name] if part in asked.parts else out: part.name for part in reversed(named)}
+        why = "; ".join(f"{name}: {reason}" for reason, name in reversed(reasons.items()))
+        raise ValueError(f"--parts {evaluation.parts} leaves nothing to ask ({why}); name other parts or methods")
     name = f"runs/{Path(model.model).name or 'backbone'}-world"
     report = report if report.output else replace(report, output=name)
     world = World(
@@ -168,6 +179,18 @@ def _check_output(world: World) -> None:
         raise ValueError(f"--output {output} holds something else than --suite world; choose another folder")
     if not (report.resume or report.overwrite):
         raise ValueError(f"--output {output} holds this suite already; --resume goes on, --overwrite starts again")
+    if report.resume and (others := _other_units(world)):
+        raise ValueError(
+            f"--output {output} holds {', '.join(others)} too, which would be lost to its record; name their parts in "
+            "--parts (and --protocol, --seeds), choose another folder, or --overwrite"
+        )
+
+
+def _other_units(world: World) -> list[str]:
+    """Return the folders of units that this run does not ask."""
+    named = "|".join(part.name for part in plan.PARTS)
+    found = {name for name in visible(world.output) if re.fullmatch(rf"({named})-\d+", name)}
+    return sorted(found - {unit.name for unit in world.units})
 
 
 def described(world: World) -> dict[str, Any]:
@@ -192,13 +215,14 @@ def described(world: World) -> dict[str, Any]:
                 "seconds": round(seconds, 1),
             }
         )
-    total = sum(one["seconds"] for one in found)
+    total, workers = sum(one["seconds"] for one in found), min(world.workers, len(found))
+    wall = max(total / workers, *(one["seconds"] for one in found))
     return {
         "units": found,
         "answers": sum(one["answers"] for one in found),
         "core_seconds": round(total, 1),
-        "workers": world.workers,
-        "estimate": f"about {spoken(total / world.workers)} on {world.workers} cores",
+        "workers": workers,
+        "estimate": f"about {spoken(wall)} on {workers} {'cores' if workers > 1 else 'core'}",
         "tasks": sorted({case.task.name for job in world.jobs.values() for case in job.cases}),
         "missing": world.missing,
         "left_out": world.left_out,
@@ -223,9 +247,14 @@ def run(world: World) -> dict[str, Any]:
 def _clear(world: World) -> None:
     import shutil
 
-    for unit in {part.name: part for part in world.units}.values():
-        shutil.rmtree(world.output / unit.name, ignore_errors=True)
-    (world.output / TIMES).unlink(missing_ok=True)
+    for name in {unit.name for unit in world.units} | set(_other_units(world)):
+        path = world.output / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    for name in (TIMES, record.RECORD, *page.FILES):
+        (world.output / name).unlink(missing_ok=True)
 
 
 class _Runner:
@@ -235,7 +264,7 @@ class _Runner:
         self.world = world
         self.running: dict[str, tuple[subprocess.Popen[bytes], float, int]] = {}
         """The process, when it began, and the answers that were there."""
-        self.seconds = _times(world.output)
+        self.seconds, self.saved = _times(world.output), 0.0
         self.finished: set[str] = set()
         self.counted: dict[Path, tuple[int, int]] = {}
         """Of each file of answers, the bytes that have been looked at and the lines in them."""
@@ -248,7 +277,7 @@ class _Runner:
             OSError: If one ends otherwise.
         """
         world, waiting = self.world, list(self.world.units)
-        write_text(world.output / TIMES, json.dumps(self.seconds) + "\n")
+        self._save()
         with self._bar() as bar:
             try:
                 while waiting or self.running:
@@ -260,6 +289,8 @@ class _Runner:
                     bar.n = min(bar.total, self._answers())
                     bar.refresh()
                     self._collect()
+                    if time.perf_counter() - self.saved > _SAVE:
+                        self._save()
             finally:
                 self._end_all()
 
@@ -324,39 +355,50 @@ class _Runner:
         for process, *_ in self.running.values():
             with suppress(ProcessLookupError):
                 process.terminate()  # not SIGINT, which what a shell starts in the background ignores
-        for name, (process, start, answers) in self.running.items():
+        for name, (process, start, answers) in list(self.running.items()):
             try:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            del self.running[name]
             self._took(name, start, answers)
-        self.running.clear()
 
     def _took(self, name: str, start: float, answers: int) -> None:
         """Count the time of a unit, unless all of its answers were there."""
         if name in self.seconds and self._answers_of(name) == answers:
             return
         self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 1)
-        write_text(self.world.output / TIMES, json.dumps(self.seconds) + "\n")
+        self._save()
+
+    def _save(self) -> None:
+        """Write the times, those of units that still run included: a run that is killed leaves them."""
+        self.saved = time.perf_counter()
+        so_far = {
+            name: self.seconds.get(name, 0.0) + self.saved - start for name, (_, start, _) in self.running.items()
+        }
+        found = {**self.seconds, **{name: round(seconds, 1) for name, seconds in so_far.items()}}
+        write_text(self.world.output / TIMES, json.dumps(found) + "\n")
 
 
 def _times(output: Path) -> dict[str, float]:
     path = output / TIMES
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): float(value) for name, value in found.items()}
+        found = {str(name): float(value) for name, value in json.loads(path.read_text(encoding="utf-8")).items()}
+        if not all(0 <= value < math.inf for value in found.values()):
+            raise ValueError
+        return found
     except FileNotFoundError:
         return {}
     except (ValueError, AttributeError, TypeError):
-        raise ValueError(f"{path} is broken; remove it, or --overwrite starts again") from None
+        raise ValueError(f"{path} is broken; write {{}} into it to go on without times, or --overwrite") from None
 
 
 def _failure(log: Path, name: str, code: int) -> Exception:
-    said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    last = said[-1].removeprefix("locret-eval: ") if said else "nothing"
-    kind = ValueError if code == 2 else OSError
-    return kind(f"unit {name} ended with code {code}: {last} (all of it: {log}); --resume goes on")
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    last = lines[-1].removeprefix("locret-eval: ") if lines else "nothing"
+    said = f"unit {name} ended with code {code}: {last} (all of it: {log})"
+    return ValueError(said) if code == 2 else OSError(f"{said}; --resume goes on")
 
 
 def _of_the_best(world: World, unit: Unit) -> Unit:
