@@ -197,15 +197,16 @@ def describe_whole(model_or_config: Any) -> Backbone:
     """Describe a backbone with the heads of all processes; see `describe`."""
     if not isinstance(model_or_config, nn.Module):
         return _describe_config(model_or_config)
-    backbone = _describe_config(unwrap(model_or_config).config, model_or_config)
-    attention_modules(model_or_config)
-    return backbone
+    return _describe_config(unwrap(model_or_config).config, model_or_config)
 
 
 def ranks_of(model: nn.Module) -> HeadRanks | None:
     """Return the processes that share the attention heads of a model; None: it has all of them."""
+    base = unwrap(model)
+    if head_ranks.sharing(base) is None:  # as nearly always, and then its layers need not be looked through
+        return None
     layers = set(find_decoder(model).layers)
-    return head_ranks.find(unwrap(model), [one for one in attention_modules(model) if one not in layers])
+    return head_ranks.find(base, [one for one in attention_modules(model) if one not in layers])
 
 
 def sharers_of(model: nn.Module) -> HeadRanks | None:
@@ -434,14 +435,18 @@ def _attends(module: nn.Module) -> bool:
     return is_latent(module) or hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE)
 
 
-def latents(model: nn.Module) -> dict[int, Latent]:
+def latents(model: nn.Module, modules: list[nn.Module] | None = None) -> dict[int, Latent]:
     """Return the layers with latent attention.
+
+    Args:
+        model: The backbone.
+        modules: Its attention modules, where they are known already.
 
     Raises:
         ValueError: If one of them is not like DeepSeek's.
     """
-    modules = enumerate(attention_modules(model))
-    return {index: Latent.of(module) for index, module in modules if is_latent(module)}
+    modules = attention_modules(model) if modules is None else modules
+    return {index: Latent.of(module) for index, module in enumerate(modules) if is_latent(module)}
 
 
 def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:

@@ -193,7 +193,7 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
         if backbone.kinds[index] in attends or backbone.borrows(index)
     }
     lent, flash = lends_neuron(base), implementation == "flash_attention_2"
-    instrument = _Instrument(layers, full, latents(model), lent=lent, flash=flash)
+    instrument = _Instrument(layers, full, latents(model, modules), lent=lent, flash=flash)
     with ExitStack() as stack:
         for module, index in layers.items():
             if index in full:
