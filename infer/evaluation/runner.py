@@ -302,8 +302,9 @@ def _answers_about(
             prompt.forget()
     for run in runs:
         if run.protocol == AGNOSTIC and not _knows_the_answer(run):
-            own = texts if _wanting(every, run, batch) is every else [_wanting(asked, run, 1) for asked in texts]
-            yield from _answers_later(setup, [asked for asked in own if asked], run, batch)
+            whole = _wanting(every, run, batch) is every
+            asked_of = [asked if whole else _wanting(asked, run, 1) for asked in texts]
+            yield from _answers_later(setup, [asked for asked in asked_of if asked], run, batch)
 
 
 def _wanting(asked: Sequence[Asked], run: Run, batch: int) -> Sequence[Asked]:

@@ -50,7 +50,7 @@ def test_answers_side_by_side_are_those_of_one_by_one(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_writes_the_same_answers_beside_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = ("--methods", "random,locret", "--budget", "48", "--batch-size", "4")
+    line = ("--methods", "random,locret", "--budget", "48", "--questions", "2", "--batch-size", "4")
     whole = asked(tmp_path / "whole", *line)
     samples = tmp_path / "cut" / "samples.jsonl"
     asked(tmp_path / "cut", *line)
@@ -75,10 +75,11 @@ def test_a_run_that_goes_on_writes_the_same_answers_beside_each_other(
 
 
 def test_shares_of_prompts_and_turns_without_room_are_not_joined(tmp_path: Path) -> None:
-    shares = ("--methods", "random", "--budget-share", "0.2,0.3")
+    few = ("--tasks", "multikey", "--questions", 2, "--methods", "random")
+    shares = (*few, "--budget-share", "0.2,0.3")
     assert exact(asked(tmp_path / "1", *shares)) == exact(asked(tmp_path / "4", *shares, "--batch-size", 4))
     # A question is longer than a chunk of six tokens, so that each is read with evictions of its own.
-    short = ("--methods", "random,locret", "--budget", "48", "--chunk-size", "6", "--stabilizers", "2")
+    short = (*few, "--protocol", "agnostic", "--budget", "48", "--chunk-size", "6", "--stabilizers", "2")
     assert exact(asked(tmp_path / "6", *short)) == exact(asked(tmp_path / "64", *short, "--batch-size", 64))
 
 
