@@ -323,7 +323,7 @@ def _answers_at_once(asked: Sequence[Asked], run: Run, batch: int) -> Iterator[d
     if not asked:
         return
     task, prompts = asked[0][0].task, [one[2] for one in asked]
-    if prompts[0].sample.turns or presses.is_press(run.method):
+    if batch == 1 or prompts[0].sample.turns or presses.is_press(run.method):
         found: Iterable[dict[str, Any]] = (_answered(prompt, run, task) for prompt in prompts)
     else:
         found = (

@@ -6,7 +6,7 @@ budget on 21 texts per cell, with three seeds and both protocols, would take a l
 
     field           every method at the first budget on 21 texts per cell, of three seeds: the table, whether trained
                     heads are ahead, and whether the order of the methods is stable. Agnostic: one read per text,
-                    several questions of forks. Aware (`field_aware`): one question per text.
+                    several questions of forks. Aware (`field_aware`): one question per text, and two seeds.
     presses         kvpress's presses on one text per cell of the field's first seed, in both protocols
     best_presses    those of them that do best on the bytes of the budget, on all of the field's texts
     budgets         the methods at the other budgets, on one text per cell: accuracy against bytes
@@ -73,7 +73,7 @@ class Part:
 
 PARTS = (
     Part("field", AGNOSTIC, texts=TEXTS, questions=4, seeds=SEEDS),
-    Part("field_aware", AWARE, texts=TEXTS, seeds=SEEDS),
+    Part("field_aware", AWARE, texts=TEXTS, seeds=2),
     Part("presses", AGNOSTIC, texts=1, questions=4, presses=True),
     Part("best_presses", AGNOSTIC, texts=TEXTS, questions=4, seeds=SEEDS, presses=True, after="presses"),
     Part("budgets", AGNOSTIC, texts=1, questions=2, others=True),
