@@ -520,6 +520,10 @@ def test_heads_are_counted_on_answerable_tasks_and_held_against_the_oracle() -> 
     ]
     text = page.text(drawn([*field, *press], ahead=ahead))
     assert "| task | full | oracle_agnostic | locret | h2o | kvpress/knorm | locret − best other |" in text
+    first = [row("presses", task, name, 90.0) for task in tasks for name in ("kvpress/knorm", "kvpress/tova")]
+    both = page.text(drawn([*field, *first, *press], ahead=ahead))
+    assert "| kvpress/knorm | 20.0 ± 1.1 | 20.0 | " in both.split("## ")[1], "the part with more texts counts"
+    assert "| kvpress/tova | 90.0 ± 1.1 | 90.0 | " in both.split("## ")[1]
     assert "on 1 of 2 tasks that the means of the table have, and as far behind it on 0." in text
     assert "`locret` answers 88 % as much; on 1 of 2 at least 95 %." in text
     assert "## Is it ahead?" not in page.text(drawn(field))

@@ -19,8 +19,8 @@ from locret.pictures import INK, save
 
 FRONTIER, MAP, CAPACITY = "world_frontier.png", "world_map_{}.png", "world_capacity.png"
 _OURS, _THEIRS, _YARDSTICK, _STEPS = "#0072B2", "#D55E00", "#7F7F7F", "#BBBBBB"
-PARTS = {AGNOSTIC: ("field", "presses"), AWARE: ("field_aware", "presses_aware")}
-"""The parts that a map shows: one budget, all methods."""
+PARTS = {AGNOSTIC: ("field", "presses", "best_presses"), AWARE: ("field_aware", "presses_aware")}
+"""The parts that the table and a map show: one budget, all methods; of a method that is in several, the last."""
 _NAMED = 7.0
 """Points of the scale by which a method must be apart from those named so far to be named as well."""
 
@@ -42,7 +42,7 @@ def write(record: Mapping[str, Any], folder: Path) -> list[str]:
         draw(record["capacity"], folder / CAPACITY)
         names.append(CAPACITY)
     for protocol, parts in PARTS.items():
-        rows = [row for row in records.table(record) if row["part"] in parts]
+        rows = records.last_rows(record, parts)
         if rows:
             draw_map(rows, protocol, folder / MAP.format(protocol))
             names.append(MAP.format(protocol))

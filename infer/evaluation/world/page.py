@@ -155,11 +155,7 @@ def _families(record: Mapping[str, Any], out: Collection[str]) -> dict[str, list
 
 def _family_mean(record: Mapping[str, Any], method: str, names: Sequence[str], agnostic: bool) -> float | None:
     parts = figures.PARTS[AGNOSTIC if agnostic else AWARE]
-    own = [
-        row["score"]
-        for row in records.table(record)
-        if row["part"] in parts and row["method"] == method and row["task"] in names
-    ]
+    own = [row["score"] for row in records.last_rows(record, parts) if row["method"] == method and row["task"] in names]
     return sum(own) / len(own) if own else None
 
 

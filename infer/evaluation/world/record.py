@@ -330,6 +330,13 @@ def table(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(record["columns"], row, strict=True)) for row in record["rows"]]
 
 
+def last_rows(record: Mapping[str, Any], parts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of some parts; of a method that is in several of them, those of the last."""
+    found = [row for part in parts for row in table(record) if row["part"] == part]
+    last = {row["method"]: row["part"] for row in found}
+    return [row for row in found if row["part"] == last[row["method"]]]
+
+
 def unanswerable(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the tasks that are left out of the headline, with the full cache's score: what it does not answer itself.
 
