@@ -65,7 +65,8 @@ A press prunes once, after it has read the document in one pass (agnostic), or t
 tokens (aware). It keeps as many units per KV head as ours hold then; presses with a window get one of `local_len`
 tokens, all else is as kvpress ships it, which protects nothing by name. A press that shares units out over heads or
 layers masks what goes: its bytes are those that it holds. Seconds are of a median answer, reading included, with
-other work on the other cores."""
+other work on the machine; ours are written side by side and count a share of that, a press writes one at a time: they
+compare no speeds."""
 
 
 def text(record: Mapping[str, Any]) -> str:
