@@ -9,13 +9,12 @@ from tqdm.auto import tqdm
 
 from locret.infer.evaluation import consistency
 from locret.infer.evaluation.consistency_figure import write_consistency
-from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, Setup, make_scorer
+from locret.infer.evaluation.methods import Setup, knows_answers, make_scorer
 from locret.infer.evaluation.presses import is_press
 from locret.infer.evaluation.protocols import AWARE
 from locret.infer.evaluation.retention_steps import write_retention_steps
 from locret.infer.evaluation.runner import Case, Run, ask
 
-_ORACLES = (ORACLE, ORACLE_AGNOSTIC)
 TEXTS = 3
 """Texts that the consistency is averaged over."""
 MOST_TOKENS = 6144
@@ -76,6 +75,7 @@ def _consistency(setup: Setup, output: Path, cases: Sequence[Case], runs: Sequen
     for prompt in tqdm(prompts, desc="comparing scores of prefixes", unit="text", disable=off):
         policy = runs[0].policy_of(prompt.ids_1N.shape[1])
         assert policy is not None
-        methods = {run.method.name: make_scorer(run.method, prompt) for run in runs if run.method.name not in _ORACLES}
+        own = [run.method for run in runs if not knows_answers(run.method.name)]
+        methods = {method.name: make_scorer(method, prompt) for method in own}
         measured.append(consistency.measure(setup.model, prompt.ids_1N, methods, policy, prefixes, prompt.labels))
     return write_consistency(output, consistency.average(prefixes, measured))

@@ -136,6 +136,11 @@ def names() -> list[str]:
     return [*own, *(name for name in shared_names() if name not in own)]
 
 
+def knows_answers(name: str) -> bool:
+    """Return whether a method keeps what the true answers look at."""
+    return method_spec.parse(name).name in (ORACLE, ORACLE_AGNOSTIC)
+
+
 def protects(method: Method) -> bool:
     """Return whether a method evicts as ours do, so that what `--protect` names stays.
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
-from locret import RetentionCache, method_spec, prefill
+from locret import RetentionCache, prefill
 from locret.backbone.adapters import input_device, unwrap
 from locret.conversation.templates import encode, leading_special_ids
-from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, Prompt, make_scorer
+from locret.infer.evaluation.methods import Prompt, knows_answers, make_scorer
 from locret.infer.evaluation.records import second_tier
 from locret.infer.methods import Method
 from locret.policy.policy import RetentionPolicy
@@ -88,8 +88,8 @@ def answer_turns(prompt: Prompt, method: Method, policy: RetentionPolicy | None,
         ValueError: If the method rates the units of one prompt only, or the tokenizer cannot tell the choices apart.
     """
     model, tokenizer, sample = prompt.setup.model, prompt.setup.tokenizer, prompt.sample
-    if (name := method_spec.parse(method.name).name) in (ORACLE, ORACLE_AGNOSTIC):
-        raise ValueError(f"method {name} knows the answer to one prompt, and {task} is a session; leave one out")
+    if knows_answers(method.name):
+        raise ValueError(f"method {method.name} knows the answer to one prompt, and {task} is a session; leave one out")
     cache: Any
     if method.plain:
         cache = DynamicCache(config=unwrap(model).config)

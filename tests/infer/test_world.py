@@ -71,9 +71,10 @@ def test_every_method_is_asked_and_what_is_missing_is_said() -> None:
     assert chosen[-1].options["methods"] == [plan.UNEQUAL_LAYERS]
     named = set(with_presses[0].options["methods"])
     known = {plan.OPTIONS.get(name, name) for name in methods.names()}
-    assert named | set(nothing) == known | set(plan.MORE), "every method is asked, or said to be missing"
+    assert named | set(nothing) == known | {*plan.MORE, *plan.AT_PLACES}, "every method is asked, or said to be missing"
     unmeasured, missing = plan.units(asked({"heads": "checkpoints/tiny-heads"}))
     assert "--layer-shares" in missing[plan.SHARES]
+    assert missing[f"{plan.SHARES}{plan.PLACED}"] == missing[plan.SHARES]
     for found, there in ((with_presses, True), (unmeasured, False)):
         having = {unit.part.name for unit in found if plan.SHARES in unit.options["methods"]}
         assert having == ({"field", "field_aware", "budgets"} if there else set())
@@ -120,7 +121,7 @@ def test_seeds_are_those_of_the_field_and_the_most_of_any_part() -> None:
     assert set(one) == set(many) == set(seeds(None))
     assert all(used == [4] for used in one.values())
     assert many["field"] == [4, 5, 6, 7, 8]
-    assert (many["field_aware"], many["budgets"]) == ([4, 5], [4])
+    assert (many["field_aware"], many["budgets"]) == (many["field"], [4])
     assert {name: len(used) for name, used in seeds(3).items()} == {
         name: len(used) for name, used in seeds(None).items()
     }
@@ -375,6 +376,9 @@ def test_a_method_above_the_oracle_is_named() -> None:
     assert ordering.above(found, "oracle", ["better", "worse", "as good"]) == ["better"]
     top = record.top(scores({"oracle_agnostic": 70, "full": 100, "h2o": 50, "oracle": 95, "quest": 99}), "agnostic")
     assert top == {"oracle": "oracle_agnostic", "above": []}
+    both = scores({"oracle_agnostic": 70, "oracle_agnostic+original": 90, "locret+original": 85, "h2o+original": 95})
+    assert record.top(both, "agnostic") == {"oracle": "oracle_agnostic+original", "above": ["h2o+original"]}
+    assert record.top(both, "aware") == {"oracle": "oracle", "above": None}
 
 
 # -- the record -----------------------------------------------------------------------------------------------------
@@ -519,6 +523,7 @@ def test_heads_are_counted_on_answerable_tasks_and_held_against_the_oracle() -> 
         for task, gap in zip(tasks, (90.0, 0.0, -10.0), strict=True)
     ]
     text = page.text(drawn([*field, *press], ahead=ahead))
+    assert "`oracle_agnostic`, `locret` turn their keys to the ranks that units have" in text
     assert "| task | full | oracle_agnostic | locret | h2o | kvpress/knorm | locret − best other |" in text
     first = [row("presses", task, name, 90.0) for task in tasks for name in ("kvpress/knorm", "kvpress/tova")]
     both = page.text(drawn([*field, *first, *press], ahead=ahead))
@@ -527,6 +532,13 @@ def test_heads_are_counted_on_answerable_tasks_and_held_against_the_oracle() -> 
     assert "on 1 of 2 tasks that the means of the table have, and as far behind it on 0." in text
     assert "`locret` answers 88 % as much; on 1 of 2 at least 95 %." in text
     assert "## Is it ahead?" not in page.text(drawn(field))
+    placed = {"oracle_agnostic+original": (100, 80, 10), f"{plan.SHARES}+original": (90, 80, 0)}
+    rows = [row("field", task, name, own[n]) for name, own in placed.items() for n, task in enumerate(tasks)]
+    own = [{**one, "method": f"{plan.SHARES}+original"} for one in ahead]
+    text = page.text(drawn([*field, *rows, *press], ahead=own))
+    assert "Of what `oracle_agnostic+original` answers of these tasks, `locret+shares+original` answers 94 % as" in text
+    ranked = next(line for line in text.splitlines() if "turn their keys to the ranks" in line)
+    assert "original" not in ranked, "they have positions of the text"
 
 
 @pytest.mark.skipif(not (Path(__file__).parents[2] / "docs/world.json").is_file(), reason="no record of the suite yet")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.infer.evaluation.figures import new_figure
-from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC
+from locret.infer.evaluation.methods import knows_answers
 from locret.infer.evaluation.presses import PREFIX
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.summary import size
@@ -69,7 +69,7 @@ def of_bytes(record: Mapping[str, Any]) -> dict[str, list[Held]]:
 
 def best_of(points: Sequence[Held]) -> list[Held]:
     """Return the methods that no other one beats, from few bytes to many; an oracle is none that could be run."""
-    return frontier([one for one in points if one.method not in (ORACLE, ORACLE_AGNOSTIC)], "total")
+    return frontier([one for one in points if not knows_answers(one.method)], "total")
 
 
 def draw_frontier(points: Mapping[str, Sequence[Held]], path: Path) -> None:
@@ -97,7 +97,7 @@ def draw_frontier(points: Mapping[str, Sequence[Held]], path: Path) -> None:
 def _draw_points(axes: Any, points: Sequence[Held]) -> None:
     for method in dict.fromkeys(one.method for one in points):
         own = sorted((one for one in points if one.method == method), key=lambda one: one.total)
-        yardstick = method in (FULL, ORACLE, ORACLE_AGNOSTIC)
+        yardstick = method == FULL or knows_answers(method)
         color = _YARDSTICK if yardstick else _THEIRS if method.startswith(PREFIX) else _OURS
         x, y = [one.total for one in own], [one.score for one in own]
         low, high = ([one.score + sign * (one.error or 0.0) for one in own] for sign in (-1, 1))

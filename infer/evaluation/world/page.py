@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from locret.files import read_json, write_text
-from locret.infer.evaluation import presses
+from locret.infer.evaluation import methods, presses
 from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.summary import size, with_error
 from locret.infer.evaluation.world import figures
 from locret.infer.evaluation.world import record as records
 from locret.infer.evaluation.world.ordering import TOLD_APART
-from locret.infer.evaluation.world.plan import SHARES
+from locret.infer.evaluation.world.plan import PLACED, SHARES
 from locret.infer.methods import FULL, LOCRET
 from locret.infer.speed.peers.environments import PEERS
 from locret.tables import markdown
@@ -30,7 +30,9 @@ FILES = (PAGE, figures.FRONTIER, figures.CAPACITY, *(figures.MAP.format(name) fo
 """All that `write` may write."""
 _BOUND = 0.9
 """Kendall's tau that the order of the methods should reach between any two seeds."""
-_YARDSTICKS = (FULL, ORACLE, ORACLE_AGNOSTIC, LOCRET, SHARES, "random")
+_AHEAD = (LOCRET, SHARES, f"{SHARES}{PLACED}")
+"""Methods that are compared with the best others."""
+_YARDSTICKS = (FULL, ORACLE, ORACLE_AGNOSTIC, f"{ORACLE_AGNOSTIC}{PLACED}", *_AHEAD, "random")
 """Methods that stand beside the best others."""
 _RIVALS = 4
 """Best others that stand beside them."""
@@ -60,6 +62,11 @@ the question stands in the prompt while that is read, and methods that evict kee
 budget (`--protect question`). `oracle` keeps what the labels of the one answer say,
 `oracle_agnostic` what those of the answers to all questions of the text say: what it loses, the budget loses; what
 heads lose against it is theirs."""
+_POSITIONS = """\
+{} turn their keys to the ranks that units have among those kept: the default, which reads texts of any length and
+fits every engine. The others, and kvpress's, turn them to their positions in the text, and so do heads and oracles
+with `+original`. Ranks take the distances away by which a backbone tells the newest of several from the others
+([which tasks that costs](heads.md#what-order-in-time-needs))."""
 _KVPRESS = """\
 A press prunes once, after it has read the document in one pass (agnostic), or the prompt but its last `local_len`
 tokens (aware). It keeps as many units per KV head as ours hold then; presses with a window get one of `local_len`
@@ -121,6 +128,8 @@ def _table(record: Mapping[str, Any]) -> Iterator[str]:
     heads = ["method", first, *families, *([AWARE] if agnostic and aware else [])]
     heads += [f"{first}, all tasks"] if out else []
     yield f"## The table\n\n{_setting(record)}\n\n{_PROTOCOLS}\n"
+    if ranked := _ranked(shown):
+        yield _POSITIONS.format(", ".join(f"`{name}`" for name in ranked)) + "\n"
     yield "\n".join(markdown([*heads, "units / KV head", "bytes kept", "peak bytes", "seconds", "texts"], rows)) + "\n"
     yield (
         "±: one standard error. Bytes kept: of the units that stay when the document has been read, in all tiers; peak "
@@ -134,6 +143,19 @@ def _table(record: Mapping[str, Any]) -> Iterator[str]:
         )
     if any(name.startswith(presses.PREFIX) for name in shown):
         yield f"{_KVPRESS}\n"
+
+
+def _ranked(names: Iterable[str]) -> list[str]:
+    """Return the methods of ours whose keys turn to their ranks."""
+    found = []
+    for name in names:
+        if name.startswith(presses.PREFIX):
+            continue
+        method = methods.get(name)
+        positions = method.changes.get("positions", method.positions)
+        if not method.plain and method.adapt is None and positions in (None, "compact"):
+            found.append(name)
+    return found
 
 
 def _of_protocol(record: Mapping[str, Any], protocol: str, *, every_task: bool = False) -> dict[str, dict[str, Any]]:
@@ -210,7 +232,7 @@ def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
     named = [name for name in _YARDSTICKS if name in known] + sorted(best, key=lambda name: -scores[name])[:_RIVALS]
     cells = {(row["method"], row["task"], row["tokens"]): row for row in rows}
     ahead = {(one["method"], one["task"], one["tokens"]): one for one in record["ahead"]}
-    asked = [method for method in (LOCRET, SHARES) if method in {one["method"] for one in record["ahead"]}]
+    asked = [method for method in _AHEAD if method in {one["method"] for one in record["ahead"]}]
     texts = max(row["texts"] for row in rows)
     yield (
         f"## Is it ahead?\n\nTrained heads beside the best that need no training and hold no more bytes, {texts} texts "
@@ -234,16 +256,17 @@ def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
                 f"{' that the means of the table have' if out else ''}, and as far behind it on {behind}.\n"
             )
     for method in asked:
+        oracle = f"{ORACLE_AGNOSTIC}{PLACED if method.endswith(PLACED) else ''}"
         pairs = [
             (cells[method, task, tokens]["score"], best_of["score"])
             for (name, task, tokens), best_of in cells.items()
-            if name == ORACLE_AGNOSTIC and task not in out and best_of["score"] and (method, task, tokens) in cells
+            if name == oracle and task not in out and best_of["score"] and (method, task, tokens) in cells
         ]
         if pairs:
             share = sum(own for own, _ in pairs) / sum(top for _, top in pairs)
             near = sum(own >= _OF_ORACLE * top for own, top in pairs)
             yield (
-                f"Of what `{ORACLE_AGNOSTIC}` answers of these tasks, `{method}` answers {100 * share:.0f} % as much; "
+                f"Of what `{oracle}` answers of these tasks, `{method}` answers {100 * share:.0f} % as much; "
                 f"on {near} of {len(pairs)} at least {100 * _OF_ORACLE:.0f} %.\n"
             )
 

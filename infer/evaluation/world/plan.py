@@ -6,7 +6,7 @@ budget on 21 texts per cell, with three seeds and both protocols, would take a l
 
     field           every method at the first budget on 21 texts per cell, of three seeds: the table, whether trained
                     heads are ahead, and whether the order of the methods is stable. Agnostic: one read per text,
-                    several questions of forks. Aware (`field_aware`): one question per text, and two seeds.
+                    several questions of forks. Aware (`field_aware`): one question per text.
     presses         kvpress's presses on one text per cell of the field's first seed, in both protocols
     best_presses    those of them that do best on the bytes of the budget, on all of the field's texts
     budgets         the methods at the other budgets, on one text per cell: accuracy against bytes
@@ -41,6 +41,11 @@ SHARES = "locret+shares"
 """Trained heads with layers that hold as much as their training has measured."""
 MORE = (SHARES, "locret+adaptive_heads", "locret+recall:host_budget=512")
 """What our engine can do besides, with trained heads."""
+PLACED = "+original"
+AT_PLACES = tuple(f"{name}{PLACED}" for name in (LOCRET, SHARES, methods.ORACLE, methods.ORACLE_AGNOSTIC))
+"""Heads and oracles with keys turned to their positions in the text, as the other methods have theirs. Their own
+default are ranks in the cache, which read texts of any length and fit every engine, but take the distances away that
+tell the newest of several from the others."""
 SEEDS = 3
 TEXTS = 7
 """Of the field, per task, length and seed: 21 in all."""
@@ -73,7 +78,7 @@ class Part:
 
 PARTS = (
     Part("field", AGNOSTIC, texts=TEXTS, questions=4, seeds=SEEDS),
-    Part("field_aware", AWARE, texts=TEXTS, seeds=2),
+    Part("field_aware", AWARE, texts=TEXTS, seeds=SEEDS),
     Part("presses", AGNOSTIC, texts=1, questions=4, presses=True),
     Part("best_presses", AGNOSTIC, texts=TEXTS, questions=4, seeds=SEEDS, presses=True, after="presses"),
     Part("budgets", AGNOSTIC, texts=1, questions=2, others=True),
@@ -181,7 +186,8 @@ def _named_parts(given: str | list[str]) -> list[Part]:
 def _all_methods(evaluation: EvalOptions, *, evicts_answers: bool) -> tuple[list[str], dict[str, str]]:
     """Return all methods that need nothing but the backbone and the heads, and the others with the reason."""
     found, without = [], {}
-    for name in (*(OPTIONS.get(name, name) for name in methods.names()), *MORE, *presses.names()):
+    shares = evaluation.heads and RetainingHeadScorer(heads=evaluation.heads).layer_shares is not None
+    for name in (*(OPTIONS.get(name, name) for name in methods.names()), *MORE, *AT_PLACES, *presses.names()):
         try:
             method = methods.get(name)
         except ValueError as error:  # gates of others are trained for one backbone, and lie where the user says
@@ -189,7 +195,7 @@ def _all_methods(evaluation: EvalOptions, *, evicts_answers: bool) -> tuple[list
             continue
         if method.needs_heads and not evaluation.heads:
             without[name] = "needs trained heads; give --heads"
-        elif name == SHARES and evaluation.heads and RetainingHeadScorer(heads=evaluation.heads).layer_shares is None:
+        elif name.startswith(SHARES) and not shares:
             without[name] = "the heads recommend no shares of the layers; train them with --layer-shares"
         elif name == methods.RANDOM_ANSWER and not evicts_answers:
             without[name] = "evicts what is written; give --decode-budget"

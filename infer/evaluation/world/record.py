@@ -100,7 +100,7 @@ def compiled(
         },
         "ahead": [
             one
-            for method in (LOCRET, plan.SHARES)
+            for method in (LOCRET, plan.SHARES, f"{plan.SHARES}{plan.PLACED}")
             for one in ahead([*by_part.get("field", []), *by_part.get("best_presses", [])], method)
         ],
     }
@@ -223,17 +223,18 @@ def untrained(names: Iterable[str]) -> list[str]:
     return [
         name
         for name in bounded(names)
-        if name not in (methods.ORACLE, methods.ORACLE_AGNOSTIC)
-        and (name.startswith(presses.PREFIX) or not methods.get(name).needs_heads)
+        if name.startswith(presses.PREFIX) or not (methods.knows_answers(name) or methods.get(name).needs_heads)
     ]
 
 
 def top(scores: ordering.Scores, protocol: str) -> dict[str, Any]:
-    """Return the oracle of a protocol, its mean difference from the best bounded method, and who is ahead of it."""
+    """Return the oracle of a protocol, with the keys' positions that serve it best, and what is ahead of it."""
     oracle = methods.ORACLE_AGNOSTIC if protocol == AGNOSTIC else methods.ORACLE
-    if oracle not in scores:
+    known = [name for name in (oracle, f"{oracle}{plan.PLACED}") if name in scores]
+    if not known:
         return {"oracle": oracle, "above": None}
-    others = [name for name in bounded(scores) if name not in (methods.ORACLE, methods.ORACLE_AGNOSTIC)]
+    oracle = max(known, key=lambda name: statistics.fmean(scores[name].values()))
+    others = [name for name in bounded(scores) if not methods.knows_answers(name)]
     return {"oracle": oracle, "above": ordering.above(scores, oracle, others)}
 
 
