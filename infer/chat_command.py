@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,12 @@ def command(argv: Sequence[str] | None = None) -> int:
             from locret.conversation.published import find_context
 
             read_notes(find_context(about.context), CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
+            if given := sorted({one.name for one in fields(PolicyOptions)} & chosen):
+                flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+                warnings.warn(
+                    f"--context {about.context} has been read already, so {flags} is for what /read reads",
+                    stacklevel=2,
+                )
         lm = _load(model, scorer, policy, about, generation, chosen)
         conversation = Conversation(lm, about, generation)
         conversation.begin()

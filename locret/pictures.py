@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,16 @@ def require_matplotlib(setting: str) -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"{setting} needs matplotlib; install it with `pip install 'locret[eval]'`")
+
+
+def can_draw(setting: str) -> bool:
+    """Return whether pictures can be drawn; if not, warn with what to install."""
+    try:
+        require_matplotlib(setting)
+    except ValueError as error:
+        warnings.warn(f"{error}; everything but the pictures is written", stacklevel=2)
+        return False
+    return True
 
 
 def kept_shares(retention: Retention, columns: int) -> Tensor:

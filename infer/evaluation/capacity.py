@@ -383,15 +383,14 @@ def command(argv: Sequence[str] | None = None) -> int:
     (model, options, budgets), chosen = parse_options("locret.infer.evaluation.capacity", title, classes, argv)
     given = {name: getattr(group, name) for group in (model, budgets) for name in _names(type(group)) if name in chosen}
     with warnings_as_lines("locret.infer.evaluation.capacity", quiet=options.quiet):
-        if options.figures == "all":
-            from locret.pictures import require_matplotlib
+        from locret.pictures import can_draw
 
-            require_matplotlib("--figures all")
+        draws = options.figures == "all" and can_draw("--figures all")
         record: dict[str, Any] = {}
         for record in measure(options, {"model": model.model, **given}):
             for name, text in (("json", json.dumps(record, indent=1) + "\n"), ("md", table(record))):
                 write_text(Path(options.output) / f"capacity.{name}", text)
-        if options.figures == "all":
+        if draws:
             from locret.infer.evaluation.capacity_figure import draw
 
             draw(record, Path(options.output) / "capacity.png")

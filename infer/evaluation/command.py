@@ -126,7 +126,7 @@ def _world(model: Any, evaluation: Any, budgets: Any, report: Any, chosen: set[s
     if report.json:
         print_json(found)
     else:
-        print(page.text(found), end="")
+        print(page.text(found, figures=world.report.figures == "all"), end="")
 
 
 def _agreed(*groups: Any) -> dict[str, Any]:
@@ -206,11 +206,12 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     from locret.heads.fingerprint import weight_fingerprint
     from locret.infer.evaluation import output_folder, presses
     from locret.infer.evaluation.methods import Setup
+    from locret.pictures import can_draw
 
     report = job.report
     tokenizer = loading.load_tokenizer(job.model)
     job.check(tokenizer)
-    draw = report.figures == "all" and job.processes.is_main and _can_draw()
+    draw = report.figures == "all" and job.processes.is_main and can_draw("--figures all")
     if draw and job.model.shard == "tp":
         warnings.warn("--figures all draws a backbone at work in one process, not one of --shard tp", stacklevel=2)
         draw = False
@@ -314,18 +315,6 @@ def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], dr
     print(report.tables(results), end="")
     for name in results["figures"]:
         print(f"{'picture' if name.endswith('.png') else 'numbers'}: {output / name}")
-
-
-def _can_draw() -> bool:
-    """Return whether pictures can be drawn, and say what to install if not."""
-    from locret import pictures
-
-    try:
-        pictures.require_matplotlib("--figures all")
-    except ValueError as error:
-        warnings.warn(f"{error}; everything but the pictures is written", stacklevel=2)
-        return False
-    return True
 
 
 def main() -> None:

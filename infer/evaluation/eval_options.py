@@ -160,7 +160,9 @@ class EvalOptions(PublishedOptions):
         named = words(self.protocol, "--protocol")
         for name in named:
             if name not in PROTOCOLS:
-                raise ValueError(f"--protocol {name} is unknown; choose {' or '.join(PROTOCOLS)}, or both")
+                raise ValueError(
+                    f"--protocol {name} is unknown; choose {' or '.join(PROTOCOLS)}, or {','.join(PROTOCOLS)}"
+                )
         return named
 
     def protected_rules(self) -> tuple[Rule, ...]:
@@ -328,17 +330,21 @@ OPTION_CLASSES = (ModelOptions, EvalOptions, BudgetOptions, ReportOptions)
 
 
 def numbers(value: Numbers, flag: str) -> list[int]:
-    """Return the numbers of `1,2`, 1 or [1, 2], without repeats.
+    """Return the numbers of `1,2`, `2K` (2,048), 1 or [1, 2], without repeats.
 
     Raises:
         ValueError: For anything else.
     """
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     try:
-        found = [int(str(part).strip()) for part in parts]
+        found = [_whole(str(part).strip()) for part in parts]
     except ValueError:
-        raise ValueError(f"{flag} {value} is not a list of whole numbers; write it like 256,128") from None
+        raise ValueError(f"{flag} {value} is not a list of whole numbers; write it like 256,128 or 2K") from None
     return list(dict.fromkeys(found))
+
+
+def _whole(text: str) -> int:
+    return int(text[:-1]) * 1024 if text[-1:] in ("k", "K") else int(text)
 
 
 def shares(value: Shares) -> list[float]:

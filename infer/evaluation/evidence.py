@@ -30,11 +30,12 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from locret.cli.command import parse_options, print_json
+from locret.cli.command import parse_options, print_json, warnings_as_lines
 from locret.data.tasks import Sample
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.files import write_text
 from locret.infer.evaluation.composing import generated
+from locret.pictures import can_draw
 from locret.tables import markdown
 
 SIGNALS = {
@@ -462,18 +463,17 @@ def command(argv: Sequence[str] | None = None) -> int:
     """
     title = "Does an answer know what it may have forgotten?"
     (options,), _ = parse_options("locret.infer.evaluation.evidence", title, [EvidenceOptions], argv)
-    if options.output is not None:
-        from locret.pictures import require_matplotlib
-
-        require_matplotlib("--output")
+    with warnings_as_lines("locret.infer.evaluation.evidence", quiet=False):
+        draws = options.output is not None and can_draw("the picture")
     for record in measure(options):
         if options.output is not None:
-            from locret.infer.evaluation import evidence_figure
-
             write_text(f"{options.output}.json", json.dumps(record, indent=1) + "\n", parents=True)
             page = Path(f"{options.output}.md")
             write_text(page, on_page(page.read_text() if page.is_file() else "", tables(record)), parents=True)
-            evidence_figure.draw(record, f"{options.output}.png")
+            if draws:
+                from locret.infer.evaluation import evidence_figure
+
+                evidence_figure.draw(record, f"{options.output}.png")
     if options.json:
         print_json(record)
     elif options.output is None:

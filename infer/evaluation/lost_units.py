@@ -28,13 +28,14 @@ from locret import RetentionCache, RetentionPolicy, prefill
 from locret.backbone.chunk import Chunk
 from locret.backbone.passes import keeping_step
 from locret.cache.reader import answering
-from locret.cli.command import parse_options, print_json
+from locret.cli.command import parse_options, print_json, warnings_as_lines
 from locret.data import tasks
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.prompts import build_prompt
 from locret.files import write_text
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.shared_text import SharedText, reply_ids
+from locret.pictures import can_draw
 from locret.scorers import RetainingHeadScorer
 from locret.tables import markdown
 
@@ -349,17 +350,16 @@ def command(argv: Sequence[str] | None = None) -> int:
     """
     title = "Which units heads lose that the agnostic oracle keeps, and which answers with them."
     (options,), _ = parse_options("locret.infer.evaluation.lost_units", title, [LostUnitsOptions], argv)
-    if options.output is not None:
-        from locret.pictures import require_matplotlib
-
-        require_matplotlib("--output")
+    with warnings_as_lines("locret.infer.evaluation.lost_units", quiet=False):
+        draws = options.output is not None and can_draw("the picture")
     record = measure(options)
     if options.output is not None:
-        from locret.infer.evaluation.lost_units_figure import draw
-
         folder = Path(options.output)
         write_text(folder / "lost_units.json", json.dumps(record, indent=1) + "\n", parents=True)
-        draw(record, folder / "lost_units.png")
+        if draws:
+            from locret.infer.evaluation.lost_units_figure import draw
+
+            draw(record, folder / "lost_units.png")
     if options.json:
         print_json(record)
     else:

@@ -82,6 +82,9 @@ def test_a_text_is_read_later_and_a_context_of_python_is_loaded(
     first, second = out.splitlines()
     assert (code, first) == (0, second), err
     assert "nothing has been read yet" in err
+    code, out, err = chat("Who?\n", "--context", "a.ctx", "--budget", 24)
+    assert (code, out) == (0, f"{first}\n")
+    assert "--context a.ctx has been read already, so --budget is for what /read reads" in err
     assert "Chat('text.txt': 0 turns" in err
 
 

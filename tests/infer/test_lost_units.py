@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from locret import LongContextModel, RetentionCache, RetentionPolicy, prefill, scorers
+from locret import LongContextModel, RetentionCache, RetentionPolicy, pictures, prefill, scorers
 from locret.data import tasks
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.infer.evaluation.lost_units import KINDS, LostUnitsOptions, Replaced, command, kinds_of, made
@@ -53,6 +53,19 @@ def test_with_all_scores_replaced_the_oracles_units_stay() -> None:
             prefill(loaded.model, asked.document_1D, cache)
             kept.append(torch.stack([cache.kept_positions(layer)[0] for layer in layers]))
         assert kept[0].equal(kept[1])
+
+
+def test_without_matplotlib_the_record_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = pictures.importlib.util.find_spec
+    monkeypatch.setattr(
+        pictures.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else there(name)
+    )
+    small = ["--tasks=multikey", "--tokens=200", "--samples=1", "--questions=1", "--budget=24", "--local-len=16"]
+    assert command([*small, f"--output={tmp_path / 'lost'}"]) == 0
+    assert "the picture needs matplotlib; install it with" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "lost").iterdir()] == ["lost_units.json"]
 
 
 def test_the_command_writes_record_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,7 +243,7 @@ def test_errors_are_over_texts_not_over_questions() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--protocol", "blind"), "--protocol blind is unknown; choose aware or agnostic, or both"),
+        (("--protocol", "blind"), "--protocol blind is unknown; choose aware or agnostic, or aware,agnostic"),
         (("--questions", 0), "--questions 0 asks nothing; give 1 or more"),
         (
             ("--tasks", "passkey", "--questions", 5),

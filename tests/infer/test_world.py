@@ -13,9 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from locret import pictures
 from locret.cli.command import run
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import methods, presses
@@ -308,6 +310,36 @@ def test_a_run_goes_on_where_a_task_could_not_be_made_and_starts_again_over_anyt
     planned = json.loads(capsys.readouterr().out)
     assert planned["workers"] == 1, "a unit runs on one core"
     assert planned["estimate"].endswith(" on 1 core")
+
+
+def test_without_matplotlib_the_page_has_no_pictures_and_an_interrupt_says_how_to_go_on(
+    few_tasks: None,
+    backbone: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluate: Callable[..., tuple[int, str, str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output, there = tmp_path / "world", pictures.importlib.util.find_spec
+    line = [*small(backbone, output)[2:], "--methods", "full,random", "--figures", "all"]
+    line.remove("--quiet")
+    with monkeypatch.context() as patch:
+        patch.setattr(suite._Runner, "_collect", Mock(side_effect=KeyboardInterrupt))
+        code, _, err = evaluate(*line)
+    assert code == 130
+    assert f"the answers are in {output}; the same command with --resume goes on" in err
+    monkeypatch.setattr(
+        pictures.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else there(name)
+    )
+    code, out, err = evaluate(*line, "--resume")
+    assert (code, err.count("needs matplotlib")) == (0, 1), err
+    assert "everything but the pictures is written" in err
+    assert "## Accuracy against bytes" in out
+    assert "![" not in out
+    assert not list(output.glob("*.png"))
+    assert page.main([str(output / record.RECORD), str(tmp_path / "docs")]) == 0
+    assert capsys.readouterr().err.count("needs matplotlib") == 1
+    assert {path.name for path in (tmp_path / "docs").iterdir()} == {page.PAGE, record.RECORD}
 
 
 def test_units_are_ended_where_interrupts_are_ignored_and_their_time_is_kept(tmp_path: Path) -> None:

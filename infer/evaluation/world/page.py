@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from locret.cli.command import warnings_as_lines
 from locret.files import read_json, write_text
 from locret.infer.evaluation import methods, presses
 from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC
@@ -23,6 +24,7 @@ from locret.infer.evaluation.world.ordering import TOLD_APART
 from locret.infer.evaluation.world.plan import PLACED, SHARES
 from locret.infer.methods import FULL, LOCRET
 from locret.infer.speed.peers.environments import PEERS
+from locret.pictures import can_draw
 from locret.tables import markdown
 
 PAGE = "world.md"
@@ -76,8 +78,8 @@ other work on the machine; ours are written side by side and count a share of th
 compare no speeds."""
 
 
-def text(record: Mapping[str, Any]) -> str:
-    """Return the page."""
+def text(record: Mapping[str, Any], *, figures: bool = True) -> str:
+    """Return the page, with its pictures or without."""
     parts = [
         _INTRODUCTION.format(kvpress=presses_version(record)),
         *_table(record),
@@ -89,7 +91,8 @@ def text(record: Mapping[str, Any]) -> str:
         *_asked(record),
         *_missing(record),
     ]
-    return "\n".join(parts).rstrip("\n") + "\n"
+    shown = [part for part in parts if figures or not part.startswith("![")]
+    return "\n".join(shown).rstrip("\n") + "\n"
 
 
 def presses_version(record: Mapping[str, Any]) -> str:
@@ -199,7 +202,8 @@ def _frontier(record: Mapping[str, Any]) -> Iterator[str]:
     points = figures.of_bytes(record)
     if not points:
         return
-    yield f"## Accuracy against bytes\n\n![Score against bytes]({figures.FRONTIER})\n"
+    yield "## Accuracy against bytes\n"
+    yield f"![Score against bytes]({figures.FRONTIER})\n"
     yield (
         "Not beaten: no method but the oracles answers as well with fewer bytes, or better with as many. Agnostic, the "
         "table's tasks, the texts and questions that every method was asked at every budget.\n"
@@ -283,7 +287,8 @@ def _capacity(record: Mapping[str, Any]) -> Iterator[str]:
     if record.get("capacity"):
         from locret.infer.evaluation.capacity import table
 
-        yield f"## Capacity\n\n![Facts recalled as a text states more of them]({figures.CAPACITY})\n"
+        yield "## Capacity\n"
+        yield f"![Facts recalled as a text states more of them]({figures.CAPACITY})\n"
         yield table(record["capacity"])
 
 
@@ -377,7 +382,7 @@ def write(record: Mapping[str, Any], folder: Path, *, figures: bool = True) -> l
     """
     from locret.infer.evaluation.world import figures as pictures
 
-    write_text(folder / PAGE, text(record))
+    write_text(folder / PAGE, text(record, figures=figures))
     return [PAGE, *(pictures.write(record, folder) if figures else [])]
 
 
@@ -403,9 +408,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{options.record} is no record of a suite; give the world.json of `locret-eval --suite world`"
         )
     text(record)  # before anything is written
+    with warnings_as_lines("locret.infer.evaluation.world.page", quiet=False):
+        draws = can_draw("the pictures")
     options.folder.mkdir(parents=True, exist_ok=True)
     records.save(record, options.folder / records.RECORD)
-    sys.stdout.write("".join(f"{options.folder / name}\n" for name in write(record, options.folder)))
+    names = write(record, options.folder, figures=draws)
+    sys.stdout.write("".join(f"{options.folder / name}\n" for name in names))
     return 0
 
 

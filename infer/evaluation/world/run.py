@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 from tqdm.auto import tqdm
 
-from locret import loading
+from locret import loading, pictures
 from locret.distributed.ranks import Ranks
 from locret.files import locked, visible, write_text
 from locret.infer.evaluation import job as jobs
@@ -143,6 +143,8 @@ def prepare(
         raise ValueError(f"--parts {evaluation.parts} leaves nothing to ask ({why}); name other parts or methods")
     name = f"runs/{Path(model.model).name or 'backbone'}-world"
     report = report if report.output else replace(report, output=name)
+    if report.figures == "all" and not pictures.can_draw("--figures all"):
+        report = replace(report, figures="none")
     world = World(
         model, evaluation, budgets, report, chosen, processes, asked, units, missing, loading.load_tokenizer(model)
     )
@@ -291,6 +293,10 @@ class _Runner:
                     self._collect()
                     if time.perf_counter() - self.saved > _SAVE:
                         self._save()
+            except BaseException as error:
+                if not isinstance(error, Exception):  # an interrupt; a unit that failed says so itself
+                    sys.stderr.write(f"the answers are in {world.output}; the same command with --resume goes on\n")
+                raise
             finally:
                 self._end_all()
 
