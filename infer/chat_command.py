@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from locret import Chat, LongContextModel
 
 OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, ChatOptions, GenerationOptions)
+_ALONE = ("fork", "back", "memory", "kept", "help", "quit")
+"""Commands without an argument."""
 DESCRIPTION = "Talk about a document of any length in a fixed amount of memory."
 
 
@@ -159,6 +161,8 @@ class Conversation:
 
         word, _, rest = line.strip().partition(" ")
         try:
+            if rest.strip() and word.removeprefix("/") in _ALONE and word.startswith("/"):
+                raise ValueError(f'{word} takes nothing, and "{rest.strip()}" is given; say {word} alone')
             if word == "/quit":
                 return False
             if word.startswith("/"):

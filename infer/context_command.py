@@ -142,6 +142,12 @@ def shrink(model: ModelOptions, scorer: ScorerOptions, output: ShrinkOptions, gi
     """Write a smaller context, from the scores that units have."""
     with _made(model, scorer, output, [output.context], given) as contexts:
         (context,) = contexts
+        held = context.memory().units
+        if output.budget >= held:
+            raise ValueError(
+                f"--budget {output.budget:,} lets nothing go of {output.context}, which holds {held:,} units per KV "
+                "head; lower it"
+            )
         _write(context.shrink(output.budget), output)
     return 0
 

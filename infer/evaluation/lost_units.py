@@ -79,6 +79,11 @@ class LostUnitsOptions:
         for name in ("tokens", "samples", "questions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} leaves nothing to ask; give 1 or more")
+        if self.budget + self.local_len >= self.tokens:
+            raise ValueError(
+                f"--budget {self.budget} and --local-len {self.local_len} hold all of --tokens {self.tokens}, so "
+                "nothing is lost; lower --budget"
+            )
         if not self.names():
             raise ValueError("--tasks names nothing; give at least one, such as multikey")
         for name in self.names():
@@ -314,7 +319,7 @@ def tables(record: Mapping[str, Any]) -> str:
     for task, found in record["tasks"].items():
         lines += [f"{task}: {found['questions']} questions about {found['texts']} texts", ""]
         whole = {name: share for name, share in found["right"].items() if ", " not in name}
-        lines += markdown(["right (%)", *whole], [["", *(f"{100 * share:.0f}" for share in whole.values())]])
+        lines += markdown(["right (%)", *whole], [["all scores", *(f"{100 * share:.0f}" for share in whole.values())]])
         parts = [
             name.removeprefix("heads, ").removesuffix(" of the oracle")
             for name in found["right"]
@@ -330,7 +335,7 @@ def tables(record: Mapping[str, Any]) -> str:
             shares = found["in_common"][layer]
             common = shares[int(head)] if head else sum(shares) / len(shares)
             rows.append([part, *(f"{100 * share:.0f}" for share in (common, mended, broken))])
-        header = ["", "units in common (%)", "heads, this one of the oracle", "oracle, this one of the heads"]
+        header = ["right (%)", "units in common (%)", "heads, this one of the oracle", "oracle, this one of the heads"]
         lines += ["", *markdown(header, rows), ""]
         rows = [
             [f"layer {layer}, {name}", *(f"{found[name][layer][kind]:.1f}" for kind in KINDS)]

@@ -137,6 +137,12 @@ def test_from_a_pipe_the_first_mistake_ends_the_command(chat: Chat, lines: str, 
     assert (code, out, said in err) == (2, "", True), err
 
 
+def test_a_command_that_takes_nothing_is_given_nothing(chat: Chat, text: Path) -> None:
+    for word in ("/memory", "/fork", "/quit"):
+        code, out, err = chat(f"{word} all of it\nWho?\n", "--prompt-file", text)
+        assert (code, out, f'{word} takes nothing, and "all of it" is given; say {word} alone' in err) == (2, "", True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

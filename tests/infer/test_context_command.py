@@ -180,6 +180,7 @@ def test_a_context_is_exported_without_its_backbone(context: Run, file: Path, tm
         ("compose {file} {file} --output a.ctx {pair} --shares score", "--shares score divides a --budget"),
         ("compose {file} {file} --output a.ctx {pair} --budget 9 --shares most", "--shares most is unknown"),
         ("compose {file} {file} --output a.ctx {pair} --budget 9 --shares 1,2,3", "3 numbers for 2 contexts"),
+        ("shrink {file} --output a.ctx {pair} --budget 99999", "--budget 99,999 lets nothing go of"),
         ("shrink {file} --output a.ctx {pair} --budget 0", "--budget 0 is too small; give 1 unit per KV head or more"),
         ("export {file} --to vllm --output a.bin", "--to vllm is not one of llamacpp"),
         ("export {file} --to llamacpp --output a.bin --cache-type q9", "--cache-type q9 is unknown"),

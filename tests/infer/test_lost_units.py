@@ -92,6 +92,10 @@ def test_the_command_writes_record_and_picture(tmp_path: Path, capsys: pytest.Ca
     [
         ({"tasks": "longbench/qasper"}, "--tasks longbench/qasper does not say which questions there are of its texts"),
         ({"tasks": ""}, "--tasks names nothing; give at least one, such as multikey"),
+        (
+            {"budget": 480, "tokens": 512},
+            "--budget 480 and --local-len 32 hold all of --tokens 512, so nothing is lost",
+        ),
         ({"samples": 0}, "--samples 0 leaves nothing to ask; give 1 or more"),
     ],
 )
