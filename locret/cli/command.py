@@ -463,8 +463,9 @@ def _lacking(options: Mapping[str, Option], values: Mapping[str, Any]) -> list[O
 
 def _instances(classes: Sequence[type], options: Mapping[str, Option], values: Mapping[str, Any]) -> list[Any]:
     if lacking := _lacking(options, values):
-        names, be = " and ".join(option.flag for option in lacking), "is" if len(lacking) == 1 else "are"
-        raise ValueError(f"{names} {be} missing; {lacking[0].flag}: {lacking[0].help}".rstrip("."))
+        names, first = " and ".join(option.flag for option in lacking), lacking[0]
+        said = f"is missing: {first.help}" if len(lacking) == 1 else f"are missing; {first.flag}: {first.help}"
+        raise ValueError(f"{names} {said}".rstrip("."))
     return [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in classes]
 
 

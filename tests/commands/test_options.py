@@ -155,7 +155,7 @@ def test_a_refusal_is_one_sentence_about_the_flag_as_typed(arguments: tuple[str,
 
 
 def test_an_option_that_must_be_given_says_what_it_is() -> None:
-    with pytest.raises(ValueError, match="--model is missing; --model: The one that must be given"):
+    with pytest.raises(ValueError, match="--model is missing: The one that must be given"):
         parse_options("tool", "Try.", [Things], [])
 
 

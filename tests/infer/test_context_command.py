@@ -171,7 +171,7 @@ def test_a_context_is_exported_without_its_backbone(context: Run, file: Path, tm
         ("ask {file} --model m", "waits for a question; give --question or --questions"),
         ("ask no.ctx --model m --question Why?", "no.ctx does not exist"),
         ("ask {file} {pair} --question Why? --budget 3", "--budget is unknown"),
-        ("read {text} {pair}", "--output is missing; "),
+        ("read {text} {pair}", "--output is missing: "),
         ("read {text} {text} {pair} --output a.ctx", "belongs to no option"),
         ("read {text} {pair} --output {text}", "is there already and is not a saved cache"),
         ("read {text} {pair} --output no/such/a.ctx", "--output no/such/a.ctx: there is no folder"),
