@@ -66,9 +66,9 @@ budget (`--protect question`). `oracle` keeps what the labels of the one answer 
 heads lose against it is theirs."""
 _POSITIONS = """\
 {} turn their keys to the ranks that units have among those kept: the default, which reads texts of any length and
-fits every engine. The others, and kvpress's, turn them to their positions in the text, and so do heads and oracles
-with `+original`. Ranks take the distances away by which a backbone tells the newest of several from the others
-([which tasks that costs](heads.md#what-order-in-time-needs))."""
+fits every engine. The others, and kvpress's but `rerotated_snapkv`, turn them to their positions in the text, and so do
+heads and oracles with `+original`; InfLLM has a rule of its own. Ranks take the distances away by which a backbone
+tells the newest of several from the others ([which tasks that costs](heads.md#what-order-in-time-needs))."""
 _KVPRESS = """\
 A press prunes once, after it has read the document in one pass (agnostic), or the prompt but its last `local_len`
 tokens (aware). It keeps as many units per KV head as ours hold then; presses with a window get one of `local_len`
