@@ -335,7 +335,7 @@ def tables(record: Mapping[str, Any]) -> str:
             shares = found["in_common"][layer]
             common = shares[int(head)] if head else sum(shares) / len(shares)
             rows.append([part, *(f"{100 * share:.0f}" for share in (common, mended, broken))])
-        header = ["right (%)", "units in common (%)", "heads, this one of the oracle", "oracle, this one of the heads"]
+        header = ["replaced", "units in common (%)", "heads, this one of the oracle", "oracle, this one of the heads"]
         lines += ["", *markdown(header, rows), ""]
         rows = [
             [f"layer {layer}, {name}", *(f"{found[name][layer][kind]:.1f}" for kind in KINDS)]
