@@ -43,7 +43,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     with warnings_as_lines("locret-chat", quiet=about.quiet):
         if about.context is not None:
             from locret import read_notes
-            from locret.conversation.context import CONTEXT_WRITERS
+            from locret.cache.cache_file import CONTEXT_WRITERS
             from locret.conversation.published import find_context
 
             read_notes(find_context(about.context), CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded

@@ -283,7 +283,7 @@ def _setup(options: Options, scorer: Any, policy: Any, device: Any, dtype: Any) 
 def _answer(options: Options, plan: _Plan) -> dict[str, Any]:
     """Load the backbone, read, answer, print the answer unless JSON is wanted; return the measurements."""
     from locret import loading, shipped
-    from locret.conversation.context import EMBEDDED_KNOWS
+    from locret.conversation.long_context_model import EMBEDDED_KNOWS
     from locret.conversation.turns import kept_of
     from locret.infer import answer
 
@@ -333,7 +333,7 @@ def _messages(options: Options, kept: Sequence[Any]) -> dict[str, Any]:
 def _ask_apart(options: Options, plan: _Plan, asked: Sequence[str]) -> None:
     """Read the text without a question, keep what was read if that is wanted, and answer each question from a copy."""
     from locret import loading
-    from locret.conversation.context import LongContextModel
+    from locret.conversation.long_context_model import LongContextModel
     from locret.infer.answer import MeasuredCache
 
     output, prompt = options.output, options.prompt
@@ -387,7 +387,8 @@ def ask_saved(options: Options, paths: Sequence[str], asked: Sequence[str]) -> I
 def loaded(options: Options, paths: Sequence[str]) -> Iterator[tuple[Any, list[Any], dict[str, Any]]]:
     """Give a model for saved contexts, their files, and what a record says of the model; wrong files come first."""
     from locret import loading, read_notes
-    from locret.conversation.context import CONTEXT_WRITERS, LongContextModel
+    from locret.cache.cache_file import CONTEXT_WRITERS
+    from locret.conversation.long_context_model import LongContextModel
     from locret.conversation.published import find_context
 
     files = [find_context(path) for path in paths]

@@ -72,7 +72,7 @@ def first_answer() -> None:
     """Ask about the shipped text with the shipped heads, and print the answer with the bytes that it took."""
     from locret import LongContextModel
     from locret.backbone.adapters import compute_dtype
-    from locret.conversation.context import EMBEDDED_KNOWS
+    from locret.conversation.long_context_model import EMBEDDED_KNOWS
 
     print(f"reading {TEXT} with the heads that come with the package", flush=True)
     lm = LongContextModel.from_pretrained(MODEL, heads=HEADS)

@@ -30,8 +30,8 @@ from safetensors import SafetensorError, safe_open
 from locret.cache.cache_file import check_header, load_cache, save_cache
 from locret.conversation.chat import save
 from locret.conversation.compose import compose
-from locret.conversation.context import saved_turns
 from locret.conversation.rules import DOCUMENT, SYSTEM, check_named, rules_of
+from locret.conversation.saved_turns import saved_turns
 from locret.conversation.templates import encode
 from locret.engines.prefix import Prefix
 from locret.files import PARTIAL, locked, written_whole
@@ -47,7 +47,8 @@ from locret.policy.protection import Span, clipped, closed
 
 if TYPE_CHECKING:
     from locret import RetentionCache
-    from locret.conversation.context import Context, LongContextModel
+    from locret.conversation.context import Context
+    from locret.conversation.long_context_model import LongContextModel
 
 SUFFIX, IDS = ".ctx", ".ids"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"

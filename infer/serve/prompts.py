@@ -21,10 +21,10 @@ from safetensors import SafetensorError
 
 from locret.cache.cache_file import check_header
 from locret.conversation import templates
-from locret.conversation.context import saved_protection, saved_turns
 from locret.conversation.prompt import Prompt as MessagePrompt
 from locret.conversation.prompt import prompt_of
 from locret.conversation.rules import USER
+from locret.conversation.saved_turns import saved_protection, saved_turns
 from locret.conversation.templates import leading_special_ids, render
 from locret.conversation.text_stream import TokenStream, token_stream
 from locret.conversation.transcript import Transcript
@@ -38,7 +38,7 @@ from locret.policy.protection import Span, clipped, spans_from
 from locret.token_ids import vocabulary
 
 if TYPE_CHECKING:
-    from locret.conversation.context import LongContextModel
+    from locret.conversation.long_context_model import LongContextModel
 
 _ROLES = {"developer": "system"}
 _REMEMBERED = 64

@@ -21,7 +21,8 @@ from locret.infer.serve.upload import Upload
 
 if TYPE_CHECKING:
     from locret import RetentionCache
-    from locret.conversation.context import Context, LongContextModel
+    from locret.conversation.context import Context
+    from locret.conversation.long_context_model import LongContextModel
 
 COLUMNS = 50
 """Stretches of a text for which is shown how much of them is kept."""

@@ -15,7 +15,7 @@ from locret.infer.serve.metrics import Metrics
 from locret.infer.serve.prompts import Prompts
 
 if TYPE_CHECKING:
-    from locret.conversation.context import LongContextModel
+    from locret.conversation.long_context_model import LongContextModel
 
 SHORT_WORK, LONG_WORK = 4, 16
 """Threads for what takes milliseconds, such as tokenising a question, and for what waits until a text is read."""

@@ -30,7 +30,7 @@ from locret.generation import generate
 from locret.policy.protection import Span
 
 if TYPE_CHECKING:
-    from locret.conversation.context import LongContextModel
+    from locret.conversation.long_context_model import LongContextModel
 
 _SPEAKING = "this chat is answering; go on when that answer has ended, or with another chat of the same context"
 LONGEST_ANSWER = 256

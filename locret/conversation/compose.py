@@ -29,7 +29,7 @@ from locret.field_values import shown
 
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
-    from locret.conversation.context import LongContextModel
+    from locret.conversation.long_context_model import LongContextModel
 
 SEPARATOR = "\n\n"
 """What is between two documents in the user's turn, as between a document and a question."""

@@ -16,6 +16,7 @@ from locret.cache.cache_file import SavedCache, described_scorer, read_saved
 from locret.cache.layer import HOST
 from locret.cache.store import POSITIONS
 from locret.conversation.document import Source
+from locret.conversation.saved_turns import check_notes, saved_protection, saved_sources
 from locret.conversation.turns import KeptTurn, Protection, kept_turns
 from locret.engines.prefix import Prefix
 from locret.pictures import Retention
@@ -46,8 +47,6 @@ class SavedContext:
             ValueError: If there is none, it is no saved context, or is damaged.
             OSError: If it cannot be read.
         """
-        from locret.conversation.context import check_notes
-
         saved = read_saved(path)
         if "conversation" in saved.notes:
             check_notes(saved.notes["conversation"], path, saved.state["vocab_size"])
@@ -61,15 +60,11 @@ class SavedContext:
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """What it was read from, where the file says."""
-        from locret.conversation.context import saved_sources
-
         return saved_sources(self.path)
 
     @cached_property
     def protection(self) -> Protection:
         """What is protected, and where its turns are."""
-        from locret.conversation.context import saved_protection
-
         return saved_protection(self.path)
 
     @property

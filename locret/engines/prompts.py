@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from locret.conversation.context import saved_turns
 from locret.conversation.document import is_text
+from locret.conversation.saved_turns import saved_turns
 from locret.engines.prefix import Prefix
 
 if TYPE_CHECKING:

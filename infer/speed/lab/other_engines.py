@@ -32,8 +32,8 @@ import torch
 
 from locret import shipped
 from locret.cli.command import parse_options, print_json, run
-from locret.conversation.context import LongContextModel
 from locret.conversation.document import open_document
+from locret.conversation.long_context_model import LongContextModel
 from locret.data import tasks
 from locret.engines.prefix import Prefix
 from locret.environment import versions
