@@ -13,6 +13,8 @@ from locret.files import visible, write_text
 from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts
 
 CONFIGURATION = "configuration.json"
+METHODS = "methods"
+"""The setting that may grow when a run goes on: what a method answers does not depend on the others."""
 VERSIONS = "versions"
 """What that file holds besides the settings: the versions that each process that wrote here ran on."""
 
@@ -40,7 +42,7 @@ def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwri
     Args:
         output: What the user gave.
         settings: The resolved configuration, as far as it is known.
-        resume: Whether the same configuration is to go on.
+        resume: Whether the same configuration is to go on; it may have more methods then.
         overwrite: Whether an evaluation may be replaced.
 
     Raises:
@@ -57,7 +59,7 @@ def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwri
         raise ValueError(f"--output {output} holds something else than an evaluation; choose another folder")
     if overwrite:
         return
-    different = _different(state, settings)
+    different = [name for name in _different(state, settings) if not (resume and _grows(state, settings, name))]
     if different:
         raise ValueError(
             f"--output {output} holds an evaluation of another configuration (other {', '.join(different)}); choose "
@@ -73,6 +75,12 @@ def _different(state: Path, settings: dict[str, Any]) -> list[str]:
     return [name for name, value in here.items() if stored.get(name, value) != value]
 
 
+def _grows(state: Path, settings: dict[str, Any], name: str) -> bool:
+    """Return whether a setting has all that the folder's has, and may have more."""
+    stored = _configuration(state)[name]
+    return name == METHODS and isinstance(stored, list) and all(one in settings[name] for one in stored)
+
+
 def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> SampleLog:
     """Return the records of a folder that `check_output` has passed, making it if need be; its versions go on record.
 
@@ -84,6 +92,7 @@ def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> Sa
     log = SampleLog(folder)
     if (folder / CONFIGURATION).is_file() and not overwrite:
         log.load()
+        _add_methods(folder, settings)
         _add_versions(folder, log)
         return log
     try:
@@ -129,6 +138,14 @@ def _configuration(path: Path) -> dict[str, Any]:
 
 def _broken(path: Path) -> ValueError:
     return ValueError(f"{path} is broken; --overwrite starts again, or choose another folder")
+
+
+def _add_methods(folder: Path, settings: dict[str, Any]) -> None:
+    """Put methods on record that are asked from now on."""
+    state = folder / CONFIGURATION
+    stored = _configuration(state)
+    if METHODS in settings and stored.get(METHODS) != settings[METHODS]:
+        write_text(state, json.dumps({**stored, METHODS: settings[METHODS]}, indent=1) + "\n")
 
 
 def _add_versions(folder: Path, log: SampleLog) -> None:

@@ -47,6 +47,10 @@ def record(**changes: Any) -> dict[str, Any]:
     return {**RECORD, **changes}
 
 
+def untimed(one: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in one.items() if not name.endswith("_seconds")}
+
+
 @pytest.fixture
 def evaluate(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callable[..., tuple[int, str, str]]:
     """Return a function that runs the command and gives exit code, output and errors."""
@@ -151,6 +155,32 @@ def test_an_interrupted_run_leaves_results_that_say_so(
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["complete"] is False
     assert [cell["n"] for cell in results["cells"]] == [2, 1]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_may_ask_more_methods_and_nothing_else(
+    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ("--figures", "none", "--output")
+    assert evaluate("--methods", "random,full", *line, tmp_path / "out")[0] == 0
+    answered = runner.answer
+    asked = []
+    monkeypatch.setattr(runner, "answer", lambda *given: asked.append(given) or answered(*given))
+    assert evaluate("--methods", "full,h2o,random", *line, tmp_path / "out", "--resume")[0] == 0
+    assert len(asked) == 2  # of the new method alone
+    assert evaluate("--methods", "full,h2o,random", *line, tmp_path / "whole")[0] == 0
+    grown, whole = (records.read(tmp_path / name / records.SAMPLES)[0] for name in ("out", "whole"))
+    assert [untimed(one) for one in grown] == [untimed(one) for one in whole]
+    stored = json.loads((tmp_path / "out" / output_folder.CONFIGURATION).read_text())
+    assert stored["methods"] == ["full", "h2o", "random"]
+    for changed, named in (
+        (("--methods", "full,random"), "methods"),
+        (("--methods", "full,h2o,random", "--protocol", "agnostic"), "protocols"),
+        (("--methods", "full,h2o,random", "--batch-size", 2), "batch_size"),
+    ):
+        code, _, err = evaluate(*changed, *line, tmp_path / "out", "--resume")
+        assert code == 2
+        assert f"holds an evaluation of another configuration (other {named})" in err
 
 
 @pytest.mark.slow
