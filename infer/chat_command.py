@@ -196,7 +196,10 @@ class Conversation:
         """/read FILE: read a text and talk about it."""
         from locret.conversation.document import open_document
 
-        document = open_document(_path(given, "/read"))
+        path = _path(given, "/read")
+        if not path.exists():
+            raise ValueError(f"{path}: no such file; write /read and the path of a text file")
+        document = open_document(path)
         cache = self.lm.new_cache()
         context = self.lm.read_into(
             cache,

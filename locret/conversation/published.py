@@ -5,7 +5,6 @@ What comes from there is a safetensors file, checked as any other; nothing of a 
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tempfile
 import warnings
@@ -17,7 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from locret import hub, shipped
 from locret._version import __version__
 from locret.conversation.saved_context import SavedContext
-from locret.pictures import as_lines, retention_map
+from locret.pictures import as_lines, can_draw, retention_map
 from locret.publish_options import ContextPushOptions, check_repository
 from locret.tables import markdown
 
@@ -175,8 +174,8 @@ def card(saved: SavedContext, options: ContextPushOptions, *, picture: bool) -> 
 
 
 def _picture(saved: SavedContext) -> bytes | None:
-    """Return the picture of a context; None without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
+    """Return the picture of a context; None without matplotlib, with a warning."""
+    if not can_draw("a picture of what was kept"):
         return None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, PICTURE)

@@ -71,8 +71,9 @@ def test_the_card_says_what_it_is_and_how_it_is_used(read: Any, hub: Any) -> Non
 
 
 def test_without_matplotlib_the_card_has_the_bars_alone(read: Any, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locret.conversation.published.importlib.util.find_spec", lambda name: None)
-    push(read)
+    monkeypatch.setattr("locret.pictures.importlib.util.find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="needs matplotlib; install it with .* everything but the pictures is written"):
+        push(read)
     files = hub.repos["org/oslo"].files()
     assert sorted(files) == ["README.md", "context.safetensors"]
     assert b"kept.png" not in files["README.md"]

@@ -127,7 +127,7 @@ def _document() -> Any:
         ("/memory\n", "read a text with /read FILE"),
         ("/red x\n", "/red is unknown; did you mean /read?"),
         ("/read\n", "/read needs a file; write /read FILE"),
-        ("/read no.txt\n", "no.txt: no such file"),
+        ("/read no.txt\n", "no.txt: no such file; write /read and the path of a text file"),
         ("/load no.chat\n", "no.chat does not exist"),
         ("/back\n", "/back has nowhere to go"),
     ],
