@@ -99,7 +99,7 @@ def test_what_the_user_gives_changes_every_part() -> None:
         "budgets-7",
         "capacity-7",
     ]
-    assert {tuple(unit.options["budget"]) for unit in units} == {(40,), (20,)}
+    assert [unit.options["budget"] for unit in units] == [*([40] for _ in range(3)), [40, 20], [40]]
     for unit in units:
         assert unit.options["methods"] == ["full", "random"]
         assert unit.options.get("lengths", [unit.options.get("tokens")]) == [256]
@@ -257,7 +257,10 @@ def test_a_run_that_goes_on_ends_with_the_record_of_one_that_was_not_interrupted
     assert planned["answers"] == sum(part["answers"] for part in whole["parts"])
     rows = record.table(json.loads((output / record.RECORD).read_text()))
     assert {row["task"] for row in rows} == set(FEW)
-    assert {(row["method"], row["budget"]) for row in rows} == {("full", None), ("random", 16), ("oracle", 16)}
+    assert {(row["method"], row["budget"]) for row in rows} == {
+        ("full", None),
+        *((method, budget) for method in ("random", "oracle") for budget in (24, 16)),
+    }
     assert all(row["texts"] == 2 for row in rows)
     assert capsys.readouterr().out == (output / page.PAGE).read_text()
     with pytest.raises(ValueError, match="--resume goes on, --overwrite starts again"):
@@ -481,15 +484,16 @@ def test_bytes_are_compared_on_the_questions_that_everybody_was_asked() -> None:
     other = [{**one, "seed": 1} for one in field]
     budgets = [answer("locret", 0.0, text, question) for text in range(2) for question in range(2)]
     presses = [answer("kvpress/keydiff", 0.5, text, question) for text in range(2) for question in range(1, 4)]
-    found = record.of_frontier(
-        {"field": [*field, *other], "budgets": budgets, "presses": presses, "field_aware": other}
-    )
+    others = [{**one, "prompt_sha256": "of another text"} for one in presses]
+    every_part = {"field": [*field, *other], "budgets": budgets, "presses": presses, "field_aware": other}
+    found = record.of_frontier(every_part)
     assert [(one["method"], one["score"], one["index"], one["question"]) for one in found] == [
-        *(("locret", score, text, 1) for score in (1.0, 0.0) for text in range(2)),
+        *(("locret", 0.0, text, 1) for text in range(2)),
         *(("kvpress/keydiff", 0.5, text, 1) for text in range(2)),
-    ]
-    assert len(record.of_frontier({"field": field})) == len(field)
-    assert record.of_frontier({"field_aware": field}) == []
+    ], "the field's texts are others than those of the budgets"
+    assert record.of_frontier({**every_part, "press_budgets": others}) == [], "nor are questions of other texts common"
+    assert len(record.of_frontier({"budgets": budgets})) == len(budgets)
+    assert record.of_frontier({"field": field, "presses": presses}) == [], "one budget is no frontier"
 
 
 def drawn(rows: list[list[Any]], **more: Any) -> dict[str, Any]:

@@ -7,10 +7,10 @@ budget on 21 texts per cell, with three seeds and both protocols, would take a l
     field           every method at the first budget on 21 texts per cell, of three seeds: the table, whether trained
                     heads are ahead, and whether the order of the methods is stable. Agnostic: one read per text,
                     several questions of forks. Aware (`field_aware`): one question per text, and twice the texts.
-    presses         kvpress's presses on one text per cell of the field's first seed, in both protocols
+    presses         kvpress's presses on one text per cell, in both protocols
     best_presses    those of them that do best on the bytes of the budget, on all of the field's texts
-    budgets         the methods at the other budgets, on one text per cell: accuracy against bytes
-    press_budgets   the presses at the other budgets
+    budgets         the methods at every budget, on the texts of `presses`: accuracy against bytes
+    press_budgets   the presses at the other budgets, on those texts
     capacity        facts recalled per kept unit as a text states more of them (`locret.infer.evaluation.capacity`)
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from locret.conversation.rules import QUESTION
 from locret.data.tasks.published import suites
@@ -71,8 +71,8 @@ class Part:
     seeds: int = 1
     presses: bool = False
     """Whether the methods are kvpress's."""
-    others: bool = False
-    """Whether the budgets are those after the first."""
+    asks: Literal["first", "others", "all"] = "first"
+    """Which of the budgets; more than the first only where there are several."""
     after: str = ""
     """The part whose best methods are asked."""
     capacity: bool = False
@@ -84,10 +84,10 @@ PARTS = (
     Part("field_aware", AWARE, texts=AWARE_TEXTS, seeds=SEEDS),
     Part("presses", AGNOSTIC, texts=1, questions=4, presses=True),
     Part("best_presses", AGNOSTIC, texts=TEXTS, questions=4, seeds=SEEDS, presses=True, after="presses"),
-    Part("budgets", AGNOSTIC, texts=1, questions=2, others=True),
+    Part("budgets", AGNOSTIC, texts=1, questions=2, asks="all"),
     Part("capacity", AGNOSTIC, texts=3, questions=16, capacity=True),
     Part("presses_aware", AWARE, texts=1, presses=True),
-    Part("press_budgets", AGNOSTIC, texts=1, questions=2, presses=True, others=True),
+    Part("press_budgets", AGNOSTIC, texts=1, questions=2, presses=True, asks="others"),
 )
 
 
@@ -218,7 +218,7 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
         own = [name for name in what.methods if name.startswith(presses.PREFIX) == part.presses]
         if part.capacity and not what.own_choice:
             own = [name for name in own if name in OF_CAPACITY]
-        taken = what.budgets[1:] if part.others else what.budgets[:1]
+        taken = _budgets(part, what.budgets)
         if part.presses and what.kvpress is None:
             missing[part.name] = "no --kvpress-python, so kvpress's presses are not asked"
         elif not own or not taken:
@@ -228,7 +228,7 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
         else:
             if part.after and not what.own_choice:
                 own = own[:BEST]
-            if part.others and UNEQUAL_LAYERS in own and not what.own_choice:
+            if part.asks != "first" and UNEQUAL_LAYERS in own and not what.own_choice:
                 own.remove(UNEQUAL_LAYERS)
                 missing[f"{UNEQUAL_LAYERS} in {part.name}"] = (
                     "one mask serves all layers in transformers, and this press keeps unequal numbers in them"
@@ -238,6 +238,14 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
                 for seed in range(what.seed, what.seed + _seeds(what, part))
             ]
     return found, missing
+
+
+def _budgets(part: Part, given: Sequence[int]) -> Sequence[int]:
+    if part.asks == "first":
+        return given[:1]
+    if len(given) == 1:
+        return []
+    return given if part.asks == "all" else given[1:]
 
 
 def _seeds(what: Asked, part: Part) -> int:

@@ -21,8 +21,8 @@ from locret.infer.methods import FULL, LOCRET
 RECORD = "world.json"
 FRONTIER = "frontier"
 """The rows from which accuracy against bytes is drawn."""
-_OF_FRONTIER = ("field", "budgets", "presses", "press_budgets")
-"""The parts that they come from."""
+_OF_FRONTIER = ("budgets", "presses", "press_budgets")
+"""The parts that they come from, which read the same texts; those of the field are others."""
 ANSWERABLE = 90.0
 """Score of the full cache from which on a task is in the headline: below it the backbone fails, not the method."""
 _MASKED = 1.5
@@ -134,7 +134,7 @@ def _part(name: str, units: Sequence[Unit], answers: Sequence[Any]) -> dict[str,
     own = [unit for unit in units if unit.part.name == name]
     options = own[0].options
     return {
-        **asdict(own[0].part),
+        **{name: value for name, value in asdict(own[0].part).items() if name != "asks"},
         "seeds": len(own),
         "seed_numbers": [unit.seed for unit in own],
         "methods": len(options["methods"]),
@@ -181,15 +181,17 @@ def rows(part: str, records: Sequence[dict[str, Any]]) -> list[list[Any]]:
 def of_frontier(by_part: Mapping[str, Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the answers from which score against bytes is drawn: to the questions that all methods were asked.
 
-    Budgets and presses read fewer texts than the field, and are asked less of each.
+    The part of one budget asks more of each text than those of several. Empty without methods at several budgets.
     """
+    if not by_part.get("budgets"):
+        return []
     parts = [own for name in _OF_FRONTIER if (own := by_part.get(name))]
     common = set.intersection(*({_question(one) for one in own} for own in parts)) if parts else set()
     return [one for own in parts for one in own if _question(one) in common]
 
 
 def _question(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    return *_text(record), record.get("question")
+    return *_text(record), record.get("question"), record.get("prompt_sha256")
 
 
 def _fields(by_part: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, dict[ordering.Text, float]]]:
