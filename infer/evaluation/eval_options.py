@@ -109,7 +109,7 @@ class EvalOptions(PublishedOptions):
     """Parts of --suite world, such as field,presses; --dry-run shows them, with what each would take."""
     seeds: int | None = None
     """Seeds that --suite world asks its field with, which say whether the order of the methods is stable, and the most
-    that any part of it is asked with; none: three, and two where questions are known."""
+    that any part of it is asked with; none: three."""
     kvpress_python: str | None = None
     """The python of an environment with kvpress, whose presses are then methods, as in kvpress/snapkv (--list)."""
     protocol: Names = AWARE

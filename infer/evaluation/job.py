@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from locret import loading, method_spec
-from locret.cache.limits import check_named
-from locret.cache.protected import Protected
+from locret import loading, method_spec, scorers
+from locret.backbone.adapters import describe
+from locret.cache.limits import BLOCK_SCORER, Limits, check_named, with_shares
 from locret.conversation.rules import QUESTION, SYSTEM
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
@@ -39,6 +39,7 @@ from locret.infer.methods import ANY_BUDGET, Method, check_heard
 from locret.infer.reading_warnings import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.load_options import ScorerOptions
+from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import check_no_turns, check_used
 from locret.weights.plan import plan_weights
 
@@ -106,13 +107,14 @@ class Job:
             divided = AGNOSTIC in self.evaluation.chosen_protocols() or ORACLE_AGNOSTIC in names
             if divided or any(rule.what == QUESTION for rule in self.evaluation.protected_rules()):
                 document_tokens(tokenizer, one.task, sample, case.built(tokenizer, sample))
-            if self.evaluation.protect:
-                self._check_protected(tokenizer, case)
         if not systems and any(rule.what == SYSTEM for rule in self.evaluation.protected_rules()):
             raise ValueError(
                 f"--protect {SYSTEM} changes nothing, for no text of {', '.join(sorted(left))} has a system message; "
                 "drop it, or add such a task (world/secret, say)"
             )
+        if self.evaluation.protect:
+            for case in self.cases:
+                self._check_protected(tokenizer, case)
         several = self.evaluation.questions or 0
         if several > 1 and not any(case.question for case in self.cases):
             raise ValueError(
@@ -121,7 +123,7 @@ class Job:
             )
 
     def _check_protected(self, tokenizer: Any, case: Case) -> None:
-        """Refuse more protected units of a prompt than a budget has."""
+        """Refuse more protected units of a prompt than some layer may keep."""
         setup = Setup(nn.Module(), tokenizer, None, 0, protect=self.evaluation.protected_rules())
         sample = case.sample(tokenizer)
         text = SharedText(setup, case.task, sample, case.template)
@@ -130,12 +132,20 @@ class Job:
             spans = (prompt if run.protocol == AWARE else prompt.document).protected() if protects(run.method) else []
             policy = run.policy_of(prompt.ids_1N.shape[1])
             if spans and policy is not None:
+                limits = self._limits(run.method, policy)
+                limits.protect((tuple(spans),))
                 try:
-                    Protected((tuple(spans),), policy.budget, [policy.budget]).check(policy, None, 0)
+                    limits.check_protected(0)
                 except ValueError as error:
                     raise ValueError(
-                        f"--protect, method {run.method.name} and task {case.task.name}: {error}"
+                        f"--protect, method {run.method.name}, text {case.index} of task {case.task.name}: {error}"
                     ) from None
+
+    def _limits(self, method: Method, policy: RetentionPolicy) -> Limits:
+        """Return what every layer may keep; a method whose scores are made later keeps nothing of its own by right."""
+        scorer = self.heads if method.needs_heads else method.scorer or scorers.get(BLOCK_SCORER)
+        layers = len(describe(self.config).full_shapes)
+        return Limits(replace(with_shares(policy, scorer, layers), ledger=0), scorer, layers)
 
     def settings(self) -> dict[str, Any]:
         """Return everything that results depend on, resolved."""
@@ -289,11 +299,16 @@ def _with_floor(
             f"--methods {RANDOM_ANSWER} evicts an answer's units at random while it is written, but without "
             "--decode-budget none are; give it, or take random"
         )
-    if named or not long or all(method.keeps_all or method.plain for method in methods):
+    if named or not long or not any(map(_evicts, methods)):
         return evaluation, methods, []
     wider = replace(evaluation, methods=[*(method.name for method in methods), RANDOM_ANSWER])
     note = f"{RANDOM_ANSWER} is compared too: what random eviction scores when the prompt is kept"
     return wider, wider.chosen_methods(), [note]
+
+
+def _evicts(method: Method) -> bool:
+    """Return whether a method can evict what is written; a press prunes once, before anything is."""
+    return not (method.keeps_all or method.plain or presses.is_press(method))
 
 
 def _default_output(job: Job) -> str:

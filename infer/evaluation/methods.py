@@ -146,7 +146,8 @@ def protects(method: Method) -> bool:
 
     Those that recall by a rule of their own lose nothing: they move units to another tier.
     """
-    return not (method.keeps_all or method.plain or method.name in lookups.names() or presses.is_press(method))
+    rule = method_spec.parse(method.name).name
+    return not (method.keeps_all or method.plain or rule in lookups.names() or presses.is_press(method))
 
 
 def writes_beside(method: Method) -> bool:

@@ -15,6 +15,8 @@ from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, 
 CONFIGURATION = "configuration.json"
 METHODS = "methods"
 """The setting that may grow when a run goes on: what a method answers does not depend on the others."""
+_FORMER = {"questions": None, "batch_size": 1, "protocols": ["aware"]}
+"""Settings that folders of an older toolkit name only where they are not these."""
 VERSIONS = "versions"
 """What that file holds besides the settings: the versions that each process that wrote here ran on."""
 
@@ -70,14 +72,14 @@ def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwri
 
 
 def _different(state: Path, settings: dict[str, Any]) -> list[str]:
-    """Return the settings that are not those of the folder; one that only one side knows makes no difference."""
+    """Return the settings that are not those of the folder, without any that an older toolkit did not know."""
     stored, here = _configuration(state), json.loads(json.dumps(settings))
-    return [name for name, value in here.items() if stored.get(name, value) != value]
+    return [name for name, value in here.items() if stored.get(name, _FORMER.get(name, value)) != value]
 
 
 def _grows(state: Path, settings: dict[str, Any], name: str) -> bool:
     """Return whether a setting has all that the folder's has, and may have more."""
-    stored = _configuration(state)[name]
+    stored = _configuration(state).get(name)
     return name == METHODS and isinstance(stored, list) and all(one in settings[name] for one in stored)
 
 
@@ -141,11 +143,11 @@ def _broken(path: Path) -> ValueError:
 
 
 def _add_methods(folder: Path, settings: dict[str, Any]) -> None:
-    """Put methods on record that are asked from now on."""
+    """Put methods on record that are asked from now on, and what was nowhere without them, as kvpress's versions."""
     state = folder / CONFIGURATION
     stored = _configuration(state)
     if METHODS in settings and stored.get(METHODS) != settings[METHODS]:
-        write_text(state, json.dumps({**stored, METHODS: settings[METHODS]}, indent=1) + "\n")
+        write_text(state, json.dumps({**settings, **stored, METHODS: settings[METHODS]}, indent=1) + "\n")
 
 
 def _add_versions(folder: Path, log: SampleLog) -> None:

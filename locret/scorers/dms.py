@@ -68,6 +68,10 @@ class DMSScorer(PublishedGateScorer):
         except ValueError as error:
             raise ValueError(f"scorer dms: {error}") from error
 
+    def _authors_window(self) -> int:
+        window: int = self._numbers["window"]
+        return window
+
     def _neuron(self, model_or_config: Any) -> _Neuron:
         numbers, config = self._numbers, gate_files.unwrap_config(model_or_config)
         if not lends_neuron(config) or gate_files.dms_numbers(config.get_text_config().to_dict(), "it") != numbers:

@@ -54,7 +54,10 @@ class PublishedGateScorer(Scorer):
 
     def recent(self, budget: int) -> int:
         """Return the window."""
-        return min(self.their_window, budget // _SHARE) if self.window is None else self.window
+        return min(self._authors_window(), budget // _SHARE) if self.window is None else self.window
+
+    def _authors_window(self) -> int:
+        return self.their_window
 
     def check_budget(self, budget: int) -> None:
         """Refuse a window and sinks that leave nothing of a budget.

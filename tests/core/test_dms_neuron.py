@@ -110,6 +110,12 @@ def test_one_decision_for_a_layer_is_that_of_its_first_head(tmp_path: Path) -> N
     assert scores[0].std() > 0
 
 
+def test_the_window_is_the_models_own_where_it_fits_a_quarter_of_the_budget(tmp_path: Path) -> None:
+    path = written(tmp_path, dms_window_size=24)
+    assert [scorers.get("dms", path=path).recent(budget) for budget in (64, 96, 4096)] == [16, 24, 24]
+    assert scorers.get("dms", path=path, window=30).recent(64) == 30
+
+
 def test_decisions_of_another_backbone_are_refused(tmp_path: Path) -> None:
     scorer = scorers.get("dms", path=written(tmp_path))
     for model in (build("qwen3"), lending(dms_alpha_scale=20.0)):

@@ -231,6 +231,11 @@ def test_a_broken_configuration_is_refused(content: str, tmp_path: Path) -> None
 def test_a_setting_that_an_older_folder_does_not_know_makes_no_difference(tmp_path: Path) -> None:
     (tmp_path / output_folder.CONFIGURATION).write_text('{"seed": 0}')
     output_folder.check_output(str(tmp_path), {"seed": 0, "new": (1, 2)}, resume=True, overwrite=False)
+    former = {"seed": 0, "questions": None, "batch_size": 1, "protocols": ["aware"]}
+    output_folder.check_output(str(tmp_path), former, resume=True, overwrite=False)
+    for name, other in (("questions", 4), ("batch_size", 8), ("protocols", ["agnostic"])):
+        with pytest.raises(ValueError, match=f"other {name}"):
+            output_folder.check_output(str(tmp_path), {**former, name: other}, resume=True, overwrite=False)
 
 
 def test_a_file_in_the_folders_place_is_refused(evaluate: Any, tmp_path: Path) -> None:

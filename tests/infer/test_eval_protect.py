@@ -83,8 +83,15 @@ def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
         (["--protect", "question", "--suite", "world"], "--suite world does so wherever it is known; drop it"),
         (
             ["--protect", "question", "--tasks", "passkey", "--lengths", "512", "--methods", "random", "--budget", "4"],
-            "--protect, method random and task passkey: the protected spans need .* raise budget, or protect less",
+            "--protect, method random, text 0 of task passkey: the protected spans need .* raise budget, or protect less",
         ),
+        (
+            # As much as a uniform layer holds; the last of a pyramid holds less.
+            ["--protect", "tokens:0-50", "--tasks", "passkey", "--lengths", "512", "--budget", "50", "--methods"]
+            + ["random+pyramid"],
+            "--protect, method random.pyramid, text 0 of task passkey: .* holds [0-9]+ in layer .* raise budget",
+        ),
+        (["--protect", "question", "--methods", "quest:page=8"], "changes nothing, for none of quest:page=8"),
         (["--protect", "system", "--methods", "full"], "changes nothing, for none of full evicts as ours do"),
         (
             ["--protect", "system", "--tasks", "passkey", "--lengths", "512", "--methods", "random", "--budget", "64"],

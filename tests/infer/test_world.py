@@ -185,6 +185,9 @@ def test_answers_are_written_side_by_side_where_that_changes_anything() -> None:
             ["--suite", "world", "--parts", "field,budgets", "--methods", "kvpress/knorm"],
             "--parts field,budgets leaves nothing to ask (field: nothing of --methods); name other parts or methods",
         ),
+        (["--suite", "world", "--chunk-size", "64,128"], "--chunk-size 64,128: --suite world reads every method with"),
+        (["--suite", "world", "--parts", "field_aware", "--questions", "3"], "--questions 3 changes nothing, for"),
+        (["--suite", "world", "--parts", "budgets", "--seeds", "2"], "--seeds 2 changes nothing, for budgets are"),
         (["--suite", "world", "--budget-share", "0.1"], "--suite world compares equal units; give --budget"),
         (["--suite", "world", "--lengths", "16", "--parts", "field"], "cannot be made at 16 tokens"),
         (["--suite", "world", "--kvpress-python", "no/python", "--parts", "presses"], "no/python is not a program"),
@@ -233,8 +236,7 @@ def small(backbone: Path, output: Path) -> list[str]:
     return [
         *("--model", str(backbone), "--dtype", "float32", "--suite", "world", "--methods", "full,random,oracle"),
         *("--parts", "budgets,field_aware", "--protocol", "agnostic", "--lengths", "256", "--budget", "24,16"),
-        *("--samples", "2", "--questions", "2", "--seeds", "1", "--figures", "none", "--quiet"),
-        *("--output", str(output)),
+        *("--samples", "2", "--questions", "2", "--figures", "none", "--quiet", "--output", str(output)),
     ]
 
 
@@ -309,10 +311,29 @@ def test_a_run_goes_on_where_a_task_could_not_be_made_and_starts_again_over_anyt
     assert stripped(output) == whole
     assert not (output / "budgets-3").exists()
     capsys.readouterr()
+    command([*line[:-2], "--lengths", "200,1024", "--dry-run"])
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["tasks"] == ["variable_tracking"], "a task is asked at every length or at none"
+    assert list(planned["left_out"]) == ["lookalikes/keys @ 200"]
+    assert planned["units"][0]["texts"] == 2
     command([*line[:-2], "--dry-run", "--threads", "1000"])
     planned = json.loads(capsys.readouterr().out)
     assert planned["workers"] == 1, "a unit runs on one core"
     assert planned["estimate"].endswith(" on 1 core")
+
+
+def test_system_messages_are_protected_where_there_are_any(
+    backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = replace(suites.get("world"), tasks=("world/secret", "multikey"))
+    monkeypatch.setattr(plan.suites, "get", lambda _: few)
+    line = [*("--model", str(backbone), "--dtype", "float32", "--suite", "world", "--methods", "random"), "--parts"]
+    line += ["field,capacity", "--lengths", "600", "--budget", "150", "--samples", "1", "--seeds", "1"]
+    line += ["--protect", "system", "--figures", "none", "--quiet", "--output", str(tmp_path / "world")]
+    command(line)
+    found = json.loads((tmp_path / "world" / record.RECORD).read_text())
+    assert found["parts"][0]["answers"] == 5
+    assert found["capacity"]["rows"], "its texts have none"
 
 
 def test_without_matplotlib_the_page_has_no_pictures_and_an_interrupt_says_how_to_go_on(

@@ -153,8 +153,8 @@ def draw_map(rows: Sequence[Mapping[str, Any]], protocol: str, path: Path) -> No
     axes.set_yticks(range(len(order)), [f"{name}  {means[name]:.0f}" for name in order], fontsize=7)
     axes.tick_params(length=0)
     figure.colorbar(image, ax=axes, label="score (0 to 100)", fraction=0.03, pad=0.015)
-    budget = next(row["budget"] for row in rows if row["budget"] is not None)
-    axes.set_title(f"{protocol}, budget {budget:,}; behind each name its mean", fontsize=9, loc="left", color=INK)
+    budget = next((f"budget {row['budget']:,}" for row in rows if row["budget"] is not None), "nothing evicted")
+    axes.set_title(f"{protocol}, {budget}; behind each name its mean", fontsize=9, loc="left", color=INK)
     save(figure, path)
 
 

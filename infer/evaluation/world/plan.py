@@ -158,6 +158,7 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
     if any(rule.what == QUESTION for rule in evaluation.protected_rules()):
         raise ValueError(f"--protect {QUESTION}: --suite world does so wherever it is known; drop it")
     parts = [part for part in _named_parts(evaluation.parts) if part.protocol in protocols]
+    _check_heard(evaluation, budgets, parts, chosen)
     own = {name: getattr(budgets, name) for name in chosen if hasattr(budgets, name) and name != "budget"}
     return Asked(
         parts=parts,
@@ -175,6 +176,25 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
         kvpress=evaluation.kvpress_python,
         without=without,
     )
+
+
+def _check_heard(
+    evaluation: EvalOptions, budgets: BudgetOptions, parts: Sequence[Part], chosen: Collection[str]
+) -> None:
+    """Refuse what changes nothing in the parts, and lists that they would take the mean over."""
+    asked_of = ", ".join(part.name for part in parts)
+    for name in ("chunk_size", "stabilizers"):
+        flag, given = f"--{name.replace('_', '-')}", getattr(budgets, name)
+        if name in chosen and len(numbers(given, flag)) > 1:
+            raise ValueError(f"{flag} {given}: --suite world reads every method with the same numbers; give one")
+    if parts and evaluation.questions is not None and not any(part.questions for part in parts):
+        raise ValueError(
+            f"--questions {evaluation.questions} changes nothing, for {asked_of} ask one question of a text; drop it"
+        )
+    if parts and evaluation.seeds is not None and not any(part.seeds > 1 for part in parts):
+        raise ValueError(
+            f"--seeds {evaluation.seeds} changes nothing, for {asked_of} are asked with one seed; drop it, or add field"
+        )
 
 
 def _named_parts(given: str | list[str]) -> list[Part]:

@@ -24,6 +24,7 @@ import yaml
 from tqdm.auto import tqdm
 
 from locret import loading, pictures
+from locret.conversation.rules import SYSTEM, rules_of
 from locret.distributed.ranks import Ranks
 from locret.files import locked, visible, write_text
 from locret.infer.evaluation import job as jobs
@@ -108,6 +109,7 @@ class World:
         if whole and not (self.report.dry_run or self.report.overwrite):
             output_folder.check_output(report.output, made.settings(), resume=going, overwrite=False)
         self.left_out |= {f"{one.task} @ {one.tokens}": one.reason for one in made.unmade}
+        _leave_out_everywhere(made)
         return made
 
 
@@ -158,6 +160,19 @@ def prepare(
             if not unit.part.capacity:  # that command checks its own before it begins
                 world.jobs[unit.name] = world.job(unit, whole=asked.own_choice or not unit.part.after)
     return world
+
+
+def _leave_out_everywhere(job: Job) -> None:
+    """Ask a task that cannot be made at one of the lengths at none: means over lengths are of the same tasks.
+
+    Raises:
+        ValueError: If no task is left.
+    """
+    out = {one.task for one in job.unmade}
+    job.cases = [case for case in job.cases if case.task.name not in out]
+    job.selections = [one for one in job.selections if one.task.name not in out]
+    if not job.cases:
+        raise ValueError(f"{job.unmade[0]}; no task can be made at all of --lengths, raise the shortest")
 
 
 @contextmanager
@@ -252,9 +267,11 @@ def _clear(world: World) -> None:
     for name in {unit.name for unit in world.units} | set(_other_units(world)):
         path = world.output / name
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+        for beside in (".yaml", ".log"):
+            path.with_name(name + beside).unlink(missing_ok=True)
     for name in (TIMES, record.RECORD, *page.FILES):
         (world.output / name).unlink(missing_ok=True)
 
@@ -332,7 +349,9 @@ class _Runner:
             unit = _of_the_best(world, unit)
         recipe, options = world.output / f"{unit.name}.yaml", {**_of_model(world), **unit.options}
         if unit.part.capacity:
-            options.pop("task_options", None)  # of other tasks than its own
+            # Those of the suite's tasks; its own has no system message.
+            options.pop("task_options", None)
+            options["protect"] = [one for one in options.get("protect", []) if rules_of([one])[0].what != SYSTEM]
         else:
             options["tasks"] = [one.task.name for one in world.jobs[unit.name].selections]
         write_text(recipe, yaml.safe_dump({**options, "threads": 1, "figures": "none"}, sort_keys=False))
