@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from locret.data import tasks
+from locret.data.tasks.published import suites
+from locret.data.tasks.task import Wanted
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.text.haystack import prompt_length
 
@@ -71,3 +73,25 @@ def test_more_look_alikes_can_be_asked_for_but_no_more_than_all_sentences(name: 
     assert all_of_them > 2 * few
     with pytest.raises(ValueError, match=f"task {name}: percent=101 is more than all sentences; give 1 to 100"):
         tasks.get(name, percent=101)
+
+
+@pytest.mark.parametrize("name", suites.get("world").tasks)
+def test_every_task_can_have_filler_with_the_marks_and_words_of_facts(name: str) -> None:
+    plain, one = sample(name, 1536), sample(name, 1536, lookalikes=100)
+    assert (one.targets, one.question, one.reply) == (plain.targets, plain.question, plain.reply)
+    assert tasks.get(name, lookalikes=100).score(one.reply, one) == 1.0
+    numbers, verbs = r"(?<=\. )\d+ \d+ \d+\.", r"vault holds \d|carries \d|is worth \d|is now \d"
+    for marks in (r": \d", r"= \d", numbers, verbs):
+        assert len(re.findall(marks, one.document)) > len(re.findall(marks, plain.document))
+    assert tasks.get(name).options()["lookalikes"] == 0
+
+
+def test_texts_without_look_alikes_stand_under_the_name_that_older_folders_have() -> None:
+    def facts(**options: Any) -> dict[str, Any]:
+        wanted = Wanted(tokenizer=lambda: TOKENIZER, lengths=[512], samples=1, seed=0)
+        return tasks.get("passkey", **options).select(wanted).facts
+
+    assert facts() == {"version": 1, "digits": 5}
+    assert facts(lookalikes=20) == {"version": 1, "digits": 5, "lookalikes": 20}
+    with pytest.raises(ValueError, match="lookalikes=101 is more than all sentences; give 0 to 100"):
+        tasks.get("passkey", lookalikes=101)

@@ -116,6 +116,7 @@ class GeneratedTask(Task):
     """A task whose texts are made here: any tokenizer, any length, no data."""
 
     pictured: ClassVar[bool] = True
+    settable: ClassVar[tuple[str, ...]] = ("lookalikes",)
     may_be_zero: ClassVar[frozenset[str]] = frozenset()
     """Options that may be 0; all others are 1 or more, and all are whole numbers."""
     system_turn: ClassVar[bool] = False
@@ -123,12 +124,19 @@ class GeneratedTask(Task):
 
     introduction: str = ""
     """What the text begins with."""
+    lookalikes: int = 0
+    """Sentences in a hundred of the filler, but for those that look like keys anyway, that have the marks, words and
+    digits of facts of any task and are about what nobody asks."""
 
     def __post_init__(self) -> None:
         for name, value in self.options().items():
-            least = 0 if name in self.may_be_zero else 1
+            least = 0 if name in {"lookalikes", *self.may_be_zero} else 1
             if type(value) is not int or value < least:
                 raise ValueError(f"task {self.name}: {name}={value!r} must be a whole number, {least} or more")
+        if self.lookalikes > 100:
+            raise ValueError(
+                f"task {self.name}: lookalikes={self.lookalikes} is more than all sentences; give 0 to 100"
+            )
 
     @abstractmethod
     def plant(self, draw: Draw) -> Planted:
@@ -166,13 +174,16 @@ class GeneratedTask(Task):
                 depths are drawn. Statements that must follow each other keep their order.
             seed: Same seed, same sample.
             split: "eval" or "train": their texts and keys never coincide.
-            filler: What the text around the statements looks like.
+            filler: What the text around the statements looks like; its share of look-alikes is the task's own, if that
+                has one.
 
         Raises:
             ValueError: For a depth outside 0 to 1, or `tokens` too few for statements and question.
         """
         if tokens is None:
             raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 4096")
+        if self.lookalikes:
+            filler = replace(filler or FillerOptions(), lookalike_share=self.lookalikes / 100)
         rng = generator(seed, split, self.name, tokens)
         planted = self.plant(Draw(rng, split))
         depths = [rng.random() for _ in planted.statements]
@@ -220,7 +231,9 @@ class GeneratedTask(Task):
             longest = {"max_new_tokens": wanted.max_new_tokens}
             task = replace(self, max_new_tokens=wanted.max_new_tokens)
         samples = {tokens: MadeSamples(task, tokens, count, wanted.seed) for tokens in wanted.lengths}
-        return Selection(task, samples, {"version": self.version, **self.options(), **longest})
+        # What the filler was before it could have look-alikes is not said, so that older folders go on.
+        own = {name: value for name, value in self.options().items() if name != "lookalikes" or value}
+        return Selection(task, samples, {"version": self.version, **own, **longest})
 
     def arranged(self, depths: list[float]) -> list[float]:
         """Return the depths of the statements; a task whose statements must follow each other sorts them."""

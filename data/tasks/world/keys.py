@@ -20,7 +20,7 @@ from locret.data.text.embedded_tokenizer import COLORS, COUNTRY_OF, NAMES
 class NearKeys(GeneratedTask):
     """Find the number of a key of two words; other keys share one of them."""
 
-    settable: ClassVar[tuple[str, ...]] = ("keys", "digits")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "keys", "digits")
     name: str = "world/near_keys"
     source: str = "SCBench Retr.KV (arXiv 2412.10319) with near-equal keys, ours"
     metric: str = "string match, all"
@@ -59,7 +59,7 @@ class NearKeys(GeneratedTask):
 class Strings(GeneratedTask):
     """Find a string of words by its first two and its last two; others share words with it."""
 
-    settable: ClassVar[tuple[str, ...]] = ("strings",)
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "strings")
     name: str = "world/strings"
     version: int = 2
     source: str = "SCBench Retr.Prefix-Suffix (arXiv 2412.10319), strings of five words, ours"
@@ -98,7 +98,7 @@ class Strings(GeneratedTask):
 class Latest(GeneratedTask):
     """Find the number of a key that has been changed several times: the latest counts."""
 
-    settable: ClassVar[tuple[str, ...]] = ("keys", "changes", "digits")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "keys", "changes", "digits")
     name: str = "world/latest"
     source: str = "the same key several times, the latest wins; ours"
     metric: str = "string match, all"
@@ -144,7 +144,7 @@ class Latest(GeneratedTask):
 class Paraphrase(GeneratedTask):
     """Find the number of a city that the question calls by its country."""
 
-    settable: ClassVar[tuple[str, ...]] = ("guests", "digits")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "guests", "digits")
     name: str = "world/paraphrase"
     source: str = "NoLiMa (arXiv 2502.05167): the question shares no word with the needle; ours"
     metric: str = "string match, all"

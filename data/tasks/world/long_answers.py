@@ -28,7 +28,7 @@ def steps_in_order(prediction: str, targets: tuple[str, ...]) -> float:
 class Path(GeneratedTask):
     """Walk from place to place until the way ends."""
 
-    settable: ClassVar[tuple[str, ...]] = ("hops", "others")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "hops", "others")
     name: str = "world/path"
     version: int = 2
     source: str = "LongProc path traversal (arXiv 2501.05414), ours"
@@ -65,7 +65,7 @@ class Path(GeneratedTask):
 class Countdown(GeneratedTask):
     """Count down and say of each number what the text says of it."""
 
-    settable: ClassVar[tuple[str, ...]] = ("steps",)
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "steps")
     name: str = "world/countdown"
     version: int = 3
     source: str = "LongProc countdown (arXiv 2501.05414) as a procedure with lookups, ours"

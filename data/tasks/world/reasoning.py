@@ -28,7 +28,7 @@ def _check(task: GeneratedTask, option: str, most: int) -> None:
 class TwoHop(GeneratedTask):
     """Find the code of the city that somebody works for, said in two distant places."""
 
-    settable: ClassVar[tuple[str, ...]] = ("people", "digits")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "people", "digits")
     name: str = "world/two_hop"
     source: str = "two facts far apart; ours"
     metric: str = "string match, all"
@@ -60,7 +60,7 @@ class TwoHop(GeneratedTask):
 class Prices(GeneratedTask):
     """Find what costs most or least: every price in the text counts."""
 
-    settable: ClassVar[tuple[str, ...]] = ("things", "apart")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "things", "apart")
     name: str = "world/prices"
     version: int = 3
     source: str = "SCBench Math.Find (arXiv 2412.10319), numbers spread over the text; ours"
@@ -105,7 +105,7 @@ class Prices(GeneratedTask):
 class Count(GeneratedTask):
     """Count how many times something is said to go by."""
 
-    settable: ClassVar[tuple[str, ...]] = ("kinds", "most")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "kinds", "most")
     name: str = "world/count"
     source: str = "counting over the whole text; ours"
     metric: str = "first integer"
@@ -143,7 +143,7 @@ class Count(GeneratedTask):
 class Shots(GeneratedTask):
     """Apply a rule that examples show: what a new pair leads to depends on its second word alone."""
 
-    settable: ClassVar[tuple[str, ...]] = ("rules", "shots")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "rules", "shots")
     name: str = "world/shots"
     source: str = "SCBench many-shot learning (arXiv 2412.10319); ours"
     metric: str = "string match, all"

@@ -21,7 +21,7 @@ NO_ANSWER = "I do not tell it."
 class Rules(GeneratedTask):
     """Answer in the form that the system turn asks for."""
 
-    settable: ClassVar[tuple[str, ...]] = ("rules", "keys", "digits")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "rules", "keys", "digits")
     system_turn: ClassVar[bool] = True
     name: str = "world/rules"
     source: str = "rules of the system turn after a long text; ours"

@@ -64,7 +64,7 @@ def _ways(draw: Draw, people: list[str], rooms: list[str], moves: int) -> list[t
 class Whereabouts(_Story):
     """Find where somebody is: where they went last."""
 
-    settable: ClassVar[tuple[str, ...]] = ("people", "moves")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "people", "moves")
     name: str = "world/qa1"
     source: str = "bAbI qa1 as in BABILong (arXiv 2406.10149)"
 
@@ -88,7 +88,7 @@ class Whereabouts(_Story):
 class Carried(_Story):
     """Find where a thing is: who took it, and where they went last."""
 
-    settable: ClassVar[tuple[str, ...]] = ("people", "moves")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "people", "moves")
     name: str = "world/qa2"
     version: int = 2
     source: str = "bAbI qa2 as in BABILong (arXiv 2406.10149), things stay with who took them"
@@ -120,7 +120,7 @@ class Carried(_Story):
 class CarriedBefore(_Story):
     """Find where a thing was before: who took it, where they went last, and where they had come from."""
 
-    settable: ClassVar[tuple[str, ...]] = ("people", "moves")
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "people", "moves")
     name: str = "world/qa3"
     version: int = 3
     source: str = "bAbI qa3 as in BABILong (arXiv 2406.10149), things stay with who took them"
@@ -161,7 +161,7 @@ class CarriedBefore(_Story):
 class Directions(_Story):
     """Find a room by the side of another on which it lies."""
 
-    settable: ClassVar[tuple[str, ...]] = ("pairs",)
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "pairs")
     name: str = "world/qa4"
     version: int = 2
     source: str = "bAbI qa4 as in BABILong (arXiv 2406.10149)"
@@ -212,7 +212,7 @@ class Directions(_Story):
 class Gifts(_Story):
     """Find who gave what to whom."""
 
-    settable: ClassVar[tuple[str, ...]] = ("gifts",)
+    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "gifts")
     name: str = "world/qa5"
     version: int = 2
     source: str = "bAbI qa5 as in BABILong (arXiv 2406.10149)"
