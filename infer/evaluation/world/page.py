@@ -6,6 +6,7 @@ python -m locret.infer.evaluation.world.page runs/world/world.json docs
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from locret.infer.speed.peers.environments import PEERS
 from locret.pictures import can_draw
 from locret.tables import markdown
 
+_Cell = tuple[str, str, int]
+"""A method, a task and a length."""
 PAGE = "world.md"
 FILES = (PAGE, figures.FRONTIER, figures.CAPACITY, *(figures.MAP.format(name) for name in figures.PARTS))
 """All that `write` may write."""
@@ -227,51 +230,71 @@ def _maps(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
-    rows = [row for row in records.table(record) if row["part"] in ("field", "best_presses")]
-    if not record["ahead"]:
-        return
+    """Whether trained heads are ahead: for each protocol a table, a row per task, and what it comes to."""
+    shown = [protocol for protocol in records.COMPARED if any(one["protocol"] == protocol for one in record["ahead"])]
+    if shown:
+        yield (
+            "## Is it ahead?\n\nTrained heads beside the best that need no training and hold no more bytes; to the "
+            "right how far they are ahead of each task's best.\n"
+        )
+    for protocol in shown:
+        rows = [row for row in records.table(record) if row["part"] in records.COMPARED[protocol]]
+        ahead = {
+            (one["method"], one["task"], one["tokens"]): one for one in record["ahead"] if one["protocol"] == protocol
+        }
+        yield f"### {protocol}: {max(row['texts'] for row in rows)} texts per cell\n"
+        yield "\n".join(_leaders_table(rows, ahead)) + "\n"
+        yield from _leads(ahead, records.unanswerable(record))
+        yield from _of_oracle(rows, ahead, records.unanswerable(record))
+
+
+def _leaders_table(rows: Sequence[Mapping[str, Any]], ahead: Mapping[_Cell, Mapping[str, Any]]) -> list[str]:
     known = {row["method"] for row in rows}
     best = records.untrained(dict.fromkeys(row["method"] for row in rows if row["method"] not in _YARDSTICKS))
     scores = {name: fmean(row["score"] for row in rows if row["method"] == name) for name in best}
     named = [name for name in _YARDSTICKS if name in known] + sorted(best, key=lambda name: -scores[name])[:_RIVALS]
     cells = {(row["method"], row["task"], row["tokens"]): row for row in rows}
-    ahead = {(one["method"], one["task"], one["tokens"]): one for one in record["ahead"]}
-    asked = [method for method in _AHEAD if method in {one["method"] for one in record["ahead"]}]
-    texts = max(row["texts"] for row in rows)
-    yield (
-        f"## Is it ahead?\n\nTrained heads beside the best that need no training and hold no more bytes, {texts} texts "
-        "per cell, agnostic.\n"
-    )
-    lines = []
+    asked, lines = list(dict.fromkeys(method for method, *_ in ahead)), []
+    several = len({row["tokens"] for row in rows}) > 1
     for task, tokens in dict.fromkeys((row["task"], row["tokens"]) for row in rows):
         own = [cells.get((name, task, tokens)) for name in named]
-        lines.append([task, *("" if one is None else with_error(one["score"], one["error"], 0) for one in own)])
+        lines.append([f"{task} @ {tokens:,}" if several else task])
+        lines[-1] += ["" if one is None else with_error(one["score"], one["error"], 0) for one in own]
         lines[-1] += [_ahead(ahead.get((method, task, tokens))) for method in asked]
-    yield "\n".join(markdown(["task", *named, *(f"{method} − best other" for method in asked)], lines)) + "\n"
-    out = records.unanswerable(record)
-    for method in asked:
-        own_tasks = [one for (name, *_), one in ahead.items() if name == method and one["task"] not in out]
-        if own_tasks:
-            clear = sum(_clearly(one) for one in own_tasks)
-            behind = sum(_clearly({**one, "difference": -one["difference"]}) for one in own_tasks)
+    return markdown(["task", *named, *(f"{method} − best other" for method in asked)], lines)
+
+
+def _leads(ahead: Mapping[_Cell, Mapping[str, Any]], out: Collection[str]) -> Iterator[str]:
+    for method in dict.fromkeys(name for name, *_ in ahead):
+        own = [one for (name, task, _), one in ahead.items() if name == method and task not in out]
+        if own:
+            clear = sum(_clearly(one) for one in own)
+            behind = sum(_clearly({**one, "difference": -one["difference"]}) for one in own)
             yield (
                 f"`{method}` is ahead of the best of the others (each task's own) by more than {TOLD_APART:g} standard "
-                f"errors of the difference on the same texts on {clear} of {len(own_tasks)} tasks"
+                f"errors of the difference on the same texts on {clear} of {len(own)} tasks"
                 f"{' that the means of the table have' if out else ''}, and as far behind it on {behind}.\n"
             )
-    for method in asked:
+
+
+def _of_oracle(
+    rows: Sequence[Mapping[str, Any]], ahead: Mapping[_Cell, Mapping[str, Any]], out: Collection[str]
+) -> Iterator[str]:
+    cells = {(row["method"], row["task"], row["tokens"]): row["score"] for row in rows if row["task"] not in out}
+    for method in dict.fromkeys(name for name, *_ in ahead):
         oracle = f"{ORACLE_AGNOSTIC}{PLACED if method.endswith(PLACED) else ''}"
-        pairs = [
-            (cells[method, task, tokens]["score"], best_of["score"])
-            for (name, task, tokens), best_of in cells.items()
-            if name == oracle and task not in out and best_of["score"] and (method, task, tokens) in cells
-        ]
+        pairs = {
+            task: (cells[method, task, tokens], top)
+            for (name, task, tokens), top in cells.items()
+            if name == oracle and top and (method, task, tokens) in cells
+        }
         if pairs:
-            share = sum(own for own, _ in pairs) / sum(top for _, top in pairs)
-            near = sum(own >= _OF_ORACLE * top for own, top in pairs)
+            share = sum(own for own, _ in pairs.values()) / sum(top for _, top in pairs.values())
+            short = [f"`{task}` ({own / top:.2f})" for task, (own, top) in pairs.items() if own < _OF_ORACLE * top]
             yield (
                 f"Of what `{oracle}` answers of these tasks, `{method}` answers {100 * share:.0f} % as much; "
-                f"on {near} of {len(pairs)} at least {100 * _OF_ORACLE:.0f} %.\n"
+                f"on {len(pairs) - len(short)} of {len(pairs)} at least {100 * _OF_ORACLE:.0f} %"
+                f"{', less on ' + ', '.join(short) if short else ''}.\n"
             )
 
 
@@ -347,6 +370,22 @@ def _asked(record: Mapping[str, Any]) -> Iterator[str]:
                 f"{seconds / 60:.1f}",
             ]
         )
+    if capacity := record.get("capacity"):
+        own, seconds = capacity["rows"], record["seconds"]
+        taken = sum(value for name, value in seconds.items() if name.startswith("capacity-"))
+        budgets = dict.fromkeys(f"{row['budget']:,}" for row in own if row["budget"] is not None)
+        rows.append(
+            [
+                "capacity",
+                AGNOSTIC,
+                len({row["method"] for row in own}),
+                ", ".join(budgets),
+                f"{max(row['texts'] for row in own)} × 1",
+                capacity["questions"] or max(row["facts"] for row in own),
+                "",
+                f"{taken / 60:.1f}",
+            ]
+        )
     heads = [
         "part",
         "protocol",
@@ -358,6 +397,11 @@ def _asked(record: Mapping[str, Any]) -> Iterator[str]:
         "minutes of a core",
     ]
     yield "\n".join(markdown(heads, rows)) + "\n"
+    minutes = sum(record["seconds"].values()) / 60
+    yield (
+        f"In all {minutes:,.0f} minutes of a core: units run side by side, one on each core, so an hour takes "
+        f"{math.ceil(minutes / 60)} of them.\n"
+    )
     found = {**record["versions"], **(record["config"].get("kvpress") or {})}
     kvpress = record["config"].get("kvpress") or {}
     named = [f"{name} {record['versions'][name]}" for name in ("locret", "torch", "transformers") if name in found]

@@ -1,4 +1,4 @@
-"""What `--suite world` asks: parts that answer a question each, some five hours of one core, an hour of six.
+"""What `--suite world` asks: parts that answer a question each, some six hours of one core, an hour of seven.
 
 A part is a grid of tasks, methods, lengths, budgets and one protocol, asked with one seed or several; each part and
 seed is a unit, which is an ordinary evaluation with a folder, a recipe and a record of its own. All methods at every
@@ -91,13 +91,13 @@ PARTS = (
 )
 
 
-FACTS = (4, 8, 16, 32, 64, 128)
-CAPACITY_TOKENS = 4096
-_FACT_TOKENS = 24
-"""Room for a fact in a text, so that the line of facts ends where a short text does."""
+FACTS = (4, 8, 16, 32, 64, 128, 256, 512)
+CAPACITY_TOKENS = 8192
+_FACT_TOKENS, _OTHER_TOKENS = 15, 36
+"""Room for a fact in a text and for what stands around, so that the line of facts ends where a short text does."""
 UNEQUAL_LAYERS = "kvpress/pyramidkv"
 """A press that fails at some of the other budgets, after an hour of the suite: the table's has it."""
-OF_CAPACITY = (FULL, methods.ORACLE_AGNOSTIC, LOCRET, "h2o", "key_difference", "random")
+OF_CAPACITY = (FULL, methods.ORACLE_AGNOSTIC, LOCRET, SHARES, "expected_attention", "h2o", "key_difference", "random")
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ class Asked:
     parts: Sequence[Part]
     budgets: Sequence[int]
     lengths: Sequence[int]
+    capacity_tokens: int
+    """Of the texts with more and more facts."""
     methods: Sequence[str]
     """All methods, presses included."""
     own_choice: bool
@@ -147,6 +149,7 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
         ValueError: For a part that there is not, or an option that would change nothing.
     """
     without: dict[str, str] = {}
+    lengths = numbers(evaluation.lengths, "--lengths") if "lengths" in chosen else []
     if "methods" in chosen:
         named = [method.name for method in evaluation.named_methods()]
     else:
@@ -163,7 +166,8 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
     return Asked(
         parts=parts,
         budgets=given,
-        lengths=numbers(evaluation.lengths, "--lengths") if "lengths" in chosen else [LENGTH],
+        lengths=lengths or [LENGTH],
+        capacity_tokens=max(lengths, default=CAPACITY_TOKENS),
         methods=named,
         own_choice="methods" in chosen,
         texts=evaluation.samples,
@@ -244,7 +248,7 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
         elif not own or not taken:
             missing[part.name] = "nothing of --methods" if not own else "--budget names one budget only"
         elif part.capacity and not _facts(what):
-            missing[part.name] = f"--lengths {max(what.lengths)} holds no {FACTS[0]} facts of {_FACT_TOKENS} tokens"
+            missing[part.name] = f"--lengths {what.capacity_tokens} holds no {FACTS[0]} facts of {_FACT_TOKENS} tokens"
         else:
             if part.after and not what.own_choice:
                 own = own[:BEST]
@@ -274,12 +278,8 @@ def _seeds(what: Asked, part: Part) -> int:
     return min(what.seeds, part.seeds)
 
 
-def _capacity_tokens(what: Asked) -> int:
-    return CAPACITY_TOKENS if what.lengths == [LENGTH] else max(what.lengths)
-
-
 def _facts(what: Asked) -> list[int]:
-    return [count for count in FACTS if count * _FACT_TOKENS <= _capacity_tokens(what)]
+    return [count for count in FACTS if count * _FACT_TOKENS + _OTHER_TOKENS <= what.capacity_tokens]
 
 
 def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int], seed: int) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int]
     if part.capacity:
         return {
             "methods": list(own),
-            "tokens": _capacity_tokens(what),
+            "tokens": what.capacity_tokens,
             "facts": _facts(what),
             "budget": list(budgets),
             **what.policy,

@@ -23,7 +23,9 @@ FRONTIER = "frontier"
 """The rows from which accuracy against bytes is drawn."""
 _OF_FRONTIER = ("budgets", "presses", "press_budgets")
 """The parts that they come from, which read the same texts; those of the field are others."""
-ANSWERABLE = 90.0
+COMPARED = {AGNOSTIC: ("field", "best_presses"), AWARE: ("field_aware",)}
+"""By protocol, the parts whose methods are compared text by text."""
+ANSWERABLE = 95.0
 """Score of the full cache from which on a task is in the headline: below it the backbone fails, not the method."""
 _MASKED = 1.5
 """Bytes per unit, of the fewest that a method has, from which on it holds what it says has gone."""
@@ -99,9 +101,10 @@ def compiled(
             for protocol, scores in _fields(by_part).items()
         },
         "ahead": [
-            one
+            {"protocol": protocol, **one}
+            for protocol, names in COMPARED.items()
             for method in (LOCRET, plan.SHARES, f"{plan.SHARES}{plan.PLACED}")
-            for one in ahead([*by_part.get("field", []), *by_part.get("best_presses", [])], method)
+            for one in ahead([answer for name in names for answer in by_part.get(name, ())], method)
         ],
     }
 
