@@ -22,7 +22,8 @@ from locret.load_options import WeightOptions
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
-from locret.scorers import RetainingHeadScorer, Scorer
+from locret.scorers import Scorer
+from locret.scorers.retaining_heads import as_scorer
 from locret.weights.plan import WeightPlan, plan_weights
 
 _ANY = 2**62
@@ -88,7 +89,7 @@ class PlannedRun:
 
     @property
     def _rates(self) -> Scorer:
-        return RetainingHeadScorer(heads=self.scorer) if isinstance(self.scorer, RetainingHeads) else self.scorer
+        return as_scorer(self.scorer)
 
     @cached_property
     def _backbone(self) -> Backbone:

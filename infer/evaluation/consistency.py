@@ -27,7 +27,8 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, sco
 from locret.backbone.adapters import input_device
 from locret.backbone.chunk import Attended, Chunk
 from locret.labels.labels import observe
-from locret.scorers import Rated, RetainingHeadScorer, Scorer
+from locret.scorers import Rated, Scorer
+from locret.scorers.retaining_heads import as_scorer
 
 CURVES = ("itself", "everywhere", "oracle", "eviction")
 ATTENTION = "accumulated attention"
@@ -100,7 +101,7 @@ class _Recorder(Scorer):
 
     def __init__(self, scorer: RetainingHeads | Scorer | str) -> None:
         scorer = scorers.get(scorer) if isinstance(scorer, str) else scorer
-        self.scorer = RetainingHeadScorer(heads=scorer) if isinstance(scorer, RetainingHeads) else scorer
+        self.scorer = as_scorer(scorer)
         self.rows: dict[int, list[Tensor]] = {}
 
     @property

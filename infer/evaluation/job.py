@@ -41,6 +41,7 @@ from locret.infer.sizing import PlannedRun
 from locret.load_options import ScorerOptions
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import check_no_turns, check_used
+from locret.scorers.retaining_heads import as_scorer
 from locret.weights.plan import plan_weights
 
 _OF_ROWS = ("data_dir", "data_revision", "skip_bad_rows", "max_prompt", "template")
@@ -143,7 +144,7 @@ class Job:
 
     def _limits(self, method: Method, policy: RetentionPolicy) -> Limits:
         """Return what every layer may keep; a method whose scores are made later keeps nothing of its own by right."""
-        scorer = self.heads if method.needs_heads else method.scorer or scorers.get(BLOCK_SCORER)
+        scorer = as_scorer(self.heads) if method.needs_heads else method.scorer or scorers.get(BLOCK_SCORER)
         layers = len(describe(self.config).full_shapes)
         return Limits(replace(with_shares(policy, scorer, layers), ledger=0), scorer, layers)
 

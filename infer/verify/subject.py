@@ -19,7 +19,8 @@ from locret.backbone.rotary import long_factors
 from locret.infer.verify.noise import Noise, apart, measured_noise, one_more_rounding, recorded, run_backbone
 from locret.infer.verify.position_modes import measured_layouts
 from locret.infer.verify.rotation import Layout, Turn
-from locret.scorers import RetainingHeadScorer, Scorer
+from locret.scorers import Scorer
+from locret.scorers.retaining_heads import as_scorer
 
 NEW_TOKENS = 12
 """Tokens of an answer."""
@@ -77,7 +78,7 @@ class Subject:
     @property
     def rates(self) -> Scorer:
         """What decides which units stay, as the engine has it."""
-        return RetainingHeadScorer(heads=self.scorer) if isinstance(self.scorer, RetainingHeads) else self.scorer
+        return as_scorer(self.scorer)
 
     @property
     def plain_policy(self) -> RetentionPolicy:

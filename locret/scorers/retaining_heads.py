@@ -97,3 +97,8 @@ class RetainingHeadScorer(Scorer):
         """Return scores (B, K, L)."""
         scores_BLK: Tensor = prepared[layer_idx](features_BLF)
         return scores_BLK.transpose(1, 2)
+
+
+def as_scorer(scorer: RetainingHeads | Scorer) -> Scorer:
+    """Return what the engine rates units with: trained heads as a scorer, any scorer as it is."""
+    return RetainingHeadScorer(heads=scorer) if isinstance(scorer, RetainingHeads) else scorer

@@ -19,6 +19,7 @@ from locret.infer.evaluation.methods import Prompt, Setup
 from locret.infer.evaluation.shared_text import SharedText
 
 BACKBONE = shipped.find("checkpoints/tiny")
+HEADS = shipped.find("checkpoints/tiny-heads")
 
 
 @pytest.mark.parametrize("name", ["world/secret", "world/rules"])
@@ -52,10 +53,11 @@ def test_the_question_is_protected_where_it_is_known() -> None:
 
 def test_protected_questions_stay_in_methods_that_evict(tmp_path: Path) -> None:
     arguments = ["--model", BACKBONE, "--tasks", "multikey", "--lengths", "768", "--samples", "1", "--quiet"]
-    arguments += ["--methods", "random,snapkv:window=8,h2o", "--budget", "96", "--protocol", "aware,agnostic"]
+    arguments += ["--heads", HEADS, "--budget", "96", "--protocol", "aware,agnostic"]
+    arguments += ["--methods", "locret,untrained+pyramid,oracle,random,snapkv:window=8,h2o"]
     assert command([*arguments, "--output", str(tmp_path), "--protect", "question"]) == 0
     found = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert len(found) == 6
+    assert len(found) == 12
     assert all(bool(one.get("protected")) == (one.get("protocol", "aware") == "aware") for one in found)
 
 
