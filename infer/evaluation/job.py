@@ -114,8 +114,8 @@ class Job:
                 "drop it, or add such a task (world/secret, say)"
             )
         if self.evaluation.protect:
-            for case in self.cases:
-                self._check_protected(tokenizer, case)
+            for one in self.selections:
+                self._check_protected(tokenizer, [case for case in self.cases if case.task is one.task])
         several = self.evaluation.questions or 0
         if several > 1 and not any(case.question for case in self.cases):
             raise ValueError(
@@ -123,16 +123,18 @@ class Job:
                 f"{', '.join(sorted(left))} has more than one; drop it, or add such a task (multikey, say)"
             )
 
-    def _check_protected(self, tokenizer: Any, case: Case) -> None:
-        """Refuse more protected units of a prompt than some layer may keep."""
-        setup = Setup(nn.Module(), tokenizer, None, 0, protect=self.evaluation.protected_rules())
-        sample = case.sample(tokenizer)
-        text = SharedText(setup, case.task, sample, case.template)
-        prompt = Prompt(torch.tensor([case.built(tokenizer, sample).ids]), sample, setup, text)
-        for run in self.runs:
-            spans = (prompt if run.protocol == AWARE else prompt.document).protected() if protects(run.method) else []
-            policy = run.policy_of(prompt.ids_1N.shape[1])
-            if spans and policy is not None:
+    def _check_protected(self, tokenizer: Any, cases: Sequence[Case]) -> None:
+        """Refuse more protected units of a prompt than some layer may keep; the one that has most stands for a task."""
+        prompts = [self._prompt(tokenizer, case) for case in cases]
+        for protocol in self.evaluation.chosen_protocols():
+            read = prompts if protocol == AWARE else [prompt.document for prompt in prompts]
+            protected = [prompt.protected() for prompt in read]
+            most = max(range(len(cases)), key=lambda nth: sum(len(span.within(_UNKNOWN)) for span in protected[nth]))
+            case, spans = cases[most], protected[most]
+            for run in self.runs if spans else ():
+                policy = run.policy_of(prompts[most].ids_1N.shape[1])
+                if run.protocol != protocol or policy is None or not protects(run.method):
+                    continue
                 limits = self._limits(run.method, policy)
                 limits.protect((tuple(spans),))
                 try:
@@ -141,6 +143,12 @@ class Job:
                     raise ValueError(
                         f"--protect, method {run.method.name}, text {case.index} of task {case.task.name}: {error}"
                     ) from None
+
+    def _prompt(self, tokenizer: Any, case: Case) -> Prompt:
+        setup = Setup(nn.Module(), tokenizer, None, 0, protect=self.evaluation.protected_rules())
+        sample = case.sample(tokenizer)
+        text = SharedText(setup, case.task, sample, case.template)
+        return Prompt(torch.tensor([case.built(tokenizer, sample).ids]), sample, setup, text)
 
     def _limits(self, method: Method, policy: RetentionPolicy) -> Limits:
         """Return what every layer may keep; a method whose scores are made later keeps nothing of its own by right."""
