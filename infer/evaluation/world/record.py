@@ -17,6 +17,7 @@ from locret.infer.evaluation.records import SAMPLES, read
 from locret.infer.evaluation.world import ordering, plan
 from locret.infer.evaluation.world.plan import Unit
 from locret.infer.methods import FULL, LOCRET
+from locret.scorers.published_gate import PublishedGateScorer
 
 RECORD = "world.json"
 FRONTIER = "frontier"
@@ -224,12 +225,16 @@ def bounded(names: Iterable[str]) -> list[str]:
 
 
 def untrained(names: Iterable[str]) -> list[str]:
-    """Return the bounded methods that neither have the trained heads nor know the answers."""
-    return [
-        name
-        for name in bounded(names)
-        if name.startswith(presses.PREFIX) or not (methods.knows_answers(name) or methods.get(name).needs_heads)
-    ]
+    """Return the bounded methods that neither have trained heads, ours or gates of others, nor know the answers."""
+    found = []
+    for name in bounded(names):
+        if not name.startswith(presses.PREFIX):
+            method = methods.get(name)
+            trained = method.needs_heads or isinstance(method.scorer, PublishedGateScorer)
+            if trained or methods.knows_answers(name):
+                continue
+        found.append(name)
+    return found
 
 
 def top(scores: ordering.Scores, protocol: str) -> dict[str, Any]:
