@@ -169,7 +169,8 @@ def read_fast_kvzip(path: str, model_or_config: Any, revision: str | None = None
     name = f"q{group}_dim16_sink16"
     place = Place(path, "the gates of Fast KVzip, or the file of this backbone's", revision)
     if place.here is not None and place.here.is_dir():
-        found = sorted(place.here.glob(f"q{group}_dim*_sink*.safetensors")) or sorted(place.here.glob("q*_dim*.pt"))
+        kinds = (sorted(place.here.glob(f"q{group}_dim*_sink*.{suffix}")) for suffix in ("safetensors", "pt"))
+        found = next(filter(None, kinds), [])
         if len(found) > 1:
             raise ValueError(f"{path} has several gates ({', '.join(f.name for f in found[:4])}); name one of them")
         file = found[0] if found else place.find(*(f"{own}/{name}.{suffix}" for suffix in ("safetensors", "pt")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import pickle
 import re
 from collections.abc import Callable
@@ -421,6 +422,17 @@ def test_a_gate_in_a_folder_of_its_own_that_was_replaced_is_read_again(tmp_path:
     after = scorer.prepare(model)
     assert not torch.equal(before[0].b, after[0].b)
     assert scorer.prepare(model) is after
+
+
+def test_a_gate_for_groups_of_another_size_is_not_taken(tmp_path: Path) -> None:
+    model = build("qwen3")
+    gate_folders.fast_kvzip(tmp_path, model.config)
+    (own,) = tmp_path.glob("*.pt")
+    shutil.copy(own, tmp_path / "q9_dim16_sink16.pt")
+    scorers.get("fast_kvzip", path=str(tmp_path)).prepare(model)  # one of the two is this backbone's
+    own.unlink()
+    with pytest.raises(ValueError, match=r"has no .*/q\d_dim16_sink16\.safetensors or"):
+        scorers.get("fast_kvzip", path=str(tmp_path)).prepare(model)
 
 
 def test_a_config_is_asked_for_once_by_all_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
