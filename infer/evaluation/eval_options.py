@@ -282,10 +282,6 @@ class BudgetOptions(PolicyFlags):
             for share, *values in product(parts, *lists.values())
         ]
 
-    def policies(self, chosen: Collection[str], recommended: dict[str, Any], tokens: int = 1) -> list[RetentionPolicy]:
-        """Return the policies of a prompt of so many tokens, which matter for shares alone; see `allotments`."""
-        return [one.policy(tokens) for one in self.allotments(chosen, recommended)]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:

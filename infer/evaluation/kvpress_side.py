@@ -98,12 +98,12 @@ class Worker:
         model = self._model("eager" if press in _EAGER else "sdpa")
         cache, held = _cache(), dict[str, int]()
         made = self.presses[press](_ratio(len(context), keep), wanted["window"], wanted["free"])
-        start = time.perf_counter()
+        start = self._now()
         tokens = _delimited(context, wanted["free"], wanted["window"]) if press == "finch" else context
         ids = torch.tensor([tokens], device=self.device)
         with torch.no_grad(), _watched(model, cache, held), made(model):
             model.model(input_ids=ids, past_key_values=cache)
-        seconds = time.perf_counter() - start
+        seconds = self._now() - start
         units = _units(model, cache, len(context))
         return {
             "kept_units": units,
@@ -113,9 +113,14 @@ class Worker:
             "answers": [self._answer(model, copy.deepcopy(cache), len(context), ids, **wanted) for ids in asked],
         }
 
+    def _now(self) -> float:
+        if self.device.type == "cuda":  # which has only been told to begin
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
     @torch.no_grad()
     def _answer(self, model: Any, cache: Any, seen: int, asked: list[int], **wanted: Any) -> dict[str, Any]:
-        moments, ids, new = [time.perf_counter()], asked, list[int]()
+        moments, ids, new = [self._now()], asked, list[int]()
         while not new or (new[-1] not in wanted["ends"] and len(new) < wanted["max_new_tokens"]):
             positions = torch.arange(seen, seen + len(ids), device=self.device)[None]
             given = torch.tensor([ids], device=self.device)
@@ -123,10 +128,10 @@ class Worker:
             logits, seen = out.logits[0, -1], seen + len(ids)
             if not new:
                 logits[wanted["not_first"]] = -torch.inf
-                moments.append(time.perf_counter())
+                moments.append(self._now())
             ids = [int(logits.argmax())]
             new += ids
-        start, first, end = *moments, time.perf_counter()
+        start, first, end = *moments, self._now()
         return {"ids": new, "prefill_seconds": first - start, "decode_seconds": end - first, "bytes": _bytes(cache)}
 
     def _model(self, attention: str) -> Any:

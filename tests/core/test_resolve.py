@@ -58,7 +58,9 @@ def test_all_doors_resolve_a_budget_alike(budget: int, recommended: dict[str, An
     expected = resolve({"budget": budget}, recommended)
     assert resolve_options(PolicyOptions(budget=budget), {"budget"}, recommended) == expected
     assert resolve_options(PolicyOptions(), set(), recommended, budget) == expected
-    assert BudgetOptions(budget=str(budget)).policies({"budget"}, recommended) == [expected]
+    assert [one.policy(1) for one in BudgetOptions(budget=str(budget)).allotments({"budget"}, recommended)] == [
+        expected
+    ]
     if recommended:
         return
     assert RetentionPolicy(budget=budget) == RetentionPolicy.from_dict({"budget": budget}, "policy") == expected

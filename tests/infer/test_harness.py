@@ -275,7 +275,7 @@ def test_heads_recommend_what_the_user_does_not_set(backbone: Path, heads: Path)
 @pytest.mark.parametrize("own", [{}, {"budget": 16}, {"budget": 256}, {"budget": 40, "stabilizers": 30}])
 def test_settings_become_the_policy_of_locret_eval(backbone: Path, heads: Path, own: dict[str, int]) -> None:
     lm = locret_lm(backbone, heads=str(heads), **own)
-    assert [lm.policy] == BudgetOptions(**own).policies(own, lm.scorer.config.policy)
+    assert [lm.policy] == [one.policy(1) for one in BudgetOptions(**own).allotments(own, lm.scorer.config.policy)]
 
 
 @NEEDED

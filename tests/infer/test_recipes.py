@@ -74,7 +74,7 @@ def test_evaluation_recipes_name_tasks_methods_and_policies_that_exist(path: Pat
     assert evaluation.chosen_methods()
     assert evaluation.chosen_tasks()
     assert evaluation.token_lengths()
-    assert budgets.policies(chosen, {})
+    assert [one.policy(1) for one in budgets.allotments(chosen, {})]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "bench").glob("*.yaml")), ids=lambda path: path.stem)
