@@ -73,6 +73,11 @@ class _Numbers(_Mixed):
 def _check_percent(task: GeneratedTask, percent: int) -> None:
     if percent > 100:
         raise ValueError(f"task {task.name}: percent={percent} is more than all sentences; give 1 to 100")
+    if percent == 100 and task.lookalikes:
+        raise ValueError(
+            f"task {task.name}: lookalikes={task.lookalikes} changes nothing beside percent=100, which is all of the "
+            "filler; lower percent, or drop it"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

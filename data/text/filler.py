@@ -7,6 +7,7 @@ that look like keys (`The garden key is 90412.`), so neither "keep the digits" n
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,12 @@ from locret.data.text.embedded_tokenizer import (
 Split = Literal["train", "eval"]
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 """The noise line of InfiniteBench's R.PassKey and R.Number."""
+_LONG = 4
+"""Digits from which on numbers are values, which are drawn anew for every fact."""
+_TRIES = 32
+"""Draws of a look-alike about something else, before a plain sentence stands there."""
+_THINGS = frozenset(word.lower() for word in (*NAMES, *NOUNS, *ROOMS, *THINGS, *VARIABLES))
+"""What facts are about."""
 _PLURALS = ("steps", "coins", "pages", "pieces", "lines")
 
 
@@ -61,6 +68,8 @@ class Filler:
     def __init__(self, rng: random.Random, options: FillerOptions | None = None):
         self.rng = rng
         self.options = options or FillerOptions()
+        self.about: frozenset[str] = frozenset()
+        """What look-alikes are not about; see `things_of`."""
         self._line: list[str] = []
         """What is left of a noise line."""
 
@@ -73,7 +82,7 @@ class Filler:
             return self._keylike()
         # Asked only where it matters, so that the streams of other texts stay as they are.
         if self.options.lookalike_share and self.rng.random() < self.options.lookalike_share:
-            return self._lookalike()
+            return self._about_others()
         kind -= self.options.keylike_share
         if kind < self.options.number_share:
             return f"The {self._noun()} has {self.number()} {self.rng.choice(_PLURALS)}."
@@ -118,6 +127,13 @@ class Filler:
         )
         return choice(forms)()
 
+    def _about_others(self) -> str:
+        for _ in range(_TRIES):
+            found = self._lookalike()
+            if not self.about & _things(found):
+                return found
+        return self._plain()
+
     def _lookalike(self) -> str:
         choice, noun, number = self.rng.choice, self._noun, self.number
         forms = (
@@ -141,6 +157,16 @@ class Filler:
             lambda: f"The goal of the {noun()} is unknown.",
         )
         return choice(forms)()
+
+
+def things_of(*texts: str) -> frozenset[str]:
+    """Return the people, places, things, variables and short numbers that texts are about."""
+    return frozenset().union(*map(_things, texts))
+
+
+def _things(text: str) -> frozenset[str]:
+    words = frozenset(re.findall(r"\w+", text.lower()))
+    return words & _THINGS | {word for word in words if word.isdigit() and len(word) < _LONG}
 
 
 def generator(seed: int | str, split: Split, *what: object) -> random.Random:

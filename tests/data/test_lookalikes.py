@@ -86,6 +86,21 @@ def test_every_task_can_have_filler_with_the_marks_and_words_of_facts(name: str)
     assert tasks.get(name).options()["lookalikes"] == 0
 
 
+@pytest.mark.parametrize("name", ["count", "countdown", "prices", "qa1", "qa2", "qa3", "qa4", "shots"])
+def test_look_alikes_are_about_nothing_that_is_asked(name: str) -> None:
+    forms = r"Somebody took the (\w+)|Nobody went to the (\w+)|Number (\d+) is unknown"
+    forms += r"|The goal of the (\w+) is unknown|A (\w+) goes away"
+    found, task = 0, tasks.get(f"world/{name}", lookalikes=100)
+    for seed in range(12):
+        one = task.sample(TOKENIZER, 1024, seed=seed)
+        asked = " ".join(f"{question.text} {question.reply}" for question in one.asked)
+        words = set(re.findall(r"\w+", asked))
+        about = {word for groups in re.findall(forms, one.document) for word in groups if word}
+        assert not about & words
+        found += len(about)
+    assert found > 20
+
+
 def test_texts_without_look_alikes_stand_under_the_name_that_older_folders_have() -> None:
     def facts(**options: Any) -> dict[str, Any]:
         wanted = Wanted(tokenizer=lambda: TOKENIZER, lengths=[512], samples=1, seed=0)
@@ -95,3 +110,5 @@ def test_texts_without_look_alikes_stand_under_the_name_that_older_folders_have(
     assert facts(lookalikes=20) == {"version": 1, "digits": 5, "lookalikes": 20}
     with pytest.raises(ValueError, match="lookalikes=101 is more than all sentences; give 0 to 100"):
         tasks.get("passkey", lookalikes=101)
+    with pytest.raises(ValueError, match="lookalikes=5 changes nothing beside percent=100"):
+        tasks.get("lookalikes/needles", lookalikes=5, percent=100)

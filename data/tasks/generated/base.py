@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from locret.data.tasks.generated.rulebook import Rulebook
 from locret.data.tasks.task import SAMPLES, MadeSamples, Question, Sample, Selection, Task, Wanted
 from locret.data.text.embedded_tokenizer import NAMES, VARIABLES
-from locret.data.text.filler import Filler, FillerOptions, Split, generator
+from locret.data.text.filler import Filler, FillerOptions, Split, generator, things_of
 from locret.data.text.haystack import hide
 
 
@@ -189,11 +189,15 @@ class GeneratedTask(Task):
         depths = [rng.random() for _ in planted.statements]
         depths = self.arranged(depths if depth is None else [depth, *depths[1:]][: len(depths)])
         asked = planted.asked[0]
+        source = self.filler(rng, filler)
+        if self.lookalikes:
+            known = [part for one in planted.asked for part in (one.text, one.reply, *one.targets)]
+            source.about = things_of(*planted.statements, *known)
         text = hide(
             tokenizer,
             planted.statements,
             depths,
-            filler=self.filler(rng, filler),
+            filler=source,
             tokens=tokens,
             around=lambda text: asked_about(self.introduction, text, asked.text)[0],
             system=planted.system,
