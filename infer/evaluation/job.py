@@ -40,6 +40,7 @@ from locret.infer.reading_warnings import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.load_options import ScorerOptions
 from locret.policy.policy import RetentionPolicy
+from locret.policy.protection import Guarantee, Span
 from locret.policy.resolve import check_no_turns, check_used
 from locret.scorers.retaining_heads import as_scorer
 from locret.weights.plan import plan_weights
@@ -124,37 +125,44 @@ class Job:
             )
 
     def _check_protected(self, tokenizer: Any, cases: Sequence[Case]) -> None:
-        """Refuse more protected units of a prompt than some layer may keep; the one that has most stands for a task."""
+        """Refuse more protected units of a task's prompts than some layer may keep.
+
+        Where prompts have the same budget, the one with most of them stands for the others.
+        """
         prompts = [self._prompt(tokenizer, case) for case in cases]
         for protocol in self.evaluation.chosen_protocols():
             read = prompts if protocol == AWARE else [prompt.document for prompt in prompts]
-            protected = [prompt.protected() for prompt in read]
-            most = max(range(len(cases)), key=lambda nth: sum(len(span.within(_UNKNOWN)) for span in protected[nth]))
-            case, spans = cases[most], protected[most]
-            for run in self.runs if spans else ():
-                policy = run.policy_of(prompts[most].ids_1N.shape[1])
-                if run.protocol != protocol or policy is None or not protects(run.method):
+            protected = [tuple(prompt.protected()) for prompt in read]
+            most: dict[int, list[int]] = {}
+            for run in self.runs if any(protected) else ():
+                if run.protocol != protocol or run.policy is None or not protects(run.method):
                     continue
-                limits = self._limits(run.method, policy)
-                limits.protect((tuple(spans),))
-                try:
-                    limits.check_protected(0)
-                except ValueError as error:
-                    raise ValueError(
-                        f"--protect, method {run.method.name}, text {case.index} of task {case.task.name}: {error}"
-                    ) from None
+                budget = run.policy.budget
+                if budget not in most:
+                    needed = [Guarantee.of(spans, budget).needed(_UNKNOWN) for spans in protected]
+                    most[budget] = [max(range(len(cases)), key=needed.__getitem__)]
+                varies = run.allotment is not None or run.policy.memory != "fixed"
+                for nth in range(len(cases)) if varies else most[budget]:
+                    self._check_room(run, cases[nth], prompts[nth].ids_1N.shape[1], protected[nth])
+
+    def _check_room(self, run: Run, case: Case, tokens: int, spans: tuple[Span, ...]) -> None:
+        policy = run.policy_of(tokens)
+        assert policy is not None
+        limits = _limits(run.method, policy, self.heads, self.config)
+        limits.protect((spans,))
+        try:
+            limits.check_protected(0)
+            limits.begin(limits.plan(tokens), [0] * limits.layers)
+        except ValueError as error:
+            raise ValueError(
+                f"--protect, method {run.method.name}, text {case.index} of task {case.task.name}: {error}"
+            ) from None
 
     def _prompt(self, tokenizer: Any, case: Case) -> Prompt:
         setup = Setup(nn.Module(), tokenizer, None, 0, protect=self.evaluation.protected_rules())
         sample = case.sample(tokenizer)
         text = SharedText(setup, case.task, sample, case.template)
         return Prompt(torch.tensor([case.built(tokenizer, sample).ids]), sample, setup, text)
-
-    def _limits(self, method: Method, policy: RetentionPolicy) -> Limits:
-        """Return what every layer may keep; a method whose scores are made later keeps nothing of its own by right."""
-        scorer = as_scorer(self.heads) if method.needs_heads else method.scorer or scorers.get(BLOCK_SCORER)
-        layers = len(describe(self.config).full_shapes)
-        return Limits(replace(with_shares(policy, scorer, layers), ledger=0), scorer, layers)
 
     def settings(self) -> dict[str, Any]:
         """Return everything that results depend on, resolved."""
@@ -262,6 +270,7 @@ def prepare(
     for run in runs:
         if run.policy is not None:
             check_named(run.policy)
+            _limits(run.method, run.policy, heads, config)
     job = Job(
         model=model,
         scorer=scorer,
@@ -287,6 +296,19 @@ def prepare(
     for method in methods:
         warn_of_recency(method.name, method.recent, [r.policy for r in job.runs if r.method is method and r.policy])
     return job
+
+
+def _limits(method: Method, policy: RetentionPolicy, heads: Any, config: Any) -> Limits:
+    """Return what every layer may keep, as far as it is known before scores are.
+
+    Raises:
+        ValueError: If the method and the numbers do not go together.
+    """
+    scorer = as_scorer(heads) if method.needs_heads else method.scorer
+    if scorer is None:  # it is made of each prompt, and keeps nothing of its own by right
+        policy, scorer = replace(policy, ledger=0), scorers.get(BLOCK_SCORER)
+    layers = len(describe(config).full_shapes)
+    return Limits(with_shares(policy, scorer, layers), scorer, layers)
 
 
 def _with_floor(

@@ -15,7 +15,7 @@ from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, 
 CONFIGURATION = "configuration.json"
 METHODS = "methods"
 """The setting that may grow when a run goes on: what a method answers does not depend on the others."""
-_FORMER = {"questions": None, "batch_size": 1, "protocols": ["aware"]}
+_FORMER = {"questions": None, "batch_size": 1, "protocols": ["aware"], "protect": []}
 """Settings that folders of an older toolkit name only where they are not these."""
 VERSIONS = "versions"
 """What that file holds besides the settings: the versions that each process that wrote here ran on."""

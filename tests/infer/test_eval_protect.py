@@ -93,6 +93,27 @@ def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
             + ["random+pyramid"],
             "--protect, method random.pyramid, text 0 of task passkey: .* holds [0-9]+ in layer .* raise budget",
         ),
+        (
+            [
+                "--protect",
+                "system",
+                "--tasks",
+                "world/rules",
+                "--lengths",
+                "512",
+                "--budget",
+                "64",
+                "--memory",
+                "linear",
+            ]
+            + ["--chunk-size", "64", "--stabilizers", "4", "--local-len", "8", "--methods", "streaming"],
+            "--protect, method streaming, text 0 of task world/rules: .* after chunk 1 memory holds 8",
+        ),
+        (
+            ["--protect", "system", "--tasks", "world/rules", "--lengths", "320,1024", "--budget-share", "0.1"]
+            + ["--local-len", "8", "--samples", "1", "--seed", "8", "--methods", "streaming"],
+            "--protect, method streaming, text 0 of task world/rules: .* but budget=32 holds 32",
+        ),
         (["--protect", "question", "--methods", "quest:page=8"], "changes nothing, for none of quest:page=8"),
         (["--protect", "system", "--methods", "full"], "changes nothing, for none of full evicts as ours do"),
         (

@@ -20,7 +20,7 @@ import pytest
 from locret import pictures
 from locret.cli.command import run
 from locret.data.tasks.published import suites
-from locret.infer.evaluation import methods, presses
+from locret.infer.evaluation import methods, presses, records
 from locret.infer.evaluation.command import command
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions
 from locret.infer.evaluation.records import SAMPLES
@@ -132,7 +132,7 @@ def test_seeds_are_those_of_the_field_and_the_most_of_any_part() -> None:
 def test_texts_too_short_for_a_curve_of_facts_leave_it_out_with_the_reason() -> None:
     units, missing = plan.units(asked({"lengths": "90"}))
     assert "capacity" not in {unit.part.name for unit in units}
-    assert missing["capacity"] == "--lengths 90 holds no 4 facts of 15 tokens"
+    assert missing["capacity"] == "--lengths 90 holds no 4 facts of 16 tokens"
 
 
 def test_the_best_presses_read_the_texts_of_the_field() -> None:
@@ -187,9 +187,20 @@ def test_answers_are_written_side_by_side_where_that_changes_anything() -> None:
         ),
         (["--suite", "world", "--chunk-size", "64,128"], "--chunk-size 64,128: --suite world reads every method with"),
         (["--suite", "world", "--parts", "field_aware", "--questions", "3"], "--questions 3 changes nothing, for"),
+        (
+            ["--suite", "world", "--parts", "field,presses", "--methods", "full", "--protect", "system"],
+            "--protect system changes nothing, for no method here evicts as ours do; drop it",
+        ),
+        (
+            ["--suite", "world", "--parts", "field_aware,presses", "--methods", "full,random", "--questions", "2"],
+            "--questions 2 changes nothing, for field_aware ask one question of a text; drop it",
+        ),
         (["--suite", "world", "--parts", "budgets", "--seeds", "2"], "--seeds 2 changes nothing, for budgets are"),
         (["--suite", "world", "--budget-share", "0.1"], "--suite world compares equal units; give --budget"),
-        (["--suite", "world", "--lengths", "16", "--parts", "field"], "cannot be made at 16 tokens"),
+        (
+            ["--suite", "world", "--lengths", "16", "--parts", "field", "--methods", "h2o"],
+            "cannot be made at 16 tokens",
+        ),
         (["--suite", "world", "--kvpress-python", "no/python", "--parts", "presses"], "no/python is not a program"),
         (["--suite", "world", "--output", "."], "holds something else than --suite world"),
         (
@@ -316,6 +327,15 @@ def test_a_run_goes_on_where_a_task_could_not_be_made_and_starts_again_over_anyt
     assert planned["tasks"] == ["variable_tracking"], "a task is asked at every length or at none"
     assert list(planned["left_out"]) == ["lookalikes/keys @ 200"]
     assert planned["units"][0]["texts"] == 2
+    both = [*line[:-2], "--lengths", "200,1024", "--output", str(tmp_path / "both")]
+    command(both)
+    command([*both, "--resume"])
+    capsys.readouterr()
+    answers = records.read(tmp_path / "both" / "field-0" / SAMPLES)[0]
+    assert {(one["task"], one["tokens"]) for one in answers} == {
+        ("variable_tracking", 200),
+        ("variable_tracking", 1024),
+    }
     command([*line[:-2], "--dry-run", "--threads", "1000"])
     planned = json.loads(capsys.readouterr().out)
     assert planned["workers"] == 1, "a unit runs on one core"
@@ -334,6 +354,21 @@ def test_system_messages_are_protected_where_there_are_any(
     found = json.loads((tmp_path / "world" / record.RECORD).read_text())
     assert found["parts"][0]["answers"] == 5
     assert found["capacity"]["rows"], "its texts have none"
+    answers = records.read(tmp_path / "world" / "field-0" / SAMPLES)[0]
+    assert all(("protected" in one) == (one["task"] == "world/secret") for one in answers)
+
+
+def test_a_task_that_one_seed_cannot_make_is_asked_with_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = replace(suites.get("world"), tasks=("world/qa2", "multikey"))
+    monkeypatch.setattr(plan.suites, "get", lambda _: few)
+    line = ["--suite", "world", "--model", "checkpoints/tiny", "--methods", "full", "--parts", "field,budgets"]
+    command([*line, "--budget", "32,16", "--samples", "3", "--lengths", "275", "--dry-run"])
+    planned = json.loads(capsys.readouterr().out)
+    assert list(planned["left_out"]) == ["world/qa2 @ 275"]
+    assert planned["tasks"] == ["multikey"]
+    assert [unit["texts"] for unit in planned["units"]] == [3, 3, 3, 3]
 
 
 def test_without_matplotlib_the_page_has_no_pictures_and_an_interrupt_says_how_to_go_on(

@@ -270,9 +270,10 @@ def _leads(ahead: Mapping[_Cell, Mapping[str, Any]], out: Collection[str]) -> It
         if own:
             clear = sum(_clearly(one) for one in own)
             behind = sum(_clearly({**one, "difference": -one["difference"]}) for one in own)
+            what = "tasks" if len({one["tokens"] for one in own}) == 1 else "tasks and lengths"
             yield (
                 f"`{method}` is ahead of the best of the others (each task's own) by more than {TOLD_APART:g} standard "
-                f"errors of the difference on the same texts on {clear} of {len(own)} tasks"
+                f"errors of the difference on the same texts on {clear} of {len(own)} {what}"
                 f"{' that the means of the table have' if out else ''}, and as far behind it on {behind}.\n"
             )
 
@@ -284,13 +285,13 @@ def _of_oracle(
     for method in dict.fromkeys(name for name, *_ in ahead):
         oracle = f"{ORACLE_AGNOSTIC}{PLACED if method.endswith(PLACED) else ''}"
         pairs = {
-            task: (cells[method, task, tokens], top)
+            (task, tokens): (cells[method, task, tokens], top)
             for (name, task, tokens), top in cells.items()
             if name == oracle and top and (method, task, tokens) in cells
         }
         if pairs:
             share = sum(own for own, _ in pairs.values()) / sum(top for _, top in pairs.values())
-            short = [f"`{task}` ({own / top:.2f})" for task, (own, top) in pairs.items() if own < _OF_ORACLE * top]
+            short = [f"`{task}` ({own / top:.2f})" for (task, _), (own, top) in pairs.items() if own < _OF_ORACLE * top]
             yield (
                 f"Of what `{oracle}` answers of these tasks, `{method}` answers {100 * share:.0f} % as much; "
                 f"on {len(pairs) - len(short)} of {len(pairs)} at least {100 * _OF_ORACLE:.0f} %"

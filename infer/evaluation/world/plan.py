@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from locret.conversation.rules import QUESTION
+from locret.conversation.rules import QUESTION, SYSTEM, rules_of
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import methods, presses
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, numbers, words
@@ -93,7 +93,7 @@ PARTS = (
 
 FACTS = (4, 8, 16, 32, 64, 128, 256, 512)
 CAPACITY_TOKENS = 8192
-_FACT_TOKENS, _OTHER_TOKENS = 15, 36
+_FACT_TOKENS, _OTHER_TOKENS = 16, 40
 """Room for a fact in a text and for what stands around, so that the line of facts ends where a short text does."""
 UNEQUAL_LAYERS = "kvpress/pyramidkv"
 """A press that fails at some of the other budgets, after an hour of the suite: the table's has it."""
@@ -161,8 +161,9 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
     if any(rule.what == QUESTION for rule in evaluation.protected_rules()):
         raise ValueError(f"--protect {QUESTION}: --suite world does so wherever it is known; drop it")
     parts = [part for part in _named_parts(evaluation.parts) if part.protocol in protocols]
-    _check_heard(evaluation, budgets, parts, chosen)
+    _check_single(budgets, chosen)
     own = {name: getattr(budgets, name) for name in chosen if hasattr(budgets, name) and name != "budget"}
+    own = {name: value for name, value in own.items() if value is not None}
     return Asked(
         parts=parts,
         budgets=given,
@@ -182,23 +183,12 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
     )
 
 
-def _check_heard(
-    evaluation: EvalOptions, budgets: BudgetOptions, parts: Sequence[Part], chosen: Collection[str]
-) -> None:
-    """Refuse what changes nothing in the parts, and lists that they would take the mean over."""
-    asked_of = ", ".join(part.name for part in parts)
+def _check_single(budgets: BudgetOptions, chosen: Collection[str]) -> None:
+    """Refuse lists of numbers that the table would take the mean over."""
     for name in ("chunk_size", "stabilizers"):
         flag, given = f"--{name.replace('_', '-')}", getattr(budgets, name)
-        if name in chosen and len(numbers(given, flag)) > 1:
+        if name in chosen and given is not None and len(numbers(given, flag)) > 1:
             raise ValueError(f"{flag} {given}: --suite world reads every method with the same numbers; give one")
-    if parts and evaluation.questions is not None and not any(part.questions for part in parts):
-        raise ValueError(
-            f"--questions {evaluation.questions} changes nothing, for {asked_of} ask one question of a text; drop it"
-        )
-    if parts and evaluation.seeds is not None and not any(part.seeds > 1 for part in parts):
-        raise ValueError(
-            f"--seeds {evaluation.seeds} changes nothing, for {asked_of} are asked with one seed; drop it, or add field"
-        )
 
 
 def _named_parts(given: str | list[str]) -> list[Part]:
@@ -264,6 +254,34 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
     return found, missing
 
 
+def check_heard(evaluation: EvalOptions, found: Sequence[Unit], chosen: Collection[str]) -> None:
+    """Refuse options that change nothing in the units that are asked.
+
+    Raises:
+        ValueError: Naming the option.
+    """
+    parts = list(dict.fromkeys(unit.part for unit in found))
+    names = ", ".join(part.name for part in parts)
+    if evaluation.questions is not None and not any(part.questions for part in parts):
+        raise ValueError(
+            f"--questions {evaluation.questions} changes nothing, for {names} ask one question of a text; drop it"
+        )
+    if evaluation.seeds is not None and not any(part.seeds > 1 for part in parts):
+        raise ValueError(
+            f"--seeds {evaluation.seeds} changes nothing, for {names} are asked with one seed; drop it, or add field"
+        )
+    asked_of = [methods.get(name) for unit in found for name in unit.options["methods"]]
+    if "batch_size" in chosen and not any(map(methods.writes_beside, asked_of)):
+        raise ValueError(
+            f"--batch-size {evaluation.batch_size} changes nothing, for every method here writes one answer at a time; "
+            "drop it"
+        )
+    if evaluation.protect and not any(map(methods.protects, asked_of)):
+        raise ValueError(
+            f"--protect {evaluation.protect[0]} changes nothing, for no method here evicts as ours do; drop it"
+        )
+
+
 def _budgets(part: Part, given: Sequence[int]) -> Sequence[int]:
     if part.asks == "first":
         return given[:1]
@@ -284,6 +302,12 @@ def _facts(what: Asked) -> list[int]:
 
 def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int], seed: int) -> dict[str, Any]:
     questions = part.questions and (what.questions or part.questions)
+    given = list(what.protect)
+    if part.capacity:  # whose texts have no system message
+        given = [rule for rule in given if rules_of([rule])[0].what != SYSTEM]
+    protect = [*given, QUESTION] if part.protocol == AWARE else given
+    if not any(methods.protects(methods.get(name)) for name in own):
+        protect = []
     if part.capacity:
         return {
             "methods": list(own),
@@ -294,13 +318,10 @@ def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int]
             "samples": what.texts or part.texts,
             "questions": questions,
             **({"batch_size": what.batch} if any(methods.writes_beside(methods.get(name)) for name in own) else {}),
+            **({"protect": protect} if protect or what.protect else {}),
             "seed": seed,
         }
     needs_kvpress = any(name.startswith(presses.PREFIX) for name in own)
-    given = list(what.protect)
-    protect = [*given, QUESTION] if part.protocol == AWARE else given
-    if not any(methods.protects(methods.get(name)) for name in own):
-        protect = []
     return {
         "methods": list(own),
         "tasks": list(suites.get(suites.WORLD).tasks),
@@ -311,7 +332,7 @@ def _options(what: Asked, part: Part, own: Sequence[str], budgets: Sequence[int]
         "samples": what.texts or part.texts,
         **({} if questions is None else {"questions": questions}),
         **({"kvpress_python": what.kvpress} if needs_kvpress else {}),
-        **({} if protect == given else {"protect": protect}),
+        **({"protect": protect} if protect or what.protect else {}),
         **({"batch_size": what.batch} if any(methods.writes_beside(methods.get(name)) for name in own) else {}),
         "seed": seed,
     }

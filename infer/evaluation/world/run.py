@@ -24,7 +24,6 @@ import yaml
 from tqdm.auto import tqdm
 
 from locret import loading, pictures
-from locret.conversation.rules import SYSTEM, rules_of
 from locret.distributed.ranks import Ranks
 from locret.files import locked, visible, write_text
 from locret.infer.evaluation import job as jobs
@@ -61,6 +60,8 @@ class World:
     """By unit; those of a part that waits for another with methods that stand for its own."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Tasks that cannot be made at a length, and why."""
+    out: set[str] = field(default_factory=set)
+    """Their names."""
 
     @property
     def output(self) -> Path:
@@ -73,12 +74,8 @@ class World:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.report.threads or cores
 
-    def job(self, unit: Unit, *, whole: bool = True) -> Job:
-        """Return the unit's job, checked; tasks that cannot be made at a length are left out of it.
-
-        Args:
-            unit: The unit.
-            whole: Whether its methods are known, so that what its folder holds can be compared.
+    def job(self, unit: Unit) -> Job:
+        """Return the unit's job, checked; tasks that cannot be made at a length go on record in `left_out`.
 
         Raises:
             ValueError: For anything the user must change.
@@ -106,11 +103,31 @@ class World:
             self.processes,
         )
         made.check(self.tokenizer)
-        if whole and not (self.report.dry_run or self.report.overwrite):
-            output_folder.check_output(report.output, made.settings(), resume=going, overwrite=False)
         self.left_out |= {f"{one.task} @ {one.tokens}": one.reason for one in made.unmade}
-        _leave_out_everywhere(made)
+        self.out |= {one.task for one in made.unmade}
         return made
+
+    def leave_out(self, job: Job) -> None:
+        """Take tasks from a job that some unit cannot make at some length: means are of the same tasks everywhere.
+
+        Raises:
+            ValueError: If none is left.
+        """
+        job.cases = [case for case in job.cases if case.task.name not in self.out]
+        job.selections = [one for one in job.selections if one.task.name not in self.out]
+        if not job.cases:
+            name, reason = next(iter(self.left_out.items()))
+            raise ValueError(f"no task can be made at all of --lengths, {name} for one ({reason}); raise the shortest")
+
+    def check_folder(self, unit: Unit, job: Job) -> None:
+        """Refuse a unit's folder that holds something else.
+
+        Raises:
+            ValueError: Saying what is different.
+        """
+        if not (self.report.dry_run or self.report.overwrite):
+            folder = self.output / unit.name
+            output_folder.check_output(str(folder), job.settings(), resume=bool(visible(folder)), overwrite=False)
 
 
 def prepare(
@@ -152,27 +169,19 @@ def prepare(
     )
     if not report.dry_run:
         _check_output(world)
+    plan.check_heard(evaluation, units, chosen)
     waiting = {unit.part.after for unit in units if unit.part.after and not asked.own_choice}
     for part in waiting - {unit.part.name for unit in units}:
         raise ValueError(f"--parts best_{part} asks the best of {part}; add {part}, or name them in --methods")
     with _once_each():
-        for unit in units:
-            if not unit.part.capacity:  # that command checks its own before it begins
-                world.jobs[unit.name] = world.job(unit, whole=asked.own_choice or not unit.part.after)
+        grids = [unit for unit in units if not unit.part.capacity]  # that command checks its own before it begins
+        for unit in grids:
+            world.jobs[unit.name] = world.job(unit)
+        for unit in grids:
+            world.leave_out(world.jobs[unit.name])
+            if asked.own_choice or not unit.part.after:  # else its methods are not known yet
+                world.check_folder(unit, world.jobs[unit.name])
     return world
-
-
-def _leave_out_everywhere(job: Job) -> None:
-    """Ask a task that cannot be made at one of the lengths at none: means over lengths are of the same tasks.
-
-    Raises:
-        ValueError: If no task is left.
-    """
-    out = {one.task for one in job.unmade}
-    job.cases = [case for case in job.cases if case.task.name not in out]
-    job.selections = [one for one in job.selections if one.task.name not in out]
-    if not job.cases:
-        raise ValueError(f"{job.unmade[0]}; no task can be made at all of --lengths, raise the shortest")
 
 
 @contextmanager
@@ -264,14 +273,14 @@ def run(world: World) -> dict[str, Any]:
 def _clear(world: World) -> None:
     import shutil
 
-    for name in {unit.name for unit in world.units} | set(_other_units(world)):
+    for name in visible(world.output):
         path = world.output / name
+        if not re.fullmatch(rf"({'|'.join(part.name for part in plan.PARTS)})-\d+(\.yaml|\.log)?", name):
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-        for beside in (".yaml", ".log"):
-            path.with_name(name + beside).unlink(missing_ok=True)
     for name in (TIMES, record.RECORD, *page.FILES):
         (world.output / name).unlink(missing_ok=True)
 
@@ -349,9 +358,7 @@ class _Runner:
             unit = _of_the_best(world, unit)
         recipe, options = world.output / f"{unit.name}.yaml", {**_of_model(world), **unit.options}
         if unit.part.capacity:
-            # Those of the suite's tasks; its own has no system message.
-            options.pop("task_options", None)
-            options["protect"] = [one for one in options.get("protect", []) if rules_of([one])[0].what != SYSTEM]
+            options.pop("task_options", None)  # of other tasks than its own
         else:
             options["tasks"] = [one.task.name for one in world.jobs[unit.name].selections]
         write_text(recipe, yaml.safe_dump({**options, "threads": 1, "figures": "none"}, sort_keys=False))
@@ -433,7 +440,10 @@ def _of_the_best(world: World, unit: Unit) -> Unit:
     unit = replace(unit, options={**unit.options, "methods": record.best(found, plan.BEST)})
     world.units[:] = [unit if one.name == unit.name else one for one in world.units]
     with _once_each():
-        world.jobs[unit.name] = world.job(unit)
+        job = world.job(unit)
+    world.leave_out(job)
+    world.check_folder(unit, job)
+    world.jobs[unit.name] = job
     return unit
 
 
@@ -441,7 +451,7 @@ def _of_model(world: World) -> dict[str, Any]:
     """Return what a recipe says of the backbone and the heads: what is not the default."""
     own = {one.name: getattr(world.model, one.name) for one in fields(world.model)}
     given = {name: value for name, value in own.items() if value != _default(ModelOptions, name)}
-    more = ("heads", "allow_other_base", "task_options", "max_new_tokens", "protect")
+    more = ("heads", "allow_other_base", "task_options", "max_new_tokens")
     return given | {name: value for name in more if (value := getattr(world.evaluation, name))}
 
 
