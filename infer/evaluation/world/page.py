@@ -374,13 +374,13 @@ def _asked(record: Mapping[str, Any]) -> Iterator[str]:
     if capacity := record.get("capacity"):
         own, seconds = capacity["rows"], record["seconds"]
         taken = sum(value for name, value in seconds.items() if name.startswith("capacity-"))
-        budgets = dict.fromkeys(f"{row['budget']:,}" for row in own if row["budget"] is not None)
+        kept = dict.fromkeys(f"{row['budget']:,}" for row in own if row["budget"] is not None)
         rows.append(
             [
                 "capacity",
                 AGNOSTIC,
                 len({row["method"] for row in own}),
-                ", ".join(budgets),
+                ", ".join(kept),
                 f"{max(row['texts'] for row in own)} × 1",
                 capacity["questions"] or max(row["facts"] for row in own),
                 "",
