@@ -53,7 +53,18 @@ def test_the_question_is_protected_where_it_is_known() -> None:
 
 def test_protected_questions_stay_in_methods_that_evict(tmp_path: Path) -> None:
     arguments = ["--model", BACKBONE, "--tasks", "multikey", "--lengths", "768", "--samples", "1", "--quiet"]
-    arguments += ["--heads", HEADS, "--budget", "96", "--protocol", "aware,agnostic"]
+    arguments += [
+        "--max-new-tokens",
+        "2",
+        "--figures",
+        "none",
+        "--heads",
+        HEADS,
+        "--budget",
+        "96",
+        "--protocol",
+        "aware,agnostic",
+    ]
     arguments += ["--methods", "locret,untrained+pyramid,oracle,random,snapkv:window=8,h2o"]
     assert command([*arguments, "--output", str(tmp_path), "--protect", "question"]) == 0
     found = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]

@@ -22,6 +22,7 @@ from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions
 from locret.infer.evaluation.methods import Prompt, Setup
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.shared_text import SharedText, document_tokens
+from locret.infer.evaluation.world import plan
 from locret.infer.evaluation.world import run as world_run
 from locret.infer.infer_options import ModelOptions
 
@@ -144,7 +145,7 @@ def test_a_press_reads_the_beginning_of_a_text_that_ends_in_what_stays(tokens: i
 
 
 def test_every_part_of_the_world_is_run_with_what_the_user_gave() -> None:
-    given = {"heads": "heads", "protect": ["system"], "max_new_tokens": 3, "allow_other_base": True}
+    given = {"heads": "heads", "max_new_tokens": 3, "allow_other_base": True}
     evaluation = EvalOptions(suite="world", **given)  # type: ignore[arg-type]
     world: Any = SimpleNamespace(model=ModelOptions(model="backbone", dtype="float32"), evaluation=evaluation)
     options = world_run._of_model(world)
@@ -153,6 +154,14 @@ def test_every_part_of_the_world_is_run_with_what_the_user_gave() -> None:
     assert set(options) <= known  # the capacity curve is one of the parts
     own = {name: value for name, value in options.items() if name in given}
     assert given.items() <= recipe(CapacityOptions(output="out", **own), {}, 4).items()
+    # What is protected follows the part: the question where it is known, no system message in the curve's texts.
+    rules, shipped = ["system", "tokens:0-8"], "checkpoints/world-heads"
+    protecting = EvalOptions(suite="world", heads=shipped, protect=rules)
+    units, _ = plan.units(plan.asked(protecting, BudgetOptions(), {"protect"}))
+    held = {unit.part.name: unit.options["protect"] for unit in units}
+    assert held["field"] == held["budgets"] == rules
+    assert held["field_aware"] == [*rules, "question"]
+    assert held["capacity"] == recipe(CapacityOptions(output="out", protect=["tokens:0-8"]), {}, 4)["protect"]
 
 
 @pytest.mark.parametrize("flag", ["--tiers", "--published"])

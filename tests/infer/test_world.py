@@ -327,7 +327,7 @@ def test_a_run_goes_on_where_a_task_could_not_be_made_and_starts_again_over_anyt
     assert planned["tasks"] == ["variable_tracking"], "a task is asked at every length or at none"
     assert list(planned["left_out"]) == ["lookalikes/keys @ 200"]
     assert planned["units"][0]["texts"] == 2
-    both = [*line[:-2], "--lengths", "200,1024", "--output", str(tmp_path / "both")]
+    both = [*line[:-2], "--lengths", "200,1024", "--max-new-tokens", "2", "--output", str(tmp_path / "both")]
     command(both)
     command([*both, "--resume"])
     capsys.readouterr()
