@@ -129,10 +129,9 @@ class Job:
 
         Where prompts have the same budget, the one with most of them stands for the others.
         """
-        prompts = [self._prompt(tokenizer, case) for case in cases]
+        found = [self._protected(tokenizer, case) for case in cases]
         for protocol in self.evaluation.chosen_protocols():
-            read = prompts if protocol == AWARE else [prompt.document for prompt in prompts]
-            protected = [tuple(prompt.protected()) for prompt in read]
+            protected = [spans[protocol] for _, spans in found]
             most: dict[int, list[int]] = {}
             for run in self.runs if any(protected) else ():
                 if run.protocol != protocol or run.policy is None or not protects(run.method):
@@ -143,7 +142,7 @@ class Job:
                     most[budget] = [max(range(len(cases)), key=needed.__getitem__)]
                 varies = run.allotment is not None or run.policy.memory != "fixed"
                 for nth in range(len(cases)) if varies else most[budget]:
-                    self._check_room(run, cases[nth], prompts[nth].ids_1N.shape[1], protected[nth])
+                    self._check_room(run, cases[nth], found[nth][0], protected[nth])
 
     def _check_room(self, run: Run, case: Case, tokens: int, spans: tuple[Span, ...]) -> None:
         policy = run.policy_of(tokens)
@@ -158,11 +157,15 @@ class Job:
                 f"--protect, method {run.method.name}, text {case.index} of task {case.task.name}: {error}"
             ) from None
 
-    def _prompt(self, tokenizer: Any, case: Case) -> Prompt:
+    def _protected(self, tokenizer: Any, case: Case) -> tuple[int, dict[str, tuple[Span, ...]]]:
+        """Return the tokens of a prompt, and by protocol what of it is protected; the prompt itself is not kept."""
         setup = Setup(nn.Module(), tokenizer, None, 0, protect=self.evaluation.protected_rules())
         sample = case.sample(tokenizer)
         text = SharedText(setup, case.task, sample, case.template)
-        return Prompt(torch.tensor([case.built(tokenizer, sample).ids]), sample, setup, text)
+        prompt = Prompt(torch.tensor([case.built(tokenizer, sample).ids]), sample, setup, text)
+        read = {AWARE: lambda: prompt, AGNOSTIC: lambda: prompt.document}
+        spans = {name: tuple(read[name]().protected()) for name in self.evaluation.chosen_protocols()}
+        return prompt.ids_1N.shape[1], spans
 
     def settings(self) -> dict[str, Any]:
         """Return everything that results depend on, resolved."""
@@ -307,7 +310,7 @@ def _limits(method: Method, policy: RetentionPolicy, heads: Any, config: Any) ->
     scorer = as_scorer(heads) if method.needs_heads else method.scorer
     if scorer is None:  # it is made of each prompt, and keeps nothing of its own by right
         policy, scorer = replace(policy, ledger=0), scorers.get(BLOCK_SCORER)
-    layers = len(describe(config).full_shapes)
+    layers = len(describe(config).layers)
     return Limits(with_shares(policy, scorer, layers), scorer, layers)
 
 

@@ -399,10 +399,11 @@ def _asked(record: Mapping[str, Any]) -> Iterator[str]:
     ]
     yield "\n".join(markdown(heads, rows)) + "\n"
     minutes = sum(record["seconds"].values()) / 60
-    yield (
-        f"In all {minutes:,.0f} minutes of a core: units run side by side, one on each core, so an hour takes "
-        f"{math.ceil(minutes / 60)} of them.\n"
-    )
+    if minutes > 60:
+        yield (
+            f"In all {minutes:,.0f} minutes of a core: units run side by side, one on each core, so an hour takes "
+            f"{math.ceil(minutes / 60)} of them.\n"
+        )
     found = {**record["versions"], **(record["config"].get("kvpress") or {})}
     kvpress = record["config"].get("kvpress") or {}
     named = [f"{name} {record['versions'][name]}" for name in ("locret", "torch", "transformers") if name in found]
