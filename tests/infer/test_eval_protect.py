@@ -137,3 +137,11 @@ def test_what_protects_nothing_is_refused(changed: list[str], message: str, tmp_
     with pytest.raises(ValueError, match=message):
         command(["--model", BACKBONE, "--output", str(tmp_path / "out"), *changed])
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_method_cannot_keep_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    arguments = ["--model", BACKBONE, "--tasks", "passkey", "--lengths", "512", "--samples", "1", "--budget", "64"]
+    arguments += ["--methods", "random", "--methods", "snapkv:window=8", "--ledger", "8"]
+    with pytest.raises(ValueError, match="ledger=8 sums up the attention that scores predict, but scorer snapkv"):
+        command([*arguments, "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
