@@ -26,7 +26,7 @@ vocabulary {vocabulary}) that answers questions about facts hidden in generated 
 `world` of `locret.data.tasks` (keys and values, stories, rules, ways, counts; docs/evaluation.md). It exists so that
 retaining heads can be trained, tested, compared and shown offline on a CPU. It knows no language beyond the generator.
 
-Prompt format (the tokenizer's chat template): `<bos><user>TEXT\nWhat is the pass key?<eos><assistant>`; the question
+Prompt format (the tokenizer's chat template): `<bos><user>TEXT\\nWhat is the pass key?<eos><assistant>`; the question
 comes after the text. `python -m locret.data.training.question_rows` writes examples of every task.
 
 {measured}

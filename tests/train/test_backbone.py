@@ -89,6 +89,7 @@ def test_a_three_step_run_writes_a_folder_that_the_auto_classes_load(recipe, tmp
     assert [stage["steps"] for stage in record["options"]["stages"]] == [1, 2]
     assert record["log"][-1]["step"] == 3
     assert "| task | 128 tokens |" in (output / "README.md").read_text()
+    assert "`<bos><user>TEXT\\nWhat is the pass key?<eos><assistant>`" in (output / "README.md").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "recipe.yaml"]
 
 
