@@ -126,7 +126,7 @@ class Measuring:
             "attention": passages_of(watch.found(), watch.width, len(ids)),
             "words": self._by_words(ids, sample.question, size),
             "random": self._at(self._random.sample(range(max(1, len(ids) - size)), 3), size),
-            "right": self._at([max(0, (sum(where) - size) // 2)], size),
+            "right": self._at([around(where, size, len(ids))], size),
         }
         answers = {
             name: context.reread(sample.question, text, replace(first, passages=passages), longest).text
@@ -224,6 +224,11 @@ def place(ids: Sequence[int], tokenizer: Any, targets: Sequence[str]) -> tuple[i
         return None
     first = text.index(targets[0])
     return _token_at(ids, tokenizer, first), _token_at(ids, tokenizer, first + len(targets[0]) - 1) + 1
+
+
+def around(where: tuple[int, int], size: int, tokens: int) -> int:
+    """Return where a passage of a size begins that has a place in its middle, or as near to it as the text allows."""
+    return max(0, min((sum(where) - size) // 2, tokens - size))
 
 
 def _token_at(ids: Sequence[int], tokenizer: Any, character: int) -> int:

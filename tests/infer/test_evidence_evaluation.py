@@ -65,6 +65,15 @@ def test_answers_of_several_values_have_no_one_place(lm: LongContextModel) -> No
     assert evidence.Measuring(lm, 0).ask(generated("multivalue"), sample) is None
 
 
+@pytest.mark.parametrize(
+    ("where", "size", "begins"),
+    [((50, 54), 20, 42), ((2, 6), 20, 0), ((97, 100), 20, 80)],
+    ids=["inside", "at the start", "at the end"],
+)
+def test_the_right_passage_stays_in_the_text(where: tuple[int, int], size: int, begins: int) -> None:
+    assert evidence.around(where, size, 100) == begins
+
+
 def test_the_command_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"Before.\n\n{evidence.BEGIN}old\n{evidence.END}\nAfter.\n")
