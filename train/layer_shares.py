@@ -1,43 +1,67 @@
-"""How many units of each layer answers look at: budgets of layers, measured on the rows that are held out.
+"""How many units each layer needs: budgets of layers, measured on the rows that are held out by what answers lose.
 
-Layers are not alike: some look at neighbours and hardly at the text, others find what is asked. Log attention compares
-across layers, so of as many units as a uniform budget keeps, the best of all layers together say how many each needs.
-Half of the budget stays uniform, because an answer needs something of every layer (the floor of Ada-KV, arXiv
-2407.11550, whose rule for the heads of a layer this is).
+Layers are not alike: some look at neighbours and hardly at the text, others find what is asked. How much attention a
+layer pays does not tell which: layers that pay much may decide nothing. So each layer alone is read within a few units,
+and within as many as a uniform budget has, while all others keep everything; what the right answers lose by the former
+and not by the latter is what more units are worth there. Half of the budget stays uniform, because an answer needs
+something of every layer (the floor of Ada-KV, arXiv 2407.11550); the other half is shared out by what was lost.
 """
 
-# L layers, K KV heads, T document tokens
+# L layers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
 
-from locret.data.training.stream import TrainingExample
-from locret.labels.labels import answer_labels
-from locret.labels.many_answers import labels_of_answers
+from locret.backbone.adapters import describe, input_device, unwrap
+from locret.backbone.passes import keeping_step
+from locret.cache.cache import RetentionCache
+from locret.cache.reader import answering
+from locret.chunked_prefill import prefill
+from locret.policy.policy import RetentionPolicy
+from locret.scorers import RetainingHeadScorer
+
+if TYPE_CHECKING:
+    from locret.data.training.stream import TrainingExample
+    from locret.heads.heads import RetainingHeads
 
 FLOOR = 0.5
 """Part of the budget that all layers have alike."""
+FEW = 4
+"""A layer is read within the budget, and within so many times less, where one that matters loses answers."""
 
 
-def layer_shares(model: nn.Module, rows: Sequence[TrainingExample], budget: int) -> tuple[float, ...]:
+def layer_shares(
+    model: nn.Module,
+    heads: RetainingHeads,
+    rows: Sequence[TrainingExample],
+    budget: int,
+    policy: RetentionPolicy,
+) -> tuple[float, ...]:
     """Return the share of each full-attention layer in a budget, 1 on average.
+
+    Every row is read twice per layer, by chunks as inference does.
 
     Args:
         model: The backbone.
+        heads: Trained heads, which choose the units.
         rows: Rows to measure on.
-        budget: Units per KV head.
+        budget: Units per KV head, 8 or more.
+        policy: Its `chunk_size`, `local_len` and `positions` are read with.
 
     Raises:
         ValueError: If no row has more tokens than that.
     """
-    longer = check_longer(rows, budget)
-    found = [shares_of(_labels(model, row), budget) for row in longer]
-    mean_L = torch.stack(found).mean(0)
-    return tuple(round(FLOOR + (1 - FLOOR) * share, 3) for share in mean_L.tolist())
+    lost_L = torch.zeros(len(describe(unwrap(model)).layers))
+    for row in tqdm(check_longer(rows, budget), desc="layer shares", unit="row", disable=None):
+        lost_L += _lost(model, heads, row, budget, policy)
+    return shares_of(lost_L)
 
 
 def check_longer(rows: Sequence[TrainingExample], budget: int) -> list[TrainingExample]:
@@ -46,7 +70,7 @@ def check_longer(rows: Sequence[TrainingExample], budget: int) -> list[TrainingE
     Raises:
         ValueError: If there are none.
     """
-    longer = [row for row in rows if row.prompt_ids.shape[1] > budget]
+    longer = [row for row in rows if row.prompt_ids.shape[1] - 1 > budget]
     if not longer:
         most = max(row.prompt_ids.shape[1] for row in rows)
         raise ValueError(
@@ -56,17 +80,65 @@ def check_longer(rows: Sequence[TrainingExample], budget: int) -> list[TrainingE
     return longer
 
 
-def shares_of(labels_LKT: Tensor, budget: int) -> Tensor:
-    """Return (L,) the units per KV head of each layer among the best of all, `budget` per head; 1 on average."""
-    layers, kv_heads, tokens = labels_LKT.shape
-    heads_L = labels_LKT.isfinite().any(dim=-1).sum(dim=-1)  # rows that a layer does not have are -inf
-    best = min(budget, tokens) * int(heads_L.sum())
-    chosen = labels_LKT.flatten().topk(best).indices // (kv_heads * tokens)
-    units_L = torch.bincount(chosen, minlength=layers) / heads_L.clamp(min=1)
-    return units_L * layers / units_L.sum()
+def shares_of(lost_L: Tensor) -> tuple[float, ...]:
+    """Return shares, 1 on average, from what answers lose by each layer; all alike if they lose nothing."""
+    lost_L = lost_L.clamp(min=0)
+    total, layers = float(lost_L.sum()), len(lost_L)
+    parts = lost_L / total if total else torch.full_like(lost_L, 1 / layers)
+    return tuple(round(FLOOR + (1 - FLOOR) * layers * part, 3) for part in parts.tolist())
 
 
-def _labels(model: nn.Module, row: TrainingExample) -> Tensor:
-    if row.asked:
-        return labels_of_answers(model, row.prompt_ids, row.asked, "log_attention", include_last_prompt_token=True)
-    return answer_labels(model, row.prompt_ids, row.answer_ids, "log_attention", True, row.earlier_answers)
+def _lost(
+    model: nn.Module, heads: RetainingHeads, row: TrainingExample, budget: int, policy: RetentionPolicy
+) -> Tensor:
+    """Return (L,) nats per answer token that each layer alone loses within few units and not within the budget."""
+    prompt, device = row.prompt_ids.to(input_device(model)), input_device(model)
+    asked = row.asked or ((prompt[:, -1:], row.answer_ids),)
+    pairs = [(question.to(device), answer.to(device)) for question, answer in asked]
+    document = prompt if row.asked else prompt[:, :-1]
+    layers = len(describe(unwrap(model)).layers)
+    found = []
+    for nth in range(layers):
+        few, enough = (
+            _loss(model, _read(model, heads, document, _alone(nth, layers, units, document.shape[1]), policy), pairs)
+            for units in (budget // FEW, budget)
+        )
+        found.append(few - enough)
+    return torch.tensor(found)
+
+
+def _alone(nth: int, layers: int, units: int, tokens: int) -> list[int]:
+    """Return budgets of all layers: one has so many units, the others all tokens or a few more, equal in the mean."""
+    others = units + layers * -(-max(0, tokens - units) // layers)
+    return [units if layer == nth else others for layer in range(layers)]
+
+
+def _read(
+    model: nn.Module, heads: RetainingHeads, document: Tensor, units: Sequence[int], policy: RetentionPolicy
+) -> RetentionCache:
+    own = RetentionPolicy(
+        budget=sum(units) // len(units),
+        chunk_size=policy.chunk_size,
+        stabilizers=0,
+        local_len=policy.local_len,
+        positions=policy.positions,
+        layer_budgets="shares",
+        layer_shares=tuple(float(one - 1) for one in units),  # the first unit of each layer is not shared out
+    )
+    cache = RetentionCache(model, RetainingHeadScorer(heads=heads), own)
+    prefill(model, document, cache)
+    return cache
+
+
+@torch.no_grad()
+@keeping_step
+def _loss(model: nn.Module, cache: RetentionCache, pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Return the mean negative log-likelihood per token of right answers, each asked of a fork of what was kept."""
+    found = []
+    for question, answer in pairs:
+        fork = cache.copy()
+        with answering(model, fork):
+            ids = torch.cat([question, answer[:, :-1]], dim=1)
+            logits = model(input_ids=ids, past_key_values=fork, use_cache=True, logits_to_keep=answer.shape[1]).logits
+        found.append(float(cross_entropy(logits[0].float(), answer[0].to(logits.device))))
+    return sum(found) / len(found)

@@ -495,7 +495,8 @@ class TrainingRun:
         notes = training_notes(self.backbone, self.data, self.loss, self.optimizer, **facts)
         policy = self.run.policy.to_dict() if "policy" in self.chosen else None
         if self.run.layer_shares is not None and policy is not None:
-            policy["layer_shares"] = list(layer_shares(model, self.held_out, self.run.layer_shares))
+            measured = layer_shares(model, heads, self.held_out, self.run.layer_shares, self.run.policy)
+            policy["layer_shares"] = list(measured)
         if self.backbone.base_model is not None:
             heads.annotate(base_model=self.backbone.base_model, base_model_revision=self.backbone.revision)
         heads.annotate(base_weights=None if heads.config.base_model else weight_fingerprint(model))

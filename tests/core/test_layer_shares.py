@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, load_cache, method_spec, prefill, save_cache
+from locret import (
+    RetainingHeads,
+    RetentionCache,
+    RetentionPolicy,
+    load_cache,
+    method_spec,
+    prefill,
+    save_cache,
+    shipped,
+)
+from locret.data.training import question_rows
+from locret.data.training.stream import TrainingStream
 from locret.policy.growth import shared_budgets
-from locret.train.layer_shares import FLOOR, layer_shares, shares_of
+from locret.train.layer_shares import FLOOR, _alone, _read, layer_shares, shares_of
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 4}
 
@@ -89,40 +100,49 @@ def test_another_number_of_layers_is_refused(model: nn.Module) -> None:
     assert method_spec.parse("locret+shares").changes == {"layer_budgets": "shares"}
 
 
-def test_shares_are_those_of_the_best_units_of_all_layers(model: nn.Module) -> None:
-    labels = torch.full((3, 2, 10), -9.0)
-    labels[1, :, :4] = -1.0
-    labels[2, 0, 0] = -0.5
-    labels[0] -= torch.arange(10) / 100  # none of the first layer's is among the best
-    assert shares_of(labels[:, :, :10], 1).tolist() == pytest.approx([0, 3 * 5 / 6, 3 * 1 / 6], abs=0.51)
-    assert float(shares_of(labels, 3).sum()) == pytest.approx(3)
+def test_half_of_a_budget_is_shared_out_by_what_answers_lose() -> None:
+    assert shares_of(torch.tensor([0.0, 3.0, 1.0])) == (0.5, 1.625, 0.875)
+    assert shares_of(torch.tensor([-0.2, 0.3])) == (0.5, 1.5), "a layer without which answers are better needs no more"
+    assert shares_of(torch.tensor([0.0, -1e-6])) == (1.0, 1.0), "nothing is lost, so nothing tells layers apart"
 
+
+def test_shares_are_measured_on_rows_that_a_budget_cannot_hold(model: nn.Module) -> None:
     class Row:
-        prompt_ids, answer_ids, asked, earlier_answers = ids_of(40), ids_of(5), (), ()
-
-    found = layer_shares(model, [Row(), Row()], 4)  # type: ignore[list-item]
-    assert sum(found) == pytest.approx(2, abs=0.01)
-    assert min(found) >= FLOOR
+        prompt_ids, answer_ids, asked, earlier_answers = ids_of(60), ids_of(5), (), ()
 
     class Short(Row):
-        prompt_ids = ids_of(4)
+        prompt_ids = ids_of(9)
 
-    assert layer_shares(model, [Row(), Short(), Short()], 4) == found  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="--layer-shares 4 holds every held-out row whole, the longest of which has 4"):
-        layer_shares(model, [Short()], 4)  # type: ignore[list-item]
+    heads, policy = RetainingHeads.for_model(model, 16, seed=0), RetentionPolicy(**NUMBERS)
+    found = layer_shares(model, heads, [Row(), Row()], 8, policy)  # type: ignore[list-item]
+    assert sum(found) == pytest.approx(2, abs=0.01)
+    assert min(found) >= FLOOR
+    assert layer_shares(model, heads, [Row(), Short(), Row()], 8, policy) == found  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="--layer-shares 8 holds every held-out row whole, the longest of which has 9"):
+        layer_shares(model, heads, [Short()], 8, policy)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("units", [2, 8, 33])
+def test_one_layer_alone_is_bounded_while_shares_are_measured(model: nn.Module, units: int) -> None:
+    heads, policy, ids = RetainingHeads.for_model(model, 16, seed=0), RetentionPolicy(**NUMBERS), ids_of(61)
+    for nth in (0, 1):
+        cache = _read(model, heads, ids, _alone(nth, 2, units, 61), policy)
+        kept = [cache.kept_positions(layer).shape[-1] for layer in (0, 1)]
+        assert kept[nth] == units + NUMBERS["local_len"]
+        assert kept[1 - nth] == 61
+
+
+def test_the_layer_in_which_a_backbone_finds_what_is_asked_gets_what_there_is_to_share() -> None:
+    folder = shipped.find("checkpoints/world")
+    backbone, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    made = question_rows.task_rows(tokenizer, 3, [700], names=["multikey"], seed=5)
+    stream = TrainingStream(list(made), tokenizer, seed=0, max_length=None, answers="each")
+    heads = RetainingHeads.from_pretrained(str(shipped.find("checkpoints/world-heads")))
+    found = layer_shares(backbone, heads, [next(stream) for _ in range(3)], 64, RetentionPolicy(budget=64))
+    assert found[2] == max(found) > 3
+    assert sum(found) == pytest.approx(6, abs=0.01)
 
 
 @pytest.mark.parametrize("size", [1e308, 5e-324])
 def test_only_the_ratio_of_shares_counts(size: float) -> None:
     assert shared_budgets(64, 2, (size, size), 8) == (64, 64)
-
-
-def test_layers_of_fewer_heads_have_their_share_per_head() -> None:
-    labels = torch.zeros(2, 4, 10)
-    labels[:, :, 5:] = -1.0
-    labels[1, 1:] = -torch.inf  # one KV head beside four
-    assert shares_of(labels, 5).tolist() == [1, 1]
-    labels[0, :, :] -= 0.5
-    assert shares_of(labels, 5).tolist() == [1, 1]
-    labels[1, 0, 5:] = 0.0
-    assert shares_of(labels, 5).tolist() == pytest.approx([2 * 15 / 4 / 13.75, 2 * 10 / 13.75])

@@ -67,7 +67,7 @@ def test_training_leaves_the_heads_of_one_process(rows: Path, tmp_path: Path) ->
 
 
 def test_shares_of_layers_are_measured_by_one_process_and_waited_for(rows: Path, tmp_path: Path) -> None:
-    line = (TRAIN, "--model", MODEL, "--dataset", rows, "--steps", 1, "--warmup-steps", 0, "--hidden-dim", 16)
+    line = (TRAIN, "--model", MODEL, "--dataset", rows, "--steps", 1, "--lr", 1e-12, "--hidden-dim", 16)
     line = (*line, "--eval-rows", 2, "--layer-shares", 8, "--policy.budget=48", "--policy.chunk_size=64")
     alone(*line, "--output", tmp_path / "one")
     sharded(*line, "--output", tmp_path / "two")

@@ -470,6 +470,8 @@ def test_a_method_above_the_oracle_is_named() -> None:
     both = scores({"oracle_agnostic": 70, "oracle_agnostic+original": 90, "locret+original": 85, "h2o+original": 95})
     assert record.top(both, "agnostic") == {"oracle": "oracle_agnostic+original", "above": ["h2o+original"]}
     assert record.top(both, "aware") == {"oracle": "oracle", "above": None}
+    layers = scores({"oracle_agnostic": 70, "oracle_agnostic+shares": 90, "locret+shares": 85, "h2o": 50})
+    assert record.top(layers, "agnostic") == {"oracle": "oracle_agnostic+shares", "above": []}
 
 
 # -- the record -----------------------------------------------------------------------------------------------------
@@ -640,6 +642,13 @@ def test_heads_are_counted_on_answerable_tasks_and_held_against_the_oracle() -> 
     assert "Of what `oracle_agnostic+original` answers of these tasks, `locret+shares+original` answers 94 % as" in text
     ranked = next(line for line in text.splitlines() if "turn their keys to the ranks" in line)
     assert "original" not in ranked, "they have positions of the text"
+    shared = {"oracle_agnostic+shares": (100, 90, 10), plan.SHARES: (95, 90, 0)}
+    rows = [row("field", task, name, own[n]) for name, own in shared.items() for n, task in enumerate(tasks)]
+    own = [{**one, "method": name} for name in ("locret", plan.SHARES) for one in ahead]
+    text = page.text(drawn([*field, *rows, *press], ahead=own))
+    assert "Of what `oracle_agnostic` answers of these tasks, `locret+shares` answers 109 % as much" in text
+    assert "Of what `oracle_agnostic+shares` answers of these tasks, `locret+shares` answers 97 % as much" in text
+    assert "Of what `oracle_agnostic+shares` answers of these tasks, `locret` " not in text, "its layers are uniform"
 
 
 @pytest.mark.skipif(not (Path(__file__).parents[2] / "docs/world.json").is_file(), reason="no record of the suite yet")

@@ -9,6 +9,7 @@ import argparse
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +23,7 @@ from locret.infer.evaluation.summary import size, with_error
 from locret.infer.evaluation.world import figures
 from locret.infer.evaluation.world import record as records
 from locret.infer.evaluation.world.ordering import TOLD_APART
-from locret.infer.evaluation.world.plan import PLACED, SHARES
+from locret.infer.evaluation.world.plan import PLACED, SHARED, SHARES
 from locret.infer.methods import FULL, LOCRET
 from locret.infer.speed.peers.environments import PEERS
 from locret.pictures import can_draw
@@ -37,7 +38,9 @@ _BOUND = 0.9
 """Kendall's tau that the order of the methods should reach between any two seeds."""
 _AHEAD = (LOCRET, SHARES, f"{SHARES}{PLACED}")
 """Methods that are compared with the best others."""
-_YARDSTICKS = (FULL, ORACLE, ORACLE_AGNOSTIC, f"{ORACLE_AGNOSTIC}{PLACED}", *_AHEAD, "random")
+_AGNOSTIC = (ORACLE_AGNOSTIC, f"{ORACLE_AGNOSTIC}{SHARED}", f"{ORACLE_AGNOSTIC}{PLACED}")
+"""What trained heads are measured by: the same units for all questions, in equal or in measured layers."""
+_YARDSTICKS = (FULL, ORACLE, *_AGNOSTIC, *_AHEAD, "random")
 """Methods that stand beside the best others."""
 _RIVALS = 4
 """Best others that stand beside them."""
@@ -66,7 +69,8 @@ _PROTOCOLS = """\
 the question stands in the prompt while that is read, and methods that evict keep its units, which count to the
 budget (`--protect question`). `oracle` keeps what the labels of the one answer say,
 `oracle_agnostic` what those of the answers to all questions of the text say: what it loses, the budget loses; what
-heads lose against it is theirs."""
+heads lose against it is theirs. With `+shares` layers hold as many units as the heads' training has measured, uniform
+ones in all."""
 _POSITIONS = """\
 {} turn their keys to the ranks that units have among those kept: the default, which reads texts of any length and
 fits every engine. The others, and kvpress's but `rerotated_snapkv`, turn them to their positions in the text, and so do
@@ -282,8 +286,9 @@ def _of_oracle(
     rows: Sequence[Mapping[str, Any]], ahead: Mapping[_Cell, Mapping[str, Any]], out: Collection[str]
 ) -> Iterator[str]:
     cells = {(row["method"], row["task"], row["tokens"]): row["score"] for row in rows if row["task"] not in out}
-    for method in dict.fromkeys(name for name, *_ in ahead):
-        oracle = f"{ORACLE_AGNOSTIC}{PLACED if method.endswith(PLACED) else ''}"
+    for method, oracle in product(dict.fromkeys(name for name, *_ in ahead), _AGNOSTIC):
+        if method.endswith(PLACED) != oracle.endswith(PLACED) or (SHARED in oracle and SHARED not in method):
+            continue
         pairs = {
             (task, tokens): (cells[method, task, tokens], top)
             for (name, task, tokens), top in cells.items()

@@ -37,9 +37,12 @@ are longer than what is local, so that methods which look at the last queries se
 text is read, its units are protected, and take their places of the budget."""
 OPTIONS = {"snapkv": "snapkv:window=8"}
 """Methods whose defaults would fill a budget with a window."""
-SHARES = "locret+shares"
+SHARED = "+shares"
+SHARES = f"{LOCRET}{SHARED}"
 """Trained heads with layers that hold as much as their training has measured."""
-MORE = (SHARES, "locret+adaptive_heads", "locret+recall:host_budget=512")
+ORACLES_SHARED = tuple(f"{name}{SHARED}" for name in (methods.ORACLE, methods.ORACLE_AGNOSTIC))
+"""Oracles with the layers of the heads: what those lose, the budget so shared out loses."""
+MORE = (SHARES, "locret+adaptive_heads", "locret+recall:host_budget=512", *ORACLES_SHARED)
 """What our engine can do besides, with trained heads."""
 PLACED = "+original"
 AT_PLACES = tuple(f"{name}{PLACED}" for name in (LOCRET, SHARES, methods.ORACLE, methods.ORACLE_AGNOSTIC))
@@ -212,8 +215,8 @@ def _all_methods(evaluation: EvalOptions, *, evicts_answers: bool) -> tuple[list
             continue
         if method.needs_heads and not evaluation.heads:
             without[name] = "needs trained heads; give --heads"
-        elif name.startswith(SHARES) and not shares:
-            without[name] = "the heads recommend no shares of the layers; train them with --layer-shares"
+        elif SHARED in name and not shares:
+            without[name] = "no heads recommend shares of the layers; train some with --layer-shares"
         elif name == methods.RANDOM_ANSWER and not evicts_answers:
             without[name] = "evicts what is written; give --decode-budget"
         else:

@@ -238,9 +238,9 @@ def untrained(names: Iterable[str]) -> list[str]:
 
 
 def top(scores: ordering.Scores, protocol: str) -> dict[str, Any]:
-    """Return the oracle of a protocol, with the keys' positions that serve it best, and what is ahead of it."""
+    """Return the oracle of a protocol, with the positions or layers that serve it best, and what is ahead of it."""
     oracle = methods.ORACLE_AGNOSTIC if protocol == AGNOSTIC else methods.ORACLE
-    known = [name for name in (oracle, f"{oracle}{plan.PLACED}") if name in scores]
+    known = [name for name in (oracle, f"{oracle}{plan.PLACED}", f"{oracle}{plan.SHARED}") if name in scores]
     if not known:
         return {"oracle": oracle, "above": None}
     oracle = max(known, key=lambda name: statistics.fmean(scores[name].values()))
