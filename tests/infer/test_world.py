@@ -54,6 +54,8 @@ def asked(chosen: dict[str, Any], **budgets: Any) -> plan.Asked:
 def test_every_method_is_asked_and_what_is_missing_is_said() -> None:
     units, missing = plan.units(asked({}))
     assert {unit.part.name for unit in units} == {"field", "field_aware", "budgets", "capacity"}
+    capacity = next(unit for unit in units if unit.part.capacity)
+    assert capacity.options["facts"] == list(plan.FACTS), "8,192 tokens hold all of them"
     assert {"presses", "presses_aware", "best_presses", "press_budgets"} <= set(missing)
     assert "--kvpress-python" in missing["presses"]
     field = [unit for unit in units if unit.part.name == "field"]
@@ -132,7 +134,7 @@ def test_seeds_are_those_of_the_field_and_the_most_of_any_part() -> None:
 def test_texts_too_short_for_a_curve_of_facts_leave_it_out_with_the_reason() -> None:
     units, missing = plan.units(asked({"lengths": "90"}))
     assert "capacity" not in {unit.part.name for unit in units}
-    assert missing["capacity"] == "--lengths 90 holds no 4 facts of 16 tokens"
+    assert missing["capacity"] == "--lengths 90 holds no 4 facts of 15 tokens"
 
 
 def test_the_best_presses_read_the_texts_of_the_field() -> None:

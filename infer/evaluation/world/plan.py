@@ -96,7 +96,7 @@ PARTS = (
 
 FACTS = (4, 8, 16, 32, 64, 128, 256, 512)
 CAPACITY_TOKENS = 8192
-_FACT_TOKENS, _OTHER_TOKENS = 16, 40
+_FACT_TOKENS, _OTHER_TOKENS = 15, 40
 """Room for a fact in a text and for what stands around, so that the line of facts ends where a short text does."""
 UNEQUAL_LAYERS = "kvpress/pyramidkv"
 """A press that fails at some of the other budgets, after an hour of the suite: the table's has it."""
