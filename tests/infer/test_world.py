@@ -354,7 +354,7 @@ def test_system_messages_are_protected_where_there_are_any(
     line += ["--protect", "system", "--figures", "none", "--quiet", "--output", str(tmp_path / "world")]
     command(line)
     found = json.loads((tmp_path / "world" / record.RECORD).read_text())
-    assert found["parts"][0]["answers"] == 5
+    assert found["parts"][0]["answers"] == 3
     assert found["capacity"]["rows"], "its texts have none"
     answers = records.read(tmp_path / "world" / "field-0" / SAMPLES)[0]
     assert all(("protected" in one) == (one["task"] == "world/secret") for one in answers)

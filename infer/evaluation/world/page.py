@@ -38,7 +38,7 @@ _BOUND = 0.9
 """Kendall's tau that the order of the methods should reach between any two seeds."""
 _AHEAD = (LOCRET, SHARES, f"{SHARES}{PLACED}")
 """Methods that are compared with the best others."""
-_AGNOSTIC = (ORACLE_AGNOSTIC, f"{ORACLE_AGNOSTIC}{SHARED}", f"{ORACLE_AGNOSTIC}{PLACED}")
+_AGNOSTIC = tuple(f"{ORACLE_AGNOSTIC}{change}" for change in ("", SHARED, PLACED, f"{SHARED}{PLACED}"))
 """What trained heads are measured by: the same units for all questions, in equal or in measured layers."""
 _YARDSTICKS = (FULL, ORACLE, *_AGNOSTIC, *_AHEAD, "random")
 """Methods that stand beside the best others."""

@@ -240,7 +240,8 @@ def untrained(names: Iterable[str]) -> list[str]:
 def top(scores: ordering.Scores, protocol: str) -> dict[str, Any]:
     """Return the oracle of a protocol, with the positions or layers that serve it best, and what is ahead of it."""
     oracle = methods.ORACLE_AGNOSTIC if protocol == AGNOSTIC else methods.ORACLE
-    known = [name for name in (oracle, f"{oracle}{plan.PLACED}", f"{oracle}{plan.SHARED}") if name in scores]
+    changes = ("", plan.PLACED, plan.SHARED, f"{plan.SHARED}{plan.PLACED}")
+    known = [name for change in changes if (name := f"{oracle}{change}") in scores]
     if not known:
         return {"oracle": oracle, "above": None}
     oracle = max(known, key=lambda name: statistics.fmean(scores[name].values()))
