@@ -57,6 +57,10 @@ def test_every_method_is_asked_and_what_is_missing_is_said() -> None:
     capacity = next(unit for unit in units if unit.part.capacity)
     assert capacity.options["facts"] == list(plan.FACTS), "8,192 tokens hold all of them"
     assert {"presses", "presses_aware", "best_presses", "press_budgets"} <= set(missing)
+    asked_with = {unit.part.name: unit.options["budget"] for unit in units}
+    assert asked_with["field"] == [plan.BUDGETS[0]]
+    assert asked_with["field_aware"] == [plan.AWARE_BUDGET], "where the question of a text has room in every layer"
+    assert asked_with["budgets"] == list(plan.BUDGETS)
     assert "--kvpress-python" in missing["presses"]
     field = [unit for unit in units if unit.part.name == "field"]
     assert [unit.seed for unit in field] == [0, 1, 2]

@@ -197,10 +197,14 @@ def _score(value: float | None) -> str:
 
 
 def _setting(record: Mapping[str, Any]) -> str:
-    part = record["parts"][0]
-    lengths = " and ".join(f"{tokens:,}" for tokens in part["lengths"])
+    parts = record["parts"]
+    lengths = " and ".join(f"{tokens:,}" for tokens in parts[0]["lengths"])
+    firsts = {part["protocol"]: f"{part['budgets'][0]:,}" for part in reversed(parts)}
+    budgets = next(iter(firsts.values()))
+    if len(set(firsts.values())) > 1:
+        budgets = " and ".join(f"{firsts[protocol]} ({protocol})" for protocol in (AGNOSTIC, AWARE))
     return (
-        f"{lengths} tokens, budget {part['budgets'][0]:,} per KV head, {len(record['config'].get('tasks', ()))} tasks; "
+        f"{lengths} tokens, budget {budgets} per KV head, {len(record['config'].get('tasks', ()))} tasks; "
         f"backbone `{record['config'].get('model', '')}`, heads `{record['config'].get('heads', '')}`."
     )
 

@@ -30,6 +30,9 @@ from locret.scorers.retaining_heads import RetainingHeadScorer
 
 BUDGETS = (32, 16, 64, 256)
 """The first is the table's: with 64 units, six methods answer nearly all that the full cache does."""
+AWARE_BUDGET = 64
+"""The table's where the question is known: its units count to the budget, up to 22 in every layer, which those that
+measured shares make smaller could not hold beside the stabilizers."""
 LENGTH = 1024
 POLICY = {"chunk_size": 128, "stabilizers": 8, "local_len": 8}
 """What every method is read with: chunks that evict several times in a text, and little that stays by right. Questions
@@ -124,6 +127,8 @@ class Asked:
 
     parts: Sequence[Part]
     budgets: Sequence[int]
+    aware_budgets: Sequence[int]
+    """Where the question is known while a text is read."""
     lengths: Sequence[int]
     capacity_tokens: int
     """Of the texts with more and more facts."""
@@ -158,7 +163,7 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
     else:
         named, without = _all_methods(evaluation, evicts_answers="decode_budget" in chosen)
     protocols = evaluation.chosen_protocols() if "protocol" in chosen else (AGNOSTIC, AWARE)
-    given = numbers(budgets.budget, "--budget") if budgets.budget is not None else list(BUDGETS)
+    given = numbers(budgets.budget, "--budget") if budgets.budget is not None else []
     if budgets.budget_share is not None:
         raise ValueError(f"--budget-share {budgets.budget_share}: --suite world compares equal units; give --budget")
     if any(rule.what == QUESTION for rule in evaluation.protected_rules()):
@@ -169,7 +174,8 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
     own = {name: value for name, value in own.items() if value is not None}
     return Asked(
         parts=parts,
-        budgets=given,
+        budgets=given or BUDGETS,
+        aware_budgets=given or [AWARE_BUDGET],
         lengths=lengths or [LENGTH],
         capacity_tokens=max(lengths, default=CAPACITY_TOKENS),
         methods=named,
@@ -235,7 +241,7 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
         own = [name for name in what.methods if name.startswith(presses.PREFIX) == part.presses]
         if part.capacity and not what.own_choice:
             own = [name for name in own if name in OF_CAPACITY]
-        taken = _budgets(part, what.budgets)
+        taken = _budgets(part, what.aware_budgets if part.protocol == AWARE else what.budgets)
         if part.presses and what.kvpress is None:
             missing[part.name] = "no --kvpress-python, so kvpress's presses are not asked"
         elif not own or not taken:
@@ -287,10 +293,10 @@ def check_heard(evaluation: EvalOptions, found: Sequence[Unit], chosen: Collecti
 
 def _budgets(part: Part, given: Sequence[int]) -> Sequence[int]:
     if part.asks == "first":
-        return given[:1]
+        return list(given[:1])
     if len(given) == 1:
         return []
-    return given if part.asks == "all" else given[1:]
+    return list(given if part.asks == "all" else given[1:])
 
 
 def _seeds(what: Asked, part: Part) -> int:
