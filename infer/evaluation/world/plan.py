@@ -28,7 +28,7 @@ from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.methods import FULL, LOCRET
 from locret.scorers.retaining_heads import RetainingHeadScorer
 
-BUDGETS = (32, 16, 64, 256)
+BUDGETS = (32, 64, 256)
 """The first is the table's: with 64 units, six methods answer nearly all that the full cache does."""
 AWARE_BUDGET = 64
 """The table's where the question is known: its units count to the budget, up to 22 in every layer, which those that
