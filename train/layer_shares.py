@@ -24,6 +24,7 @@ from locret.backbone.passes import keeping_step
 from locret.cache.cache import RetentionCache
 from locret.cache.reader import answering
 from locret.chunked_prefill import prefill
+from locret.policy.growth import LEAST_SHARE
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import RetainingHeadScorer
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from locret.data.training.stream import TrainingExample
     from locret.heads.heads import RetainingHeads
 
-FLOOR = 0.5
-"""Part of the budget that all layers have alike."""
 FEW = 4
 """A layer is read within the budget, and within so many times less, where one that matters loses answers."""
 
@@ -85,7 +84,7 @@ def shares_of(lost_L: Tensor) -> tuple[float, ...]:
     lost_L = lost_L.clamp(min=0)
     total, layers = float(lost_L.sum()), len(lost_L)
     parts = lost_L / total if total else torch.full_like(lost_L, 1 / layers)
-    return tuple(round(FLOOR + (1 - FLOOR) * layers * part, 3) for part in parts.tolist())
+    return tuple(round(LEAST_SHARE + (1 - LEAST_SHARE) * layers * part, 3) for part in parts.tolist())
 
 
 def _lost(

@@ -24,6 +24,7 @@ from locret.backbone.chunk import Attended
 from locret.backbone.learned_sinks import attention_weights
 from locret.cache.layer import RetentionLayer
 from locret.cache.store import POSITIONS
+from locret.policy.growth import LEAST_SHARE
 
 _MOST = 100.0
 """Largest factor r: beyond that a head has kept next to nothing of a segment, and guesses."""
@@ -35,15 +36,17 @@ class Watch:
 
     Args:
         layers: The layers of the cache that answers.
+        shares: Shares of the layers in a budget that the scorer's training has measured; None: it has measured none.
     """
 
-    def __init__(self, layers: Sequence[RetentionLayer]) -> None:
+    def __init__(self, layers: Sequence[RetentionLayer], shares: Sequence[float] | None = None) -> None:
+        self._weights = layer_weights(shares, len(layers))
         self._ledgers = [layer.ledger for layer in layers]
         self._factors = [_factors(layer) for layer in layers]
         self._evictions = [layer.evictions for layer in layers]
         self._found, self._lost = ([torch.zeros_like(one[0]) for one in self._factors] for _ in range(2))
         """Attention to each segment, and lost there, summed over the queries of each layer."""
-        self._queries = 0
+        self._queries = [0 for _ in layers]
 
     @property
     def width(self) -> int:
@@ -55,18 +58,27 @@ class Watch:
     @property
     def share(self) -> float:
         """Estimated share of the answer's attention that would have gone to what is gone; 0 before the first token."""
-        return float(self.lost().sum())
+        return float(self.lost(weighed=False).sum())
 
-    def lost(self) -> Tensor:
-        """Return `share` by segment, (J,) float64 on the CPU."""
-        return self._mean(self._lost)
+    def lost(self, *, weighed: bool = True) -> Tensor:
+        """Return how much of the answer's attention would have gone to what is gone of each segment.
 
-    def found(self) -> Tensor:
-        """Return the share of the answer's attention that went to what is held of each segment, (J,) float64."""
-        return self._mean(self._found)
+        Args:
+            weighed: Whether layers count as much as they decide, so that it says where to look; else all alike.
 
-    def _mean(self, sums: Sequence[Tensor]) -> Tensor:
-        return torch.stack([one.double().cpu() for one in sums]).sum(0) / max(self._queries, 1)
+        Returns:
+            (J,) float64 on the CPU, shares of all attention of the layers as they count.
+        """
+        return self._mean(self._lost, weighed)
+
+    def found(self, *, weighed: bool = True) -> Tensor:
+        """Return how much of the answer's attention went to what is held of each segment, as `lost` does."""
+        return self._mean(self._found, weighed)
+
+    def _mean(self, sums: Sequence[Tensor], weighed: bool) -> Tensor:
+        weights = self._weights if weighed else layer_weights(None, len(sums))
+        means = [one.double().cpu() / max(count, 1) for one, count in zip(sums, self._queries, strict=True)]
+        return torch.stack([weight * one for weight, one in zip(weights, means, strict=True)]).sum(0)
 
     def see(self, nth: int, layer: Attended, view: View, held: RetentionLayer) -> None:
         """Look at what the one new query of each head attends to in the layer that is `nth` of those with units."""
@@ -94,7 +106,18 @@ class Watch:
         lost_KGJ = more_KGJ / (1 + more_KGJ.sum(-1, keepdim=True))
         self._found[nth] += attention_KGJ.sum((0, 1))
         self._lost[nth] += lost_KGJ.sum((0, 1))
-        self._queries += seen.shape[0] * seen.shape[1]
+        self._queries[nth] += seen.shape[0] * seen.shape[1]
+
+
+def layer_weights(shares: Sequence[float] | None, layers: int) -> list[float]:
+    """Return how much each layer counts, 1 in all: what its share has above the least that every layer gets.
+
+    That is in proportion to what right answers lose by the layer. All layers count alike where no shares were measured,
+    those are of other layers, or none has more than the least.
+    """
+    given = shares if shares is not None and len(shares) == layers else ()
+    above = [max(share - LEAST_SHARE, 0.0) for share in given]
+    return [one / sum(above) for one in above] if sum(above) else [1 / layers] * layers
 
 
 def _factors(layer: RetentionLayer) -> Tensor:

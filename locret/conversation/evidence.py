@@ -46,7 +46,8 @@ class Passage:
     end: int
     """After the last one."""
     lost: float
-    """Share of the answer's attention that would have gone to what is gone of it."""
+    """Share of the answer's attention that would have gone to what is gone of it; layers count as much as the heads'
+    training has measured that they decide, all alike where it has measured nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,8 @@ def watched(context: Context, question: str, max_new_tokens: int, options: dict[
     check_watchable(context, settings)
     chat = context.chat()
     chat.read_turn(question, max_new_tokens)
-    watch = Watch(chat.cache.governed)  # of what is left: where turns are read as text, the question evicts too
+    # Of what is left: where turns are read as text, the question evicts too.
+    watch = Watch(chat.cache.governed, context.cache.scorer.layer_shares)
     chat.cache.watch = watch
     chat.write_answer(settings, None)
     text = str(chat.messages[-1]["content"])

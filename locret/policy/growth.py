@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import isqrt
 
+LEAST_SHARE = 0.5
+"""Part of the mean that every layer gets where shares are measured (`locret.train.layer_shares`)."""
+
 
 def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 0, beta: int = 20) -> tuple[int, ...]:
     """Return units per layer, falling linearly from the first layer to the last (PyramidKV's code).

@@ -22,8 +22,8 @@ from locret import (
 )
 from locret.data.training import question_rows
 from locret.data.training.stream import TrainingStream
-from locret.policy.growth import shared_budgets
-from locret.train.layer_shares import FLOOR, _alone, _read, layer_shares, shares_of
+from locret.policy.growth import LEAST_SHARE, shared_budgets
+from locret.train.layer_shares import _alone, _read, layer_shares, shares_of
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 4}
 
@@ -116,7 +116,7 @@ def test_shares_are_measured_on_rows_that_a_budget_cannot_hold(model: nn.Module)
     heads, policy = RetainingHeads.for_model(model, 16, seed=0), RetentionPolicy(**NUMBERS)
     found = layer_shares(model, heads, [Row(), Row()], 8, policy)  # type: ignore[list-item]
     assert sum(found) == pytest.approx(2, abs=0.01)
-    assert min(found) >= FLOOR
+    assert min(found) >= LEAST_SHARE
     assert layer_shares(model, heads, [Row(), Short(), Row()], 8, policy) == found  # type: ignore[list-item]
     with pytest.raises(ValueError, match="--layer-shares 8 holds every held-out row whole, the longest of which has 9"):
         layer_shares(model, heads, [Short()], 8, policy)  # type: ignore[list-item]

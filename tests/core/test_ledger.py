@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.cache.compose import Part, joined, shrunk
 from locret.cache.ledger import LEAST_WIDTH, Ledger, ledger_bytes
-from locret.cache.watch import Watch
+from locret.cache.watch import Watch, layer_weights
 
 SMALL: dict[str, Any] = {"budget": 16, "chunk_size": 48, "stabilizers": 4, "local_len": 8}
 IDS = torch.randint(5, 190, (1, 2500), generator=torch.Generator().manual_seed(3))
@@ -137,15 +137,36 @@ def test_a_watch_sees_what_the_answer_attends_to(family: str, changes: dict[str,
         assert whole.share == 0
 
 
-def test_found_attention_is_that_of_the_backbone(model: Any, heads: RetainingHeads) -> None:
-    """The attention of the answer's one step, summed by segment, from the weights of transformers' own eager code."""
+@pytest.mark.parametrize("shares", [None, "the last", "as measured"])
+def test_found_attention_is_that_of_the_backbone(model: Any, heads: RetainingHeads, shares: str | None) -> None:
+    """The attention of the answer's one step, summed by segment, from the weights of transformers' own eager code.
+
+    Layers count as much as their shares are above the least.
+    """
     cache = read(model, heads, 200, budget=400, positions="original")
-    cache.watch = Watch(cache.governed)
+    layers = len(cache.governed)
+    given = {
+        None: None,
+        "the last": [0.5] * (layers - 1) + [0.5 + 0.5 * layers],
+        "as measured": [0.6] + [1.1] * (layers - 2) + [3.2],
+    }
+    cache.watch = Watch(cache.governed, given[shares])
     generate(model, cache=cache, max_new_tokens=1, do_sample=False)
     weights = model(IDS[:, :200], output_attentions=True).attentions
-    mean = torch.stack([one[0, :, -1] for one in weights]).mean((0, 1))
-    segments = torch.zeros(32, dtype=torch.float64).index_add_(0, torch.arange(200) // LEAST_WIDTH, mean.double())
+    means = torch.stack([one[0, :, -1].mean(0) for one in weights]).double()
+    counts = {None: [1.0] * layers, "the last": [0.0] * (layers - 1) + [1.0]}.get(
+        shares, [0.1] + [0.6] * (layers - 2) + [2.7]
+    )
+    mean = torch.tensor(counts, dtype=torch.float64) @ means / sum(counts)
+    segments = torch.zeros(32, dtype=torch.float64).index_add_(0, torch.arange(200) // LEAST_WIDTH, mean)
     torch.testing.assert_close(cache.watch.found(), segments, rtol=1e-4, atol=1e-6)
+    alike = torch.zeros(32, dtype=torch.float64).index_add_(0, torch.arange(200) // LEAST_WIDTH, means.mean(0))
+    torch.testing.assert_close(cache.watch.found(weighed=False), alike, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0, 1.0), (0.4, 0.5, 0.2), (1.0, 2.0)])
+def test_layers_count_alike_where_their_shares_say_nothing(shares: tuple[float, ...]) -> None:
+    assert layer_weights(shares, 3) == pytest.approx([1 / 3] * 3)
 
 
 def test_it_is_saved_and_shrunk_and_left_out_of_what_is_joined(
