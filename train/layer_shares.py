@@ -11,7 +11,8 @@ something of every layer (the floor of Ada-KV, arXiv 2407.11550); the other half
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
     from locret.data.training.stream import TrainingExample
     from locret.heads.heads import RetainingHeads
 
+logger = logging.getLogger(__name__)
+
+BLOCK = 256
+"""Tokens of an answer whose logits are held at once."""
+LEAST_LOST = 0.01
+"""Nats per answer token, over all layers, below which a difference is noise."""
 FEW = 4
 """A layer is read within the budget, and within so many times less, where one that matters loses answers."""
 
@@ -45,7 +52,8 @@ def layer_shares(
 ) -> tuple[float, ...]:
     """Return the share of each full-attention layer in a budget, 1 on average.
 
-    Every row is read twice per layer, by chunks as inference does.
+    Every row is read twice per layer, by chunks as inference does. Where right answers lose next to nothing, all layers
+    are alike, which a warning says.
 
     Args:
         model: The backbone.
@@ -55,35 +63,42 @@ def layer_shares(
         policy: Its `chunk_size`, `local_len` and `positions` are read with.
 
     Raises:
-        ValueError: If no row has more tokens than that.
+        ValueError: If no row has more tokens than that and the local ones.
     """
     lost_L = torch.zeros(len(describe(unwrap(model)).layers))
-    for row in tqdm(check_longer(rows, budget), desc="layer shares", unit="row", disable=None):
-        lost_L += _lost(model, heads, row, budget, policy)
+    longer = check_longer(rows, budget, policy.local_len)
+    for row in tqdm(longer, desc="layer shares", unit="row", disable=None):
+        lost_L += _lost(model, heads, row, budget, policy) / len(longer)
+    if float(lost_L.clamp(min=0).sum()) < LEAST_LOST:
+        logger.warning(
+            "--layer-shares %d: right answers lose next to nothing by it, so all layers are recorded as alike; lower "
+            "it",
+            budget,
+        )
     return shares_of(lost_L)
 
 
-def check_longer(rows: Sequence[TrainingExample], budget: int) -> list[TrainingExample]:
-    """Return the rows that a budget cannot hold whole: in the others all layers are alike.
+def check_longer(rows: Sequence[TrainingExample], budget: int, local_len: int) -> list[TrainingExample]:
+    """Return the rows that a budget and the local tokens do not hold whole: in the others all layers are alike.
 
     Raises:
         ValueError: If there are none.
     """
-    longer = [row for row in rows if row.prompt_ids.shape[1] - 1 > budget]
+    longer = [row for row in rows if _document(row).shape[1] > budget + local_len]
     if not longer:
-        most = max(row.prompt_ids.shape[1] for row in rows)
+        most = max(_document(row).shape[1] for row in rows)
         raise ValueError(
-            f"--layer-shares {budget} holds every held-out row whole, the longest of which has {most:,} tokens, so all "
-            "layers would be alike; lower it, or give longer rows"
+            f"--layer-shares {budget} holds every held-out row whole with the {local_len} local tokens, the longest of "
+            f"which has {most:,}, so all layers would be alike; lower it or --policy.local-len, or give longer rows"
         )
     return longer
 
 
 def shares_of(lost_L: Tensor) -> tuple[float, ...]:
-    """Return shares, 1 on average, from what answers lose by each layer; all alike if they lose nothing."""
+    """Return shares, 1 on average, from what answers lose by each layer; all alike if they lose next to nothing."""
     lost_L = lost_L.clamp(min=0)
     total, layers = float(lost_L.sum()), len(lost_L)
-    parts = lost_L / total if total else torch.full_like(lost_L, 1 / layers)
+    parts = torch.full_like(lost_L, 1 / layers) if total < LEAST_LOST else lost_L / total
     return tuple(round(LEAST_SHARE + (1 - LEAST_SHARE) * layers * part, 3) for part in parts.tolist())
 
 
@@ -94,7 +109,7 @@ def _lost(
     prompt, device = row.prompt_ids.to(input_device(model)), input_device(model)
     asked = row.asked or ((prompt[:, -1:], row.answer_ids),)
     pairs = [(question.to(device), answer.to(device)) for question, answer in asked]
-    document = prompt if row.asked else prompt[:, :-1]
+    document = _document(row).to(device)
     layers = len(describe(unwrap(model)).layers)
     found = []
     for nth in range(layers):
@@ -104,6 +119,11 @@ def _lost(
         )
         found.append(few - enough)
     return torch.tensor(found)
+
+
+def _document(row: TrainingExample) -> Tensor:
+    """Return the tokens of a row that are read before anything is asked."""
+    return row.prompt_ids if row.asked else row.prompt_ids[:, :-1]
 
 
 def _alone(nth: int, layers: int, units: int, tokens: int) -> list[int]:
@@ -117,9 +137,9 @@ def _read(
 ) -> RetentionCache:
     own = RetentionPolicy(
         budget=sum(units) // len(units),
-        chunk_size=policy.chunk_size,
+        chunk_size=int(policy.chunk_size),  # numbers that nobody gave follow the budget, and would change with it
         stabilizers=0,
-        local_len=policy.local_len,
+        local_len=int(policy.local_len),
         positions=policy.positions,
         layer_budgets="shares",
         layer_shares=tuple(float(one - 1) for one in units),  # the first unit of each layer is not shared out
@@ -132,12 +152,25 @@ def _read(
 @torch.no_grad()
 @keeping_step
 def _loss(model: nn.Module, cache: RetentionCache, pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean negative log-likelihood per token of right answers, each asked of a fork of what was kept."""
+    """Return the mean negative log-likelihood per token of right answers, each asked of a fork of what was kept.
+
+    Long answers go by blocks, so that there are logits of few tokens at once.
+    """
     found = []
     for question, answer in pairs:
-        fork = cache.copy()
+        ids, fork, lost = torch.cat([question, answer[:, :-1]], dim=1), cache.copy(), 0.0
         with answering(model, fork):
-            ids = torch.cat([question, answer[:, :-1]], dim=1)
-            logits = model(input_ids=ids, past_key_values=fork, use_cache=True, logits_to_keep=answer.shape[1]).logits
-        found.append(float(cross_entropy(logits[0].float(), answer[0].to(logits.device))))
+            for block, wanted in _blocks(ids, answer):
+                kept = max(1, wanted.shape[1])
+                logits = model(input_ids=block, past_key_values=fork, use_cache=True, logits_to_keep=kept).logits
+                if wanted.numel():
+                    lost += float(cross_entropy(logits[0].float(), wanted[0].to(logits.device), reduction="sum"))
+        found.append(lost / answer.shape[1])
     return sum(found) / len(found)
+
+
+def _blocks(ids: Tensor, answer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens to read, (1, l), with those of the answer that the last of them predict, at most as many."""
+    before = ids.shape[1] - answer.shape[1]
+    for block, start in zip(ids.split(BLOCK, dim=1), range(0, ids.shape[1], BLOCK), strict=True):
+        yield block, answer[:, max(0, start - before) : max(0, start + block.shape[1] - before)]

@@ -78,7 +78,8 @@ def memory_plan(
         tokens: Tokens of the longest row, prompt and answer.
         trained_tokens: Prompt tokens of it that are trained on.
         kept_features: Whether the features of all layers are held at once, as training under eviction does.
-        asked_apart: Whether a document's keys and values are held, and once more for the question that goes on from it.
+        asked_apart: Whether a document's keys and values are held, and once more for the question that goes on from it:
+            where answers are trained on each by itself, or shares of the layers measured.
         weighed_labels: Whether labels weigh values behind the output projection, as `kvzip_plus` does.
         backbone_bytes: What the backbone's weights take on the device; None: all of them, in `dtype`.
         head_ranks: Processes that share the attention heads and what belongs to them (tensor parallelism).

@@ -298,9 +298,12 @@ class TrainingRun:
         if not found and asked is None:
             logger.warning("no rows are left to hold out; --eval-rows N keeps N from being trained on, to evaluate on")
         if self.run.layer_shares is not None and not found:
-            raise ValueError("--layer-shares measures on held-out rows, and there are none; give --eval-rows 8")
+            raise ValueError(
+                f"--layer-shares {self.run.layer_shares} measures on held-out rows, and there are none; give "
+                "--eval-rows 8"
+            )
         if self.run.layer_shares is not None:
-            check_longer(self.held_out, self.run.layer_shares)
+            check_longer(self.held_out, self.run.layer_shares, self.run.policy.local_len)
         self.options["eval_rows"] = found
         self.eval_every = steps_between(self.validation.eval_every, steps, rows_per_step, found)
 
@@ -348,7 +351,7 @@ class TrainingRun:
             "tokens": self.planned_tokens(),
             "trained_tokens": min(self.data.max_prompt_tokens, describe(self.config).max_positions),
             "kept_features": self.loss.evict_while_training or self.loss.answers == "each",
-            "asked_apart": self.loss.answers == "each",
+            "asked_apart": self.loss.answers == "each" or self.run.layer_shares is not None,
             "weighed_labels": kinds.get(self.loss.label_kind).terms is not None,
         }
 

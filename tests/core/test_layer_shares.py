@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from locret import (
@@ -20,10 +22,12 @@ from locret import (
     save_cache,
     shipped,
 )
+from locret.cache.reader import answering
 from locret.data.training import question_rows
 from locret.data.training.stream import TrainingStream
 from locret.policy.growth import LEAST_SHARE, shared_budgets
-from locret.train.layer_shares import _alone, _read, layer_shares, shares_of
+from locret.train import layer_shares as measured
+from locret.train.layer_shares import _alone, _loss, _read, layer_shares, shares_of
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 4}
 
@@ -103,10 +107,12 @@ def test_another_number_of_layers_is_refused(model: nn.Module) -> None:
 def test_half_of_a_budget_is_shared_out_by_what_answers_lose() -> None:
     assert shares_of(torch.tensor([0.0, 3.0, 1.0])) == (0.5, 1.625, 0.875)
     assert shares_of(torch.tensor([-0.2, 0.3])) == (0.5, 1.5), "a layer without which answers are better needs no more"
-    assert shares_of(torch.tensor([0.0, -1e-6])) == (1.0, 1.0), "nothing is lost, so nothing tells layers apart"
+    assert shares_of(torch.tensor([8e-5, -4e-3])) == (1.0, 1.0), "next to nothing is lost, which tells nothing apart"
 
 
-def test_shares_are_measured_on_rows_that_a_budget_cannot_hold(model: nn.Module) -> None:
+def test_shares_are_measured_on_rows_that_a_budget_cannot_hold(
+    model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
     class Row:
         prompt_ids, answer_ids, asked, earlier_answers = ids_of(60), ids_of(5), (), ()
 
@@ -118,8 +124,33 @@ def test_shares_are_measured_on_rows_that_a_budget_cannot_hold(model: nn.Module)
     assert sum(found) == pytest.approx(2, abs=0.01)
     assert min(found) >= LEAST_SHARE
     assert layer_shares(model, heads, [Row(), Short(), Row()], 8, policy) == found  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="--layer-shares 8 holds every held-out row whole, the longest of which has 9"):
+    with pytest.raises(ValueError, match="--layer-shares 8 holds every held-out row whole with the 4 local tokens"):
         layer_shares(model, heads, [Short()], 8, policy)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="the longest of which has 59, so all layers would be alike; lower it or"):
+        layer_shares(model, heads, [Row()], 8, replace(policy, local_len=51))  # type: ignore[list-item]
+    caplog.clear()
+    assert layer_shares(model, heads, [Row()], 54, policy) == (1, 1)  # type: ignore[list-item]
+    assert "--layer-shares 54: right answers lose next to nothing by it" in caplog.text
+
+
+def test_local_tokens_that_nobody_gave_are_the_same_in_both_reads(model: nn.Module) -> None:
+    heads, policy, ids = RetainingHeads.for_model(model, 16, seed=0), RetentionPolicy(budget=32), ids_of(61)
+    few, enough = (_read(model, heads, ids, _alone(0, 2, units, 61), policy) for units in (8, 32))
+    assert few.policy.local_len == enough.policy.local_len == policy.local_len
+
+
+def test_long_answers_lose_the_same_by_blocks(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, pair = RetainingHeads.for_model(model, 16, seed=0), (ids_of(7), ids_of(41))
+    cache = _read(model, heads, ids_of(61), _alone(0, 2, 8, 61), RetentionPolicy(**NUMBERS))
+    found = []
+    for size in (256, 16, 7, 5, 1):
+        monkeypatch.setattr(measured, "BLOCK", size)
+        found.append(_loss(model, cache, [pair]))
+    assert found == pytest.approx([found[0]] * 5, rel=1e-5)
+    whole = cache.copy()
+    with answering(model, whole):
+        logits = model(input_ids=torch.cat(pair, dim=1), past_key_values=whole, use_cache=True).logits
+    assert found[0] == pytest.approx(float(cross_entropy(logits[0, 6:-1], pair[1][0])), rel=1e-5)
 
 
 @pytest.mark.parametrize("units", [2, 8, 33])

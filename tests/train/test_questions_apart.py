@@ -136,6 +136,14 @@ def test_the_command_writes_rows_and_trains_on_them(
     assert heads.config.neighbours == 2
     assert heads.config.policy is not None
     assert sum(heads.config.policy["layer_shares"]) == pytest.approx(2, abs=0.01)
+    whole = ["--steps=3", "--eval-rows=2", "--policy.budget=32", "--dry-run", "--json"]
+    planned = []
+    for more in ([], ["--layer-shares=8"]):
+        capsys.readouterr()
+        assert train(both, tmp_path / "planned", *whole, *more) == 0
+        planned.append(json.loads(capsys.readouterr().out)["memory_bytes"])
+    assert "document" not in planned[0]
+    assert planned[1]["document"] > 0, "whole caches are held while shares are measured"
     assert train(both, tmp_path / "next", "--answers=each", "--steps=3", f"--init-from={tmp_path / 'run'}") == 0
     assert heads.config.label is not None
     assert "each asked by itself" in heads.config.label["reduction"]
@@ -158,7 +166,7 @@ def test_the_command_writes_rows_and_trains_on_them(
         (
             both,
             ["--layer-shares=8", "--policy.budget=32", "--eval-rows=0"],
-            "--layer-shares measures on held-out rows, and there are none; give --eval-rows 8",
+            "--layer-shares 8 measures on held-out rows, and there are none; give --eval-rows 8",
         ),
         (
             both,
