@@ -517,7 +517,7 @@ def _evidence_line(found: Any) -> str:
     """Return what is known about the evidence for an answer, in one line."""
     places = ", ".join(f"{one.start:,}-{one.end:,}" for one in found.passages)
     lost = f"  evidence: {100 * found.lost:.0f} % of the attention may be lost"
-    where = f", most of it at tokens {places}" if places else ""
+    where = f", likeliest what it needs at tokens {places}" if places else ""
     verdict = "; evidence may be gone" if found.flagged else "; not flagged"
     if found.before is not None:
         verdict = f"; these were read again, and the answer {'was ' + repr(found.before) if found.changed else 'stays'}"

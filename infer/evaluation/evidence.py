@@ -139,7 +139,7 @@ class Measuring:
             "true": true,
             "evidence_gone": evidence_gone,
             "predicted": _predicted(context.cache.governed),
-            "spread": 1 - lost[0] / first.lost if lost else 0.0,
+            "spread": 1 - lost[0] / float(watch.lost().sum()) if lost else 0.0,
             "entropy": entropy.mean,
             "unsure": 1 - first.margin,
             "flagged": first.flagged,

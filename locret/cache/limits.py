@@ -13,7 +13,7 @@ from locret.cache.ledger import ledger_bytes
 from locret.cache.protected import Protected
 from locret.cache.rounding import forms_of
 from locret.policy.budget import cache_bytes, host_bytes
-from locret.policy.growth import adaptive_sizes
+from locret.policy.growth import adaptive_sizes, check_share_count
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.protection import Rows
 from locret.policy.schedule import Schedule, decode_budgets, layer_budgets, plan, protected
@@ -77,10 +77,7 @@ def with_shares(policy: RetentionPolicy, scorer: Scorer, layers: int) -> Retenti
             f'layer_budgets="shares" needs a share of each layer, and scorer {scorer.name} recommends none; give '
             "layer_shares, or heads that were trained with --layer-shares"
         )
-    if len(shares) != layers:
-        raise ValueError(
-            f"layer_shares has {len(shares)} numbers for {layers} layers with full attention; give one for each"
-        )
+    check_share_count(shares, layers)
     return replace(policy, layer_shares=tuple(shares))
 
 

@@ -24,7 +24,7 @@ from locret.backbone.chunk import Attended
 from locret.backbone.learned_sinks import attention_weights
 from locret.cache.layer import RetentionLayer
 from locret.cache.store import POSITIONS
-from locret.policy.growth import LEAST_SHARE
+from locret.policy.growth import LEAST_SHARE, check_share_count
 
 _MOST = 100.0
 """Largest factor r: beyond that a head has kept next to nothing of a segment, and guesses."""
@@ -64,12 +64,14 @@ class Watch:
         """Return how much of the answer's attention would have gone to what is gone of each segment.
 
         Args:
-            weighed: Whether layers count as much as they decide, so that it says where to look; else all alike.
+            weighed: Whether layers count as much as they decide, so that it says where to look; else all alike, as they
+                do where nothing is gone of those that decide.
 
         Returns:
             (J,) float64 on the CPU, shares of all attention of the layers as they count.
         """
-        return self._mean(self._lost, weighed)
+        lost = self._mean(self._lost, weighed)
+        return lost if not weighed or lost.any() else self._mean(self._lost, False)
 
     def found(self, *, weighed: bool = True) -> Tensor:
         """Return how much of the answer's attention went to what is held of each segment, as `lost` does."""
@@ -113,11 +115,18 @@ def layer_weights(shares: Sequence[float] | None, layers: int) -> list[float]:
     """Return how much each layer counts, 1 in all: what its share has above the least that every layer gets.
 
     That is in proportion to what right answers lose by the layer. All layers count alike where no shares were measured,
-    those are of other layers, or none has more than the least.
+    or none has more than the least.
+
+    Raises:
+        ValueError: If there are shares of another number of layers.
     """
-    given = shares if shares is not None and len(shares) == layers else ()
-    above = [max(share - LEAST_SHARE, 0.0) for share in given]
-    return [one / sum(above) for one in above] if sum(above) else [1 / layers] * layers
+    alike = [1 / layers] * layers
+    if shares is None:
+        return alike
+    check_share_count(shares, layers)
+    mean = sum(shares) / layers
+    above = [max(share / mean - LEAST_SHARE, 0.0) for share in shares]
+    return [one / sum(above) for one in above] if sum(above) else alike
 
 
 def _factors(layer: RetentionLayer) -> Tensor:

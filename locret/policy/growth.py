@@ -45,6 +45,18 @@ def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 
     return tuple(max(1, most - layer * slope + window) for layer in range(layers))
 
 
+def check_share_count(shares: Sequence[float], layers: int) -> None:
+    """Refuse shares of another number of layers.
+
+    Raises:
+        ValueError: Saying how many there are, and should be.
+    """
+    if len(shares) != layers:
+        raise ValueError(
+            f"layer_shares has {len(shares)} numbers for {layers} layers with full attention; give one for each"
+        )
+
+
 def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None, window: int = 0) -> tuple[int, ...]:
     """Return units per layer in proportion to shares, in all exactly `layers * budget`.
 
@@ -63,10 +75,7 @@ def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None, win
     mean = budget - window
     if shares is None or mean < 1:
         return (budget,) * layers
-    if len(shares) != layers:
-        raise ValueError(
-            f"layer_shares has {len(shares)} numbers for {layers} layers with full attention; give one for each"
-        )
+    check_share_count(shares, layers)
     exact, left = [Fraction(share) for share in shares], (mean - 1) * layers
     own = [left * share / sum(exact) for share in exact]
     units = [1 + int(part) for part in own]

@@ -68,6 +68,22 @@ def test_the_answer_is_the_same_and_the_context_stays_as_it_was(context: Context
     assert several == [found, found]
 
 
+def test_passages_are_those_of_the_layers_that_decide(lm: LongContextModel, tmp_path: Path) -> None:
+    """As the training of the heads has measured it; the share of all attention that is lost stays what it is."""
+    lm.scorer.heads.save_pretrained(tmp_path / "heads")  # type: ignore[attr-defined]
+    found = []
+    for shares in (None, [0.5, 0.5, 0.5, 0.5, 3.0], [3.0, 0.5, 0.5, 0.5, 0.5]):
+        heads = RetainingHeads.from_pretrained(str(tmp_path / "heads"))
+        heads.annotate(policy={**POLICY.to_dict(), "layer_shares": shares})
+        own = LongContextModel(lm.model, lm.tokenizer, heads, POLICY)
+        own._knows_little = False
+        found.append(own.read(TEXT, name="text").ask(QUESTION, evidence=True, max_new_tokens=16))
+    alike, last, first = found
+    assert alike.lost == last.lost == first.lost
+    assert len({one.passages for one in found}) == 3
+    assert last.passages[0].lost > alike.passages[0].lost > first.passages[0].lost
+
+
 def test_nothing_is_lost_where_all_was_kept(lm: LongContextModel) -> None:
     whole = LongContextModel(lm.model, lm.tokenizer, lm.scorer, {"budget": 2000, "ledger": 64})
     found = whole.read(TEXT, name="text").ask(QUESTION, evidence=True, max_new_tokens=16, source=TEXT)

@@ -11,6 +11,7 @@ from families import build
 from safetensors.torch import load_file, save_file
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret.backbone.adapters import describe
 from locret.cache.compose import Part, joined, shrunk
 from locret.cache.ledger import LEAST_WIDTH, Ledger, ledger_bytes
 from locret.cache.watch import Watch, layer_weights
@@ -148,14 +149,14 @@ def test_found_attention_is_that_of_the_backbone(model: Any, heads: RetainingHea
     given = {
         None: None,
         "the last": [0.5] * (layers - 1) + [0.5 + 0.5 * layers],
-        "as measured": [0.6] + [1.1] * (layers - 2) + [3.2],
+        "as measured": [0.75] + [1.0] * (layers - 2) + [1.25],
     }
     cache.watch = Watch(cache.governed, given[shares])
     generate(model, cache=cache, max_new_tokens=1, do_sample=False)
     weights = model(IDS[:, :200], output_attentions=True).attentions
     means = torch.stack([one[0, :, -1].mean(0) for one in weights]).double()
     counts = {None: [1.0] * layers, "the last": [0.0] * (layers - 1) + [1.0]}.get(
-        shares, [0.1] + [0.6] * (layers - 2) + [2.7]
+        shares, [0.25] + [0.5] * (layers - 2) + [0.75]
     )
     mean = torch.tensor(counts, dtype=torch.float64) @ means / sum(counts)
     segments = torch.zeros(32, dtype=torch.float64).index_add_(0, torch.arange(200) // LEAST_WIDTH, mean)
@@ -164,9 +165,42 @@ def test_found_attention_is_that_of_the_backbone(model: Any, heads: RetainingHea
     torch.testing.assert_close(cache.watch.found(weighed=False), alike, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("shares", [(1.0, 1.0, 1.0), (0.4, 0.5, 0.2), (1.0, 2.0)])
-def test_layers_count_alike_where_their_shares_say_nothing(shares: tuple[float, ...]) -> None:
-    assert layer_weights(shares, 3) == pytest.approx([1 / 3] * 3)
+@pytest.mark.parametrize("size", [1.0, 0.01, 300.0])
+def test_layers_count_by_the_ratio_of_their_shares(size: float) -> None:
+    assert layer_weights(None, 3) == layer_weights([size] * 3, 3) == pytest.approx([1 / 3] * 3)
+    assert layer_weights([0.5 * size, 0.5 * size, 2 * size], 3) == pytest.approx([0, 0, 1])
+    assert layer_weights([0.4 * size, 0.8 * size, 1.8 * size], 3) == pytest.approx([0, 3 / 16, 13 / 16])
+    with pytest.raises(ValueError, match="layer_shares has 2 numbers for 3 layers with full attention"):
+        layer_weights([size, size], 3)
+
+
+def test_lost_attention_is_that_of_the_layers_that_count(model: Any, heads: RetainingHeads) -> None:
+    cache = read(model, heads, 300)
+    alone = []
+    for nth in range(len(cache.governed)):
+        twin = cache.copy()
+        twin.watch = Watch(twin.governed, [1.0 + 9 * (layer == nth) for layer in range(len(cache.governed))])
+        generate(model, cache=twin, max_new_tokens=4, do_sample=False)
+        alone.append(twin.watch.lost())
+        alike = twin.watch.lost(weighed=False)
+        assert twin.watch.share == pytest.approx(float(alike.sum()))
+    assert not torch.allclose(alone[0], alone[1])
+    torch.testing.assert_close(torch.stack(alone).mean(0), alike)
+
+
+def test_where_layers_that_count_hold_everything_the_others_say_where_to_look(
+    model: Any, heads: RetainingHeads
+) -> None:
+    layers = len(describe(model.config).layers)
+    all_but_one = {"layer_budgets": "shares", "layer_shares": tuple([float(500 * layers)] + [1.0] * (layers - 1))}
+    cache = read(model, heads, 300, **all_but_one, budget=400)
+    if all(layer.evictions == 0 for layer in cache.governed[1:]):
+        pytest.fail("the other layers have to evict")
+    cache.watch = Watch(cache.governed, [1.0 + 9 * (layer == 0) for layer in range(layers)])
+    generate(model, cache=cache, max_new_tokens=4, do_sample=False)
+    lost = cache.watch.lost()
+    assert lost.any()
+    torch.testing.assert_close(lost, cache.watch.lost(weighed=False))
 
 
 def test_it_is_saved_and_shrunk_and_left_out_of_what_is_joined(
