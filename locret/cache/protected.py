@@ -78,12 +78,15 @@ class Protected:
         beside = {"stabilizers": policy.stabilizers if given else 0, f"the units of merge={policy.merge}": slots}
         for nth, units in enumerate(self._layers):
             needed = max(one.needed(_LONG) for one in self._known[nth])
-            whole = f"budget={policy.budget} holds {units}" + ("" if units == policy.budget else f" in layer {nth}")
+            whole, raised, lowered = f"budget={policy.budget} holds {units}", "raise budget", "lower those"
+            if units != policy.budget:  # a layer that holds less than the mean holds even less without stabilizers
+                whole += f" in full-attention layer {nth}"
+                raised = lowered = 'raise budget, use layer_budgets="uniform"'
             if needed > units:
-                raise self._too_many(needed, whole)
+                raise self._too_many(needed, whole, raised)
             if needed + sum(beside.values()) > units:
                 others = " and ".join(f"{name} ({count})" for name, count in beside.items() if count)
-                raise self._too_many(needed, f"{whole}, {others} included", "lower those")
+                raise self._too_many(needed, f"{whole}, {others} included", lowered)
             if answering is not None:
                 left = answering[nth] - policy.decode_interval - policy.local_len
                 if needed > left:

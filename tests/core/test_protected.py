@@ -280,7 +280,16 @@ def test_pinned_tokens_count_for_the_share_they_are_in() -> None:
         ([Span(0, 40, 0.01)], {}, "is less than one unit; give 0.032 or more"),
         ([Span(0, 9)], {"memory": "adaptive"}, 'memory="adaptive" lets layers share'),
         ([Span(0, 24)], {"decode_budget": 34, "decode_interval": 8}, "decode_budget=34 holds 20 beside local_len"),
-        ([Span(0, 24)], {"layer_budgets": "pyramid"}, "in layer 2"),
+        (
+            [Span(0, 24)],
+            {"layer_budgets": "pyramid"},
+            'in full-attention layer 2; raise budget, use layer_budgets="uniform", or protect less',
+        ),
+        (
+            [Span(0, 17)],
+            {"layer_budgets": "shares", "layer_shares": (0.5, 1.5, 1.0)},
+            r'layer 0, stabilizers \(6\) included; raise budget, use layer_budgets="uniform", or protect less',
+        ),
     ],
 )
 def test_what_the_budget_cannot_hold_is_refused_before_anything_is_read(
