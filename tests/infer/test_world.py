@@ -202,6 +202,10 @@ def test_answers_are_written_side_by_side_where_that_changes_anything() -> None:
             "--questions 2 changes nothing, for field_aware ask one question of a text; drop it",
         ),
         (["--suite", "world", "--parts", "budgets", "--seeds", "2"], "--seeds 2 changes nothing, for budgets are"),
+        (
+            ["--suite", "world", "--parts", "field_aware", "--methods", "random", "--budget", "24"],
+            "; --suite world protects every question that is known: raise the first of --budget, or give --prot",
+        ),
         (["--suite", "world", "--budget-share", "0.1"], "--suite world compares equal units; give --budget"),
         (
             ["--suite", "world", "--lengths", "16", "--parts", "field", "--methods", "h2o"],
@@ -575,6 +579,9 @@ def row(part: str, task: str, method: str, score: float, budget: int | None = 64
     return [part, task, 256, method, budget, 2, 4, score, 1.5, 72, size, 0, 2 * size, 0.25]
 
 
+PARTS_OF_TWO = (("field", 32), ("field_aware", 64))
+
+
 def test_the_page_says_what_the_record_holds(tmp_path: Path) -> None:
     rows = [row("field", task, name, score) for task in FEW for name, score in (("h2o", 12.5), ("locret", 87.5))]
     rows += [["frontier", *one[1:]] for one in rows]
@@ -614,6 +621,22 @@ def records_of(found: dict[str, Any], **options: Any) -> dict[str, float]:
     return {name: one["score"] for (name, _), one in record.means(found, ["field"], **options).items()}
 
 
+def test_a_table_of_two_budgets_says_which_is_whose() -> None:
+    rows = [row(part, task, "locret", 80.0, units) for part, units in PARTS_OF_TWO for task in FEW]
+    parts = [
+        {"name": part, "protocol": protocol, "texts": 1, "questions": None, "seed_numbers": [0], "methods": 1}
+        | {"budgets": [units, 256], "lengths": [256], "answers": 8}
+        for (part, units), protocol in zip(PARTS_OF_TWO, ("agnostic", "aware"), strict=True)
+    ]
+    text = page.text(drawn(rows, parts=parts))
+    assert "256 tokens, budget 32 (agnostic) and 64 (aware) per KV head" in text
+    assert "| method | agnostic | aware, budget 64 | units / KV head |" in text
+    assert "Units, bytes, seconds and texts are agnostic." in text
+    frontier = {**parts[0], "name": "budgets"}
+    only = page.text(drawn(rows[len(FEW) :], parts=[frontier, parts[1]]))
+    assert "256 tokens, budget 64 per KV head" in only, "what the table does not have is not named"
+
+
 def test_heads_are_counted_on_answerable_tasks_and_held_against_the_oracle() -> None:
     tasks = ["multikey", "number", "world/count"]
     scores = {"full": (100, 95, 10), "oracle_agnostic": (90, 80, 10), "locret": (90, 60, 0), "h2o": (0, 60, 10)}
@@ -637,7 +660,7 @@ def test_heads_are_counted_on_answerable_tasks_and_held_against_the_oracle() -> 
     known = page.text(
         drawn([*field, *aware], ahead=[{**one, "protocol": "aware", "difference": -50.0} for one in ahead])
     )
-    assert "### aware: 2 texts per cell" in known
+    assert "### aware, 64 units: 2 texts per cell" in known
     assert "### agnostic" not in known
     assert "on 0 of 2 tasks that the means of the table have, and as far behind it on 2." in known
     assert "## Is it ahead?" not in page.text(drawn(field))

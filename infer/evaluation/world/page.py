@@ -61,16 +61,16 @@ python -m locret.infer.evaluation.world.page runs/world/world.json docs
 
 `--dry-run` shows the plan with its parts and an estimate of the time, `--parts` takes some of them, `--resume` goes
 on. Without `--kvpress-python` kvpress's parts are missing, and the page says so. `--methods`, `--lengths`, `--budget`
-(the table's first, then those of the frontier), `--samples`, `--questions`, `--protocol`, `--seed` and `--seeds`
-(how many, of the field) change the parts.
+(the table's first, then those of the frontier; of both protocols), `--samples`, `--questions`, `--protocol`, `--seed`
+and `--seeds` (how many, of the field) change the parts.
 """
 _PROTOCOLS = """\
 **agnostic**: a document is read and evicted to the budget, then questions about it come, each on a fork. **aware**:
-the question stands in the prompt while that is read, and methods that evict keep its units, which count to the
+the question stands in the prompt while that is read, and methods that evict keep its units, which count to their
 budget (`--protect question`). `oracle` keeps what the labels of the one answer say,
 `oracle_agnostic` what those of the answers to all questions of the text say: what it loses, the budget loses; what
-heads lose against it is theirs. With `+shares` layers hold as many units as the heads' training has measured, uniform
-ones in all."""
+heads lose against the one with the same layers and positions is theirs. With `+shares` layers hold as many units as the
+heads' training has measured, as many in all as uniform ones."""
 _POSITIONS = """\
 {} turn their keys to the ranks that units have among those kept: the default, which reads texts of any length and
 fits every engine. The others, and kvpress's but `rerotated_snapkv`, turn them to their positions in the text, and so do
@@ -134,8 +134,9 @@ def _table(record: Mapping[str, Any]) -> Iterator[str]:
                 f"{one['texts']:,}",
             ]
         )
-    first = AGNOSTIC if agnostic else AWARE
-    heads = ["method", first, *families, *([AWARE] if agnostic and aware else [])]
+    first, budgets = AGNOSTIC if agnostic else AWARE, _budgets(record)
+    other_head = AWARE if len(set(budgets.values())) == 1 else f"{AWARE}, budget {budgets[AWARE]:,}"
+    heads = ["method", first, *families, *([other_head] if agnostic and aware else [])]
     heads += [f"{first}, all tasks"] if out else []
     yield f"## The table\n\n{_setting(record)}\n\n{_PROTOCOLS}\n"
     if ranked := _ranked(shown):
@@ -143,7 +144,8 @@ def _table(record: Mapping[str, Any]) -> Iterator[str]:
     yield "\n".join(markdown([*heads, "units / KV head", "bytes kept", "peak bytes", "seconds", "texts"], rows)) + "\n"
     yield (
         "±: one standard error. Bytes kept: of the units that stay when the document has been read, in all tiers; peak "
-        "bytes: the most that was allocated for the cache, what is being read included.\n"
+        "bytes: the most that was allocated for the cache, what is being read included. Units, bytes, seconds and "
+        f"texts are {first}.\n"
     )
     if out:
         named = ", ".join(f"`{task}` ({score:.0f})" for task, score in sorted(out.items(), key=lambda item: item[1]))
@@ -196,13 +198,18 @@ def _score(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
+def _budgets(record: Mapping[str, Any]) -> dict[str, int]:
+    """Return the budget of each protocol that the table has."""
+    parts = [part for part in record["parts"] if part["name"] in figures.PARTS[part["protocol"]] and part["answers"]]
+    return {part["protocol"]: part["budgets"][0] for part in reversed(parts)}
+
+
 def _setting(record: Mapping[str, Any]) -> str:
-    parts = record["parts"]
-    lengths = " and ".join(f"{tokens:,}" for tokens in parts[0]["lengths"])
-    firsts = {part["protocol"]: f"{part['budgets'][0]:,}" for part in reversed(parts)}
-    budgets = next(iter(firsts.values()))
-    if len(set(firsts.values())) > 1:
-        budgets = " and ".join(f"{firsts[protocol]} ({protocol})" for protocol in (AGNOSTIC, AWARE))
+    lengths = " and ".join(f"{tokens:,}" for tokens in record["parts"][0]["lengths"])
+    found = _budgets(record)
+    budgets = " and ".join(f"{found[name]:,} ({name})" for name in (AGNOSTIC, AWARE) if name in found)
+    if len(set(found.values())) == 1:
+        budgets = f"{next(iter(found.values())):,}"
     return (
         f"{lengths} tokens, budget {budgets} per KV head, {len(record['config'].get('tasks', ()))} tasks; "
         f"backbone `{record['config'].get('model', '')}`, heads `{record['config'].get('heads', '')}`."
@@ -250,7 +257,8 @@ def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
         ahead = {
             (one["method"], one["task"], one["tokens"]): one for one in record["ahead"] if one["protocol"] == protocol
         }
-        yield f"### {protocol}: {max(row['texts'] for row in rows)} texts per cell\n"
+        budget = next(f", {row['budget']:,} units" for row in rows if row["budget"] is not None)
+        yield f"### {protocol}{budget}: {max(row['texts'] for row in rows)} texts per cell\n"
         yield "\n".join(_leaders_table(rows, ahead)) + "\n"
         yield from _leads(ahead, records.unanswerable(record))
         yield from _of_oracle(rows, ahead, records.unanswerable(record))
@@ -351,7 +359,8 @@ def _order(record: Mapping[str, Any]) -> Iterator[str]:
         f"Told apart: the mean difference on the same texts exceeds {TOLD_APART:g} standard errors. Chance: what the "
         "answers of `random` score on another text's questions of the same task; its own questions are about texts of "
         "which it keeps a share, in each head other units, and where what a fact needs is among them it knows the "
-        "answer. Above the oracle: methods that keep no more than the budget and are ahead of it by that much.\n"
+        "answer, the more of it the more it keeps. Above the oracle: methods that keep no more than the budget and are "
+        "ahead of it by that much.\n"
     )
 
 

@@ -4,7 +4,7 @@ A part is a grid of tasks, methods, lengths, budgets and one protocol, asked wit
 seed is a unit, which is an ordinary evaluation with a folder, a recipe and a record of its own. All methods at every
 budget on 42 texts per cell, with three seeds and both protocols, would take a laptop a day. So:
 
-    field           every method at the first budget on 42 texts per cell, of three seeds: the table, whether trained
+    field           every method at one budget on 42 texts per cell, of three seeds: the table, whether trained
                     heads are ahead, and whether the order of the methods is stable. Agnostic: one read per text, two
                     questions of forks. Aware (`field_aware`): one question per text.
     presses         kvpress's presses on one text per cell, in both protocols

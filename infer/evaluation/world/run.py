@@ -30,6 +30,7 @@ from locret.infer.evaluation import job as jobs
 from locret.infer.evaluation import output_folder
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions, words
 from locret.infer.evaluation.job import Job
+from locret.infer.evaluation.protocols import AWARE
 from locret.infer.evaluation.records import SAMPLES
 from locret.infer.evaluation.world import estimate, page, plan, record
 from locret.infer.evaluation.world.plan import Asked, Unit
@@ -102,7 +103,15 @@ class World:
             (self.chosen - {"parts", "seeds"}) | unit.options.keys() - {"tasks", "lengths"},
             self.processes,
         )
-        made.check(self.tokenizer)
+        try:
+            made.check(self.tokenizer)
+        except ValueError as error:
+            if unit.part.protocol == AWARE and str(error).startswith("--protect"):
+                raise ValueError(
+                    f"{error}; --suite world protects every question that is known: raise the first of --budget, or "
+                    "give --protocol agnostic"
+                ) from error
+            raise
         self.left_out |= {f"{one.task} @ {one.tokens}": one.reason for one in made.unmade}
         self.out |= {one.task for one in made.unmade}
         return made
