@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.infer.evaluation.allotment import amount
-from locret.infer.evaluation.figures import new_figure, style
+from locret.infer.evaluation.figures import COLORS, new_figure, style
 from locret.infer.evaluation.protocols import shown
 from locret.pictures import INK, save
 
@@ -34,7 +34,8 @@ def draw(record: Mapping[str, Any], path: str | Path) -> None:
         for index, method in enumerate(methods):
             own = [row for row in rows if row["method"] == method and amount(row) in (budget, "all")]
             if own:
-                legend[method] = _curves(above, below, own, *style(index))
+                dashes = "-" if index < len(COLORS) else "--"
+                legend[method] = _curves(above, below, own, *style(index), dashes)
         line = sorted({(row["facts"], row["possible"]) for row in bounded})
         possible = above.plot(*zip(*line, strict=True), color=INK, linestyle="--", linewidth=1.2, zorder=0)[0]
         legend["possible"] = possible
@@ -49,14 +50,14 @@ def draw(record: Mapping[str, Any], path: str | Path) -> None:
     save(figure, path)
 
 
-def _curves(above: Any, below: Any, own: list[dict[str, Any]], color: str, marker: str) -> Any:
+def _curves(above: Any, below: Any, own: list[dict[str, Any]], color: str, marker: str, dashes: str) -> Any:
     facts = [row["facts"] for row in own]
     for axes, name, scale in ((above, "recalled", lambda row: 1.0), (below, "ratio", lambda row: row["possible"])):
         values = [row[name] for row in own]
         errors = [(row["standard_error"] or 0.0) / scale(row) for row in own]
         low, high = ([y + sign * e for y, e in zip(values, errors, strict=True)] for sign in (-1, 1))
         axes.vlines(facts, low, high, color=color, alpha=0.5, linewidth=1.1)
-        drawn = axes.plot(facts, values, color=color, marker=marker, markersize=4.5, linewidth=1.3)[0]
+        drawn = axes.plot(facts, values, color=color, marker=marker, markersize=4.5, linewidth=1.3, linestyle=dashes)[0]
     return drawn
 
 

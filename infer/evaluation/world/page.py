@@ -331,6 +331,11 @@ def _capacity(record: Mapping[str, Any]) -> Iterator[str]:
         yield "## Capacity\n"
         yield f"![Facts recalled as a text states more of them]({figures.CAPACITY})\n"
         yield table(record["capacity"])
+        if any(SHARED in row["method"] for row in record["capacity"]["rows"]):
+            yield (
+                f"What is possible counts the mean layer: with `{SHARED}` the layers that find the facts hold more of "
+                "them than that.\n"
+            )
 
 
 def _order(record: Mapping[str, Any]) -> Iterator[str]:
