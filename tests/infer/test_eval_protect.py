@@ -102,7 +102,7 @@ def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
             # As much as a uniform layer holds; the last of a pyramid holds less.
             ["--protect", "tokens:0-50", "--tasks", "passkey", "--lengths", "512", "--budget", "50", "--methods"]
             + ["random+pyramid"],
-            "--protect, method random.pyramid, text 0 of task passkey: .* holds [0-9]+ in layer .* raise budget",
+            "--protect, method random.pyramid, text 0 of task passkey: .* holds [0-9]+ in full-attention layer .*raise",
         ),
         (
             [
