@@ -24,7 +24,7 @@ from locret.backbone.chunk import Attended
 from locret.backbone.learned_sinks import attention_weights
 from locret.cache.layer import RetentionLayer
 from locret.cache.store import POSITIONS
-from locret.policy.growth import LEAST_SHARE, check_share_count
+from locret.policy.growth import LEAST_SHARE, check_share_count, check_shares
 
 _MOST = 100.0
 """Largest factor r: beyond that a head has kept next to nothing of a segment, and guesses."""
@@ -118,11 +118,12 @@ def layer_weights(shares: Sequence[float] | None, layers: int) -> list[float]:
     or none has more than the least.
 
     Raises:
-        ValueError: If there are shares of another number of layers.
+        ValueError: If they are no shares, or those of another number of layers.
     """
     alike = [1 / layers] * layers
     if shares is None:
         return alike
+    check_shares(shares)
     check_share_count(shares, layers)
     mean = sum(shares) / layers
     above = [max(share / mean - LEAST_SHARE, 0.0) for share in shares]

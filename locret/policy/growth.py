@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import isqrt
+from math import isfinite, isqrt
 
 LEAST_SHARE = 0.5
 """Part of the mean that every layer gets where shares are measured (`locret.train.layer_shares`)."""
@@ -43,6 +43,19 @@ def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 
         least = 2 * mean - most
     slope = (most - least) // (layers - 1)
     return tuple(max(1, most - layer * slope + window) for layer in range(layers))
+
+
+def check_shares(shares: Sequence[float]) -> None:
+    """Refuse numbers that are no shares.
+
+    Raises:
+        ValueError: Naming them.
+    """
+    if not (shares and all(isfinite(share) and share > 0 for share in shares)):
+        raise ValueError(
+            f"layer_shares={list(shares)} are no shares; give a number above 0 for every full-attention layer, such as "
+            "[0.5, 1.5]"
+        )
 
 
 def check_share_count(shares: Sequence[float], layers: int) -> None:

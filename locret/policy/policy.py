@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from locret.field_values import check_fields, checked_values
+from locret.policy.growth import check_shares
 
 if TYPE_CHECKING:
     from locret.lookups.infllm import InfLLM
@@ -206,13 +206,8 @@ class RetentionPolicy:
             raise ValueError(
                 f'layer_budgets="{self.layer_budgets}" is unknown; choose one of {", ".join(LAYER_BUDGETS)}'
             )
-        if self.layer_shares is not None and not (
-            self.layer_shares and all(isfinite(share) and share > 0 for share in self.layer_shares)
-        ):
-            raise ValueError(
-                f"layer_shares={list(self.layer_shares)} are no shares; give a number above 0 for every full-attention "
-                "layer, such as [0.5, 1.5]"
-            )
+        if self.layer_shares is not None:
+            check_shares(self.layer_shares)
         if self.head_budgets not in HEAD_BUDGETS:
             raise ValueError(f'head_budgets="{self.head_budgets}" is unknown; choose one of {", ".join(HEAD_BUDGETS)}')
         if not 0 <= self.head_floor <= 1:

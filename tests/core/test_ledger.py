@@ -172,6 +172,9 @@ def test_layers_count_by_the_ratio_of_their_shares(size: float) -> None:
     assert layer_weights([0.4 * size, 0.8 * size, 1.8 * size], 3) == pytest.approx([0, 3 / 16, 13 / 16])
     with pytest.raises(ValueError, match="layer_shares has 2 numbers for 3 layers with full attention"):
         layer_weights([size, size], 3)
+    for none in ([0.0, 0.0, 0.0], [-size, size, size]):  # as heads from elsewhere may say
+        with pytest.raises(ValueError, match="are no shares; give a number above 0"):
+            layer_weights(none, 3)
 
 
 def test_lost_attention_is_that_of_the_layers_that_count(model: Any, heads: RetainingHeads) -> None:

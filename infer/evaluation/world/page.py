@@ -257,7 +257,7 @@ def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
         ahead = {
             (one["method"], one["task"], one["tokens"]): one for one in record["ahead"] if one["protocol"] == protocol
         }
-        budget = next(f", {row['budget']:,} units" for row in rows if row["budget"] is not None)
+        budget = next((f", {row['budget']:,} units" for row in rows if row["budget"] is not None), "")
         yield f"### {protocol}{budget}: {max(row['texts'] for row in rows)} texts per cell\n"
         yield "\n".join(_leaders_table(rows, ahead)) + "\n"
         yield from _leads(ahead, records.unanswerable(record))
