@@ -205,7 +205,7 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     from locret import loading
     from locret.heads.fingerprint import weight_fingerprint
     from locret.infer.evaluation import output_folder, presses
-    from locret.infer.evaluation.methods import Setup
+    from locret.infer.evaluation.methods import Setup, gate_identities
     from locret.pictures import can_draw
 
     report = job.report
@@ -219,10 +219,12 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     trained = job.heads.follow(model) if job.evaluation.heads else None
     # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.
     weights = {"model": weight_fingerprint(model), "heads": trained and weight_fingerprint(trained)}
+    gates = gate_identities((run.method for run in job.runs), model)
     kvpress = presses.started(job)
     settings = {
         **job.settings(),
         "weights": weights,
+        **({output_folder.GATES: gates} if gates else {}),
         "tokenizer": output_folder.tokenizer_facts(tokenizer),
         **({} if kvpress is None else {"kvpress": kvpress.versions}),
     }
@@ -237,7 +239,9 @@ def _open(job: Job, settings: dict[str, Any]) -> SampleLog:
     from locret.infer.evaluation.report import order_of
 
     log = output_folder.open_output(job.report.output, settings, overwrite=job.report.overwrite)
-    log.merge(order_of(job.cases, job.runs))
+    order = order_of(job.cases, job.runs)
+    log.check(order, job.evaluation.seed)
+    log.merge(order)
     return log
 
 

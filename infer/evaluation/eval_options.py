@@ -24,6 +24,11 @@ from locret.policy.resolve import PolicyFlags
 if TYPE_CHECKING:
     from locret.infer.methods import Method
 
+MOST_QUESTIONS = 10_000
+"""Of a text; those that are made here have some 40, one full of facts as many as it has lines."""
+MOST_SEEDS = 1_000
+"""Of a suite, whose field takes an hour each."""
+
 Numbers = int | str | list[int]
 Shares = float | str | list[float]
 Names = str | list[str]
@@ -135,10 +140,14 @@ class EvalOptions(PublishedOptions):
             raise ValueError(f"--seeds {self.seeds} is for --suite {suites.WORLD}; add that, or give one --seed")
         if self.seeds is not None and self.seeds < 1:
             raise ValueError(f"--seeds {self.seeds} asks nothing; give 1 or more, or leave it out")
+        if self.seeds is not None and self.seeds > MOST_SEEDS:
+            raise ValueError(f"--seeds {self.seeds} would take months; give {MOST_SEEDS} or less")
         if self.batch_size < 1:
             raise ValueError(f"--batch-size {self.batch_size} answers nothing; give 1 or more")
         if self.questions is not None and self.questions < 1:
             raise ValueError(f"--questions {self.questions} asks nothing; give 1 or more, or leave it out")
+        if self.questions is not None and self.questions > MOST_QUESTIONS:
+            raise ValueError(f"--questions {self.questions} are more than any text has; give {MOST_QUESTIONS} or less")
         self.chosen_protocols()
         self.protected_rules()
         names = [task.name for task in self.chosen_tasks()]

@@ -64,6 +64,8 @@ def check(
             "--lengths or --samples"
         )
     longest = max(lengths)
+    asked = evaluation.questions or max(task.questions or 1 for task in made)
+    beside = min(evaluation.batch_size, samples * asked)
     host = torch.device("cpu")
     _fits(f"--lengths {longest}: the text of a prompt", longest * _TOKEN_BYTES, host, "give shorter --lengths")
     new = max(evaluation.max_new_tokens or 0, *(task.max_new_tokens for task in made))
@@ -76,9 +78,9 @@ def check(
             size = cache_bytes(shape, [units + new] * len(shape.layers), dtype.itemsize)
             what = f"--methods {method.name} with --lengths {longest} and {new:,} new tokens: its cache"
             _fits(what, size, device, "leave the method out, or lower the lengths, --max-new-tokens or --budget")
-            if evaluation.batch_size > 1 and writes_beside(method):
+            if beside > 1 and writes_beside(method):
                 what = f"--batch-size {evaluation.batch_size} of {method.name} with --lengths {longest}: what it holds"
-                _fits(what, evaluation.batch_size * size, device, "lower it")
+                _fits(what, beside * size, device, "lower it")
 
 
 def _fits(what: str, size: int, device: torch.device, way_out: str) -> None:

@@ -164,6 +164,15 @@ class Job:
         text = SharedText(setup, case.task, sample, case.template)
         prompt = Prompt(torch.tensor([case.built(tokenizer, sample).ids]), sample, setup, text)
         read = {AWARE: lambda: prompt, AGNOSTIC: lambda: prompt.document}
+        rules = [rule for rule in self.evaluation.protected_rules() if rule.what == "tokens"]
+        for name in self.evaluation.chosen_protocols() if rules else ():
+            tokens = read[name]().ids_1N.shape[1]
+            for rule in rules:
+                if max(rule.start or 0, (rule.end or 0) - 1) >= tokens:
+                    raise ValueError(
+                        f"--protect {rule}: text {case.index} of task {case.task.name} has {tokens:,} tokens to read, "
+                        f"protocol {name}; name tokens that every text has"
+                    )
         spans = {name: tuple(read[name]().protected()) for name in self.evaluation.chosen_protocols()}
         return prompt.ids_1N.shape[1], spans
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from locret.infer.methods import names as shared_names
 from locret.labels.labels import answer_labels
 from locret.policy.protection import Span, clipped
 from locret.scorers import Scorer
+from locret.scorers.published_gate import PublishedGateScorer
 
 UNTRAINED, ORACLE, ORACLE_AGNOSTIC = "untrained", "oracle", "oracle_agnostic"
 RANDOM_ANSWER = "random_answer"
@@ -168,6 +169,16 @@ def get(method: str | Mapping[str, Any]) -> Method:
         if own.name == spec.name:
             return modified(own, spec, "method")
     return find(spec, "method", names())
+
+
+def gate_identities(methods: Iterable[Method], model: nn.Module) -> dict[str, Any]:
+    """Read the gates of others that methods name, and return by method what tells them from others of their name.
+
+    Raises:
+        ValueError: If one is missing or damaged, or does not fit the backbone.
+    """
+    named = {method.name: method.scorer for method in methods if isinstance(method.scorer, PublishedGateScorer)}
+    return {name: scorer.identity(scorer.prepare(model)) for name, scorer in named.items()}
 
 
 def make_scorer(method: Method, prompt: Prompt) -> RetainingHeads | Scorer:

@@ -15,6 +15,8 @@ from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, 
 CONFIGURATION = "configuration.json"
 METHODS = "methods"
 """The setting that may grow when a run goes on: what a method answers does not depend on the others."""
+GATES = "gates"
+"""What tells the gates of others that methods name from those that lay there before; it grows with the methods."""
 _FORMER = {"questions": None, "batch_size": 1, "protocols": ["aware"], "protect": []}
 """Settings that folders of an older toolkit name only where they are not these."""
 VERSIONS = "versions"
@@ -80,6 +82,8 @@ def _different(state: Path, settings: dict[str, Any]) -> list[str]:
 def _grows(state: Path, settings: dict[str, Any], name: str) -> bool:
     """Return whether a setting has all that the folder's has, and may have more."""
     stored = _configuration(state).get(name)
+    if name == GATES:
+        return isinstance(stored, dict) and all(settings[name].get(one) == value for one, value in stored.items())
     return name == METHODS and isinstance(stored, list) and all(one in settings[name] for one in stored)
 
 
@@ -147,7 +151,8 @@ def _add_methods(folder: Path, settings: dict[str, Any]) -> None:
     state = folder / CONFIGURATION
     stored = _configuration(state)
     if METHODS in settings and stored.get(METHODS) != settings[METHODS]:
-        write_text(state, json.dumps({**settings, **stored, METHODS: settings[METHODS]}, indent=1) + "\n")
+        grown = {name: settings[name] for name in (METHODS, GATES) if name in settings}
+        write_text(state, json.dumps({**settings, **stored, **grown}, indent=1) + "\n")
 
 
 def _add_versions(folder: Path, log: SampleLog) -> None:

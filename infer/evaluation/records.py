@@ -149,6 +149,25 @@ class SampleLog:
                     known.add(key(record))
                     self.records.append(record)
 
+    def check(self, order: dict[tuple[Any, ...], int], seed: int) -> None:
+        """Refuse records of another run: a folder's plan may get more methods, and nothing else changes.
+
+        Args:
+            order: Place of every record of the run by its key.
+            seed: Of the run's samples.
+
+        Raises:
+            ValueError: If a record answers no question of the run, or one of samples with another seed.
+        """
+        written = [(self.path, record) for record in self.records]
+        written += [(path, record) for path in parts(self.folder) for record in read(path)[0]]
+        for path, record in written:
+            where = f"{record['task']}, {record['tokens']} tokens, sample {record['index']}, method {record['method']}"
+            if key(record) not in order:
+                raise ValueError(f"{path} has an answer to what is not asked here ({where}); {_AGAIN}")
+            if record.get("seed", seed) != seed:
+                raise ValueError(f"{path} has an answer with seed {_short(record['seed'])} ({where}); {_AGAIN}")
+
     def merge(self, order: dict[tuple[Any, ...], int]) -> None:
         """Bring all that was written into one file, in the order of an evaluation in one process without interruption.
 

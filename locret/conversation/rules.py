@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from locret.field_values import shown
@@ -88,7 +88,7 @@ def rules_of(protect: Any) -> tuple[Rule, ...]:
     """Return the rules that an argument means: texts and spans, or one.
 
     Raises:
-        ValueError: If one of them means none.
+        ValueError: If one of them means none, or the same is protected as a whole and with a share.
     """
     if protect is None:
         return ()
@@ -97,7 +97,12 @@ def rules_of(protect: Any) -> tuple[Rule, ...]:
             f"protect={shown(protect)} is a mapping; give a list of rules, such as ['system=0.1', 'each=0.05']"
         )
     one = isinstance(protect, (str, Span, Rule)) or not isinstance(protect, Iterable)
-    return tuple(dict.fromkeys(Rule.of(given) for given in ([protect] if one else protect)))
+    rules = tuple(dict.fromkeys(Rule.of(given) for given in ([protect] if one else protect)))
+    for rule in rules:
+        whole = replace(rule, share=None)
+        if rule.share is not None and whole in rules:
+            raise ValueError(f"protect={rule} adds nothing to protect={whole}, which keeps all units; drop one of them")
+    return rules
 
 
 def check_rules(

@@ -121,7 +121,10 @@ def refused(*line: object) -> int:
             "changes nothing, for --decode-budget 200 evicts for each answer",
         ),
         (("--batch-size", 2, "--ledger", 8), "changes nothing, for --ledger 8 is kept for one answer"),
-        (("--batch-size", 10**9), "--batch-size 1000000000 of random with --lengths 300: what it holds takes at least"),
+        (
+            ("--batch-size", 10**9, "--samples", 500_000),
+            "--batch-size 1000000000 of random with --lengths 300: what it holds takes at least",
+        ),
     ],
 )
 def test_a_number_that_changes_nothing_or_does_not_fit_is_refused(
@@ -131,3 +134,10 @@ def test_a_number_that_changes_nothing_or_does_not_fit_is_refused(
     assert refused(*SMALL, *line) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_no_more_is_counted_than_there_are_answers() -> None:
+    assert (
+        command([*map(str, SMALL), "--methods", "random", "--budget", "48", "--batch-size", "1000000000", "--dry-run"])
+        == 0
+    )

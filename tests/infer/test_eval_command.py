@@ -144,6 +144,34 @@ def test_a_broken_line_in_the_middle_is_refused(evaluate: Any, tmp_path: Path) -
     assert "samples.jsonl, line 1 is not a record of an evaluation: it is not JSON; mend the file, or use --over" in err
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"index": 999},
+            "has an answer to what is not asked here (passkey, 300 tokens, sample 999, method random); mend",
+        ),
+        ({"method": "h2o"}, "has an answer to what is not asked here (passkey, 300 tokens, sample 0, method h2o)"),
+        (
+            {"seed": 7},
+            "has an answer with seed 7 (passkey, 300 tokens, sample 0, method random); mend the file, or use",
+        ),
+    ],
+)
+@pytest.mark.parametrize("file", ["samples.jsonl", "samples.process-1.jsonl"])
+def test_answers_of_another_run_are_refused(
+    file: str, changed: dict[str, Any], message: str, evaluate: Any, tmp_path: Path
+) -> None:
+    arguments = ("--methods", "random", "--tasks", "passkey", "--lengths", 300, "--budget", 64, "--samples", 1, *SMALL)
+    assert evaluate(*arguments, "--output", tmp_path)[0] == 0
+    foreign = {**json.loads((tmp_path / "samples.jsonl").read_text()), **changed}
+    (tmp_path / file).write_text(json.dumps(foreign) + "\n")
+    code, _, err = evaluate(*arguments, "--output", tmp_path, "--resume")
+    assert code == 2
+    assert f"{file} {message}" in err
+    assert (tmp_path / file).is_file()
+
+
 @pytest.mark.slow
 def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluate: Any, tmp_path: Path) -> None:
     arguments = ("--methods", "random", "--tasks", "passkey", "--lengths", 300, "--budget", 64, *SMALL)
@@ -453,6 +481,8 @@ def test_shares_that_mean_nothing_are_refused(evaluate: Any, flags: Any, message
         (("--lengths", 10**14), "--lengths 100000000000000 comes to 200,000,000,000,000 prompt tokens, which would"),
         (("--max-new-tokens", 10**12), "and 1,000,000,000,000 new tokens: its cache takes at least"),
         (("--tasks", "ruler/vt", "--lengths", 10**10), "--lengths 10000000000: the text of a prompt takes at least"),
+        (("--questions", 10**12), "--questions 1000000000000 are more than any text has; give 10000 or less"),
+        (("--suite", "world", "--seeds", 10**8), "--seeds 100000000 would take months; give 1000 or less"),
         (("--tasks", "niah/needle", "--samples", 10**8), "comes to 200,000,000 answers, which would take months"),
     ],
 )

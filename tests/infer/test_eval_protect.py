@@ -125,6 +125,14 @@ def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
             + ["--local-len", "8", "--samples", "1", "--seed", "8", "--methods", "streaming"],
             "--protect, method streaming, text 0 of task world/rules: .* but budget=32 holds 32",
         ),
+        (
+            ["--protect", "tokens:500-600", "--tasks", "passkey", "--lengths", "512", "--methods", "random"],
+            "--protect tokens:500-600: text 0 of task passkey has 5[0-9]+ tokens to read, protocol aware; name tokens",
+        ),
+        (
+            ["--protect", "system", "--protect", "system=0.5"],
+            "--protect system=0.5 adds nothing to --protect system, which keeps all units; drop one of them",
+        ),
         (["--protect", "question", "--methods", "quest:page=8"], "changes nothing, for none of quest:page=8"),
         (["--protect", "system", "--methods", "full"], "changes nothing, for none of full evicts as ours do"),
         (

@@ -201,6 +201,10 @@ def test_answers_are_written_side_by_side_where_that_changes_anything() -> None:
             ["--suite", "world", "--parts", "field_aware,presses", "--methods", "full,random", "--questions", "2"],
             "--questions 2 changes nothing, for field_aware ask one question of a text; drop it",
         ),
+        (
+            ["--suite", "world", "--parts", "capacity", "--lengths", "1024,2048"],
+            "--lengths 1024,2048: --parts capacity has texts of one length; give one",
+        ),
         (["--suite", "world", "--parts", "budgets", "--seeds", "2"], "--seeds 2 changes nothing, for budgets are"),
         (
             ["--suite", "world", "--parts", "field_aware", "--methods", "random", "--budget", "24"],
@@ -705,7 +709,11 @@ def test_every_press_is_a_method_with_a_reason_or_a_description() -> None:
 
 @pytest.mark.parametrize(
     ("holds", "message"),
-    [("{}", "is no record of a suite; give the world.json"), ("[1", "is not valid JSON"), (None, "--resume goes on")],
+    [
+        ("{}", "is no whole record of a suite; give the world.json"),
+        ("[1", "is not valid JSON"),
+        (None, "--resume goes on"),
+    ],
 )
 def test_a_page_of_something_else_is_refused_and_nothing_written(
     holds: str | None, message: str, tmp_path: Path
@@ -719,3 +727,32 @@ def test_a_page_of_something_else_is_refused_and_nothing_written(
         page.main([str(given)])
     assert end.value.code == 2
     assert not folder.exists()
+
+
+@pytest.mark.skipif(not (Path(__file__).parents[2] / "docs/world.json").is_file(), reason="no record of the suite yet")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda whole: whole.pop("parts"),
+        lambda whole: whole.pop("seconds"),
+        lambda whole: whole.update(rows=5),
+        lambda whole: whole["rows"][0].pop(),
+        lambda whole: whole["rows"][0].__setitem__(1, None),
+        lambda whole: whole["rows"][0].__setitem__(7, float("nan")),
+        lambda whole: whole.update(capacity={"x": 1}),
+        lambda whole: [whole.pop(name) for name in list(whole) if name not in ("suite", "rows")],
+    ],
+)
+def test_a_page_of_a_damaged_record_is_refused_and_nothing_written(change: Any, tmp_path: Path) -> None:
+    whole = json.loads((Path(__file__).parents[2] / "docs" / record.RECORD).read_text())
+    change(whole)
+    (tmp_path / "given.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="given.json is no whole record of a suite; give the world.json"):
+        page.main([str(tmp_path / "given.json"), str(tmp_path / "docs")])
+    assert not (tmp_path / "docs").exists()
+
+
+def test_a_page_is_not_written_into_a_file(tmp_path: Path) -> None:
+    (tmp_path / "page").touch()
+    with pytest.raises(ValueError, match="page is a file; name a folder for the page"):
+        page.main([str(Path(__file__).parents[2] / "docs" / record.RECORD), str(tmp_path / "page")])

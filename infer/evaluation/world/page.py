@@ -455,6 +455,24 @@ def write(record: Mapping[str, Any], folder: Path, *, figures: bool = True) -> l
     return [PAGE, *(pictures.write(record, folder) if figures else [])]
 
 
+def _check(record: Any, path: Path) -> None:
+    """Draw the page once, before anything is written, and refuse what no page can be drawn of."""
+    unfit = ValueError(f"{path} is no whole record of a suite; give the world.json of `locret-eval --suite world`")
+    if not isinstance(record, dict) or record.get("suite") != "world" or not _finite(record):
+        raise unfit
+    try:
+        text(record)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise unfit from error
+
+
+def _finite(value: Any) -> bool:
+    """Return whether all numbers of plain data are finite."""
+    if isinstance(value, (dict, list)):
+        return all(map(_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the page of a record into a folder, with the record beside it; print the files and return 0.
 
@@ -472,11 +490,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--resume goes on with a run that was interrupted"
         )
     record = read_json(options.record, "the world.json that `locret-eval --suite world` writes")
-    if not isinstance(record, dict) or record.get("suite") != "world" or "rows" not in record:
-        raise ValueError(
-            f"{options.record} is no record of a suite; give the world.json of `locret-eval --suite world`"
-        )
-    text(record)  # before anything is written
+    _check(record, options.record)
+    if options.folder.exists() and not options.folder.is_dir():
+        raise ValueError(f"{options.folder} is a file; name a folder for the page")
     with warnings_as_lines("locret.infer.evaluation.world.page", quiet=False):
         draws = can_draw("the pictures")
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -172,6 +172,8 @@ def asked(evaluation: EvalOptions, budgets: BudgetOptions, chosen: Collection[st
     if any(rule.what == QUESTION for rule in evaluation.protected_rules()):
         raise ValueError(f"--protect {QUESTION}: --suite world does so wherever it is known; drop it")
     parts = [part for part in _named_parts(evaluation.parts) if part.protocol in protocols]
+    if len(lengths) > 1 and all(part.capacity for part in parts):
+        raise ValueError(f"--lengths {evaluation.lengths}: --parts capacity has texts of one length; give one")
     _check_single(budgets, chosen)
     own = {name: getattr(budgets, name) for name in chosen if hasattr(budgets, name) and name != "budget"}
     own = {name: value for name, value in own.items() if value is not None}
