@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 from locret.cli.command import parse_options, print_json, run
 from locret.data import tasks
-from locret.infer.evaluation.eval_options import Numbers, numbers
+from locret.infer.evaluation.eval_options import Names, Numbers, numbers, words
 
 
 def learnt() -> list[str]:
@@ -30,7 +30,7 @@ class MeasureOptions:
 
     model: str
     """Backbone: a folder in the Hugging Face format, or a Hub id."""
-    tasks: list[str] = field(default_factory=learnt)
+    tasks: Names = field(default_factory=learnt)
     """Tasks to ask; those that the embedded backbone learns if not given."""
     tokens: Numbers = "1024,2048,4096,8192"
     """Lengths of the chat prompts."""
@@ -38,7 +38,7 @@ class MeasureOptions:
     """Fresh samples per task and length."""
 
     def __post_init__(self) -> None:
-        for name in self.tasks:
+        for name in words(self.tasks, "--tasks"):
             tasks.get(name)
         if min(numbers(self.tokens, "--tokens")) < 1:
             raise ValueError(f"--tokens {self.tokens} holds a prompt without tokens; give 1 or more")
@@ -52,7 +52,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     (options,), _ = parse_options("checkpoints.build.measure", purpose, [MeasureOptions], argv)
     model = AutoModelForCausalLM.from_pretrained(options.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    print_json(measure(model, tokenizer, options.tasks, numbers(options.tokens, "--tokens"), options.samples))
+    names, lengths = words(options.tasks, "--tasks"), numbers(options.tokens, "--tokens")
+    print_json(measure(model, tokenizer, names, lengths, options.samples))
     return 0
 
 

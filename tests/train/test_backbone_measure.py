@@ -12,8 +12,9 @@ from checkpoints.build.measure import command
 TINY = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny"
 
 
-def test_the_command_prints_shares_by_task_and_length(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--model", str(TINY), "--tasks", "[passkey,multikey]", "--tokens", "300,400", "--samples", "2"]
+@pytest.mark.parametrize("named", ["[passkey,multikey]", "passkey,multikey"])
+def test_the_command_prints_shares_by_task_and_length(named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", str(TINY), "--tasks", named, "--tokens", "300,400", "--samples", "2"]
     assert command(asked) == 0
     lengths = {"300": 1.0, "400": 1.0}
     assert json.loads(capsys.readouterr().out) == {"passkey": lengths, "multikey": lengths}
