@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 MOST_QUESTIONS = 10_000
 """Of a text; those that are made here have some 40, one full of facts as many as it has lines."""
-MOST_SEEDS = 1_000
-"""Of a suite, whose field takes an hour each."""
+MOST_SEEDS = 20
+"""Of a suite, whose field takes over an hour of a core for each, and whose texts are all made before it begins."""
 
 Numbers = int | str | list[int]
 Shares = float | str | list[float]
@@ -141,7 +141,7 @@ class EvalOptions(PublishedOptions):
         if self.seeds is not None and self.seeds < 1:
             raise ValueError(f"--seeds {self.seeds} asks nothing; give 1 or more, or leave it out")
         if self.seeds is not None and self.seeds > MOST_SEEDS:
-            raise ValueError(f"--seeds {self.seeds} would take months; give {MOST_SEEDS} or less")
+            raise ValueError(f"--seeds {self.seeds} take a suite days and more; give {MOST_SEEDS} or less")
         if self.batch_size < 1:
             raise ValueError(f"--batch-size {self.batch_size} answers nothing; give 1 or more")
         if self.questions is not None and self.questions < 1:

@@ -83,7 +83,8 @@ def _grows(state: Path, settings: dict[str, Any], name: str) -> bool:
     """Return whether a setting has all that the folder's has, and may have more."""
     stored = _configuration(state).get(name)
     if name == GATES:
-        return isinstance(stored, dict) and all(settings[name].get(one) == value for one, value in stored.items())
+        here = json.loads(json.dumps(settings[name]))  # as the folder has it: keys are texts, tuples lists
+        return isinstance(stored, dict) and all(here.get(one) == value for one, value in stored.items())
     return name == METHODS and isinstance(stored, list) and all(one in settings[name] for one in stored)
 
 

@@ -407,3 +407,15 @@ def test_the_jackknife_of_a_mean_is_its_standard_error_and_works_for_other_score
     assert rooted["score"] == pytest.approx(100 * 0.5**0.5, abs=1e-3)
     assert rooted["standard_error"] == pytest.approx(plain["standard_error"] / (2 * 0.5**0.5), rel=0.01)
     assert summary.task_score(Rooted(**facts), found[:1])["standard_error"] is None
+
+
+def test_gates_grow_with_the_methods_whatever_tells_them_apart(tmp_path: Path) -> None:
+    gates = {"dms:path=a": {"neuron": {"places": {0: (1, 2)}}, "window": None}}
+    settings = {"methods": ["dms:path=a"], "gates": gates}
+    output_folder.open_output(str(tmp_path / "out"), settings, overwrite=False)
+    more = {"methods": ["dms:path=a", "kvzap:path=b"], "gates": {**gates, "kvzap:path=b": {"weights": "1"}}}
+    output_folder.check_output(str(tmp_path / "out"), more, resume=True, overwrite=False)
+    output_folder.open_output(str(tmp_path / "out"), more, overwrite=False)
+    other = {**more, "gates": {**gates, "kvzap:path=b": {"weights": "2"}}}
+    with pytest.raises(ValueError, match=r"another configuration \(other gates\)"):
+        output_folder.check_output(str(tmp_path / "out"), other, resume=True, overwrite=False)
