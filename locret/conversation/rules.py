@@ -97,12 +97,14 @@ def rules_of(protect: Any) -> tuple[Rule, ...]:
             f"protect={shown(protect)} is a mapping; give a list of rules, such as ['system=0.1', 'each=0.05']"
         )
     one = isinstance(protect, (str, Span, Rule)) or not isinstance(protect, Iterable)
-    rules = tuple(dict.fromkeys(Rule.of(given) for given in ([protect] if one else protect)))
-    for rule in rules:
+    given = [protect] if one else list(protect)
+    # Spans may be what several rules came to: a system message that stays whole has its share of each message, too.
+    named = [Rule.of(rule) for rule in given if not isinstance(rule, Span)]
+    for rule in named:
         whole = replace(rule, share=None)
-        if rule.share is not None and whole in rules:
+        if rule.share is not None and whole in named:
             raise ValueError(f"protect={rule} adds nothing to protect={whole}, which keeps all units; drop one of them")
-    return rules
+    return tuple(dict.fromkeys(map(Rule.of, given)))
 
 
 def check_rules(

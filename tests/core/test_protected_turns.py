@@ -345,3 +345,10 @@ def test_whole_conversations_are_read_with_their_messages(parts: Any) -> None:
         lm.prompt([{"role": "user", "content": "hi"}], tools=[{}])
     with pytest.raises(ValueError, match="no conversation"):
         lm.prompt([])
+
+
+def test_spans_that_several_rules_came_to_are_no_contradiction() -> None:
+    spans = [Span(0, 22), Span(0, 22, 0.05)]
+    assert [(rule.start, rule.end, rule.share) for rule in rules_of(spans)] == [(0, 22, None), (0, 22, 0.05)]
+    with pytest.raises(ValueError, match="protect=system=0.05 adds nothing to protect=system"):
+        rules_of(["system", "system=0.05"])
