@@ -13,6 +13,7 @@ questions stand apart from it, for `locret-train --answers each`: what a text mu
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,9 @@ from locret.data.tasks.generated.mixture import mixture
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.text.filler import FillerOptions
 from locret.files import write_text
+
+_SHARES = 4
+"""Shares of look-alikes that take turns, from none to the largest."""
 
 
 def question_rows(
@@ -70,7 +74,7 @@ def question_rows(
             split="train",
             density=density,
             questions=questions,
-            filler=_filler(index, lookalikes),
+            filler=_filler(index, lookalikes, len(tokens)),
         )
         if in_turns:
             turns = [("system", sample.system)] if sample.system else []
@@ -80,12 +84,13 @@ def question_rows(
             yield {"instruction": sample.content, "input": "", "output": sample.reply, "file": ""}
 
 
-def _filler(index: int, lookalikes: float) -> FillerOptions:
-    """Return what surrounds the facts of row `index`."""
+def _filler(index: int, lookalikes: float, lengths: int) -> FillerOptions:
+    """Return what surrounds the facts of row `index`, of so many lengths that take turns."""
     return FillerOptions(
         # A third of the texts hold the classic noise line too, which heads would not know otherwise.
         noise_share=(0.0, 0.0, 1.0)[index % 3],
-        lookalike_share=lookalikes * (index % 4) / 3,
+        # Each share at each length.
+        lookalike_share=lookalikes * (index // lengths % _SHARES) / (_SHARES - 1),
         digits=(4, 5, 7, 10) if lookalikes else (5, 7, 10),
     )
 
@@ -118,7 +123,7 @@ def task_rows(
     found = _made_here(names or tasks.names())
     for index in range(rows):
         task, length = found[index % len(found)], tokens[index // len(found) % len(tokens)]
-        filler = _filler(index // len(found), lookalikes)
+        filler = _filler(index // len(found), lookalikes, len(tokens))
         sample = task.sample(tokenizer, length, seed=f"{seed}/{index}", split="train", filler=filler)
         questions = [{"question": one.text, "answer": one.reply} for one in sample.asked]
         yield {"document": sample.content[: sample.span[1]], "system": sample.system, "questions": questions}
@@ -181,12 +186,24 @@ class QuestionRowsOptions:
             raise ValueError(f"--density {self.density} changes nothing with --texts tasks; leave it out")
         if self.texts == "tasks" and self.questions is not None:
             raise ValueError(f"--questions {self.questions} changes nothing with --texts tasks; leave it out")
-        if self.texts == "tasks":
-            _made_here(self.task_names())
-        else:
+        if self.texts == "mixed":
             for name in self.task_names():
                 tasks.get(name)
-        self.lengths()
+        self._check_turns()
+
+    def _check_turns(self) -> None:
+        """Refuse fewer rows than tasks, lengths and shares of look-alikes that take turns."""
+        turns = {"lengths of --tokens": len(self.lengths())}
+        if self.texts == "tasks":
+            turns["tasks"] = len(_made_here(self.task_names() or tasks.names()))
+        if self.lookalikes:
+            turns["shares of --lookalikes"] = _SHARES
+        least = math.prod(turns.values())
+        if self.rows < least:
+            named = ", ".join(f"{count} {what}" for what, count in turns.items())
+            raise ValueError(
+                f"--rows {self.rows} is less than one row of each ({named}), which take turns; give {least} or more"
+            )
 
     def lengths(self) -> list[int]:
         """Return the prompt lengths.

@@ -133,11 +133,9 @@ def _document_turns(record: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _questions(record: Mapping[str, Any], where: str) -> tuple[tuple[str, str], ...]:
-    given = record.get("questions")
-    if isinstance(given, Mapping):  # see `_list_turns`
-        given = [dict(zip(given, pair, strict=True)) for pair in zip(*given.values(), strict=True)]
-    if not isinstance(given, list) or not given or not all(isinstance(one, Mapping) for one in given):
-        raise BadRow(where, "wrong type", "has a field 'questions' that is not a list of question/answer objects")
+    given = _objects(record.get("questions"), where, "questions", "question/answer")
+    if not given:
+        raise BadRow(where, "wrong type", "has a field 'questions' without a question")
     pairs = tuple((_text(one, where, "question"), _text(one, where, "answer")) for one in given)
     if not all(question.strip() and answer.strip() for question, answer in pairs):
         raise BadRow(where, "no answer", "has a question without text or answer in field 'questions'")
@@ -161,17 +159,22 @@ def _prompt_turns(record: Mapping[str, Any], where: str) -> list[Message]:
 
 def _list_turns(field: str, role_key: str, content_key: str) -> Callable[[Mapping[str, Any], str], list[Message]]:
     def turns(record: Mapping[str, Any], where: str) -> list[Message]:
-        value = record.get(field)
-        if isinstance(value, Mapping):  # `datasets` keeps an old Sequence of structs as a struct of lists
-            value = [dict(zip(value, turn, strict=True)) for turn in zip(*value.values(), strict=True)]
-        if value is None:
+        if record.get(field) is None:
             return []
-        if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
-            detail = f"has a field {field!r} that is not a list of {role_key}/{content_key} objects"
-            raise BadRow(where, "wrong type", detail)
-        return [_message(turn, where, field, role_key, content_key) for turn in value]
+        given = _objects(record[field], where, field, f"{role_key}/{content_key}")
+        return [_message(turn, where, field, role_key, content_key) for turn in given]
 
     return turns
+
+
+def _objects(value: Any, where: str, field: str, kind: str) -> list[Mapping[str, Any]]:
+    """Return a list of objects; `datasets` keeps an old Sequence of structs as a struct of lists."""
+    columns = list(value.values()) if isinstance(value, Mapping) else []
+    if columns and all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        value = [dict(zip(value, one, strict=True)) for one in zip(*columns, strict=True)]
+    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+        raise BadRow(where, "wrong type", f"has a field {field!r} that is not a list of {kind} objects")
+    return value
 
 
 def _message(turn: Mapping[str, Any], where: str, field: str, role_key: str, content_key: str) -> Message:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -108,6 +110,7 @@ class TrainingStream(Iterator[TrainingExample]):
         self._skip, self._rank, self._world = skip_bad_rows, rank, world
         self._reconstruct, self._answers = reconstruct, answers
         self.schema = detect_schema(self._columns(), source)
+        self._first_row = self._first_row_digest()
         self._check_answers()
         self.report = DropReport()
         self._held_out: frozenset[int] = frozenset()
@@ -178,8 +181,13 @@ class TrainingStream(Iterator[TrainingExample]):
         damage = "--resume: the checkpoint's place in the data is damaged"
         if not isinstance(state, Mapping):
             raise ValueError(f"{damage} (it is a {type(state).__name__}); resume from another checkpoint")
+        if state.get("first_row", self._first_row) != self._first_row:  # states of earlier versions have none
+            raise ValueError(
+                f"--resume: the first row of --dataset {self._source} is another than the checkpoint's; give the same "
+                "rows, or start without --resume"
+            )
         for name, ours in {"held_out": None, **self._identity()}.items():
-            if state.get(name) != ours:
+            if name != "first_row" and state.get(name) != ours:
                 raise ValueError(
                     f"--resume: the checkpoint's stream was made with {name}={state.get(name)!r}, this run has "
                     f"{ours!r}; use the same setting, or start without --resume"
@@ -206,6 +214,7 @@ class TrainingStream(Iterator[TrainingExample]):
         """The settings that decide which examples come in which order."""
         return {
             **self._order.identity(),
+            "first_row": self._first_row,
             "template": self._template,
             "answers": self._answers,
             "max_length": self._max_length,
@@ -213,6 +222,16 @@ class TrainingStream(Iterator[TrainingExample]):
             "max_tokens": self._max_tokens,
             **({"held_out": sorted(self._held_out)} if self._held_out else {}),
         }
+
+    def _first_row_digest(self) -> str:
+        """Return what tells the rows from others of the same number."""
+        for entry in self._order.in_file_order():
+            try:
+                text = json.dumps(entry.load(), sort_keys=True, default=str)
+            except BadRow:
+                continue
+            return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        return ""
 
     def _check_answers(self) -> None:
         apart = self.schema.asked is not None

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from locret.data import tasks
+from locret.data.tasks.generated.mixture import mixture, quiz
 from locret.data.tasks.published import suites
 from locret.data.tasks.task import Wanted
 from locret.data.text.embedded_tokenizer import build_tokenizer
+from locret.data.text.filler import FillerOptions
 from locret.data.text.haystack import prompt_length
 
 TOKENIZER = build_tokenizer()
@@ -98,6 +100,25 @@ def test_look_alikes_are_about_nothing_that_is_asked(name: str) -> None:
         about = {word for groups in re.findall(forms, one.document) for word in groups if word}
         assert not about & words
         found += len(about)
+    assert found > 20
+
+
+def test_look_alikes_of_training_texts_are_about_nothing_that_is_asked() -> None:
+    names, filler = ["world/qa2", "world/qa3", "world/prices"], FillerOptions(lookalike_share=1.0)
+    taken, found = r"Somebody took the (\w+)", 0
+    for seed in range(12):
+        one = tasks.get("world/qa2").sample(TOKENIZER, 1024, seed=seed, split="train", filler=filler)
+        mixed = mixture(TOKENIZER, names, 1024, seed=seed, density=0.2, filler=filler)
+        forked = quiz(TOKENIZER, names, 1024, questions=9, seed=seed, density=0.2, filler=filler)
+        texts = [
+            (one.document, " ".join(question.reply for question in one.asked) + one.question),
+            (mixed.document, mixed.reply + mixed.question),
+            (forked.document, " ".join(f"{question.text} {question.reply}" for _, question in forked.questions)),
+        ]
+        for document, asked in texts:
+            things = set(re.findall(taken, document))
+            assert not things & set(re.findall(r"\w+", asked))
+            found += len(things)
     assert found > 20
 
 

@@ -89,6 +89,14 @@ def test_a_state_of_another_stream_is_refused(tokenizer, name, changed):
         stream_of(tokenizer, **changed).restore(stream_of(tokenizer).state())
 
 
+def test_other_rows_of_the_same_number_are_refused_and_states_of_earlier_versions_are_taken(tokenizer):
+    state = stream_of(tokenizer).state()
+    others = [{**row, "answer": f"{row['answer']} w1"} for row in ROWS]
+    with pytest.raises(ValueError, match="--resume: the first row of --dataset .* is another than the checkpoint's"):
+        stream_of(tokenizer, others).restore(state)
+    stream_of(tokenizer, others).restore({name: value for name, value in state.items() if name != "first_row"})
+
+
 def test_processes_together_read_what_one_process_reads(tokenizer):
     rows = [*ROWS, {"prompt": "w1", "answer": ""}]
     alone = take(stream_of(tokenizer, rows, skip_bad_rows=True), 12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,27 @@ def test_rows_of_tasks_are_texts_of_the_training_split_with_all_questions() -> N
     assert family[1]["document"] != task.sample(TOKENIZER, 900, seed="3/1").document
 
 
+def test_each_length_has_each_share_of_look_alikes() -> None:
+    tokens = [900, 901, 902, 903]
+    made = question_rows.task_rows(TOKENIZER, 16, tokens, names=["passkey"], seed=3, lookalikes=1.0)
+    marks = [len(re.findall(": |= ", row["document"])) for row in made]
+    assert max(marks[:4]) < min(marks[4:8]) < min(marks[12:])
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
         ({**ROW, "questions": "What?"}, "has a field 'questions' that is not a list of question/answer objects"),
-        ({**ROW, "questions": []}, "has a field 'questions' that is not a list of question/answer objects"),
+        ({**ROW, "questions": []}, "has a field 'questions' without a question"),
+        (
+            {**ROW, "questions": {"question": "Who?", "answer": "Bob."}},
+            "'questions' that is not a list of question/answer",
+        ),
+        ({**ROW, "questions": {"question": "Who?", "answer": 7}}, "'questions' that is not a list of"),
+        (
+            {**ROW, "questions": {"question": ["Who?"], "answer": []}},
+            "'questions' that is not a list of question/answer",
+        ),
         ({**ROW, "questions": [{"question": "What?"}]}, "has a question without text or answer in field 'questions'"),
         ({**ROW, "document": " "}, "has an empty field 'document'"),
     ],
@@ -187,6 +204,11 @@ def test_the_command_writes_rows_and_trains_on_them(
         (["--density=0.1"], "--density 0.1 changes nothing with --texts tasks; leave it out"),
         (["--questions=2"], "--questions 2 changes nothing with --texts tasks; leave it out"),
         (["--tasks=longbench/qasper"], "--texts tasks makes texts, and task longbench/qasper has texts of its own"),
+        (
+            ["--tasks=lookalikes", "--tokens=256,512", "--rows=7"],
+            r"--rows 7 is less than one row of each \(2 lengths of --tokens, 4 tasks\), which take turns; give 8",
+        ),
+        (["--tasks=passkey", "--rows=3", "--lookalikes=0.5"], r"--rows 3 .*, 1 tasks, 4 shares of --lookalikes\)"),
     ],
 )
 def test_what_rows_of_tasks_cannot_have_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:

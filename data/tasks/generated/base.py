@@ -36,6 +36,12 @@ class Planted:
         """The questions, with replies that follow the rules."""
         return tuple(self.rules.over(question) for question in self.questions)
 
+    @property
+    def things(self) -> frozenset[str]:
+        """What statements, questions and answers are about: look-alikes are about something else."""
+        known = [part for one in self.asked for part in (one.text, one.reply, *one.targets)]
+        return things_of(*self.statements, *known)
+
 
 def asked_about(introduction: str, text: str, question: str) -> tuple[str, int]:
     """Return a user's turn, the question on its own line after the document, and where the document ends in it."""
@@ -190,9 +196,8 @@ class GeneratedTask(Task):
         depths = self.arranged(depths if depth is None else [depth, *depths[1:]][: len(depths)])
         asked = planted.asked[0]
         source = self.filler(rng, filler)
-        if self.lookalikes:
-            known = [part for one in planted.asked for part in (one.text, one.reply, *one.targets)]
-            source.about = things_of(*planted.statements, *known)
+        if source.options.lookalike_share:
+            source.about = planted.things
         text = hide(
             tokenizer,
             planted.statements,

@@ -235,6 +235,8 @@ def _surrounded(
 ) -> str:
     """Return the facts in a text so long that the chat prompt with this question has at most `tokens` tokens."""
     statements, depths = _hidden(planted)
+    if filler.options.lookalike_share:
+        filler.about = frozenset().union(*(plant.facts.things for plant in planted))
     return hide(
         tokenizer,
         statements,
