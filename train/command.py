@@ -104,7 +104,10 @@ def _plan(training: TrainingRun, process: PartialState) -> list[str]:
     """Return what is known before anything is fetched: bytes, operations, and what an hour would have to do."""
     from locret.train.memory_plan import gibibytes
 
-    steps, tokens = training.optimizer.steps, f"{training.planned_tokens():,} tokens"
+    steps, planned = training.optimizer.steps, training.planned_tokens()
+    row = f"a row of {planned:,} tokens"
+    if planned < training.longest_row():
+        row += f" (longer ones are read whole and take more; --max-tokens {planned} leaves them out)"
     memory = ", ".join(f"{name.replace('_', ' ')} {gibibytes(count)}" for name, count in training.plan().items())
     for place, count in training.weights.elsewhere(training.device).items():
         memory += f"; backbone on {place} {gibibytes(count)}"
@@ -118,8 +121,9 @@ def _plan(training: TrainingRun, process: PartialState) -> list[str]:
             work += f", {time} for all steps on a GPU that does {_ASSUMED_RATE:.0e} a second"
     return [
         f"plan: {steps:,} steps on {training.data.dataset} for {training.backbone.model}, into {training.run.output}",
-        f"  memory on {training.device}, for the longest row there may be, of {tokens}: {memory}",
-        f"  work, if all rows were so long: {work}; the time it takes here is known after the first steps",
+        f"  memory on {training.device}, for {row}: {memory}",
+        f"  work, if all rows were so long, and each were read once: {work}; the time it takes here is known after the "
+        "first steps",
     ]
 
 

@@ -27,6 +27,12 @@ from locret.tables import markdown
 TRAIN, EVALUATE = "locret.train.command", "locret.infer.evaluation.command"
 REFERENCES = "references"
 _FOLDERS = ("rows", "recipes", "evaluation", REFERENCES)
+_SET_HERE = {
+    "common": ("model", "output", "resume", "overwrite", "dry_run", "devices"),
+    "rows": ("output",),
+    "evaluation": ("model", "heads", "methods", "output", "resume", "overwrite", "dry_run", "suite"),
+}
+"""Options that this command gives itself, by section."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,13 @@ class CompareOptions:
                 )
         if len(set(self.methods)) != len(self.methods) or not self.methods:
             raise ValueError("methods is empty or names one twice; name each once, such as [locret, locret+shares]")
+        sections = {"common": self.common, "evaluation": self.evaluation}
+        sections |= {f"variants.{name}": given for name, given in self.variants.items()}
+        sections |= {f"rows.{name}": given for name, given in self.rows.items()}
+        for section, given in sections.items():
+            own = _SET_HERE["common" if section.startswith("variants.") else section.split(".")[0]]
+            if found := [key for key in given if key.replace("-", "_") in own]:
+                raise ValueError(f"{section} has {found[0]}, which this command sets itself; leave it out there")
 
     def chosen(self) -> list[str]:
         """Return the variants to work on, in the order of the recipe."""
@@ -220,6 +233,7 @@ def check(options: CompareOptions) -> None:
             QuestionRowsOptions(**{"output": "rows.jsonl", **given})
         except (TypeError, ValueError) as error:
             raise ValueError(f"rows.{name}: {error}") from None
+    _check_evaluation(options)
     chosen = options.chosen()
     for name in chosen:
         start = {**options.common, **options.variants[name]}.get("init_from")
@@ -227,9 +241,8 @@ def check(options: CompareOptions) -> None:
             raise ValueError(
                 f"--only {options.only}: {name} goes on from {start}, which {options.output} lacks; add it to --only"
             )
-        flags = [f"--{key}={_flag_value(value)}" for key, value in options.recipe(name).items() if value is not None]
         try:
-            training_options.parse([*flags, f"--output={Path(options.output) / name}"])
+            training_options.parse([*_flags(options.recipe(name)), f"--output={Path(options.output) / name}"])
         except ValueError as error:
             raise ValueError(f"variants.{name}: {error}") from None
         for method in options.methods:
@@ -237,6 +250,34 @@ def check(options: CompareOptions) -> None:
                 method_spec.parse(method).changes.get("layer_budgets") == "shares"
             ):
                 raise ValueError(f"variants.{name} has no layer_shares, which {method} in methods needs; set it")
+
+
+def _check_evaluation(options: CompareOptions) -> None:
+    from locret.cli.command import parse_options
+    from locret.infer.evaluation.eval_options import OPTION_CLASSES, numbers
+
+    named = [f"--model={options.model}", f"--methods={','.join((*options.references, *options.methods))}"]
+    try:
+        (_, evaluation, budgets, _), _ = parse_options(
+            "locret-eval", "", OPTION_CLASSES, [*_flags(options.evaluation), *named]
+        )
+        evaluation.named_methods()
+        scores = {"protocol": evaluation.chosen_protocols()}
+        found = {"lengths": evaluation.lengths, **vars(budgets)}
+        for name in ("lengths", "budget", "chunk_size", "stabilizers"):
+            given = [] if found[name] is None else numbers(found[name], f"--{name.replace('_', '-')}")
+            if name in ("lengths", "budget") and min(given, default=1) < 1:
+                raise ValueError(f"--{name} {min(given)} is too small; give 1 or more")
+            if name in ("chunk_size", "stabilizers"):
+                scores[name] = given
+    except ValueError as error:
+        raise ValueError(f"evaluation: {error}") from None
+    for name, values in scores.items():
+        if len(values) > 1:
+            raise ValueError(
+                f"evaluation has {len(values)} values of {name}, and the table has one score of a task, length and "
+                "budget; give one, and the others in recipes with outputs of their own"
+            )
 
 
 def write_table(options: CompareOptions) -> None:
@@ -275,8 +316,7 @@ def _make_rows(options: CompareOptions, name: str, given: Mapping[str, Any]) -> 
     file = Path(options.output) / "rows" / f"{name}.jsonl"
     _remember(file.with_suffix(".yaml"), given, f'the rows "{name}"')
     if not file.is_file():
-        flags = [f"--{key}={_flag_value(value)}" for key, value in {"tokenizer": options.model, **given}.items()]
-        question_rows.command([*flags, f"--output={file}"])
+        question_rows.command([*_flags({"tokenizer": options.model, **given}), f"--output={file}"])
 
 
 def _evaluate(options: CompareOptions, name: str, methods: Sequence[str], heads: Path | None) -> None:
@@ -313,8 +353,13 @@ def _remember(file: Path, options: Mapping[str, Any], what: str) -> None:
     write_text(file, text, parents=True)
 
 
-def _flag_value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _flags(given: Mapping[str, Any]) -> list[str]:
+    """Return options as a command line has them; those that are none are left out."""
+    return [
+        f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in given.items()
+        if value is not None
+    ]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The output folder of a training run: checked before any weights are loaded, filled only once training can begin.
 
 OUTPUT/  config.json, model.safetensors, README.md (the heads, at the end), run.json, log.jsonl, dropped_rows.json,
-         tensorboard/, wandb/, checkpoint-<step>/
+         tensorboard/, wandb/, checkpoint-<step>/, published/
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from locret.train.resumed import AUTO, NEWEST, RECORD
 
 LOG, TENSORBOARD, CHECKPOINTS = "log.jsonl", "tensorboard", "checkpoint-*"
 DROPPED = "dropped_rows.json"
-_OURS = (RECORD, LOG, DROPPED, TENSORBOARD, "wandb", CHECKPOINTS, "config.json", "model.safetensors", "README.md")
+PUBLISHED = "published"
+"""A gate in the form of its authors."""
+_HEADS = ("config.json", "model.safetensors", "README.md")
+_OURS = (RECORD, LOG, DROPPED, TENSORBOARD, "wandb", CHECKPOINTS, PUBLISHED, *_HEADS)
 _PACKAGES = ("accelerate", "datasets", "peft", "safetensors")
 
 

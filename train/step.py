@@ -39,6 +39,7 @@ from locret.labels.labels import layer_labels, observe, token_row
 from locret.labels.many_answers import labels_of_answers
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
+from locret.scorers.retaining_heads import leaves_levels_open, recommended_shares
 from locret.train.loss import fit_and_smoothness, top_overlap
 from locret.train.shared_rows import share_of_loss
 from locret.train.training_options import DataOptions, Loss
@@ -124,7 +125,7 @@ def train_step(
     ids = torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model))
     observe(model, ids, on_layer)
     if policy is not None:
-        recorder = _Recorder(heads)
+        recorder = _Recorder(heads, loss)
         prefill(model, prompt_ids[:, :trained], RetentionCache(model, recorder, policy))
         for layer, labels_KT in waiting.items():
             learn(layer, recorder.take(layer), labels_KT)
@@ -154,7 +155,7 @@ def _apart_step(
     kind, last = kinds.get(loss.label_kind), loss.include_last_prompt_token
     labels_LKT = labels_of_answers(model, document_1D, asked, kind, last, labelled=trained, on_document=on_document)
     if policy is not None:
-        recorder = _Recorder(heads)
+        recorder = _Recorder(heads, loss)
         prefill(model, document_1D[:, :trained], RetentionCache(model, recorder, policy))
         features = {layer: recorder.take(layer) for layer in heads}
     backbone, parts = describe(model), list[Tensor]()
@@ -210,7 +211,7 @@ def _shared_step(
 
     observe_share(model, share, ids, on_layer)
     if policy is not None:
-        recorder = _Recorder(heads, range(share.start, share.end + follows))
+        recorder = _Recorder(heads, loss, range(share.start, share.end + follows))
         prefill(model, prompt_ids[:, :trained], RetentionCache(model, recorder, policy))
         for layer, labels_KL in waiting.items():
             features = recorder.take(layer)
@@ -251,20 +252,30 @@ class _Recorder(Scorer):
 
     Args:
         heads: The heads.
+        loss: What they learn.
         kept: Positions of the tokens whose features are kept; None: all.
     """
 
     name: ClassVar[str] = "recorder"
     over_ranks: ClassVar[bool] = True
 
-    def __init__(self, heads: RetainingHeads, kept: range | None = None) -> None:
-        self.heads, self._kept = heads, kept
+    def __init__(self, heads: RetainingHeads, loss: Loss, kept: range | None = None) -> None:
+        self.heads, self._loss, self._kept = heads, loss, kept
         self._features: dict[int, list[Tensor]] = {layer: [] for layer in heads}
 
     @property
     def neighbours(self) -> int:
         """Those of the heads."""
         return self.heads.config.neighbours
+
+    @property
+    def layer_shares(self) -> tuple[float, ...] | None:
+        """Those that the heads recommend."""
+        return recommended_shares(self.heads.config)
+
+    def relative(self, prepared: None) -> bool:
+        """As for the heads that this loss makes."""
+        return leaves_levels_open(self._loss.label_kind, self._loss.objective)
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (1, K, L)."""

@@ -31,7 +31,9 @@ from locret.hub import no_token
 from locret.labels import kinds
 from locret.load_options import WeightOptions
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
+from locret.policy.growth import check_share_count
 from locret.policy.policy import RetentionPolicy
+from locret.scorers.retaining_heads import recommended_shares
 from locret.train import checkpointing, launch, run_folder
 from locret.train.devices_plan import Choice, Devices, PlannedRow, choices
 from locret.train.layer_shares import check_longer, layer_shares
@@ -67,8 +69,6 @@ logger = logging.getLogger(__name__)
 # What a resumed run may choose anew: none of it changes a step.
 _PLACES = ("device_map", "max_memory", "offload_folder", "sp_size", "shard", "shard_offload", "shard_offload_dir")
 _FREE = (*_PLACES, "data_dir", "skip_bad_rows", "max_row_bytes", "eval_every", *RunOptions.__dataclass_fields__)
-PUBLISHED = "published"
-"""Folder of a run's output for a gate in the form of its authors."""
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
@@ -132,11 +132,7 @@ class TrainingRun:
             )
         check_shared(describe(self.config), self.backbone.sp_size)
         self._settle_width()
-        if kinds.get(self.loss.label_kind).terms is not None and max(self.backbone.sp_size, self.head_ranks) > 1:
-            raise ValueError(
-                f"--label-kind {self.loss.label_kind} weighs by hidden states and values of all heads, which one "
-                "process must have; drop --sp-size and --shard tp, or use log_attention"
-            )
+        self._check_label_kind()
         self._check_layer_shares()
         if self.loss.answers == "each" and self.backbone.sp_size > 1:
             raise ValueError(
@@ -147,6 +143,53 @@ class TrainingRun:
             logger.warning("--evict-while-training without --init-from: untrained heads evict by chance at first")
         elif self.backbone.init_from is not None and os.path.isdir(self.backbone.init_from):
             self._take_initial_heads(self.backbone.init_from)
+        if self.backbone.init_from is None:
+            self._check_heads()
+
+    def _check_label_kind(self) -> None:
+        kind = self.loss.label_kind
+        if kinds.get(kind).terms is None:
+            return
+        if max(self.backbone.sp_size, self.head_ranks) > 1:
+            raise ValueError(
+                f"--label-kind {kind} weighs by hidden states and values of all heads, which one process must have; "
+                "drop --sp-size and --shard tp, or use log_attention"
+            )
+        if any(shape.latent for shape in describe(self.config).full_shapes):
+            raise ValueError(
+                f"--label-kind {kind} weighs values by the output projection, but this backbone holds latents; use "
+                "log_attention"
+            )
+
+    def _check_heads(self, shares: tuple[float, ...] | None = None) -> None:
+        """Refuse a gate that its authors' files cannot hold, and a policy whose layers have no shares.
+
+        Args:
+            shares: Those that the heads of `--init-from` recommend.
+
+        Raises:
+            ValueError: Naming the option.
+        """
+        backbone, policy = describe(self.config), self.run.policy
+        gate, layers = self.backbone.gate, len(backbone.layers)
+        if gate.startswith("kvzap") and layers != backbone.num_layers:
+            raise ValueError(
+                f"--gate {gate} is published with a gate for every layer, but this backbone has {layers} with full "
+                f"attention of {backbone.num_layers}; use --gate fast-kvzip or {LOCRET}"
+            )
+        if "policy" not in self.chosen or policy.layer_budgets != "shares":
+            return
+        shares = policy.layer_shares or shares
+        if shares is not None:
+            check_share_count(shares, layers)
+        elif self.run.layer_shares is None or self.loss.evict_while_training:
+            raise ValueError(
+                "--policy.layer-budgets shares needs a share of each layer; measure them with --layer-shares 64 at the "
+                "end of a run without --evict-while-training, or give --policy.layer-shares"
+            )
+        if self.run.layer_shares is None and policy.layer_shares is None:
+            self.run = replace(self.run, policy=replace(policy, layer_shares=shares))
+            self.options["policy"] = self.run.policy.to_dict()
 
     def _check_layer_shares(self) -> None:
         if self.run.layer_shares is None:
@@ -207,6 +250,7 @@ class TrainingRun:
                 f"--init-from {self.backbone.init_from}; leave it out"
             )
         self._take_shape(gate, hidden_dim, heads.config.neighbours)
+        self._check_heads(recommended_shares(heads.config))
         if self.loss.evict_while_training and "policy" not in self.chosen and heads.config.policy:
             policy = RetentionPolicy.from_dict(heads.config.policy, "the policy of --init-from")
             self.run = replace(self.run, policy=policy)
@@ -295,6 +339,11 @@ class TrainingRun:
                 f"--eval-rows {asked} leaves nothing to train on: --dataset {self.data.dataset} has {found} rows that "
                 "can be read; lower it, or use --eval-rows 0"
             )
+        if not found and self.validation.eval_every is not None:
+            raise ValueError(
+                f"--eval-every {self.validation.eval_every} evaluates on held-out rows, and there are none; give "
+                "--eval-rows 8, or drop it"
+            )
         if not found and asked is None:
             logger.warning("no rows are left to hold out; --eval-rows N keeps N from being trained on, to evaluate on")
         if self.run.layer_shares is not None and not found:
@@ -313,6 +362,11 @@ class TrainingRun:
         trained = min(self.data.max_prompt_tokens, context)
         read = 2 * trained if self.loss.label_source == "reconstruction" else trained
         return min(self.data.max_tokens or read, context)
+
+    def longest_row(self) -> int:
+        """Return the most tokens that a row may have, answer included."""
+        context = describe(self.config).max_positions
+        return min(self.data.max_tokens or context, context)
 
     @property
     def head_ranks(self) -> int:
@@ -460,7 +514,7 @@ class TrainingRun:
                 if accelerator.is_main_process:
                     self._annotate(heads, model, summary).save_pretrained(self.folder)
                     if heads.config.gate is not None:
-                        heads.save_published(self.folder / PUBLISHED)
+                        heads.save_published(self.folder / run_folder.PUBLISHED)
         accelerator.wait_for_everyone()
         return summary
 

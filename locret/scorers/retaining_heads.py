@@ -54,8 +54,7 @@ class RetainingHeadScorer(Scorer):
     @property
     def layer_shares(self) -> tuple[float, ...] | None:
         """Those of the policy that the heads recommend."""
-        found = (self._config.policy or {}).get("layer_shares")
-        return None if found is None else tuple(found)
+        return recommended_shares(self._config)
 
     def prepare(self, model: nn.Module) -> RetainingHeads:
         """Return the heads, loaded if need be, each on its layer's device; where processes share heads, its part.
@@ -79,8 +78,7 @@ class RetainingHeadScorer(Scorer):
     def relative(self, prepared: RetainingHeads) -> bool:
         """Yes, unless a regression taught labels that compare across heads: a ranking leaves each head's level open."""
         label, training = prepared.config.label or {}, prepared.config.training or {}
-        kind = KINDS.get(str(label.get("kind")))
-        return kind is None or not kind.comparable or training.get("objective") != "regression"
+        return leaves_levels_open(label.get("kind"), training.get("objective"))
 
     def predicts(self, prepared: RetainingHeads) -> bool:
         """Yes, unless the heads are gates that were taught to decide, not to predict."""
@@ -97,6 +95,18 @@ class RetainingHeadScorer(Scorer):
         """Return scores (B, K, L)."""
         scores_BLK: Tensor = prepared[layer_idx](features_BLF)
         return scores_BLK.transpose(1, 2)
+
+
+def recommended_shares(config: HeadsConfig) -> tuple[float, ...] | None:
+    """Return the shares of the layers in the policy that heads recommend; None: none."""
+    found = (config.policy or {}).get("layer_shares")
+    return None if found is None else tuple(found)
+
+
+def leaves_levels_open(label_kind: str | None, objective: str | None) -> bool:
+    """Return whether heads that learn such labels with such an objective do not compare across heads."""
+    kind = KINDS.get(str(label_kind))
+    return kind is None or not kind.comparable or objective != "regression"
 
 
 def as_scorer(scorer: RetainingHeads | Scorer) -> Scorer:

@@ -102,11 +102,28 @@ def test_a_variant_has_a_line_per_method() -> None:
         ({"methods": ["locret+shares"]}, r"variants.paper has no layer_shares, which locret\+shares in methods needs"),
         ({"rows": {"short": {"rows": 0}}}, "rows.short: --rows 0 leaves nothing to write"),
         ({"rows": {"short": {"row": 5}}}, "rows.short: .*unexpected keyword argument 'row'"),
+        ({"rows": {"short": {"output": "a"}}}, "rows.short has output, which this command sets itself; leave it out"),
+        ({"variants": {"a": {"model": "other"}}}, "variants.a has model, which this command sets itself"),
+        ({"common": {"dry-run": True}}, "common has dry-run, which this command sets itself"),
+        ({"evaluation": {"heads": "some"}}, "evaluation has heads, which this command sets itself"),
+        ({"evaluation": {"taks": "passkey"}}, "evaluation: --taks is unknown; did you mean --tasks"),
+        ({"evaluation": {"budget": "few"}}, "evaluation: --budget few is not a list of whole numbers"),
+        ({"evaluation": {"budget": [64, 0]}}, "evaluation: --budget 0 is too small; give 1 or more"),
+        (
+            {"evaluation": {"protocol": "aware,agnostic"}},
+            "evaluation has 2 values of protocol, and the table has one score of a task, length and budget; give one",
+        ),
+        ({"evaluation": {"chunk_size": [64, 128]}}, "evaluation has 2 values of chunk_size"),
+        ({"references": ["full", "orcale"]}, "evaluation: .*orcale"),
     ],
 )
 def test_a_bad_recipe_is_refused_before_anything_is_trained(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(options(**changes))
+
+
+def test_a_recipe_with_an_evaluation_passes() -> None:
+    check(options(evaluation={"tasks": ["passkey"], "lengths": "1K,2K", "budget": [64, 32], "protocol": "agnostic"}))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

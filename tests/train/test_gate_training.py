@@ -124,6 +124,22 @@ def test_a_width_that_changes_nothing_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_gate_that_its_authors_files_cannot_hold_is_refused_before_it_is_trained(
+    paths: tuple[Path, Path], tmp_path: Path
+) -> None:
+    backbone("gemma2").config.save_pretrained(tmp_path / "model")  # no weights: the config tells
+    with pytest.raises(ValueError, match="--gate kvzap-mlp is published .* 2 with full attention of 3; use"):
+        train((tmp_path / "model", paths[1]), tmp_path / "run", "--gate=kvzap-mlp", *FEW)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_overwritten_leaves_no_gate_of_its_own(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    assert train(paths, tmp_path / "run", "--gate=kvzap-linear", *FEW) == 0
+    assert (tmp_path / "run" / "published").is_dir()
+    assert train(paths, tmp_path / "run", "--overwrite", "--hidden-dim=4", *FEW) == 0
+    assert not (tmp_path / "run" / "published").exists()
+
+
 def test_another_architecture_than_that_of_the_heads_to_go_on_from_is_refused(
     paths: tuple[Path, Path], tmp_path: Path
 ) -> None:

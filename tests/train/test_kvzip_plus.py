@@ -67,13 +67,18 @@ def test_a_longer_value_is_worth_more_and_a_longer_hidden_state_takes_away() -> 
     torch.testing.assert_close(after - before, torch.full_like(after, 3.0).log())
 
 
-def test_latents_are_refused() -> None:
+def test_latents_are_refused(paths: tuple[Path, Path], tmp_path: Path) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}
     ranks = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1}
-    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**sizes, **ranks, **heads)).eval()
+    config = DeepseekV3Config(**sizes, **ranks, **heads)
+    model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ValueError, match="--label-kind kvzip_plus .* holds latents; use log_attention"):
         labels.answer_labels(model, token_ids(9), token_ids(3, seed=1), "kvzip_plus")
+    config.save_pretrained(tmp_path / "model")  # no weights: the config tells
+    with pytest.raises(ValueError, match="--label-kind kvzip_plus .* holds latents; use log_attention"):
+        train((tmp_path / "model", paths[1]), tmp_path / "run", "--label-kind=kvzip_plus")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_command_trains_on_them(paths: tuple[Path, Path], tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from training_cases import backbone, loss_of, refused, token_ids, train, train_a
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
 from locret.labels.labels import answer_labels
+from locret.scorers.retaining_heads import RetainingHeadScorer
 from locret.train.loss import retention_loss
-from locret.train.step import train_step
+from locret.train.step import _Recorder, train_step
 
 TIGHT = RetentionPolicy(budget=8, chunk_size=6, stabilizers=2, local_len=3)
 ROOMY = RetentionPolicy(budget=64, chunk_size=6, stabilizers=2, local_len=3)
@@ -87,6 +88,32 @@ def test_the_second_stage_goes_on_from_heads_under_the_policy_they_recommend(
     resumed = [f"--resume={tmp_path / 'second' / 'checkpoint-3'}", *policy, "--policy.budget=13"]
     code, message = refused(capsys, train_arguments(paths, tmp_path / "third", *second, *resumed))
     assert (code, "--policy was" in message) == (2, True), message
+
+
+@pytest.mark.parametrize("objective", ["regression", "ranking"])
+@pytest.mark.parametrize("kind", ["logit", "log_attention"])
+def test_heads_evict_while_they_learn_as_they_will_in_use(kind: str, objective: Any) -> None:
+    heads = RetainingHeads.for_model(backbone(), hidden_dim=12, seed=3)
+    recorder = _Recorder(heads, loss_of(kind, objective=objective))
+    heads.annotate(label={"kind": kind}, training={"objective": objective}, policy={"layer_shares": [1.0, 0.5, 1.5]})
+    in_use = RetainingHeadScorer(heads=heads)
+    assert recorder.relative(None) == in_use.relative(heads)
+    assert recorder.layer_shares == in_use.layer_shares == (1.0, 0.5, 1.5)
+
+
+def test_an_evicting_stage_shares_layers_out_as_the_heads_recommend(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = ["--policy.budget=16", "--policy.chunk_size=8", "--policy.local_len=2", "--policy.layer_budgets=shares"]
+    assert train(paths, tmp_path / "first", *shares, "--policy.layer_shares=[0.5, 1.5]") == 0
+    second = [f"--init-from={tmp_path / 'first'}", "--evict-while-training", *shares]
+    assert train(paths, tmp_path / "second", *second) == 0
+    policy = RetainingHeads.from_pretrained(tmp_path / "second").config.policy
+    assert policy is not None
+    assert policy["layer_shares"] == [0.5, 1.5]
+    code, message = refused(capsys, train_arguments(paths, tmp_path / "third", "--evict-while-training", *shares))
+    assert (code, "--policy.layer-budgets shares needs a share of each layer" in message) == (2, True), message
+    assert not (tmp_path / "third").exists()
 
 
 def test_evicting_without_a_policy_is_refused_and_without_trained_heads_warned_about(

@@ -27,6 +27,15 @@ BAD_OPTIONS = [
     (["--betas=[0.9,1.5]"], "--betas [0.9, 1.5]: a decay rate is outside 0 to 1; use such as [0.9, 0.95]"),
     (["--policy.stabilizers=7000"], "stabilizers=7000 leaves no room for scored units in budget=6000"),
     (["--policy.budget=0"], "budget=0 is too small; it must be 1 or more"),
+    (
+        ["--policy.budget=64", "--policy.layer_budgets=shares"],
+        "--policy.layer-budgets shares needs a share of each layer; measure them with --layer-shares 64",
+    ),
+    (
+        ["--policy.budget=64", "--policy.layer_budgets=shares", "--policy.layer_shares=[1, 1, 1]"],
+        "layer_shares has 3 numbers for 2 layers with full attention; give one for each",
+    ),
+    (["--eval-every=2"], "--eval-every 2 evaluates on held-out rows, and there are none; give --eval-rows 8"),
     (["--resume", "--overwrite"], "--resume and --overwrite contradict each other; drop one of them"),
     (["--label-kind=softmax"], 'label kind "softmax" is unknown; did you mean logit or log_attention or kvzip_plus?'),
     (["--learning-rat=1"], "--learning-rat is unknown"),
