@@ -107,8 +107,9 @@ class Case:
     @property
     def axes(self) -> dict[str, Any]:
         """What tells the sample from others, as it stands in a record."""
-        # What lies at the depth that was chosen answers the first question.
-        depth = None if self.question else self.task.depth(self.index, len(self.samples.chosen))
+        # What lies at the depth that was chosen answers the first question, unless statements were put in order.
+        chosen = self.task.depth(self.index, len(self.samples.chosen))
+        depth = None if self.question or self.task.in_order else chosen
         return {
             "task": self.task.name,
             "version": self.task.version,
@@ -140,7 +141,8 @@ def plan_runs(
     chosen: Collection[str] = (),
     protocols: Sequence[str] = (AWARE,),
 ) -> list[Run]:
-    """Return the runs of every sample; what keeps every unit is run once per protocol, whatever the budgets.
+    """Return the runs of every sample; what keeps every unit is run once per protocol, whatever the budgets, and a
+    press once per budget.
 
     Args:
         methods: The methods.
@@ -159,7 +161,13 @@ def plan_runs(
             shared = None if one.share is None or method.keeps_all else one
             adapted = None if method.adapt is None else asked
             runs.append(Run(method, method.policy(asked, chosen), shared, tuple(chosen), adapted, protocol))
-    return [run for nth, run in enumerate(runs) if not run.method.keeps_all or run not in runs[:nth]]
+    found: list[Run] = []
+    for run in runs:
+        # A press reads a text in one pass, whatever the chunks and stabilizers of the others.
+        again = presses.is_press(run.method) and any(run.axes == earlier.axes for earlier in found)
+        if not again and not (run.method.keeps_all and run in found):
+            found.append(run)
+    return found
 
 
 def plan_cases(

@@ -67,10 +67,11 @@ def task_score(task: Task, records: Sequence[dict[str, Any]]) -> dict[str, float
         answers = [(record["prediction"], tuple(record["targets"])) for record in own]
         return 100 * task.summarise([record["score"] for record in own], answers)
 
-    if type(task).summarise is Task.summarise or len(texts) < 2:
+    if type(task).summarise is Task.summarise:
         scores = text_scores(texts)
-        score = summarised(texts) if len(texts) == len(records) else statistics.fmean(scores)
-        error = standard_error(scores)
+        score, error = statistics.fmean(scores), standard_error(scores)
+    elif len(texts) < 2:
+        score, error = summarised(texts), None
     else:
         without = [summarised([*texts[:out], *texts[out + 1 :]]) for out in range(len(texts))]
         score, error = summarised(texts), (len(texts) - 1) / len(texts) ** 0.5 * statistics.stdev(without)

@@ -53,13 +53,30 @@ def by_task(cells: Sequence[dict[str, Any]], tokens: int) -> dict[str, list[Held
         cells: The cells of results.json.
         tokens: The length.
     """
-    own = [cell for cell in cells if cell["tokens"] == tokens]
+    own = _told_apart([cell for cell in cells if cell["tokens"] == tokens])
     found = {task: [_held([cell]) for cell in own if cell["task"] == task] for task in _unique(own, "task")}
     if len(found) > 1:
         groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for cell in own:
             groups.setdefault(tuple(cell.get(name) for name in _SETTINGS), []).append(cell)
         found[MEAN] = [_held(group) for group in groups.values() if len(group) == len(found)]
+    return found
+
+
+def _told_apart(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return cells whose methods say their chunk size and stabilizers, where the budget does not tell them apart."""
+    found = list(cells)
+    for name in ("chunk_size", "stabilizers"):
+        values: dict[tuple[Any, ...], set[Any]] = {}
+        for cell in cells:
+            values.setdefault((cell["task"], cell["method"], amount(cell)), set()).add(cell.get(name))
+        several = {method for (_, method, _), own in values.items() if len(own) > 1}
+        found = [
+            {**named, "method": f"{named['method']}, {name.replace('_', ' ')} {cell[name]}"}
+            if cell["method"] in several
+            else named
+            for named, cell in zip(found, cells, strict=True)
+        ]
     return found
 
 

@@ -407,6 +407,9 @@ def test_the_jackknife_of_a_mean_is_its_standard_error_and_works_for_other_score
     assert rooted["score"] == pytest.approx(100 * 0.5**0.5, abs=1e-3)
     assert rooted["standard_error"] == pytest.approx(plain["standard_error"] / (2 * 0.5**0.5), rel=0.01)
     assert summary.task_score(Rooted(**facts), found[:1])["standard_error"] is None
+    of_one = [record(index=0, question=number, score=score) for number, score in enumerate((0.2, 0.4, 0.9, 0.5))]
+    assert summary.task_score(Rooted(**facts), of_one) == {"score": rooted["score"], "standard_error": None}
+    assert summary.task_score(passkey, of_one) == {"score": 50.0, "standard_error": None}
 
 
 def test_gates_grow_with_the_methods_whatever_tells_them_apart(tmp_path: Path) -> None:

@@ -149,6 +149,18 @@ def test_labels_are_computed_once_per_sample_and_only_for_the_oracle(
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("name", tasks.names("generated") + tasks.names("lookalikes") + tasks.names("world"))
+def test_a_depth_on_record_is_that_of_the_first_statement(setup: Setup, name: str) -> None:
+    task = tasks.get(name)
+    ordered = name in ("variable_tracking", "world/latest", "world/qa1", "world/qa2", "world/qa3", "world/qa5")
+    for case in cases([task], [1024], 3, 0):
+        depth = case.axes.get("depth")
+        assert (depth is None) == ordered
+        depths = case.sample(setup.tokenizer).depths
+        assert depth is None or not depths or depths[0] == depth
+    assert not (ordered and task.single_needle)
+
+
 def test_a_sample_is_written_once_for_all_its_runs_and_not_at_all_when_all_are_done(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,3 +141,17 @@ def test_an_evaluation_sets_a_second_tier_against_eviction_with_as_many_bytes(
     assert {entry["tier"] for entry in found["frontier"]} == {"fast", "total"}
     assert "Bytes held and scores at 300 tokens:" in page
     assert page.split("Bytes held")[1] in (out / "results.md").read_text()
+
+
+def test_cells_that_the_budget_does_not_tell_apart_say_what_does() -> None:
+    cells = [
+        cell("locret", 32, 20.0, 500_000, chunk_size=64),
+        cell("locret", 32, 90.0, 3_000_000, chunk_size=512),
+        cell("random", 32, 5.0, 500_000, stabilizers=8),
+        cell("random", 64, 6.0, 600_000, stabilizers=16),
+    ]
+    lines = [line for line in tiers.table(cells).splitlines() if line.startswith("| ")][2:]
+    named = [line.split(" | ")[0].removeprefix("| ") for line in lines]
+    assert named == ["locret, chunk size 64", "locret, chunk size 512", "random", "random"]
+    assert ["20.0" in line for line in lines] == [True, False, False, False]
+    assert ["90.0" in line for line in lines] == [False, True, False, False]

@@ -129,6 +129,14 @@ def test_a_press_keeps_its_share_of_each_text(protocol: str, setup: Setup) -> No
     assert asked[0]["keep"] == (100 if protocol == AWARE else 90 + 8)
 
 
+def test_a_press_is_asked_once_whatever_the_chunks_of_the_others() -> None:
+    chunks = [{"budget": budget, "chunk_size": size, "local_len": 8} for budget in (16, 32) for size in (64, 128)]
+    named = [methods.get("random"), methods.get("kvpress/knorm")]
+    runs = runner.plan_runs(named, [runner.Allotment(one) for one in chunks], 4000, ("local_len",))
+    assert [run.method.name for run in runs] == ["random"] * 4 + ["kvpress/knorm"] * 2
+    assert [run.axes["budget"] for run in runs[4:]] == [16, 32]
+
+
 @pytest.mark.parametrize("tokens", [3, 40, 64, 65, 66, 67])
 def test_a_press_reads_the_beginning_of_a_text_that_ends_in_what_stays(tokens: int, setup: Setup) -> None:
     allotment = runner.Allotment({"budget": 16, "chunk_size": 64, "local_len": 64})

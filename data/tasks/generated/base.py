@@ -155,7 +155,9 @@ class GeneratedTask(Task):
 
     @property
     def single_needle(self) -> bool:
-        """Whether the first statement holds the whole answer to the question that is asked."""
+        """Whether the first statement holds the whole answer to the question that is asked, at the depth chosen."""
+        if self.in_order:
+            return False
         planted = self.plant(Draw(random.Random(0), "eval"))
         return bool(planted.statements) and all(
             target in planted.statements[0] for target in planted.questions[0].targets
@@ -245,8 +247,8 @@ class GeneratedTask(Task):
         return Selection(task, samples, {"version": self.version, **own, **longest})
 
     def arranged(self, depths: list[float]) -> list[float]:
-        """Return the depths of the statements; a task whose statements must follow each other sorts them."""
-        return depths
+        """Return the depths of the statements, ascending where they must follow each other."""
+        return sorted(depths) if self.in_order else depths
 
     def check(self, tokenizer: Any) -> None:
         """Refuse a tokenizer that cannot express the task's words and numbers.

@@ -28,7 +28,7 @@ class NearKeys(GeneratedTask):
     max_new_tokens: int = 24
 
     keys: int = 16
-    """Keys hidden in the text, at most 45 times 23."""
+    """Keys hidden in the text, at most 42 times 23."""
     digits: int = 4
     """Digits of each number."""
 
@@ -99,6 +99,7 @@ class Latest(GeneratedTask):
     """Find the number of a key that has been changed several times: the latest counts."""
 
     settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "keys", "changes", "digits")
+    in_order: ClassVar[bool] = True
     name: str = "world/latest"
     source: str = "the same key several times, the latest wins; ours"
     metric: str = "string match, all"
@@ -130,10 +131,6 @@ class Latest(GeneratedTask):
             for name in names
         ]
         return Planted(statements=tuple(statements), questions=tuple(questions))
-
-    def arranged(self, depths: list[float]) -> list[float]:
-        """Return the depths ascending: what is stated later counts."""
-        return sorted(depths)
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return 1 if the prediction contains the latest number."""

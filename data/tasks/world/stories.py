@@ -25,13 +25,10 @@ SIDES = ("north", "south", "east", "west")
 
 @dataclass(frozen=True, kw_only=True)
 class _Story(GeneratedTask):
+    in_order: ClassVar[bool] = True
     metric: str = "the last sentence names it"
     introduction: str = "Here is a text with a story in it. Read it well."
     max_new_tokens: int = 40
-
-    def arranged(self, depths: list[float]) -> list[float]:
-        """Return the depths ascending: a story is told in order."""
-        return sorted(depths)
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return 1 if the last sentence of the prediction has the answer."""
@@ -162,6 +159,7 @@ class Directions(_Story):
     """Find a room by the side of another on which it lies."""
 
     settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "pairs")
+    in_order: ClassVar[bool] = False
     name: str = "world/qa4"
     version: int = 2
     source: str = "bAbI qa4 as in BABILong (arXiv 2406.10149)"
@@ -198,10 +196,6 @@ class Directions(_Story):
         if len(statements) < self.pairs:
             raise ValueError(f"task {self.name}: one text cannot hold pairs={self.pairs}; ask for fewer")
         return Planted(statements=tuple(statements), questions=tuple(questions))
-
-    def arranged(self, depths: list[float]) -> list[float]:
-        """Return the depths as they are: nothing here follows from what came before."""
-        return depths
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return 1 if the room is the last that the prediction names."""
