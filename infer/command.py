@@ -490,7 +490,8 @@ def _ask_with_evidence(options: Options, context: Any, question: str) -> dict[st
 
     generation, source = options.generation, options.prompt.reread
     settings = answer.generation_settings(generation, context.lm.model, context.lm.tokenizer)
-    chosen = {name: value for name, value in settings.items() if value not in (None, False)}
+    # `check_evidence` has refused compile; do_sample=False and top_k=0 are choices, too.
+    chosen = {name: value for name, value in settings.items() if value is not None and name != "compile"}
     torch.manual_seed(generation.seed)
     try:
         found = context.ask(question, evidence=True, source=None if source is None else Path(source), **chosen)

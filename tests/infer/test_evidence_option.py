@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,17 @@ def test_answers_come_with_their_evidence(text: str, tmp_path: Path, capsys: pyt
     assert out.startswith("> What is the pass key?\n")
     assert "% of the attention may be lost" in out
     assert out.endswith("; evidence may be gone\n" if again["flagged"] else "; not flagged\n")
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "0.8", "--top-k", "0", "--seed", "3")])
+def test_the_answer_is_word_for_word_that_without_evidence(
+    backbone: Path, heads: Path, text: str, tmp_path: Path, infer: Callable[..., Any], sampling: tuple[str, ...]
+) -> None:
+    model, saved = ["--model", backbone, "--heads", heads], tmp_path / "text.ctx"
+    assert infer(*model, "--prompt-file", text, "--ledger", "256", "--save-context", saved, "--quiet").code == 0
+    call = [*model, "--context", saved, *ASK, *sampling, "--json", "--quiet"]
+    (plain,), (own,) = (json.loads(infer(*call, *more).out)["answers"] for more in ([], ["--evidence"]))
+    assert own["answer"] == plain["answer"]
 
 
 @pytest.mark.parametrize(
