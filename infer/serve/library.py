@@ -432,11 +432,14 @@ class Library:
         if entry.units == budget:
             return entry
         entry = self._to_shrink(name, budget)
-        key = _digest(entry.key, f"shrunk to {budget}", [])
+        # Files of earlier versions, under the digest of other words, do not say where the text ends.
+        key = _digest(entry.key, f"shrunk to {budget}, with its end", [])
 
         def make(job: Job) -> None:
             with self._working(job, [entry]):
-                self._save_automatic(key, self._load(entry).shrink(budget).cache, entry.key)
+                cache = self._load(entry).shrink(budget).cache
+                cache.protected = closed(cache.protected, self._text_end(entry))
+                self._save_automatic(key, cache, entry.key)
 
         return self._made_automatic(key, entry.source, make, lambda: False)
 
@@ -497,7 +500,7 @@ class Library:
         def make(job: Job) -> None:
             with self.reader.slot(job):
                 cache = self.lm.new_cache() if start is None else self._load_cache(start)
-                if base is not None:
+                if base is not None and any(one.end is None for spans in cache.protected for one in spans):
                     cache.protect(*closed(cache.protected, self._text_end(base)))
                 if protected:
                     cache.protect(protected)
@@ -576,7 +579,7 @@ class Library:
             return cache
 
     def _text_end(self, entry: Entry) -> int:
-        """Return where a context's text ends: after the words that wait for what follows them."""
+        """Return where the text of a context with a name ends: after the words that wait for what follows them."""
         stream, *_ = saved_turns(entry.path, self.lm.tokenizer, self.lm._vocabulary)
         return entry.tokens + len(encode(self.lm.tokenizer, stream.pending))
 
