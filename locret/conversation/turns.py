@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from locret.conversation.rules import ASSISTANT, EACH, QUESTION, ROLES, USER, Rule, rules_of
+from locret.conversation.rules import ASSISTANT, EACH, QUESTION, ROLES, USER, Rule
 from locret.conversation.templates import encode
 from locret.conversation.text_stream import TokenStream
 from locret.field_values import shown
@@ -335,7 +335,8 @@ def protection_from(notes: Mapping[str, Any]) -> Protection:
     given, messages = notes.get("protect", []), notes.get("messages")
     if not isinstance(given, list) or len(given) > MOST_SPANS:
         raise ValueError(f"protect is {shown(given)}, which is no list of names")
-    rules = rules_of(given)
+    # Held against each other by who named them: what spans of a composed context came to may be whole and shared.
+    rules = tuple(dict.fromkeys(map(Rule.of, given)))
     if messages is None:
         return Protection(rules)
     turns, at = list[Turn](), 0

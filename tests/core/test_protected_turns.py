@@ -199,6 +199,17 @@ def test_saved_forked_shrunk_and_composed_contexts_keep_rules_and_turns(parts: A
     assert other.kept_by_message()[0].least == other.kept_by_message()[0].tokens
 
 
+def test_a_composed_message_that_is_pinned_and_shared_can_be_saved(parts: Any, tmp_path: Path) -> None:
+    lm = model(parts, "random")
+    context = lm.read(FILLER, system="Be brief.", protect=["system", "each=0.1"])
+    whole = compose([context, lm.read(FILLER, system="Be brief.")], budget=60)
+    whole.save(tmp_path / "whole.ctx")
+    loaded = lm.load(tmp_path / "whole.ctx")
+    assert loaded.protection == whole.protection
+    assert SavedContext.open(tmp_path / "whole.ctx").kept_by_message() == whole.kept_by_message()
+    assert loaded.kept_by_message()[0].protected == "all"
+
+
 def test_a_chat_can_change_its_mind(parts: Any) -> None:
     chat = model(parts, "random", turns="text").read(FILLER, system="Be brief.").chat()
     with pytest.raises(ValueError, match="message 0, system .* cannot be protected any more"):
