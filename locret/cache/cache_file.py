@@ -92,6 +92,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
         "toolkit_version": __version__,
         "backbone": cache.whole.record(),
         "policy": cache.policy.to_dict(),
+        "following": cache.policy.following(),
         "weights": any_fingerprint(cache.model),
         "vocab_size": unwrap(cache.model).config.get_text_config().vocab_size,
         "rotary": rotary_parameters(find_decoder(cache.model)) | cache.unrotated(),
@@ -236,10 +237,16 @@ def _empty(
     disk: Disk | str | Path | None,
 ) -> RetentionCache:
     """Return an empty cache for what a file holds, which fits its backbone and scorer."""
-    cache = RetentionCache(model, scorer, RetentionPolicy.from_dict(state.get("policy"), "policy"), disk=disk)
+    cache = RetentionCache(model, scorer, _policy(state), disk=disk)
     _check_backbone(state, cache)
     _check_scorer(state, cache, allow_other_scorer)
     return cache
+
+
+def _policy(state: Mapping[str, Any]) -> RetentionPolicy:
+    # Files of earlier versions do not say what nobody gave. Stabilizers that were given left room for what is protected
+    # when the text was read, and are none the worse for being held against it no more.
+    return RetentionPolicy.from_dict(state.get("policy"), "policy", state.get("following", ["stabilizers"]))
 
 
 def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
@@ -391,7 +398,7 @@ def _described_alone(state: Mapping[str, Any]) -> tuple[RetentionPolicy, Backbon
     Raises:
         ValueError: If the file does not say all that a backbone would.
     """
-    policy, backbone = RetentionPolicy.from_dict(state.get("policy"), "policy"), _saved_backbone(state)
+    policy, backbone = _policy(state), _saved_backbone(state)
     check_counters(state, backbone)
     vocab_size, columns, rotary = (state.get(name) for name in ("vocab_size", "columns", "rotary"))
     if vocab_size is None or columns is None or rotary is None:

@@ -24,7 +24,7 @@ from locret.cache.layer import RetentionLayer
 from locret.cache.protected import Protected
 from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore
 from locret.field_values import shown
-from locret.policy.policy import RetentionPolicy
+from locret.policy.policy import Follows, RetentionPolicy
 from locret.policy.protection import checked_rows, closed, moved
 from locret.policy.schedule import layer_budgets
 from locret.policy.selectors import (
@@ -281,11 +281,14 @@ def _check_by_score(cache: RetentionCache) -> None:
 
 def _resized(policy: RetentionPolicy, budget: int) -> RetentionPolicy:
     """Return a policy with another budget; the other numbers stay as far as they fit."""
+    stabilizers = int(policy.stabilizers) if policy.stabilizers < budget else budget // 4
+    if isinstance(policy.stabilizers, Follows) or stabilizers != policy.stabilizers:  # what is protected goes first
+        stabilizers = Follows.of(stabilizers, stabilizers, budget)
     return replace(
         policy,
         budget=budget,
         chunk_size=int(policy.chunk_size),
-        stabilizers=int(policy.stabilizers) if policy.stabilizers < budget else budget // 4,
+        stabilizers=stabilizers,
         local_len=min(policy.local_len, budget),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from locret.field_values import check_fields, checked_values
+from locret.field_values import check_fields, checked_values, shown
 from locret.policy.growth import check_shares
 
 if TYPE_CHECKING:
@@ -388,13 +388,25 @@ class RetentionPolicy:
         return self.budget + max(self.chunk_size, self.local_len)
 
     @classmethod
-    def from_dict(cls, values: Any, where: str) -> RetentionPolicy:
+    def from_dict(cls, values: Any, where: str, following: Any = ()) -> RetentionPolicy:
         """Return the policy that a file holds under the name `where`; what it leaves out has its default.
+
+        Args:
+            values: The numbers, by name.
+            where: What messages call them.
+            following: Names of numbers that nobody gave, which stay what they are; see `following`.
 
         Raises:
             ValueError: For anything but numbers that make a policy; the message begins with `where`.
         """
         given = checked_values(cls, values, where)
+        if not isinstance(following, (list, tuple)) or not all(name in FOLLOWING for name in following):
+            raise ValueError(
+                f"{where}: the numbers that nobody gave are {shown(following)}; they can be {', '.join(FOLLOWING)}"
+            )
+        for name in following:
+            if name in given:
+                given[name] = Follows.of(given[name], given[name], given.get("budget", cls.budget))
         try:
             return cls(**given)
         except ValueError as error:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret import Chat, Context, LongContextModel, RetainingHeads, RetentionPolicy, Span, compose, prefill, shipped
@@ -208,6 +211,42 @@ def test_a_composed_message_that_is_pinned_and_shared_can_be_saved(parts: Any, t
     assert loaded.protection == whole.protection
     assert SavedContext.open(tmp_path / "whole.ctx").kept_by_message() == whole.kept_by_message()
     assert loaded.kept_by_message()[0].protected == "all"
+
+
+@pytest.mark.parametrize("made", ["loaded", "shrunk", "composed", "shrunk and loaded", "of an earlier version"])
+def test_stabilizers_that_nobody_gave_go_on_making_room(parts: Any, tmp_path: Path, made: str) -> None:
+    lm = LongContextModel(*parts[:2], "random", RetentionPolicy(budget=64, chunk_size=128, local_len=8))
+    context = lm.read(FILLER, protect="document=0.8")
+    if made.startswith("shrunk"):
+        context = context.shrink(48)
+    elif made == "composed":
+        context = compose([context, lm.read("The pass key is 71432.")], budget=64)
+    if "load" in made or "earlier" in made:
+        context.save(tmp_path / "one.ctx")
+        if "earlier" in made:
+            rewrite_state(tmp_path / "one.ctx", lambda state: state.pop("following"))
+        context = lm.load(tmp_path / "one.ctx")
+    assert context.cache.policy.stabilizers == 16
+    chat = context.chat()
+    chat.say("What is blue?", max_new_tokens=2)
+    assert chat.kept_by_message()[0].protected == "0.8"
+
+
+def test_a_file_that_lies_about_what_nobody_gave_is_refused(parts: Any, tmp_path: Path) -> None:
+    lm = model(parts, "random")
+    lm.read(FILLER).save(tmp_path / "one.ctx")
+    rewrite_state(tmp_path / "one.ctx", lambda state: state.update(following=["budget"]))
+    with pytest.raises(ValueError, match="policy: the numbers that nobody gave are .*budget.*; they can be"):
+        lm.load(tmp_path / "one.ctx")
+
+
+def rewrite_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Write a file anew with other counters and settings, and without the checksum that they would need."""
+    with safe_open(path, framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    state = json.loads(metadata["state"])
+    change(state)
+    save_file(tensors, path, metadata={"state": json.dumps(state), "notes": metadata["notes"]})
 
 
 def test_a_chat_can_change_its_mind(parts: Any) -> None:
