@@ -77,8 +77,8 @@ def shrunk(cache: RetentionCache, budget: int) -> RetentionCache:
     goes competes for that.
 
     Raises:
-        ValueError: If `budget` is no number of units, a read of the cache was interrupted, or a rule of its own decides
-            what stays.
+        ValueError: If `budget` is no number of units, or too few for what is protected, a read of the cache was
+            interrupted, or a rule of its own decides what stays.
     """
     budget = checked_budget(budget)
     _check_by_score(cache)
@@ -282,13 +282,11 @@ def _check_by_score(cache: RetentionCache) -> None:
 def _resized(policy: RetentionPolicy, budget: int) -> RetentionPolicy:
     """Return a policy with another budget; the other numbers stay as far as they fit."""
     stabilizers = int(policy.stabilizers) if policy.stabilizers < budget else budget // 4
-    if isinstance(policy.stabilizers, Follows) or stabilizers != policy.stabilizers:  # what is protected goes first
-        stabilizers = Follows.of(stabilizers, stabilizers, budget)
     return replace(
         policy,
         budget=budget,
         chunk_size=int(policy.chunk_size),
-        stabilizers=stabilizers,
+        stabilizers=Follows.of(stabilizers, stabilizers, budget),  # nobody gave them for this budget
         local_len=min(policy.local_len, budget),
     )
 
@@ -297,6 +295,7 @@ def _with_budget(cache: RetentionCache, budget: int) -> RetentionCache:
     """Move what a cache holds to one with another budget."""
     policy = _resized(cache.policy, budget)
     whole = RetentionCache(cache.model, cache.scorer, policy, store=cache.store, disk=cache.disk)
+    whole.check_room(cache.protected)
     whole.load(*cache.state())
     return whole
 

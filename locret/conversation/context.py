@@ -191,7 +191,8 @@ class Context:
             budget: Most units per KV head, local tokens included.
 
         Raises:
-            ValueError: If it is no number of units, or a rule of its own decides what stays.
+            ValueError: If it is no number of units, too few for what is protected, or a rule of its own decides what
+                stays.
         """
         return self._with(shrunk(self.cache, budget))
 

@@ -232,6 +232,26 @@ def test_stabilizers_that_nobody_gave_go_on_making_room(parts: Any, tmp_path: Pa
     assert chat.kept_by_message()[0].protected == "0.8"
 
 
+def test_given_stabilizers_have_what_is_left_where_a_context_is_made_smaller(parts: Any) -> None:
+    context = model(parts, "random", stabilizers=12).read(FILLER, protect="document=0.8")
+    chat = context.shrink(40).chat()
+    chat.say("What is blue?", max_new_tokens=2)
+    assert chat.kept_by_message()[0].protected == "0.8"
+    pinned = model(parts, "random").read(FILLER, system=SYSTEM, protect="system")
+    with pytest.raises(ValueError, match=r"need \d+ units .* for message 0, system .* but 20 units may stay here"):
+        pinned.shrink(20)
+
+
+@pytest.mark.parametrize("budget", [None, 60])
+def test_shares_that_add_up_to_more_than_the_whole_are_refused_where_texts_are_joined(
+    parts: Any, budget: int | None
+) -> None:
+    both = [model(parts, "random", stabilizers=0).read(FILLER, protect="document=0.6")]
+    both.append(both[0].lm.read(FILLER, protect="document=0.6"))
+    with pytest.raises(ValueError, match=r"protected spans need \d+ units .* for .*tokens .*, but .*or protect less"):
+        compose(both, budget=budget)
+
+
 def test_a_file_that_lies_about_what_nobody_gave_is_refused(parts: Any, tmp_path: Path) -> None:
     lm = model(parts, "random")
     lm.read(FILLER).save(tmp_path / "one.ctx")
