@@ -142,6 +142,7 @@ def _tokenised(
         for piece in pieces:
             count += len(piece)
             yield piece
+        layout.document_ends(count)
         if asked:
             layout.turn(USER, count)
         yield frame.suffix
@@ -209,6 +210,7 @@ def answer(
         warn(cache)
         if layout is not None:
             layout.fixed(cache.seen)  # refuses what was not there
+            cache.protect(layout.spans(cache.seen))  # what went on ends here: the answer is no part of it
         if bar is not None:
             bar.end()
             bar.close()

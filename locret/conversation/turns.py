@@ -79,6 +79,7 @@ class Layout:
         self.rules, self.stream, self.before, self._earlier = rules, stream, before, tuple(turns)
         self._starts: list[tuple[str, int | None]] = []
         self._document = 0
+        self._document_end: int | None = None
 
     def turn(self, role: str, character: int | None = None) -> None:
         """Say that a turn begins with a character of the stream; None: with its first token, or those before."""
@@ -93,6 +94,11 @@ class Layout:
             for one in (rule.start, rule.end) if rule.what == "chars" else ():
                 if one is not None:
                     self.stream.locate(max(0, character + one))
+
+    def document_ends(self, character: int) -> None:
+        """Say which character of the stream follows the document; else all of the stream is the document's."""
+        self._document_end = character
+        self.stream.locate(character)
 
     def turns(self, end: int | None) -> list[Turn]:
         """Return the turns whose beginning has tokens; the last one goes on to `end`."""
@@ -111,7 +117,7 @@ class Layout:
         for rule in self.rules:
             start = self._at(rule.start)
             if rule.what == "chars" and start is not None:
-                after = self._at(rule.end)
+                after = self._after(rule)
                 last = end if after is None else self.before + after.after
                 if last is None or last > self.before + start.first:
                     characters.append(Span(self.before + start.first, last, rule.share, str(rule)))
@@ -119,6 +125,12 @@ class Layout:
 
     def _at(self, character: int | None) -> Any:
         return None if character is None else self.stream.found.get(max(0, self._document + character))
+
+    def _after(self, rule: Rule) -> Any:
+        """Return where the character is that follows a rule's; one without an end goes on to the document's."""
+        if rule.end is not None:
+            return self._at(rule.end)
+        return None if self._document_end is None else self.stream.found.get(self._document_end)
 
     def watched(self, blocks: Iterable[list[int]], cache: RetentionCache) -> Iterator[list[int]]:
         """Pass tokens on; what is protected of them is told to the cache that reads them before it does."""
@@ -136,12 +148,11 @@ class Layout:
             ValueError: If characters are beyond the text.
         """
         rules = list[Rule]()
+        taken = self.stream.taken + len(self.stream.pending) if self._document_end is None else self._document_end
         for rule in self.rules:
             if rule.what == "chars":
                 assert rule.start is not None
-                if self._document + (rule.start if rule.end is None else rule.end) > self.stream.taken + len(
-                    self.stream.pending
-                ):
+                if self._document + (rule.start + 1 if rule.end is None else rule.end) > taken:
                     raise ValueError(f"protect={rule} is outside of the document; give characters within it")
                 span = next((one for one in self.spans(end) if one.name == str(rule)), None)
                 last = end + len(encode(self.stream.tokenizer, self.stream.pending))  # with the words that wait

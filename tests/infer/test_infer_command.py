@@ -182,6 +182,31 @@ def test_decode_budget_bounds_a_long_answer(ask: Infer, positions: str) -> None:
     assert bounded["peak_cache_bytes"] < grown["peak_cache_bytes"]
 
 
+@pytest.mark.parametrize("counted", [(), ("--memory", "linear")])
+def test_an_answer_is_no_part_of_the_protected_question(ask: Infer, counted: tuple[str, ...]) -> None:
+    arguments = ("--max-new-tokens", 150, "--decode-budget", 80, "--decode-interval", 4, "--stop+=<never>")
+    record = ask(*arguments, *counted, "--protect", "question", "--kept")
+    assert record["new_tokens"] == 150
+    *_, question = record["messages"]
+    assert (question["role"], question["protected"]) == ("user", "all")
+
+
+def test_characters_of_a_document_end_with_it(
+    ask: Infer, infer: Infer, backbone: Path, heads: Path, tmp_path: Path
+) -> None:
+    text = write_text(tmp_path / "short.txt", 1_199)
+    size = len(text.read_text().strip())
+    last = ask("--prompt-file", text, "--protect", f"chars:{size - 30}-", "--kept")["messages"]
+    same = ask("--prompt-file", text, "--protect", f"chars:{size - 30}-{size}", "--kept")["messages"]
+    assert [one["protected"] for one in last] == ["part", None]
+    assert last == same
+    for given in (f"chars:{size - 30}-{size + 11}", f"chars:{size}-"):
+        call = ("--prompt-file", text, "--question", QUESTION, "--protect", given)
+        outcome = infer("--model", backbone, "--heads", heads, *call)
+        assert outcome.code == 2
+        assert f"--protect {given} is outside of the document; give characters within it" in outcome.err
+
+
 def test_policy_is_the_users_then_the_heads_then_the_default(ask: Infer, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("chunk_size: 48\nlocal_len: 4\n")
     policy = ask("--config", tmp_path / "recipe.yaml", "--local-len", 5, "--dry-run")["policy"]
