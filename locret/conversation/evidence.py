@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from locret.cache.watch import Watch
-from locret.conversation.document import open_document
+from locret.conversation.document import Document, open_document
 from locret.conversation.templates import decode
 
 if TYPE_CHECKING:
@@ -270,7 +270,8 @@ def _narrowed(
     context: Context, question: str, passage: Passage, ids: list[int], room: int, options: dict[str, Any]
 ) -> tuple[Passage, list[int]]:
     """Return the part of a passage, at most `room` tokens, that a reading of the passage alone finds likeliest."""
-    inner = context.lm.read_into(context.cache.fresh(), open_document(ids), progress=False)
+    template = context._transcript.template
+    inner = context.lm.read_into(context.cache.fresh(), open_document(ids), template=template, progress=False)
     found = answered(inner, question, 16, options).passages
     before = inner.cache.seen - len(ids)  # of the template
     middle = (found[0].start + found[0].end) // 2 - before if found else len(ids) // 2
@@ -282,16 +283,30 @@ def _narrowed(
 def _tokens_of(context: Context, source: Any, passages: Sequence[Passage]) -> list[list[int]]:
     """Return the tokens of passages of a text that is read through once more, without the backbone."""
     document, read = open_document(source), context.sources[0] if context.sources else None
-    found: list[list[int]] = [[] for _ in passages]
-    at = 0
-    for block in context.lm.tokens(document, system=context.system):
-        for tokens, passage in zip(found, passages, strict=True):
-            tokens.extend(_part(block, passage.start - at, passage.end - at))
-        at += len(block)
+    if document.pieces is None or context._stream.pending:
+        found, at = _read_through(context, document, passages)
+    else:  # either it is too short for its last words to wait, or it was counted before it was read: so many tokens say
+        text = list(document.pieces)
+        found, at = _read_through(context, Document(document.name, iter(text)), passages)
+        if read is not None and at != read.tokens:
+            counted = Document(document.name, iter(text))
+            counted.count(context.lm.tokenizer)
+            found, at = _read_through(context, counted, passages)
     given = document.read(at)
     if read is None or (given.sha256, given.of, given.tokens) != (read.sha256, read.of, read.tokens):
         raise _another_text(context, given.name)
     return found
+
+
+def _read_through(context: Context, document: Document, passages: Sequence[Passage]) -> tuple[list[list[int]], int]:
+    """Return the tokens of passages, and how many tokens there are, as a document is read in this context."""
+    found: list[list[int]] = [[] for _ in passages]
+    at = 0
+    for block in context.lm.tokens(document, system=context.system, template=context._transcript.template):
+        for tokens, passage in zip(found, passages, strict=True):
+            tokens.extend(_part(block, passage.start - at, passage.end - at))
+        at += len(block)
+    return found, at
 
 
 def _another_text(context: Context, name: str) -> ValueError:

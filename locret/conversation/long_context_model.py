@@ -300,10 +300,12 @@ class LongContextModel:
         """Return an empty cache."""
         return RetentionCache(self.model, self.scorer, self.policy, store=self.store, disk=self.disk)
 
-    def tokens(self, document: Document, *, system: str | None = None) -> Iterator[list[int]]:
+    def tokens(
+        self, document: Document, *, system: str | None = None, template: str | None = None
+    ) -> Iterator[list[int]]:
         """Yield the token ids that `read_into` feeds."""
-        stream = TokenStream(self.tokenizer)
-        return self._ids(document, self._transcript(system), stream, ReadingBar(document, False), Layout((), stream))
+        stream, transcript = TokenStream(self.tokenizer), self._transcript(system, template)
+        return self._ids(document, transcript, stream, ReadingBar(document, False), Layout((), stream))
 
     def read_into(
         self,
@@ -311,6 +313,7 @@ class LongContextModel:
         document: Document,
         *,
         system: str | None = None,
+        template: str | None = None,
         progress: bool = True,
         new_tokens: int = 0,
         feed: Callable[[Iterator[list[int]]], Iterable[list[int]]] | None = None,
@@ -323,13 +326,14 @@ class LongContextModel:
             cache: Filled in place.
             document: What to read.
             system: As in `read`.
+            template: How turns become text; None: as for the model's other texts.
             progress: As in `read`.
             new_tokens: As for `prefill`.
             feed: Takes the token ids as they are made, and hands them on.
             on_chunk: Called with the cache after every chunk.
             protect: As in `read`.
         """
-        transcript, stream = self._transcript(system), TokenStream(self.tokenizer)
+        transcript, stream = self._transcript(system, template), TokenStream(self.tokenizer)
         layout = self._layout(rules_of(protect), transcript, stream, document)
         bar = ReadingBar(document, progress, lambda: stream.pending)
         warn = PositionWarning(self.backbone, cache.policy)
@@ -368,22 +372,21 @@ class LongContextModel:
         for rule in rules:
             if rule.what == "chars" and document.pieces is None:
                 raise ValueError(f"protect={rule} names characters, but token ids are read; name tokens, as tokens:A-B")
-        layout = Layout(rules, stream, len(self._special))
+        layout = Layout(rules, stream, len(self._special(transcript.template)))
         end = transcript.system_end()
         if end:
             layout.turn(SYSTEM)
         layout.turn(DOCUMENT, end or None)
         return layout
 
-    @property
-    def _special(self) -> list[int]:
-        return leading_special_ids(self.tokenizer) if self.template != "chat" else []
+    def _special(self, template: str) -> list[int]:
+        return leading_special_ids(self.tokenizer) if template != "chat" else []
 
     def _ids(
         self, document: Document, transcript: Transcript, stream: TokenStream, bar: ReadingBar, layout: Layout
     ) -> Iterator[list[int]]:
         """Yield the tokens of what comes before the document, and of the document but for its last words."""
-        if special := self._special:
+        if special := self._special(transcript.template):
             yield special
         opening = transcript.opening()
         if document.pieces is None:
@@ -392,7 +395,7 @@ class LongContextModel:
             return
         dropped = list[int]()
         pieces: Iterator[str] = (piece for piece in document.pieces if piece)
-        pieces = bar.pieces(pieces) if self.template == "none" else trimmed(bar.pieces(pieces), dropped.append)
+        pieces = bar.pieces(pieces) if transcript.template == "none" else trimmed(bar.pieces(pieces), dropped.append)
         first = next(pieces, None)
         if first is None:
             raise ValueError(f"{document.name} is empty; give a text to read")
@@ -424,10 +427,10 @@ class LongContextModel:
                 yield block
         stream.context = self.tokenizer.decode(newest, clean_up_tokenization_spaces=False)
 
-    def _transcript(self, system: str | None = None) -> Transcript:
+    def _transcript(self, system: str | None = None, template: str | None = None) -> Transcript:
         if system is not None and not is_text(system):
             raise ValueError(f"system={system!r} is no text; give the system message as one")
-        transcript = Transcript(self.tokenizer, self.template, system)
+        transcript = Transcript(self.tokenizer, template or self.template, system)
         transcript.opening()
         return transcript
 

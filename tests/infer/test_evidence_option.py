@@ -54,6 +54,20 @@ def test_the_answer_is_word_for_word_that_without_evidence(
     assert own["answer"] == plain["answer"]
 
 
+@pytest.mark.parametrize("reading", [["--budget-share", "0.1"], ["--template", "none"], ["--template", "original"]])
+def test_a_text_is_read_again_as_it_was_read(
+    backbone: Path, heads: Path, text: str, tmp_path: Path, infer: Callable[..., Any], context: Any, reading: list[str]
+) -> None:
+    model, saved = ["--model", backbone, "--heads", heads], tmp_path / "text.ctx"
+    again = [*ASK, "--evidence", "--reread", text, "--json", "--quiet"]
+    first = infer(*model, "--prompt-file", text, "--chunk-size", "64", *reading, *again, "--save-context", saved)
+    second = context("ask", saved, *model, *again)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    ((answer,), (held,)) = json.loads(first.out)["answers"], json.loads(second.out)["contexts"]
+    assert answer["evidence"]["before"] is not None
+    assert held["answers"] == [answer]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
