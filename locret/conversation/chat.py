@@ -303,7 +303,7 @@ class Chat:
         if self.protection.turns is not None:
             roles = {*(turn.role for turn in self.protection.turns), USER, ASSISTANT}
             check_rules(rules, roles)
-        protection = replace(self.protection, rules=rules)
+        protection = replace(self.protection, rules=rules, fixed=0)
         if not rules:
             self.cache.protect()
         protection.apply(self.cache, read)

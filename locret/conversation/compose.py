@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from locret.chunked_prefill import feed_held_back, read_turn
 from locret.conversation.chat import Chat
 from locret.conversation.context import Context
 from locret.conversation.document import is_text
-from locret.conversation.rules import rules_of
+from locret.conversation.rules import ASSISTANT, EACH, QUESTION, TOOL, USER, Rule, rules_of
 from locret.conversation.templates import encode, leading_special_ids
 from locret.conversation.transcript import DOCUMENT
 from locret.conversation.turns import Protection, Turn, moved_turns
@@ -83,8 +84,7 @@ def compose(
     whole = joined(parts, budget, shares)
     called = " + ".join(context.name for context in contexts) if name is None else name
     sources = tuple(source for context in contexts for source in context.sources)
-    known = all(context.protection.turns is not None for context in contexts)
-    protection = _fixed(whole, turns if known else None)
+    protection = _fixed(whole, turns, [context.protection for context in contexts])
     return Context(lm, whole, last._stream.copy(), contexts[0]._transcript.copy(), called, sources, protection)
 
 
@@ -95,6 +95,8 @@ def merge(context: Context, chats: Sequence[Chat]) -> Chat:
     lm, parts, turns, distance = context.lm, list[Part](), list[Turn](), 0
     for nth, chat in enumerate(chats):
         fork = chat.fork()
+        if fork.protection.turns is not None:
+            fork.protection.apply(fork.cache)  # its last answer has been written since
         feed_held_back(lm.model, fork.cache)
         if nth < len(chats) - 1:
             between = fork._transcript.copy().ask(_NEXT).partition(_NEXT)[0]
@@ -110,16 +112,51 @@ def merge(context: Context, chats: Sequence[Chat]) -> Chat:
         asked = other.turns[0]
         first.turns += (asked._replace(content=asked.content.removeprefix(f"{DOCUMENT}{SEPARATOR}")), *other.turns[1:])
     last = chats[-1]
-    protection = _fixed(cache, turns if all(chat.protection.turns is not None for chat in chats) else None)
+    protection = _fixed(cache, turns, [chat.protection for chat in chats])
     return Chat(lm, cache, last._stream.copy(), first, context.name, last._unread, context.sources, protection)
 
 
-def _fixed(cache: RetentionCache, turns: list[Turn] | None) -> Protection:
-    """Return what is protected of a whole: what was of its parts, by tokens."""
+def _fixed(cache: RetentionCache, turns: list[Turn], parts: Sequence[Protection]) -> Protection:
+    """Return what is protected of a whole: what was of its parts, by tokens, and what they say of turns that follow.
+
+    The last turn goes on until another begins, so what is protected of it is said by its number.
+    """
     spans = cache.protected[0] if cache.protected else ()
-    if turns:
-        turns[-1] = turns[-1]._replace(end=None)
-    return Protection(rules_of(spans), None if turns is None else tuple(turns))
+    if not turns or any(part.turns is None for part in parts):
+        return Protection(rules_of(spans), None)
+    turns[-1] = turns[-1]._replace(end=None)
+    last = Rule("message", len(turns) - 1)
+    own = [
+        replace(last, share=one.share) if one.end is None and one.name.endswith(f", {turns[-1].role}") else one
+        for one in spans
+    ]
+    rules = (*map(Rule.of, own), *_following(parts, len(turns)))
+    return Protection(tuple(dict.fromkeys(rules)), tuple(turns), len(turns))
+
+
+def _following(parts: Sequence[Protection], turns: int) -> list[Rule]:
+    """Return the rules of parts about turns that follow a whole of so many.
+
+    Raises:
+        ValueError: If two parts say something else of the same turns.
+    """
+    found = dict[tuple[str, int | None], Rule]()
+    for part in parts:
+        for rule in part.rules:
+            number, own = rule.start, len(part.turns or ())
+            if rule.what == "message" and number is not None:
+                if 0 <= number < own:
+                    continue
+                rule = rule if number < 0 else replace(rule, start=number + turns - own)
+            elif rule.what not in (QUESTION, EACH, USER, ASSISTANT, TOOL):
+                continue
+            other = found.setdefault((rule.what, rule.start), rule)
+            if other != rule:
+                raise ValueError(
+                    f"protect={other} and protect={rule} are both about the turns that follow, of which there is one "
+                    "conversation; give all parts the same rule for them"
+                )
+    return list(found.values())
 
 
 def _check_chats(context: Context, chats: Sequence[Chat]) -> None:

@@ -32,13 +32,16 @@ class Turn(NamedTuple):
     """The token after its last one; None while it goes on."""
 
 
-def spans_of(rules: Sequence[Rule], turns: Sequence[Turn], characters: Iterable[Span] = ()) -> list[Span]:
+def spans_of(
+    rules: Sequence[Rule], turns: Sequence[Turn], characters: Iterable[Span] = (), fixed: int = 0
+) -> list[Span]:
     """Return what rules come to, as far as the turns are known.
 
     Args:
         rules: What is to be protected. Of several shares that a turn is given, the one for the fewest turns counts.
         turns: The turns so far.
         characters: What the rules about characters come to.
+        fixed: First turns of which only rules by number or token say something; see `Protection`.
     """
     last = max((nth for nth, turn in enumerate(turns) if turn.role == USER), default=None)
     spans, shared = list(characters), dict[int, int]()
@@ -47,12 +50,10 @@ def spans_of(rules: Sequence[Rule], turns: Sequence[Turn], characters: Iterable[
             assert rule.start is not None
             spans.append(Span(rule.start, rule.end, rule.share, str(rule)))
         for nth, turn in enumerate(turns):
-            named = {
-                "message": rule.start in (nth, nth - len(turns)),
-                QUESTION: nth == last,
-                EACH: True,
-                turn.role: True,
-            }
+            named = {"message": rule.start == nth}
+            if nth >= fixed:
+                named |= {QUESTION: nth == last, EACH: True, turn.role: True}
+                named["message"] |= rule.start == nth - len(turns)
             if not named.get(rule.what) or turn.end == turn.start:
                 continue
             if rule.share is None or shared.setdefault(nth, _reach(rule)) == _reach(rule):
@@ -257,6 +258,9 @@ class Protection:
     rules: tuple[Rule, ...] = ()
     turns: tuple[Turn, ...] | None = None
     """In their order, each up to the next; None where a file of an earlier version does not say."""
+    fixed: int = 0
+    """First turns of which rules by role, or by number from the end, say nothing, as they are about those that follow:
+    the turns of texts that were joined, whose own rules have become tokens."""
 
     def asked(self, stream: TokenStream, first: int) -> Layout | None:
         """Return where a user's turn is that is about to be tokenised.
@@ -286,7 +290,7 @@ class Protection:
         """
         if self.rules:
             turns = [turn if turn.end is not None else turn._replace(end=seen) for turn in self._known()]
-            cache.protect(spans_of(self.rules, turns))
+            cache.protect(self._spans(turns))
 
     def check_answer(self, cache: RetentionCache, start: int, tokens: int) -> None:
         """Refuse an answer that would be protected itself and could outgrow what an answer may hold.
@@ -302,9 +306,9 @@ class Protection:
         if not self.rules or self.turns is None or cache.policy.decode_budget is None:
             return
         *before, answer = self.began(ASSISTANT, start).turns or ()
-        cache.check_room(checked_rows([spans_of(self.rules, before)]))
+        cache.check_room(checked_rows([self._spans(before)]))
         try:
-            cache.check_room(checked_rows([spans_of(self.rules, [*before, answer._replace(end=start + tokens)])]))
+            cache.check_room(checked_rows([self._spans([*before, answer._replace(end=start + tokens)])]))
         except ValueError as error:
             raise ValueError(
                 f"an answer of max_new_tokens={tokens} may find no room: {error}, or lower max_new_tokens"
@@ -323,7 +327,11 @@ class Protection:
         return {
             "protect": [str(rule) for rule in self.rules],
             "messages": None if self.turns is None else [list(turn) for turn in self.turns],
+            "fixed": self.fixed,
         }
+
+    def _spans(self, turns: Sequence[Turn]) -> list[Span]:
+        return spans_of(self.rules, turns, fixed=self.fixed)
 
     def _known(self) -> tuple[Turn, ...]:
         if self.turns is None:
@@ -361,4 +369,7 @@ def protection_from(notes: Mapping[str, Any]) -> Protection:
             raise ValueError(f"messages are {shown(messages)}, which are in no order")
         turns.append(Turn(role, start, end))
         at = start if goes_on else end
-    return Protection(rules, tuple(turns))
+    fixed = notes.get("fixed", 0)  # files of earlier versions do not say
+    if type(fixed) is not int or not 0 <= fixed <= len(turns):
+        raise ValueError(f"fixed messages are {shown(fixed)}, which is no number of them")
+    return Protection(rules, tuple(turns), fixed)

@@ -213,6 +213,47 @@ def test_a_composed_message_that_is_pinned_and_shared_can_be_saved(parts: Any, t
     assert loaded.kept_by_message()[0].protected == "all"
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_follows_a_composed_context_has_rules_of_its_own(parts: Any, tmp_path: Path, saved: bool) -> None:
+    lm = model(parts, "random", turns="text", stabilizers=0)
+    first = lm.read(FILLER, system="Be brief.", protect=["system", "user=0.1", "message:2=0.15"])
+    second = lm.read("Here we go. " * 90, system="Be brief.", protect=["document=0.3", "assistant=0.05"])
+    whole = compose([first, second], budget=64)
+    if saved:
+        whole.save(tmp_path / "whole.ctx")
+        whole = lm.load(tmp_path / "whole.ctx")
+    document = whole.kept_by_message()[2]
+    assert document.protected == "0.3"
+    chat = whole.chat()
+    chat.say("What is green? " * 40, max_new_tokens=4)
+    chat.say("What is blue? " * 40, max_new_tokens=4)
+    kept = chat.kept_by_message()
+    assert [one.role for one in kept] == ["system", "document", "document", *("user", "assistant") * 2]
+    assert [one.protected for one in kept] == ["all", None, "0.3", "0.15", "0.05", "0.1", None]
+    assert kept[0].least == kept[0].tokens
+    assert kept[2].start == document.start
+    assert kept[3].start == kept[2].start + kept[2].tokens
+    assert min(kept[2].least - 19, kept[3].least - 9, kept[5].least - 6) >= 0
+
+
+def test_what_follows_merged_chats_is_protected_as_in_each(parts: Any) -> None:
+    lm = model(parts, "random", turns="text")
+    context = lm.read(FILLER, system="Be brief.", protect=["system", "user=0.1", "assistant=0.02"])
+    chats = [context.chat() for _ in range(2)]
+    for chat in chats:
+        chat.say("What is green? " * 5, max_new_tokens=3)
+    whole = context.merge(*chats)
+    whole.say("What is blue? " * 30, max_new_tokens=3)
+    assert [one.protected for one in whole.kept_by_message()] == ["all", None, *("0.1", "0.02") * 2, "0.1", None]
+
+
+def test_rules_for_what_follows_have_to_agree(parts: Any) -> None:
+    lm = model(parts, "random")
+    both = [lm.read(FILLER, protect=rule) for rule in ("user=0.1", "user=0.2")]
+    with pytest.raises(ValueError, match="protect=user=0.1 and protect=user=0.2 are both about the turns that follow"):
+        compose(both, budget=64)
+
+
 @pytest.mark.parametrize("made", ["loaded", "shrunk", "composed", "shrunk and loaded", "of an earlier version"])
 def test_stabilizers_that_nobody_gave_go_on_making_room(parts: Any, tmp_path: Path, made: str) -> None:
     lm = LongContextModel(*parts[:2], "random", RetentionPolicy(budget=64, chunk_size=128, local_len=8))
@@ -368,6 +409,8 @@ def test_rules_and_their_texts_are_one() -> None:
         {"messages": [["system", 0, 5], ["user", 3, 9]]},
         {"messages": [["system", 0, True]]},
         {"messages": 7},
+        {"messages": [["system", 0, None]], "fixed": 2},
+        {"messages": [["system", 0, None]], "fixed": True},
     ],
 )
 def test_a_file_that_lies_about_turns_is_refused(notes: dict[str, Any]) -> None:
