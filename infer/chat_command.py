@@ -47,7 +47,7 @@ def command(argv: Sequence[str] | None = None) -> int:
             from locret.conversation.published import find_context
 
             read_notes(find_context(about.context), CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
-            if given := sorted({one.name for one in fields(PolicyOptions)} & chosen):
+            if given := sorted({"system", "template", *(one.name for one in fields(PolicyOptions))} & chosen):
                 flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
                 warnings.warn(
                     f"--context {about.context} has been read already, so {flags} is for what /read reads",

@@ -86,6 +86,9 @@ def test_a_text_is_read_later_and_a_context_of_python_is_loaded(
     assert (code, out) == (0, f"{first}\n")
     assert "--context a.ctx has been read already, so --budget is for what /read reads" in err
     assert "Chat('text.txt': 0 turns" in err
+    code, out, err = chat("Who?\n", "--context", "a.ctx", "--system", "Be brief.", "--template", "none")
+    assert (code, out) == (0, f"{first}\n")
+    assert "--context a.ctx has been read already, so --system, --template is for what /read reads" in err
 
 
 def test_what_stayed_is_shown_with_its_text(chat: Chat, text: Path) -> None:
