@@ -316,7 +316,8 @@ class Library:
         """
         try:
             # Turns that follow the text are read by requests, whose tokens nothing protects.
-            check_named(rules_of(protect), (*([SYSTEM] if system else ()), DOCUMENT))
+            if rules := rules_of(protect):
+                check_named(rules, (*([SYSTEM] if system and self.lm.system_end(system) else ()), DOCUMENT))
         except ValueError as error:
             raise Refusal(400, str(error), param="protect") from None
         temporary = upload.path.with_suffix(IDS)

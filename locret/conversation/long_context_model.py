@@ -300,6 +300,10 @@ class LongContextModel:
         """Return an empty cache."""
         return RetentionCache(self.model, self.scorer, self.policy, store=self.store, disk=self.disk)
 
+    def system_end(self, system: str) -> int:
+        """Return how many characters the template writes for a system message; 0 where it writes nothing of it."""
+        return self._transcript(system).system_end()
+
     def tokens(
         self, document: Document, *, system: str | None = None, template: str | None = None
     ) -> Iterator[list[int]]:
@@ -367,13 +371,14 @@ class LongContextModel:
         Raises:
             ValueError: If a rule is about what there is not.
         """
-        roles = [DOCUMENT, USER, ASSISTANT] if transcript.system is None else [SYSTEM, DOCUMENT, USER, ASSISTANT]
-        check_rules(rules, roles, system="give a system message as system")
+        end = transcript.system_end()
+        dropped = "" if transcript.system is None else " of which the template writes something"
+        roles = [*([SYSTEM] if end else []), DOCUMENT, USER, ASSISTANT]
+        check_rules(rules, roles, system=f"give a system message as system{dropped}")
         for rule in rules:
             if rule.what == "chars" and document.pieces is None:
                 raise ValueError(f"protect={rule} names characters, but token ids are read; name tokens, as tokens:A-B")
         layout = Layout(rules, stream, len(self._special(transcript.template)))
-        end = transcript.system_end()
         if end:
             layout.turn(SYSTEM)
         layout.turn(DOCUMENT, end or None)

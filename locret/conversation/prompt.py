@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from locret.conversation.rules import SYSTEM, TOOL, TOOLS, Rule, check_named, rules_of
+from locret.conversation.rules import EACH, SYSTEM, TOOL, TOOLS, Rule, check_named, rules_of
 from locret.conversation.templates import Message, leading_special_ids, render
 from locret.conversation.templates import beginning as plain_beginning
 from locret.conversation.text_stream import TokenStream
@@ -47,6 +47,10 @@ class Prompt:
             if rule.what == "tokens" and max(rule.start or 0, (rule.end or 1) - 1) >= len(self.ids):
                 raise ValueError(f"protect={rule} is outside of the prompt, which has {len(self.ids):,} tokens")
         check_named(rules, [turn.role for turn in self.turns], [TOOLS] if self.tools else ())
+        for rule in rules:
+            named = spans_of([rule], [turn._replace(end=None) for turn in self.turns])
+            if rule.what not in (TOOLS, EACH) and named and not spans_of([rule], self.turns):
+                raise ValueError(f"protect={rule} names a message of which the template writes nothing; leave it out")
         own = [] if self.tools is None else [one for one in rules if one.what == TOOLS]
         definitions = [Span(self.tools.start, self.tools.end, one.share, TOOLS) for one in own if self.tools]
         return spans_of(rules, self.turns, definitions)
@@ -162,6 +166,13 @@ def _starts(text: str, messages: Sequence[Mapping[str, Any]], beginning: Callabl
                 "neither protect nor kept"
             )
         starts.append(found + len(said))
+    for nth, (message, start, end) in enumerate(zip(messages, starts, [*starts[1:], len(text)], strict=True)):
+        said = str(message.get("content") or "").strip()
+        if said not in text[start:end] and said in text:
+            raise ValueError(
+                f"the template moves message {nth}, {message['role']}, to another place, so which tokens are whose is "
+                "not known; put it where the template writes it, or give neither protect nor kept"
+            )
     return starts
 
 

@@ -376,6 +376,34 @@ def test_what_names_nothing_is_refused_before_anything_is_read(parts: Any, given
         model(parts, "random").read(FILLER, protect=given)
 
 
+@pytest.mark.parametrize(("template", "system"), [("none", "  "), ("original", " "), ("chat", "Be brief.")])
+def test_a_system_message_of_which_nothing_is_written_cannot_be_protected(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, template: str, system: str
+) -> None:
+    lm = model(parts, "random", template=template)
+    dropping = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(lm.tokenizer, "chat_template", dropping)
+    with pytest.raises(ValueError, match="protect=system finds no turn .* system message as system of which the templ"):
+        lm.read(FILLER, system=system, protect="system")
+    assert [turn.role for turn in lm.read(FILLER, system=system).kept_by_message()] == ["document"]
+    prompt = lm.prompt([{"role": "system", "content": ""}, {"role": "user", "content": FILLER}])
+    if template != "original":  # which writes its own then
+        for rule in ("system", "message:0=0.1"):
+            with pytest.raises(
+                ValueError, match=f"protect={rule} names a message of which the template writes nothing"
+            ):
+                prompt.spans("message:1=0.5", rule)
+        assert len(prompt.spans("user=0.5", "each=0.1")) == 1
+
+
+@pytest.mark.parametrize("last", [[], [("user", "And what is green?")]])
+def test_messages_that_a_template_moves_are_refused(parts: Any, last: list[tuple[str, str]]) -> None:
+    lm = model(parts, "random", template="original")
+    said = [("user", FILLER), ("system", "Be brief."), *last]
+    with pytest.raises(ValueError, match="the template moves message 1, system, to another place"):
+        lm.prompt([{"role": role, "content": text} for role, text in said])
+
+
 def test_ids_have_no_characters_but_tokens(parts: Any) -> None:
     lm = model(parts, "random")
     ids = encode(lm.tokenizer, FILLER)

@@ -174,6 +174,15 @@ def test_uploads_protect(library: Library, read: Callable[..., Entry], serving: 
         prompts.of_chat(ChatRequest.model_validate({**request, "protect": ["system"]}))
 
 
+def test_uploads_cannot_protect_what_the_template_drops(
+    library: Library, serving: LongContextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropping = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(serving.tokenizer, "chat_template", dropping)
+    with pytest.raises(Refusal, match="protect=system finds no turn of that role here; there are document"):
+        library.read("other", library.upload("other"), system="Be brief.", protect=["system"])
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running(load(), tmp_path_factory.mktemp("contexts")) as server:
