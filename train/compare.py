@@ -209,12 +209,17 @@ def command(argv: Sequence[str] | None = None) -> int:
         return 0
     # Processes that share the work with --only write folders of their own, which their trainings and evaluations lock.
     with nullcontext() if options.only else locked(options.output, f"--output {options.output}"):
-        _remember(Path(options.output) / "evaluation.yaml", options.evaluation, "the evaluation")
+        asked = Path(options.output) / "evaluation.yaml"
+        if not (Path(options.output) / "evaluation").exists():
+            asked.unlink(missing_ok=True)  # nothing was measured with what it says
+        _remember(asked, options.evaluation, "the evaluation")
+        if (
+            options.with_references()
+        ):  # first, so that an evaluation that cannot be is refused before anything is trained
+            _evaluate(options, REFERENCES, options.references, heads=None)
         for name in options.chosen():
             _train(options, name)
             _evaluate(options, name, options.methods, heads=Path(options.output) / name)
-        if options.with_references():
-            _evaluate(options, REFERENCES, options.references, heads=None)
         write_table(options)
     return 0
 
@@ -253,30 +258,13 @@ def check(options: CompareOptions) -> None:
 
 
 def _check_evaluation(options: CompareOptions) -> None:
-    from locret.cli.command import parse_options
-    from locret.infer.evaluation.eval_options import OPTION_CLASSES, numbers
-
-    named = [f"--model={options.model}", f"--methods={','.join((*options.references, *options.methods))}"]
-    try:
-        (_, evaluation, budgets, _), _ = parse_options(
-            "locret-eval", "", OPTION_CLASSES, [*_flags(options.evaluation), *named]
-        )
-        evaluation.named_methods()
-        scores = {"protocol": evaluation.chosen_protocols()}
-        found = {"lengths": evaluation.lengths, **vars(budgets)}
-        for name in ("lengths", "budget", "chunk_size", "stabilizers"):
-            given = [] if found[name] is None else numbers(found[name], f"--{name.replace('_', '-')}")
-            if name in ("lengths", "budget") and min(given, default=1) < 1:
-                raise ValueError(f"--{name} {min(given)} is too small; give 1 or more")
-            if name in ("chunk_size", "stabilizers"):
-                scores[name] = given
-    except ValueError as error:
-        raise ValueError(f"evaluation: {error}") from None
-    for name, values in scores.items():
-        if len(values) > 1:
+    """Refuse several scores of a cell; what else is wrong, `locret-eval` says of the references, which come first."""
+    for name in ("protocol", "chunk_size", "stabilizers"):
+        given = options.evaluation.get(name, options.evaluation.get(name.replace("_", "-")))
+        if len(given if isinstance(given, list) else str(given).split(",")) > 1:
             raise ValueError(
-                f"evaluation has {len(values)} values of {name}, and the table has one score of a task, length and "
-                "budget; give one, and the others in recipes with outputs of their own"
+                f"evaluation has several values of {name}, and the table has one score of a task, length and budget; "
+                "give one, and the others in recipes with outputs of their own"
             )
 
 
