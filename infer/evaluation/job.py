@@ -109,6 +109,12 @@ class Job:
             divided = AGNOSTIC in self.evaluation.chosen_protocols() or ORACLE_AGNOSTIC in names
             if divided or any(rule.what == QUESTION for rule in self.evaluation.protected_rules()):
                 document_tokens(tokenizer, one.task, sample, case.built(tokenizer, sample))
+            if self.evaluation.protect and one.task.follow_up(sample, sample.reply) is not None:
+                warnings.warn(
+                    f"--protect keeps nothing of the second prompts of {one.task.name}, which have the thought instead "
+                    "of the text",
+                    stacklevel=2,
+                )
         if not systems and any(rule.what == SYSTEM for rule in self.evaluation.protected_rules()):
             raise ValueError(
                 f"--protect {SYSTEM} changes nothing, for no text of {', '.join(sorted(left))} has a system message; "

@@ -67,6 +67,8 @@ class Prompt:
     """What is known of the other questions of its text."""
     whole: Prompt | None = field(default=None, repr=False)
     """With the question, where these ids end before it."""
+    second: bool = False
+    """Whether it asks for the answer to a thought: nothing of the text, which has what is protected, stands in it."""
     _labels: Tensor | None = field(default=None, repr=False)
 
     @property
@@ -81,6 +83,8 @@ class Prompt:
 
     def protected(self) -> list[Span]:
         """Return what of the ids stays whatever its scores."""
+        if self.second:
+            return []
         rules, turns = self.setup.protect, list[Turn]()
         if any(rule.what == SYSTEM for rule in rules) and (end := self._system_end()):
             turns.append(Turn(SYSTEM, 0, end))

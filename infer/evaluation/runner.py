@@ -431,6 +431,6 @@ def _finished(prompt: Prompt, run: Run, task: Task, measured: dict[str, Any]) ->
     template = "chat" if prompt.text is None else prompt.text.template
     built = build_prompt(task, sample, prompt.setup.tokenizer, template=template)
     ids_1N = torch.tensor([built.ids], device=input_device(prompt.setup.model))
-    then = _once(Prompt(ids_1N, sample, prompt.setup), run, replace(task, max_new_tokens=new_tokens))
+    then = _once(Prompt(ids_1N, sample, prompt.setup, second=True), run, replace(task, max_new_tokens=new_tokens))
     spent = {name: measured[name] + then[name] for name in ("generated_tokens", "prefill_seconds", "decode_seconds")}
     return {**measured, **spent, "thought": measured["prediction"], "prediction": then["prediction"]}

@@ -144,6 +144,30 @@ def test_a_chain_of_thought_is_followed_by_the_question_for_its_answer(
     assert math.isclose(full["score"], tasks.get("longbench_v2/all").score(full["prediction"], sample))
 
 
+@pytest.mark.parametrize("rule", ["question", "tokens:0-80"])
+def test_a_second_prompt_has_nothing_of_what_is_protected(backbone: Path, data: Path, rule: str) -> None:
+    # The share of the second prompt, which is shorter than the first, holds less than what is protected of that.
+    line = ["--tasks", "longbench_v2/all_cot", "--methods", "full,streaming", "--protect", rule]
+    line += [
+        "--max-new-tokens",
+        "5",
+        "--budget-share",
+        "0.3",
+        "--chunk-size",
+        "64",
+        "--stabilizers",
+        "0",
+        "--local-len",
+        "8",
+    ]
+    with pytest.warns(UserWarning, match="--protect keeps nothing of the second prompts of longbench_v2/all_cot"):
+        command.checked(["--model", str(backbone), "--data-dir", str(data), *line])
+    full, bounded = run(backbone, data, *line)
+    assert bounded["thought"]
+    assert "protected" not in full
+    assert bounded["protected"] > 60
+
+
 def test_a_suite_says_which_split_has_no_rows(backbone: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = run(backbone, data, "--suite", "longbench-v2-splits", "--methods", "full", "--max-new-tokens", "1")
     assert {row["task"] for row in rows} == {"longbench_v2/easy", "longbench_v2/short"}
