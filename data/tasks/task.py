@@ -299,6 +299,11 @@ class Task(ABC):
         return False
 
     @property
+    def asks_first(self) -> bool:
+        """Whether what a row asks stands before its document too, so that no text of the task is read without it."""
+        return False
+
+    @property
     def single_needle(self) -> bool:
         """Whether one statement holds the whole answer, so that a sample's first depth says where it is."""
         return False

@@ -473,6 +473,11 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
     if evaluation.batch_size > 1:
         _check_batch(evaluation, budgets)
     for task in evaluation.chosen_tasks():
+        if (task.session or task.asks_first) and AGNOSTIC in evaluation.chosen_protocols():
+            why = "is a session, whose turns follow each other" if task.session else "asks before its document"
+            raise ValueError(
+                f"--protocol {AGNOSTIC} reads a document before its question, and {task.name} {why}; leave one out"
+            )
         if not task.session:
             continue
         if oracles := {ORACLE, ORACLE_AGNOSTIC} & {name.partition("+")[0] for name in methods}:
@@ -484,11 +489,6 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
         if evaluation.protect:
             raise ValueError(
                 f"--protect {evaluation.protect[0]} is part of one prompt, and {task.name} is a session; leave one out"
-            )
-        if AGNOSTIC in evaluation.chosen_protocols():
-            raise ValueError(
-                f"--protocol {AGNOSTIC} reads a document before its question, and {task.name} is a session, whose "
-                "turns follow each other; leave one out"
             )
     own = [name for name in _OF_ROWS if name in chosen and getattr(evaluation, name) != getattr(EvalOptions, name)]
     if own and all(isinstance(task, GeneratedTask) for task in evaluation.chosen_tasks()):

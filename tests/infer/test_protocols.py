@@ -18,6 +18,7 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
 from locret.cli.command import run
 from locret.data import tasks
 from locret.data.tasks.prompts import build_prompt
+from locret.data.tasks.published import infinitebench
 from locret.infer.evaluation import answering, methods, runner, summary
 from locret.infer.evaluation.command import command
 from locret.infer.evaluation.methods import Prompt, Setup
@@ -257,6 +258,13 @@ def test_errors_are_over_texts_not_over_questions() -> None:
             ("--tasks", "sirllm/rock", "--protocol", "agnostic"),
             "--protocol agnostic reads a document before its question",
         ),
+        *(
+            (
+                ("--tasks", f"infinitebench/{name}", "--protocol", "aware,agnostic"),
+                f"and infinitebench/{name} asks before its document; leave one out",
+            )
+            for name in ("math_find", "code_run")
+        ),
         (("--tasks", "sirllm/rock", "--methods", "oracle_agnostic"), "method oracle_agnostic knows the answer to one"),
         (("--tasks", "multikey", "--lengths", 100), "sample 0 of multikey cannot be made at 100 tokens"),
     ],
@@ -270,6 +278,20 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "out" / "samples.jsonl").exists()
+
+
+def test_no_task_of_infinitebench_that_may_be_asked_later_says_its_question_first() -> None:
+    for task in infinitebench.TASKS:
+        heads = set()
+        for called, sought in (("func_1(2)", "largest"), ("func_2(2)", "smallest")):
+            row = {"context": "1 2 3", "input": f"What is {called}? The {sought} number of it.", "options": [*"abcd"]}
+            (sample,) = task.read(0, "row", {**row, "answer": ["a"] if task.has_options else ["7"]})
+            heads.add(sample.content[: sample.span[0]])
+        assert task.asks_first == (len(heads) > 1), task.name
+    assert {task.name for task in infinitebench.TASKS if task.asks_first} == {
+        "infinitebench/math_find",
+        "infinitebench/code_run",
+    }
 
 
 def test_a_template_that_rewrites_questions_is_refused_before_the_oracle_reads(

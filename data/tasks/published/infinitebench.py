@@ -146,6 +146,11 @@ class InfiniteBenchTask(PublishedTask):
         if self.scorer not in ("official", "locret"):
             raise ValueError(f"task {self.name}: scorer={self.scorer!r} is unknown; use official or locret")
 
+    @property
+    def asks_first(self) -> bool:
+        """Whether the words before the context are made from the row's question."""
+        return "{" in _FORMS[self.form][0]
+
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return the sample of a row.
 
