@@ -299,6 +299,11 @@ class Task(ABC):
         return False
 
     @property
+    def compares(self) -> tuple[str, ...]:
+        """Fields of a sample that `score` reads besides the targets; a record has them, to be scored again."""
+        return ()
+
+    @property
     def asks_first(self) -> bool:
         """Whether what a row asks stands before its document too, so that no text of the task is read without it."""
         return False
@@ -343,6 +348,18 @@ class Task(ABC):
             answers: Predictions with their references, for protocols whose task score is not a mean of samples' scores.
         """
         return sum(scores) / len(scores) if scores else 0.0
+
+    def answers_in(self, prediction: str, targets: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the answers, each with its references, that a line of the benchmark's own program holds.
+
+        Args:
+            prediction: What the line says as the model's answer.
+            targets: What it says as the references.
+
+        Raises:
+            ValueError: If one of several answers is missing.
+        """
+        return [(prediction, targets)]
 
     def follow_up(self, sample: Sample, prediction: str) -> tuple[Sample, int] | None:
         """Return a second prompt, with the tokens of its answer, where that answer counts instead of the first.

@@ -2,10 +2,12 @@
 
 A line is an answer with its references, as the benchmarks' own programs write it: LongBench (pred, answers,
 all_classes), InfiniteBench (prediction, ground_truth), L-Eval (..._pred, gt), RULER (pred, outputs), and samples.jsonl.
+What a line of samples.jsonl does not say, the options of its task, is in the configuration.json beside it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,10 @@ PREDICTIONS = ("prediction", "pred")
 REFERENCES = ("targets", "answers", "ground_truth", "gt", "outputs", "answer")
 _SETTINGS = ("method", "budget", "budget_share", "chunk_size", "stabilizers", "tokens", "protocol")
 """Fields of samples.jsonl that tell answers of one task apart."""
+_COMPARED = {"choices": "the list all_classes", "question": "the question", "system": "the system message"}
+"""What tasks may compare an answer with besides the references, in words."""
+_SAME = 1e-6
+"""How far the score of an answer may be from the one that its run gave it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +76,37 @@ def _cells(file: str, name: str | None) -> Iterable[dict[str, Any]]:
     if not Path(file).is_file():
         raise ValueError(f"--score-predictions {file} is not a file; name one with an answer in JSON on each line")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    known: dict[tuple[str, bool], Task] = {}
     for entry in stream_entries([file]):
         try:
             row = entry.load()
         except BadRow as bad:
             raise ValueError(f"{bad.where} {bad.detail}; mend or drop the line") from None
         task = _task(file, name or row.get("task"))
-        record = _record(entry.where, row, task)
+        ours = "method" in row and row.get("task") == task.name
+        if (task.name, ours) not in known:
+            known[task.name, ours] = _as_in_its_run(file, task) if ours else task
+        task = known[task.name, ours]
         own = tuple((key, row[key]) for key in _SETTINGS if "method" in row and key in row)
-        groups.setdefault((task.name, own), []).append(record)
-    for (task_name, own), records in groups.items():
+        groups.setdefault((task.name, ours, own), []).extend(_records(entry.where, row, task, ours))
+    for (task_name, ours, own), records in groups.items():
         found = {"file": Path(file).name, "task": task_name, **dict(own), "n": len(records)}
-        yield {**found, **task_score(tasks.get(task_name), records)}
+        yield {**found, **task_score(known[task_name, ours], records)}
+
+
+def _as_in_its_run(file: str, task: Task) -> Task:
+    """Return a task with the options of the run that wrote a samples.jsonl; as it is where none are told."""
+    from locret.infer.evaluation.output_folder import CONFIGURATION  # imports torch
+
+    path = Path(file).with_name(CONFIGURATION)
+    if not path.is_file():
+        return task
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))["tasks"].get(task.name, {})
+        told = {name: facts[name] for name in task.settable if name in facts}
+    except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
+        raise ValueError(f"{path} is broken; get it anew, or move {file} away from it") from None
+    return tasks.get(task.name, **{name: value for name, value in told.items() if value != getattr(task, name)})
 
 
 _NO_PROGRAM = ("multistep", "scbench", "world")
@@ -100,8 +125,8 @@ def _task(file: str, name: Any) -> Task:
     return tasks.get(known[0])
 
 
-def _record(where: str, row: Mapping[str, Any], task: Task) -> dict[str, Any]:
-    """Return an answer with its references and score."""
+def _records(where: str, row: Mapping[str, Any], task: Task, ours: bool) -> list[dict[str, Any]]:
+    """Return the answers of a line with their references and scores: one, or as many as the task finds in it."""
     said = [row[name] for name in PREDICTIONS if name in row]
     said = said or [value for name, value in row.items() if name.endswith("_pred")]
     if not said or not isinstance(said[0], str):
@@ -110,13 +135,52 @@ def _record(where: str, row: Mapping[str, Any], task: Task) -> dict[str, Any]:
     targets = tuple(str(entry) for entry in (given if isinstance(given, list) else [given]))
     if given is None:
         raise ValueError(f"{where} has no references; they must be in one of the fields {', '.join(REFERENCES)}")
-    classes = row.get("all_classes")
-    choices = tuple(map(str, classes)) if isinstance(classes, list) else ()
-    sample = Sample(content="", targets=targets, reply=targets[0], choices=choices)
+    compared = _compared(where, row, task)
     try:
-        score = task.score(said[0], sample)
-    except (IndexError, KeyError, AttributeError) as error:
-        raise ValueError(f"{where} does not have what {task.name} compares ({type(error).__name__}: {error})") from None
+        answers = task.answers_in(said[0], targets)
+    except ValueError as error:
+        raise ValueError(f"{where} {error}; mend or drop the line") from None
     several = all(type(row.get(name)) is int for name in ("index", "question"))  # of one text, by locret-eval
     place = {name: row[name] for name in ("index", "question") if several}
-    return {"prediction": said[0], "targets": targets, "score": score, **place}
+    found = []
+    for prediction, right in answers:
+        sample = Sample(content="", targets=right, reply=right[0], **compared)
+        try:
+            score = task.score(prediction, sample)
+        except (IndexError, KeyError, AttributeError) as error:
+            lacking = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{where} does not have what {task.name} compares ({lacking})") from None
+        found.append({"prediction": prediction, "targets": right, "score": score, **place})
+    if ours and row.get("version") == task.version and isinstance(row.get("score"), int | float):
+        _check_same(where, float(row["score"]), found[0]["score"], task)
+    return found
+
+
+def _compared(where: str, row: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """Return what else a task compares with.
+
+    Raises:
+        ValueError: If the line does not say it.
+    """
+    told = row.get("compared")
+    known = {**told} if isinstance(told, dict) else {}
+    if isinstance(row.get("all_classes"), list):
+        known["choices"] = row["all_classes"]
+    for name in task.compares:
+        if not known.get(name):
+            raise ValueError(
+                f"{where} does not say {_COMPARED.get(name, name)}, which {task.name} compares an answer with; add it, "
+                "or take the scores of results.json where locret-eval of an earlier version wrote the line"
+            )
+    return {name: tuple(map(str, known[name])) if name == "choices" else str(known[name]) for name in task.compares}
+
+
+def _check_same(where: str, recorded: float, score: float, task: Task) -> None:
+    """Refuse another score than the run gave: it knew something that is not known here."""
+    from locret.infer.evaluation.output_folder import CONFIGURATION
+
+    if abs(recorded - score) > _SAME:
+        raise ValueError(
+            f"{where} says score {recorded:g}, and {task.name} gives {score:g} here; put the {CONFIGURATION} of its "
+            "run, which has the options of tasks, beside the file, or drop the field score if the answer was changed"
+        )

@@ -22,7 +22,7 @@ KEY = ("task", "version", "tokens", "index", "method", "budget", "chunk_size", "
 _AGAIN = "mend the file, or use --overwrite to start again"
 
 
-_COUNT, _TEXT, _UNITS = "a whole number", "a text", "a whole number or null"
+_COUNT, _TEXT, _UNITS, _OBJECT = "a whole number", "a text", "a whole number or null", "an object"
 _FIELDS = {
     **dict.fromkeys(("task", "method", "prediction"), _TEXT),
     **dict.fromkeys(("version", "tokens", "index", "prompt_tokens", "generated_tokens"), _COUNT),
@@ -37,6 +37,7 @@ _OPTIONAL = {
     "depth": "a number from 0 to 1",
     "budget_share": "a number from 0 to 1",
     "protocol": _TEXT,
+    "compared": _OBJECT,
     **dict.fromkeys(
         (
             "tokens_before",
@@ -66,6 +67,8 @@ def problem(record: Any) -> str | None:
 
 
 def _is(value: Any, kind: str) -> bool:
+    if kind == _OBJECT:
+        return isinstance(value, dict)
     if kind == _TEXT:
         return isinstance(value, str)
     if kind == "a list of texts":

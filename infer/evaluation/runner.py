@@ -365,7 +365,7 @@ def _document(prompt: Prompt) -> int:
 
 
 def _record(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    tokens = prompt.ids_1N.shape[1]
+    tokens, compared = prompt.ids_1N.shape[1], case.task.compares
     return {
         **case.axes,
         **run.axes,
@@ -374,6 +374,7 @@ def _record(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measure
         "prompt_tokens": tokens,
         "prompt_sha256": hashlib.sha256(prompt.ids_1N.cpu().numpy().tobytes()).hexdigest(),
         "targets": list(prompt.sample.targets),
+        **({"compared": {name: getattr(prompt.sample, name) for name in compared}} if compared else {}),
         "score": case.task.score(measured["prediction"], prompt.sample),
         **measured,
     }

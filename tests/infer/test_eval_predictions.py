@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from locret.cli.command import run
+from locret.data import tasks
+from locret.infer.evaluation import runner
 from locret.infer.evaluation.command import command
 
 LONGBENCH = [
@@ -22,6 +24,10 @@ INFINITEBENCH = [
 ]
 LEVAL = [{"gt": "[6 15]", "mine_pred": "So the final output is [6, 15]", "evaluation": "exam"}]
 TREC = [{"pred": "Other entity", "answers": ["Other entity"], "all_classes": ["Other entity", "Food"]}]
+SCI_FI = [
+    {"gt": "True [fact: False]", "mine_pred": "True [fact: False]", "evaluation": "exam"},
+    {"gt": "True [fact: False]", "mine_pred": "True. [fact: It is true]", "evaluation": "exam"},
+]
 RULER = [{"index": 5, "pred": "ABCDE and FGHIJ", "outputs": ["ABCDE", "FGHIJ", "KLMNO", "PQRST"]}]
 
 
@@ -51,6 +57,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
         ("preds_passkey.jsonl", INFINITEBENCH, "infinitebench/passkey", ("infinitebench/passkey", 2, 50.0, 50.0)),
         ("codeU.pred.jsonl", LEVAL, None, ("leval/codeU", 1, 100.0, None)),
         ("trec.jsonl", TREC, None, ("longbench/trec", 1, 100.0, None)),
+        ("sci_fi.pred.jsonl", SCI_FI, None, ("leval/sci_fi", 4, 75.0, 25.0)),
         ("vt.jsonl", RULER, None, ("ruler/vt", 1, 50.0, None)),
     ],
 )
@@ -73,6 +80,83 @@ def test_samples_of_locret_eval_are_scored_by_method_and_budget(score: Any, tmp_
     assert code == 0, err
     assert "| samples.jsonl | passkey @ 300 | random, 64 | 2 | 50.00 ± 50.00 |" in out
     assert "| samples.jsonl | passkey @ 300 | streaming, 64 | 1 | 100.00 |" in out
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "said", "options"),
+    [
+        (
+            "longbench/trec",
+            {"context": "Type: Food", "input": "What is it?", "answers": ["Food"], "all_classes": ["Food", "Other"]},
+            "Food",
+            {},
+        ),
+        ("world/qa5", None, None, {"gifts": 2}),
+        ("world/secret", None, "", {}),
+        (
+            "loogle/shortdep_cloze",
+            {"context": "Ann Lee.", "question": "<mask-0>", "answer": {"<mask-0>": "Ann Lee"}},
+            "{'<mask-0>': 'Ann'}",
+            {"scorer": "partial"},
+        ),
+        (
+            "longbench_v2/all",
+            {
+                "context": "B",
+                "question": "Which?",
+                "answer": "B",
+                "difficulty": "easy",
+                "length": "short",
+                **{f"choice_{letter}": letter for letter in "ABCD"},
+            },
+            "?",
+            {"compensated": True},
+        ),
+    ],
+)
+def test_answers_of_a_run_get_the_scores_that_it_gave_them(
+    score: Any,
+    backbone: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    row: dict[str, Any] | None,
+    said: str | None,
+    options: dict[str, Any],
+) -> None:
+    answered = runner.answer
+    if row:
+        file = tmp_path / "data" / task.partition("/")[0] / tasks.get(task).file  # type: ignore[attr-defined]
+        file.parent.mkdir(parents=True)
+        write(file, [row])
+
+    def saying(prompt: Any, *given: Any) -> dict[str, Any]:
+        return {**answered(prompt, *given), "prediction": prompt.sample.reply if said is None else said}
+
+    monkeypatch.setattr(runner, "answer", saying)
+    line = [
+        "--model",
+        backbone,
+        "--tasks",
+        task,
+        "--methods",
+        "full",
+        "--max-new-tokens",
+        1,
+        "--output",
+        tmp_path / "out",
+    ]
+    line += ["--quiet", "--figures", "none"]
+    line += ["--data-dir", tmp_path / "data"] if row else ["--lengths", 600, "--samples", 8]
+    line += ["--questions", 2] if task == "world/qa5" else []  # of a gift, who gave it and who received it
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"task_options": {task: options}}))
+    assert command(["--config", str(recipe), *map(str, line)]) == 0
+    (found,) = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
+    code, out, err = score(tmp_path / "out" / "samples.jsonl", "--json")
+    assert code == 0, err
+    (cell,) = json.loads(out)["cells"]
+    assert (cell["score"], cell["standard_error"]) == (found["score"], found["standard_error"])
 
 
 def test_two_files_may_be_of_one_task_and_a_third_of_another(score: Any, tmp_path: Path) -> None:
@@ -102,6 +186,31 @@ def test_two_files_may_be_of_one_task_and_a_third_of_another(score: Any, tmp_pat
         ("qasper.jsonl", '{"pred": "a", "answers": ["a"]}', ("--tasks", "longbench/qaspr"), "did you mean longbench/"),
         ("qasper.jsonl", '{"pred": "a", "answers": ["a"]}', ("--tasks", "passkey,number"), "names 2 tasks for 1 files"),
         ("code_debug.jsonl", '{"pred": "a", "ground_truth": ["a"]}', (), "does not have what infinitebench/code_debug"),
+        (
+            "trec.jsonl",
+            '{"pred": "a", "answers": ["a"]}',
+            (),
+            "does not say the list all_classes, which longbench/trec",
+        ),
+        (
+            "sci_fi.jsonl",
+            '{"pred": "True", "gt": "True [fact: True]"}',
+            (),
+            "answers 'True' without its [fact: ...] part",
+        ),
+        (
+            "samples.jsonl",
+            '{"task": "world/qa5", "method": "full", "prediction": "Bill", "targets": ["Bill"], "score": 1.0}',
+            (),
+            "does not say the question, which world/qa5 compares an answer with; add it, or take the scores of results",
+        ),
+        (
+            "samples.jsonl",
+            '{"task": "longbench_v2/all", "version": 1, "method": "full", "prediction": "?", "targets": ["A"], '
+            '"score": 0.25}',
+            (),
+            "says score 0.25, and longbench_v2/all gives 0 here; put the configuration.json of its run, which has the",
+        ),
         ("missing", None, (), "is not a file; name one with an answer in JSON on each line"),
     ],
 )

@@ -282,12 +282,11 @@ class LEvalTask(PublishedTask):
         targets = (answer,)
         second = []
         if self.task == "sci_fi":
-            story, mark, world = answer.partition("[fact:")
-            if not mark:
+            if _FACT not in answer:
                 raise BadRow(where, "wrong answer", f"holds {answer!r} in field 'outputs' without its [fact: ...] part")
-            targets = (story.strip(),)
+            story, truth = _halves(answer)
+            targets = (story,)
             asked = question.replace(_IN_THE_STORY, _IN_THE_WORLD)
-            truth = world.strip().removesuffix("]").strip()
             content = asked + "Please directly answer without any additional output or explanation. \nAnswer:"
             second = [Sample(id=f"{name}/fact", content=content, targets=(truth,), reply=truth, plain=True)]
         first = Sample(
@@ -329,6 +328,18 @@ class LEvalTask(PublishedTask):
             "use prompt_style=fixed for this one"
         )
 
+    def answers_in(self, prediction: str, targets: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+        """Return a line's answer; of sci_fi the one about the story and the one about the world.
+
+        Raises:
+            ValueError: If one of the two is missing.
+        """
+        if self.task != "sci_fi" or _FACT not in targets[0]:
+            return [(prediction, targets)]
+        if _FACT not in prediction:
+            raise ValueError(f"answers {prediction[:40]!r} without its {_FACT} ...] part, which its reference has")
+        return [(said, (right,)) for said, right in zip(_halves(prediction), _halves(targets[0]), strict=True)]
+
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the task's own metric; for ROUGE tasks it is one sample's geometric mean, see `summarise`."""
         return score(self.task, prediction, sample.targets[0])
@@ -337,6 +348,15 @@ class LEvalTask(PublishedTask):
         """Return the task's score: for ROUGE the geometric mean of three means over the samples, else the mean."""
         predictions, references = [text for text, _ in answers], [targets[0] for _, targets in answers]
         return task_score(self.task, predictions, references)
+
+
+_FACT = "[fact:"
+
+
+def _halves(text: str) -> tuple[str, str]:
+    """Return what sci_fi's `True [fact: False]` says of the story, and what of the world."""
+    story, _, world = text.partition(_FACT)
+    return story.strip(), world.strip().removesuffix("]").strip()
 
 
 def _task(name: str, size: int | None, metric: str, *, exam: bool = False, version: int = 1) -> LEvalTask:

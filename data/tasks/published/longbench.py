@@ -124,6 +124,11 @@ class LongBenchTask(PublishedTask):
     task: str
     """The file's name in the published set."""
 
+    @property
+    def compares(self) -> tuple[str, ...]:
+        """Classifications compare an answer with all classes."""
+        return ("choices",) if self.task in _CLASSIFIED else ()
+
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
         """Return the sample of a row.
 

@@ -235,6 +235,11 @@ class Gifts(_Story):
                 questions.append(Question(text=text, targets=(target,), reply=statements[-1]))
         return Planted(statements=tuple(statements), questions=tuple(questions))
 
+    @property
+    def compares(self) -> tuple[str, ...]:
+        """The question says whether the first or the last name counts."""
+        return ("question",)
+
     def score(self, prediction: str, sample: Sample) -> float:
         """Return 1 if who gave is the first that the prediction names, and who received the last."""
         return _names(prediction, PEOPLE, sample.targets[0], last="received" in sample.question)
