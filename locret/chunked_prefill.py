@@ -168,7 +168,8 @@ def read_prompt(
     cache.reserve_disk(ids.shape[1], new_tokens, 2 * ids.shape[0])  # one by one, and all of them once more
     width = cache.seen + ids.shape[1]
     texts = [row[None] if mask is None else row[None, len(row) - int(mask[i].sum()) :] for i, row in enumerate(ids)]
-    if cache.pad is None and not apart and not turn:
+    # Before the first text nothing is a turn.
+    if cache.pad is None and not apart and not (turn and cache.seen):
         rows, logits = _read_together(model, texts, cache, progress)
     else:
         rows, logits = cache.split(len(texts)), []

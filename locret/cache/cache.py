@@ -732,7 +732,10 @@ class RetentionCache(Cache):
     def split(self, batch: int) -> list[RetentionCache]:
         """Return one cache per row, without the empty slots in front of short rows; new ones if nothing was read."""
         if not self.seen:
-            return [self.fresh() for _ in range(batch)]
+            rows = [self.fresh() for _ in range(batch)]
+            for index, row in enumerate(rows):
+                row.protected = self.protected[index : index + 1] if len(self.protected) > 1 else self.protected
+            return rows
         self.check_whole()
         self._rate_waiting()
         rows = []

@@ -175,6 +175,18 @@ def test_once_for_all_rows_is_for_each_of_them() -> None:
         check_guaranteed(cache, [Span(7, 19)], row, text.shape[1])
 
 
+@pytest.mark.parametrize("spans", [[[Span(0, 12)]], [[Span(3, 15)], [Span(40, 50)]]], ids=["for all", "by row"])
+def test_a_padded_batch_that_is_read_by_generate_keeps_what_is_protected(spans: list[list[Span]]) -> None:
+    texts = [prompt(length, seed=length) for length in (90, 61)]
+    ids, mask = padded(texts)
+    cache = by_lot(policy())
+    cache.protect(*spans)
+    assert [one.protected for one in cache.split(2)] == [(tuple(own),) for own in (spans * 2)[:2]]
+    generate(cache.model, ids, attention_mask=mask, cache=cache, max_new_tokens=1)
+    for row, text in enumerate(texts):
+        check_guaranteed(cache, spans[row % len(spans)], row, text.shape[1])
+
+
 def test_an_answer_evicts_nothing_that_is_protected() -> None:
     cache = by_lot(policy(decode_budget=44, decode_interval=4))
     cache.protect([Span(0, 12), Span(12, 60, 0.25)])

@@ -12,7 +12,7 @@ from families import build, prompt
 from ragged_runs import padded
 from torch import Tensor, nn
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.adapters import find_decoder
 
 LENGTHS = (90, 61, 4, 90, 75)
@@ -85,6 +85,15 @@ def test_chunks_that_are_alike_are_one_pass() -> None:
     # 4 tokens are local only; 61 are cut into 5 chunks of 10, one of 5 and 6 local; 75 and 90 into 6 and 8 chunks.
     apart = [(1, 4), (1, 5), (1, 6), (1, 9), (1, 6), (2, 4), (2, 6)]
     assert sorted(shapes) == sorted([(4, 10)] * 5 + [(3, 10)] + [(2, 10)] * 2 + apart)
+
+
+def test_generate_reads_the_first_text_of_a_padded_batch_in_as_few_passes() -> None:
+    model = build("llama")
+    ids, mask = padded(rows())
+    with passes(model) as shapes:
+        cache = RetentionCache(model, "key_norm", policy())
+        generate(model, ids, attention_mask=mask, cache=cache, max_new_tokens=1, do_sample=False)
+    assert shapes.count((4, 10)) == 5
 
 
 def test_rows_of_one_length_stay_together_to_their_end() -> None:
