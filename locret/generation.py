@@ -67,7 +67,8 @@ def generate(
 
     Raises:
         ValueError: If the cache has read more than `input_ids` or something else, there is nothing to go on from, an
-            earlier read of the cache was interrupted, an option has no effect, or the step cannot be compiled.
+            earlier read of the cache was interrupted, an option has no effect, the step cannot be compiled, or the
+            answer would reach positions that dynamic NTK rotates differently.
 
     Examples:
         >>> cache = RetentionCache(model, scorer=heads, policy=policy)
@@ -107,7 +108,9 @@ def generate(
         if last_tokens is None:
             raise ValueError("there is no prompt to go on from; give input_ids, or call prefill first")
         cache.take_back()
-    cache.reserve(0, new_tokens + 1)
+    fed = 1 + new_tokens  # the prompt's last token comes first
+    cache.check_reach(cache.next_position + fed, fed)  # evictions while answering do not turn positions back
+    cache.reserve(0, fed)
     if full is not None:
         tokens = full
     else:

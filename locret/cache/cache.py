@@ -409,7 +409,7 @@ class RetentionCache(Cache):
         """Refuse positions beyond those that always have the same frequencies.
 
         Args:
-            units: Most units per KV head to come.
+            units: Most units per KV head to come, or positions of an answer.
             tokens: Tokens to come; None: unknown.
 
         Raises:
@@ -421,8 +421,8 @@ class RetentionCache(Cache):
         if self.policy.positions == "compact" and not self.backbone.slides:
             if units > self._fixed_reach:
                 raise ValueError(
-                    f"{changes}{self._fixed_reach} positions, but budget={self.policy.budget} and "
-                    f"chunk_size={self.policy.chunk_size} reach {units}; lower them"
+                    f"{changes}{self._fixed_reach} positions, but budget={self.policy.budget}, chunk_size="
+                    f"{self.policy.chunk_size} and the answer reach {units}; lower them"
                 )
         elif tokens is None or self.seen + tokens > self._fixed_reach:
             reach = "the length of the text is unknown"

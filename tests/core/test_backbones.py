@@ -149,6 +149,20 @@ def test_dynamic_ntk_beyond_its_original_context_is_refused_with_compact_positio
         generate(dynamic, prompt(40), cache=cache.fresh(), max_new_tokens=20, do_sample=False)
 
 
+@pytest.mark.parametrize("changes", [{}, {"decode_budget": 40, "decode_interval": 4}, {"positions": "original"}])
+def test_an_answer_beyond_the_original_context_of_dynamic_ntk_is_refused_before_its_first_token(
+    dynamic: Any, changes: Any
+) -> None:
+    policy = RetentionPolicy(**{**POLICY.to_dict(), **changes})
+    cache = RetentionCache(dynamic, "key_norm", policy)
+    prefill(dynamic, prompt(40), cache)
+    room = 48 - cache.next_position
+    with pytest.raises(ValueError, match=r"beyond 48 positions, .* answer reach 49"):
+        generate(dynamic, cache=cache, max_new_tokens=room + 1, do_sample=False)
+    assert cache.held_back
+    assert generate(dynamic, cache=cache, max_new_tokens=room, do_sample=False).shape[1] == room
+
+
 def test_dynamic_ntk_with_original_positions_is_right_within_its_original_context_and_refused_beyond(
     dynamic: Any,
 ) -> None:
