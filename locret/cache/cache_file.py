@@ -46,6 +46,7 @@ from locret.cache.saved_units import (
     dtype_of,
 )
 from locret.cache.store import POSITIONS, DenseStore, Workspace
+from locret.cache.trail import TRAIL
 from locret.field_values import checked_values, shown
 from locret.files import written_whole
 from locret.heads.fingerprint import any_fingerprint
@@ -289,23 +290,31 @@ def _digits(fingerprint: Any) -> str:
 
 
 def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: bool) -> None:
-    saved, here = state.get("scorer"), _identity(cache)
-    if isinstance(saved, str):  # files of earlier versions have the name alone
-        saved = {"name": saved}
-    if not isinstance(saved, dict) or not isinstance(saved.get("name"), str):
-        raise ValueError("it does not say which scorer it was made with; save the cache again")
-    options = saved.get("options", here["options"])
-    # An option that is newer than the file had its default.
-    same = (
-        saved["name"] == here["name"]
-        and isinstance(options, dict)
-        and {**here["options"], **options} == here["options"]
-    )
-    if not same and not allow_other:
+    saved, here = _recorded_scorer(state), _identity(cache)
+    if not _same_scorer(saved, here) and not allow_other:
         raise ValueError(
             f"it was made with the scorer {_described(saved)}, here it is {_described(here)}; give that scorer, or "
             f"{OTHER_SCORER}"
         )
+
+
+def _recorded_scorer(state: Mapping[str, Any]) -> dict[str, Any]:
+    saved = state.get("scorer")
+    if isinstance(saved, str):  # files of earlier versions have the name alone
+        saved = {"name": saved}
+    if not isinstance(saved, dict) or not isinstance(saved.get("name"), str):
+        raise ValueError("it does not say which scorer it was made with; save the cache again")
+    return saved
+
+
+def _same_scorer(saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    options = saved.get("options", here["options"])
+    # An option that is newer than the file had its default.
+    return (
+        saved["name"] == here["name"]
+        and isinstance(options, dict)
+        and {**here["options"], **options} == here["options"]
+    )
 
 
 def _identity(cache: RetentionCache) -> dict[str, Any]:
@@ -331,6 +340,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
     if lost := ours.keys() - columns.keys():
         raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
     config, decoder = unwrap(cache.model).config.get_text_config(), find_decoder(cache.model)
+    near = next((trail.tokens for trail in cache.trails.values()), 0)
     reading = Reading(
         backbone=cache.whole,
         ragged=cache.policy.head_budgets == "adaptive",
@@ -343,9 +353,14 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         ledger=cache.policy.ledger,
         windows=cache.remembered,
         states=state_shapes(decoder.config, type(decoder)) if cache.carriers else None,
-        neighbours=next((trail.tokens for trail in cache.trails.values()), 0),
+        neighbours=near if _same_scorer(_recorded_scorer(state), _identity(cache)) else None,
     )
     tensors = _checked_units(path, state, reading)
+    for index, shape in zip(cache.whole.layers, cache.whole.full_shapes, strict=True):
+        trail = tensors.get(name := f"layers.{index}.{TRAIL}")
+        # Another scorer looked at other tokens: to this one, those that were read are before the first.
+        if trail is not None and (not near or trail.shape[1:] != (near + 1, shape.feature_dim)):
+            del tensors[name]
     dtype = compute_dtype(cache.model)
     return {name: tensor.to(dtype) if name == "rows._context" else tensor for name, tensor in tensors.items()}
 

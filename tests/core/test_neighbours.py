@@ -103,6 +103,23 @@ def test_copies_files_and_rows_go_on_alike(model: nn.Module, heads: RetainingHea
         load_cache(tmp_path / "kept.safetensors", model, scorer=other)
 
 
+@pytest.mark.parametrize("first", ["neighbours", "fewer neighbours", "snapkv"])
+@pytest.mark.parametrize("second", ["neighbours", "snapkv"])
+def test_another_scorer_may_go_on_whichever_looks_at_neighbours(
+    model: nn.Module, heads: RetainingHeads, tmp_path: Path, first: str, second: str
+) -> None:
+    fewer = RetainingHeads.for_model(model, 16, seed=0, neighbours=NEAR - 1)
+    named: dict[str, Any] = {"neighbours": heads, "fewer neighbours": fewer, "snapkv": "snapkv"}
+    cache = RetentionCache(model, named[first], POLICY)
+    prefill(model, ids_of(50), cache)
+    save_cache(cache, tmp_path / "kept.safetensors")
+    loaded = load_cache(tmp_path / "kept.safetensors", model, named[second], allow_other_scorer=True)
+    assert loaded.kept_positions(1).equal(cache.kept_positions(1))
+    assert all((trail.newest is not None) == (first == second) for trail in loaded.trails.values())
+    prefill(model, ids_of(40, seed=3), loaded)
+    assert loaded.seen == 90
+
+
 def test_rows_of_a_batch_are_read_as_alone(model: nn.Module, heads: RetainingHeads) -> None:
     texts = [ids_of(60), ids_of(41, seed=2), ids_of(60, seed=4)]
     width = max(text.shape[1] for text in texts)
