@@ -100,6 +100,13 @@ def check_slots(policy: RetentionPolicy, slots: int) -> None:
     Raises:
         ValueError: Saying how much room there is.
     """
+    if policy.when == "prompt_end":
+        if slots > policy.budget:
+            raise ValueError(
+                f'merge="{policy.merge}" makes {slots} units per KV head, more than budget={policy.budget} holds; '
+                "raise budget, or take kernels with fewer"
+            )
+        return
     room = policy.budget - policy.stabilizers
     if slots > room:
         raise ValueError(

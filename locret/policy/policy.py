@@ -85,7 +85,7 @@ class RetentionPolicy:
     """Prompt tokens per forward pass (the paper's B, 3072; with a smaller budget at most as many, or 512)."""
     stabilizers: int = _default(2500)
     """Newest units of the cache kept unconditionally after every chunk but the last (n_s, 2500; of a smaller
-    budget at most a quarter); 0 protects nothing."""
+    budget at most a quarter); 0 protects nothing. With when="prompt_end" nothing is evicted after those chunks."""
     local_len: int = _default(100)
     """Last prompt tokens, read after the last eviction and never evicted while reading (n_loc, 100; with a smaller
     budget at most as many)."""
@@ -170,7 +170,7 @@ class RetentionPolicy:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; it must be 1 or more")
         if self.stabilizers < 0:
             raise ValueError(f"stabilizers={self.stabilizers} is negative; use 0 to protect nothing")
-        if self.stabilizers > self.budget - 1:
+        if self.when == "chunk" and self.stabilizers > self.budget - 1:
             raise ValueError(
                 f"stabilizers={self.stabilizers} leaves no room for scored units in budget={self.budget}; "
                 f"raise budget, lower stabilizers to at most {self.budget - 1}, or leave them out to follow the budget"
@@ -437,7 +437,10 @@ class RetentionPolicy:
                 "host-budget as a number of units" if self.host_budget else "host-budget",
             ),
             "recall_by": (self.recall > 0 or self.recalls_blocks, "recall"),
-            "stabilizers": (not self.recalls_blocks, "recall-by exact"),
+            "stabilizers": (  # at a prompt's end 0 says what is so anyway
+                (self.when == "chunk" or not self.stabilizers) and not self.recalls_blocks,
+                "recall-by exact" if self.recalls_blocks else "when chunk",
+            ),
         }
         return {name: setting for name, (used, setting) in needed.items() if not used}
 

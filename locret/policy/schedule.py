@@ -135,6 +135,8 @@ def plan(
 
 def protected(policy: RetentionPolicy, kept: int) -> int:
     """Return the stabilizers of a memory of `kept` units: all of them, or half of a memory that is still growing."""
+    if policy.when == "prompt_end":  # nothing is evicted after any chunk but the last
+        return 0
     return policy.stabilizers if policy.memory == "fixed" else min(policy.stabilizers, kept // 2)
 
 

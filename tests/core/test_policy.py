@@ -15,6 +15,8 @@ import torch
 import yaml
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, load_cache, prefill, save_cache
+from locret.cache.limits import check_slots
+from locret.policy.schedule import plan
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,19 @@ def test_the_least_chunk_follows_from_the_chunk_where_chunks_shrink() -> None:
     assert RetentionPolicy(chunk_size=16, memory="linear", decremental=True).min_chunk == 16
     with pytest.raises(ValueError, match="min_chunk=64 is larger than the average chunk, chunk_size=16"):
         RetentionPolicy(chunk_size=16, memory="linear", decremental=True, min_chunk=64)
+
+
+def test_stabilizers_are_no_matter_where_everything_is_selected_at_the_prompts_end() -> None:
+    policy = RetentionPolicy(budget=64, when="prompt_end", stabilizers=64)
+    assert policy.idle()["stabilizers"] == "when chunk"
+    assert "stabilizers" not in replace(policy, stabilizers=0).idle(), "which says what is so anyway"
+    assert "stabilizers" not in RetentionPolicy(budget=64, when="prompt_end").following()
+    assert plan(policy, 2, None).steps[0].protected == (0, 0)
+    check_slots(policy, 64)
+    with pytest.raises(ValueError, match='merge="none" makes 65 units per KV head, more than budget=64 holds; raise'):
+        check_slots(policy, 65)
+    with pytest.raises(ValueError, match="stabilizers=64 leaves no room"):
+        replace(policy, when="chunk")
 
 
 def test_a_copy_with_another_budget_keeps_what_was_given_and_follows_with_the_rest() -> None:

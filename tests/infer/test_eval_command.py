@@ -213,6 +213,7 @@ def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluat
         (("--pyramid-beta", "10"), "--pyramid-beta 10 changes nothing without --layer-budgets pyramid; add that, or"),
         (("--head-floor", "0.5"), "--head-floor 0.5 changes nothing without --head-budgets adaptive"),
         (("--min-chunk", "16"), "--min-chunk 16 changes nothing without --decremental; add that, or drop --min-chunk"),
+        (("--when", "prompt_end", "--stabilizers", "16"), "--stabilizers 16 changes nothing without --when chunk; add"),
         (("--decode-interval", "5"), "--decode-interval 5 changes nothing without --decode-budget"),
         (("--tasks", "sirllm/rock", "--budget", "64"), "--lengths is for prompts that are made here, but those of sir"),
         (("--lengths", "20"), "tokens=20 cannot hold the facts and the question"),

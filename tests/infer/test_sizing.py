@@ -155,7 +155,7 @@ def test_dry_run_counts_the_prompt_where_the_plan_depends_on_it(ask: Infer, call
 
 @pytest.mark.slow
 def test_memory_that_grows_with_the_prompt_is_announced_and_its_peak_reported(call: Infer, tmp_path: Path) -> None:
-    options = ("--budget", 64, "--stabilizers", 8, "--when", "prompt_end")
+    options = ("--budget", 64, "--when", "prompt_end")
     outcome = call(*options)
     assert outcome.code == 0
     warning, *_, summary = outcome.err.splitlines()
