@@ -401,8 +401,10 @@ class RetentionCache(Cache):
         if not self.seen or policy.turns != "local" or policy.recalls_blocks:
             return 0
         room = policy.chunk_size - max(self.seen - self.text_end, 0)
-        if policy.decode_budget is not None:
-            room = min(room, policy.decode_budget - max(layer.fill for layer in self.governed))
+        for nth, layer in enumerate(self.governed):
+            most = self._limits.most_answering(nth)
+            if most is not None:
+                room = min(room, most - layer.fill)
         return max(room, 0)
 
     def check_reach(self, units: int, tokens: int | None) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import locret
 from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
+from locret.cache.limits import Limits
 from locret.chunked_prefill import read_turn
 from locret.conversation.transcript import DOCUMENT
 from locret.engines.prefix import Prefix
@@ -66,6 +67,25 @@ def test_no_policy_evicts_for_a_short_turn(lm: LongContextModel, policy: dict[st
     generate(lm.model, torch.cat([text, ids(40, 1)], 1), cache=cache, max_new_tokens=4)
     for layer, kept in enumerate(before):
         assert torch.equal(cache.kept_positions(layer)[..., : kept.shape[-1]], kept)
+
+
+def test_a_turn_is_read_like_text_where_the_smallest_layer_has_no_room_for_it(lm: LongContextModel) -> None:
+    budgets = {"stabilizers": 4, "layer_budgets": "pyramid", "decode_budget": 200, "decode_interval": 8}
+    cache = RetentionCache(lm.model, lm.scorer, RetentionPolicy(**{**POLICY.to_dict(), **budgets}))
+    text = ids(400)
+    prefill(lm.model, text, cache)
+    layers = cache.backbone.layers
+    limits = Limits(cache.policy, cache.scorer, len(layers))
+    most = [limits.most_answering(nth) or 0 for nth in range(len(layers))]
+    room = min(limit - layer.fill for limit, layer in zip(most, cache.governed, strict=True))
+    assert 0 < cache.turn_room == room < 200 - max(layer.fill for layer in cache.governed)
+    for length in (room, room + 1):
+        twin = cache.copy()
+        read_turn(lm.model, ids(length, 1), twin)
+        assert all(layer.fill <= limit for layer, limit in zip(twin.governed, most, strict=True))
+        held = cache.kept_positions(layers[-1])
+        stays = torch.equal(twin.kept_positions(layers[-1])[..., : held.shape[-1]], held)
+        assert stays == (length == room)
 
 
 def test_turns_as_text_compete_for_the_budget_and_long_ones_always_do(lm: LongContextModel) -> None:
