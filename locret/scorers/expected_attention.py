@@ -26,7 +26,7 @@ from locret.backbone.chunk import Chunk
 from locret.backbone.rotary import Rotary
 from locret.backbone.unrotated import unrotated_layers
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least, check_at_most
+from locret.scorers.option_checks import check_at_least, check_at_most, check_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,8 @@ class ExpectedAttentionScorer(Scorer):
         check_at_least(self.name, 0, sinks=self.sinks)
         if self.epsilon < 0:
             raise ValueError(f"scorer {self.name}: epsilon={self.epsilon} is negative; it must be 0 or more")
+        if not self.value_norm:
+            check_effect(self, "value_norm=true", "epsilon")
 
     @property
     def lookback(self) -> int:

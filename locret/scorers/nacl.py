@@ -27,7 +27,7 @@ from locret.backbone.chunk import Chunk
 from locret.backbone.head_ranks import HeadRanks
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least, check_choice, check_seed, check_shares
+from locret.scorers.option_checks import check_at_least, check_choice, check_effect, check_seed, check_shares
 from locret.scorers.random import uniform_draw
 
 
@@ -77,6 +77,8 @@ class NACLScorer(Scorer):
         check_choice(self.name, "sampling", self.sampling, ("attention", "uniform"))
         check_choice(self.name, "group", self.group, ("sum", "official"))
         check_choice(self.name, "proxy_mask", self.proxy_mask, ("causal", "full"))
+        if self.random_share == 0:
+            check_effect(self, "a random_share above 0", "sampling", "draws", "seed")
 
     @property
     def lookback(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from locret.registry import Chosen
+
 REDUCTIONS = ("mean", "max", "sum")
 
 
@@ -35,6 +37,25 @@ def check_at_most(scorer: str, most: int, **options: int) -> None:
     for option, value in options.items():
         if value > most:
             raise ValueError(f"scorer {scorer}: {option}={value} is too large; it must be {most:,} or less")
+
+
+def check_effect(scorer: Chosen, needed: str, *options: str) -> None:
+    """Refuse options that are not at their defaults, where nothing reads them.
+
+    Args:
+        scorer: Holds the options.
+        needed: The setting that would let them have an effect.
+        *options: Their names.
+
+    Raises:
+        ValueError: Naming the first.
+    """
+    for option in options:
+        value = getattr(scorer, option)
+        if value != getattr(type(scorer), option):
+            raise ValueError(
+                f"scorer {scorer.name}: {option}={value} has no effect without {needed}; set that, or leave it out"
+            )
 
 
 def check_seed(scorer: str, seed: int) -> None:

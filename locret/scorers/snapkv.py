@@ -21,7 +21,7 @@ from torch import Tensor
 from locret.backbone.chunk import Chunk
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least, check_at_most, check_choice
+from locret.scorers.option_checks import check_at_least, check_at_most, check_choice, check_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,8 @@ class SnapKVScorer(Scorer):
         check_choice(self.name, "pooling", self.pooling, ("avg", "max"))
         check_choice(self.name, "reduce", self.reduce)
         check_choice(self.name, "queries", self.queries, ("window", "chunk"))
+        if self.kernel == 1:
+            check_effect(self, "a kernel above 1", "pooling")
 
     @property
     def lookback(self) -> int:

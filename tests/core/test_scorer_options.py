@@ -43,6 +43,13 @@ OPTIONS = [
         ("random:seed=nan", "scorer random: seed=nan is not a whole number"),
         ("random:seed=1000000000000000000000", "has more than 32 bits; choose a smaller one"),
         ("nacl:proxy_share=nan", "scorer nacl: proxy_share=nan is not a finite number"),
+        ("nacl:random_share=0,draws=shared", "draws=shared has no effect without a random_share above 0; set that, or"),
+        ("nacl:random_share=0,seed=3", "scorer nacl: seed=3 has no effect without a random_share above 0"),
+        ("snapkv:kernel=1,pooling=max", "scorer snapkv: pooling=max has no effect without a kernel above 1; set that"),
+        (
+            "expected_attention:value_norm=false,epsilon=0.5",
+            "scorer expected_attention: epsilon=0.5 has no effect without value_norm=true; set that, or leave it out",
+        ),
         ("nacl:draws=some", 'scorer nacl: draws="some" is unknown; choose one of by_head, shared'),
         ("sirllm:decay=0", "scorer sirllm: decay=0 is not above 0 and at most 1"),
         ("sage_kv:sink_share=0.9,recent_share=0.2", "are more than the budget; lower one of them"),
