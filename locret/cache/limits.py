@@ -244,7 +244,8 @@ class Limits:
         policy = self.policy
         tail = max(policy.local_len, self.scorer.lookback) if policy.when == "prompt_end" else policy.local_len
         recent = self._recent(policy.budget)
-        return plan(policy, self.layers, prompt_tokens, held=held, recent=recent, tail=tail)
+        sinks = self.scorer.sink_tokens(1, 0)  # of the least memory: shares of a budget are none of it
+        return plan(policy, self.layers, prompt_tokens, held=held, recent=recent, sinks=sinks, tail=tail)
 
     def capacity(self, schedule: Schedule, new_tokens: int) -> tuple[int, ...]:
         """Return the slots per layer for a read and an answer; of a read that grows without end, for what is known."""

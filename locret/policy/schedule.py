@@ -84,6 +84,7 @@ def plan(
     *,
     held: Sequence[int] | None = None,
     recent: int = 0,
+    sinks: int = 0,
     tail: int | None = None,
 ) -> Schedule:
     """Plan a read.
@@ -96,6 +97,7 @@ def plan(
         prompt_tokens: Length of the text; None if unknown.
         held: Units each layer holds already.
         recent: Newest units that the scorer keeps by right; like stabilizers they are not part of a pyramid.
+        sinks: First tokens that the scorer keeps by right, for which growing memory has room from its first step.
         tail: Tokens read after the last chunk; `local_len` if None.
 
     Raises:
@@ -117,7 +119,7 @@ def plan(
     if policy.when == "prompt_end":
         return _at_prompt_end(policy, budgets, start, chunked, local)
     start = tuple(map(min, start, budgets))
-    sizes, memory = _growing(policy, budgets, start, chunked)
+    sizes, memory = _growing(policy, budgets, start, chunked, sinks)
     steps: list[Step] = []
     kept = peak = start
     for number, (tokens, most) in enumerate(zip(sizes, memory, strict=True)):
@@ -200,7 +202,7 @@ def _at_prompt_end(
 
 
 def _growing(
-    policy: RetentionPolicy, budgets: tuple[int, ...], held: tuple[int, ...], chunked: int
+    policy: RetentionPolicy, budgets: tuple[int, ...], held: tuple[int, ...], chunked: int, sinks: int
 ) -> tuple[Sequence[int], list[tuple[int, ...]]]:
     """Return the chunk sizes, and for every chunk the most units each layer keeps after it."""
     if not chunked:
@@ -209,11 +211,14 @@ def _growing(
     if policy.decremental:
         count = max(1, min(count, chunked // policy.min_chunk))
 
+    # Something competes beside the first tokens, and the newest units, half of memory at most, do not push them out.
+    least = sinks + max(1, min(policy.stabilizers, sinks))
+
     @cache
     def grown(growth: str, budget: int, units: int) -> tuple[int, ...]:
         if units + chunked <= budget:  # everything fits, so nothing is ever evicted
             return (budget,) * count
-        return memory_sizes(growth, count, budget, max(budget // count, units, 1))
+        return memory_sizes(growth, count, budget, max(budget // count, units, min(least, budget)))
 
     layers = range(len(budgets))
     sizes_by_layer = [grown(_growth(policy, layer, len(budgets)), budgets[layer], held[layer]) for layer in layers]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret import RetentionPolicy, reference
+from locret import RetentionCache, RetentionPolicy, prefill, reference
 from locret.policy.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
 from locret.policy.schedule import decode_budgets, plan
 
@@ -312,3 +313,17 @@ def test_what_cannot_work_is_refused_when_the_policy_is_made(changes: dict[str, 
 def test_growing_memory_needs_a_length() -> None:
     with pytest.raises(ValueError, match='memory="sqrt" grows over all chunks .* unknown here; give its token ids as'):
         plan(policy(memory="sqrt"), 2, None)
+
+
+@pytest.mark.parametrize("stabilizers", [0, 2, 8])
+@pytest.mark.parametrize("memory", ["linear", "sqrt", "square", "square_sqrt"])
+def test_growing_memory_holds_the_first_tokens_from_its_first_step(memory: str, stabilizers: int) -> None:
+    cache = RetentionCache(build("llama"), "streaming", policy(memory=memory, stabilizers=stabilizers))
+    firsts: list[list[int]] = []
+
+    def look(cache: RetentionCache) -> None:
+        firsts.extend(head[:4].tolist() for layer in cache.backbone.layers for head in cache.kept_positions(layer)[0])
+
+    prefill(cache.model, prompt(300), cache, on_chunk=look)
+    assert firsts
+    assert all(one == [0, 1, 2, 3] for one in firsts)
