@@ -116,6 +116,7 @@ def test_unknown_columns_list_what_was_found_and_what_is_accepted():
         ({"messages": [{"role": "assistant", "content": "Me."}]}, "empty prompt", "has an empty prompt (messages"),
         ({"prompt": 7, "answer": "Me."}, "wrong type", "has a field 'prompt' of type int where text is needed"),
         ({"messages": "Who?"}, "wrong type", "has a field 'messages' that is not a list of role/content objects"),
+        ({"messages": {"role": "user", "content": "Who?"}}, "wrong type", "has a field 'messages' that is not a"),
         (
             {"messages": [{"role": "tool", "content": "x"}]},
             "unknown role",
