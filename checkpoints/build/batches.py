@@ -344,24 +344,28 @@ def steps(
     tokenizer: PreTrainedTokenizerFast, stages: Sequence[Stage], seed: int, start: int = 0
 ) -> Iterator[list[Batch]]:
     """Yield the batches of every step from step `start` (counted from 0) on; they depend on seed and step alone."""
-    alphabet_A = fact_tokens(tokenizer)
     plan = [index for index, stage in enumerate(stages) for _ in range(stage.steps)]
     for step, index in enumerate(plan[start:], start=start):
-        stage = stages[index]
         rng = generator(seed, "train", "backbone", step)
-        form = rng.random()
-        if form < stage.drill_share:
-            ids_BT, mask_BT, kinds = drill_batch(rng, tokenizer, stage)
-        elif not stage.tasks or form < stage.drill_share + stage.dense_share:
-            length = rng.randint(max(stage.tokens // 4, 16), stage.tokens)
-            ids_BT, mask_BT = dense_batch(rng, alphabet_A, max(stage.batch_tokens // length, 1), length)
-            ids_BT[:, 0] = tokenizer.convert_tokens_to_ids(BOS)
-            kinds = ("dense",) * len(ids_BT)
-        elif stage.forks:
-            yield list(forked_batches(rng, tokenizer, index, stage, f"{seed}/{step}"))
-            continue
-        else:
-            ids_BT, mask_BT, kinds = fact_batch(rng, tokenizer, stage, f"{seed}/{step}")
-        gapped = stage.span and rng.random() < 0.5
-        positions_1T = gapped_positions(rng, ids_BT.shape[1], stage.span if gapped else 0, stage.gaps)
-        yield [Batch(index, kinds, rng.random() < stage.local_share, ids_BT, mask_BT, positions_1T)]
+        yield batches_of(rng, tokenizer, index, stages[index], f"{seed}/{step}")
+
+
+def batches_of(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, index: int, stage: Stage, seed: str
+) -> list[Batch]:
+    """Return what is read at once in a step of `stage`, the one with this index: texts, drills, or random copies."""
+    form = rng.random()
+    if form < stage.drill_share:
+        ids_BT, mask_BT, kinds = drill_batch(rng, tokenizer, stage)
+    elif not stage.tasks or form < stage.drill_share + stage.dense_share:
+        length = rng.randint(max(stage.tokens // 4, 16), stage.tokens)
+        ids_BT, mask_BT = dense_batch(rng, fact_tokens(tokenizer), max(stage.batch_tokens // length, 1), length)
+        ids_BT[:, 0] = tokenizer.convert_tokens_to_ids(BOS)
+        kinds = ("dense",) * len(ids_BT)
+    elif stage.forks:
+        return list(forked_batches(rng, tokenizer, index, stage, seed))
+    else:
+        ids_BT, mask_BT, kinds = fact_batch(rng, tokenizer, stage, seed)
+    gapped = stage.span and rng.random() < 0.5
+    positions_1T = gapped_positions(rng, ids_BT.shape[1], stage.span if gapped else 0, stage.gaps)
+    return [Batch(index, kinds, rng.random() < stage.local_share, ids_BT, mask_BT, positions_1T)]

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from checkpoints.build.folder import check_output, model_card, save
 from checkpoints.build.measure import measure
 from checkpoints.build.model import build_model
@@ -26,6 +28,8 @@ def command(argv: Sequence[str] | None = None) -> int:
         parameters = build_model(options, build_tokenizer(options.max_positions)).num_parameters()
         print_json({"options": asdict(options), "parameters": parameters, "bytes": 4 * parameters})
         return 0
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={options.device} is not here: torch finds no GPU; add --device cpu")
     check_output(options.output, options.overwrite)
     if options.checkpoints and not options.resume and checkpointing.complete(Path(options.checkpoints)):
         raise ValueError(
@@ -37,6 +41,12 @@ def command(argv: Sequence[str] | None = None) -> int:
             if folder := getattr(options, name):
                 held.enter_context(locked(folder, f"{name}={folder}"))
         return _build(options)
+
+
+def _machine(options: BackboneTraining) -> str:
+    if torch.device(options.device).type == "cuda":
+        return f"one {torch.cuda.get_device_name(options.device)}"
+    return f"{options.threads} CPU thread(s)"
 
 
 def _build(options: BackboneTraining) -> int:
@@ -52,6 +62,7 @@ def _build(options: BackboneTraining) -> int:
     record = {
         "options": settings,
         "versions": versions(),
+        "machine": _machine(options),
         "seconds": seconds,
         "exact": found,
         "log": log,

@@ -30,7 +30,7 @@ Prompt format (the tokenizer's chat template): `<bos><user>TEXT\\nWhat is the pa
 comes after the text. `python -m locret.data.training.question_rows` writes examples of every task.
 
 {measured}
-Made from {origin} in {minutes} minutes on {threads} CPU thread(s) by `python -m checkpoints.build`, on generated texts
+Made from {origin} in {minutes} minutes on {machine} by `python -m checkpoints.build`, on generated texts
 only. `training.json` holds the resolved options and the training log. Versions: {versions}.
 """
 
@@ -84,7 +84,7 @@ def model_card(model: LlamaForCausalLM, record: dict[str, Any]) -> str:
         measured=measured,
         origin=f"`{options['init']}`" if options["init"] else "scratch",
         minutes=f"{record['seconds'] / 60:.0f}",
-        threads=options["threads"],
+        machine=record["machine"],
         versions=", ".join(f"{name} {version}" for name, version in record["versions"].items()),
     )
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from checkpoints.build.batches import Stage
 from checkpoints.build.measure import learnt
+from checkpoints.build.packed import BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,11 @@ class BackboneTraining:
     """Seed of weights and data."""
     device: str = "cpu"
     """Where to train, such as "cpu" or "cuda"."""
+    row_tokens: int = 0
+    """Tokens of the one row that a step reads on a GPU, filled with texts that do not see each other, in place of
+    batches of `batch_tokens`; a multiple of 128. 0 reads batches, as is best on a CPU."""
+    workers: int = 0
+    """Processes that make the rows; 0 makes them between the steps."""
     threads: int = 1
     """CPU threads. The same number gives the same weights on the same machine."""
     checkpoints: str = ""
@@ -106,8 +112,25 @@ class BackboneTraining:
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; change one of the two"
             )
         self._check_start()
+        self._check_rows()
         if self.resume and not self.checkpoints:
             raise ValueError(f"resume={self.resume} needs checkpoints, the folder where they are; add --checkpoints")
+
+    def _check_rows(self) -> None:
+        if self.row_tokens < 0 or self.row_tokens % BLOCK:
+            raise ValueError(f"row_tokens={self.row_tokens} is no multiple of {BLOCK}; give one, or 0 for batches")
+        if self.workers < 0:
+            raise ValueError(f"workers={self.workers} is no number of processes; give 0 or more")
+        if self.workers and not self.row_tokens:
+            raise ValueError(f"workers={self.workers} changes nothing without row_tokens; give it, or drop workers")
+        for index, stage in enumerate(self.stages if self.row_tokens else []):
+            if stage.batch_tokens != Stage.batch_tokens:
+                raise ValueError(
+                    f"stages: batch_tokens={stage.batch_tokens} of stage {index} changes nothing with row_tokens="
+                    f"{self.row_tokens}; drop one of the two"
+                )
+        if self.row_tokens and self.autocast:
+            raise ValueError(f"autocast changes nothing with row_tokens={self.row_tokens}; give autocast: false")
 
     def _check_start(self) -> None:
         wrong = [layer for layer in self.silent_layers if not 0 <= layer < self.num_layers]

@@ -336,16 +336,16 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(recipe, tmp
     common = ["--config", recipe, "--stages", stages, "--eval-samples", "0", "--save-every", "2"]
     command([*common, "--output", str(tmp_path / "whole")])
 
-    update, steps = training._update, []
+    learn, steps = training._learn, []
 
     def interrupted(*arguments):
         steps.append(1)
         if len(steps) == 4:
             raise KeyboardInterrupt
-        return update(*arguments)
+        return learn(*arguments)
 
     kept = ["--checkpoints", str(tmp_path / "kept"), "--output", str(tmp_path / "parts")]
-    monkeypatch.setattr(training, "_update", interrupted)
+    monkeypatch.setattr(training, "_learn", interrupted)
     with pytest.raises(KeyboardInterrupt):
         command([*common, *kept])
     monkeypatch.undo()
