@@ -362,6 +362,11 @@ class RetentionPolicy:
                     f"{name}={getattr(self, name)} makes up for units that are lost, but host_budget="
                     f"{self.host_budget} keeps them, and what is recalled would count twice; leave one of them out"
                 )
+        if self.refit and self.memory != "fixed":
+            raise ValueError(
+                f"refit=True fits values at the last eviction of a read, but where memory={self.memory} a text's last "
+                'chunk may find room without one; use memory="fixed", or leave refit out'
+            )
         if self.refit and self.merge != NO_MERGER:
             raise ValueError(
                 f'refit=True fits values to keys that are kept as they were, but merge="{self.merge}" changes them; '

@@ -132,3 +132,8 @@ def test_a_scorer_that_rates_after_the_pass_is_refused() -> None:
         ValueError, match="^refit=True fits values to a layer's queries when it evicts, but scorer sirllm"
     ):
         RetentionCache(build("llama"), "sirllm", RetentionPolicy(**NUMBERS, refit=True))
+
+
+def test_growing_memory_whose_last_chunk_may_evict_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="where memory=linear a text's last chunk may find room without one; use"):
+        RetentionPolicy(budget=64, refit=True, memory="linear")
