@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor, contiguous_format, nn
 
 from locret._version import __version__
 from locret.backbone.adapters import (
@@ -401,10 +401,15 @@ def read_prefix(
         tensors = _checked_units(path, state, _reading_alone(path, policy, backbone, state))
         check_one_row(len(tensors["layers.0.keys"]))
         units = [_prefix_of(nth, tensors, state, policy, backbone) for nth in range(backbone.num_layers)]
-        keys, values = (tuple(states[nth][0].transpose(0, 1).contiguous() for states in units) for nth in range(2))
+        keys, values = (tuple(_copied(states[nth][0].transpose(0, 1)) for states in units) for nth in range(2))
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{path}: {error}") from error
     return keys, values, state["vocab_size"], state["seen"], backbone.model_type, rotary
+
+
+def _copied(states: Tensor) -> Tensor:
+    # Of a single KV head `contiguous` would copy nothing, and the file may be replaced while its units are read.
+    return states.clone(memory_format=contiguous_format)
 
 
 def _described_alone(state: Mapping[str, Any]) -> tuple[RetentionPolicy, Backbone, dict[str, Any]]:
@@ -428,7 +433,7 @@ def _reading_alone(path: str | Path, policy: RetentionPolicy, backbone: Backbone
     """Return what the units of a file must agree with where no backbone says it."""
     with safe_open(path, framework="pt") as file:
         names = file.keys()
-        wide = file.get_slice("rows._context").get_shape()[-1] if "rows._context" in names else 0
+        wide = (file.get_slice("rows._context").get_shape() or [0])[-1] if "rows._context" in names else 0
         windows = {
             index: file.get_slice(name).get_shape()[2]
             for index in backbone.layers

@@ -313,8 +313,11 @@ def _check(prefix: Prefix, layout: Layout) -> bool:
             f"llama.cpp rotates whole heads of {prefix.model_type}, and this backbone rotates "
             f"{rope['partial_rotary_factor']} of each; answer in another engine"
         )
-    if rope.get("rope_type") == "dynamic" and prefix.units >= _original(prefix):
-        raise ValueError("llama.cpp has no dynamic rotary scaling, and the units reach beyond the original context")
+    if rope.get("rope_type") == "dynamic":
+        raise ValueError(
+            "llama.cpp has no dynamic rotary scaling, and how far it is right without is not on file; answer in "
+            "another engine"
+        )
     for name, kind in (("cache_type", layout.cache_type), ("cache_type_v", layout.value_type)):
         if _quantised(kind) and dim % _BLOCK:
             raise ValueError(

@@ -1,7 +1,8 @@
 """Contexts in transformers' continuous batching: many questions to many contexts at once, each context held once.
 
 The units of a context lie in pages that all its questions share; ordinary prompts are answered beside them. Memory is
-allocated at the start and does not grow. Answers are those of `locret.generate`.
+allocated at the start and does not grow. Answers are those of `locret.generate`, but for penalties that the backbone's
+generation_config recommends, which are not applied here.
 """
 
 # V vocabulary
@@ -429,7 +430,9 @@ class PagedContexts:
                 f"ids, but the backbone has {self.backbone.num_layers} layers of {shape} and {self._vocab_size}; read "
                 "the text with this backbone"
             )
-        if prefix.model_type and (prefix.model_type, dict(prefix.rotary)) != (self.backbone.model_type, self._rotary):
+        # Files name the layers that rotate nothing as well, which follow from the backbone's type and shape.
+        rotary = {name: value for name, value in prefix.rotary.items() if name != "still"}
+        if prefix.model_type and (prefix.model_type, rotary) != (self.backbone.model_type, self._rotary):
             raise ValueError(
                 f"the context was rotated as {prefix.model_type} {dict(prefix.rotary)}, but the backbone rotates as "
                 f"{self.backbone.model_type} {self._rotary}; read the text with this backbone"

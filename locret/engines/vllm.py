@@ -330,6 +330,11 @@ def _check(path: Path, prefix: Prefix, vllm_config: Any) -> None:
     different = [f"{name} {ours} in the file, {theirs} in vLLM" for name, ours, theirs in sides if ours != theirs]
     if different:
         raise ValueError(f"{path} was read with another backbone ({'; '.join(different)})")
+    if "dynamic" in str(rotation.get("rope_type")):
+        raise ValueError(
+            "vLLM scales a dynamic rotation once, at its start, and contexts are read unscaled; answer with "
+            "locret.generate"
+        )
     original, most = rotation.get("original_max_position_embeddings"), vllm_config.model_config.max_model_len
     if "longrope" in str(rotation.get("rope_type")) and original and most <= original:
         raise ValueError(
@@ -355,6 +360,11 @@ def _check_request(request: Any, listed: Listed) -> None:
         raise ValueError("an embedding of the ids that stand for a context would be one of no text")
     if sampling.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs cannot be given for units whose tokens are not there; leave it out")
+    if sampling.repetition_penalty != 1:
+        raise ValueError(
+            f"repetition_penalty={sampling.repetition_penalty} would count the placeholders, which stand for no words; "
+            "send 1, also where the backbone's generation_config recommends another"
+        )
     if request.lora_request is not None:
         raise ValueError("the context was read without an adapter; ask without lora_request, or read with it merged")
 

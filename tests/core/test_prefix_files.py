@@ -32,6 +32,10 @@ FORMS: dict[str, dict[str, Any]] = {
 FAMILIES = ("llama", "phi3-partial", "llama-yarn", "llama-3.1-rope", "qwen3")
 
 
+def names(file: Any) -> list[str]:
+    return list(file.keys())
+
+
 def read(family: str, form: str) -> RetentionCache:
     model = build(family)
     cache = RetentionCache(model, "key_norm", RetentionPolicy(**NUMBERS, **FORMS[form]))
@@ -53,6 +57,27 @@ def test_a_file_is_the_prefix_that_its_cache_is(family: str, form: str, tmp_path
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=0)
     assert (ours.tokens, ours.vocab_size, ours.model_type) == (theirs.tokens, theirs.vocab_size, theirs.model_type)
     assert ours.digest == theirs.digest
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mqa"])
+def test_units_that_were_read_do_not_change_with_their_file(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ctx"
+    save_cache(read(family, "plain"), path)
+    prefix = Prefix.from_file(path)
+    before = [states.clone() for states in (*prefix.keys, *prefix.values)]
+    with path.open("r+b") as file:  # in place, as `cp` writes over a file
+        file.write(bytes(path.stat().st_size))
+    assert all(torch.equal(*pair) for pair in zip((*prefix.keys, *prefix.values), before, strict=True))
+
+
+def test_a_part_without_dimensions_is_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.ctx"
+    save_cache(read("llama", "plain"), path)
+    with safe_open(path, framework="pt") as file:
+        parts, metadata = {name: file.get_tensor(name) for name in names(file)}, file.metadata()
+    save_file(parts | {"rows._context": torch.tensor(1)}, path, metadata=metadata)
+    with pytest.raises(ValueError, match="a.ctx"):
+        Prefix.from_file(path)
 
 
 def test_frequencies_that_follow_from_more_than_the_file_are_refused(tmp_path: Path) -> None:

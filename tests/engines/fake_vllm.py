@@ -157,6 +157,7 @@ class Attention:
 @dataclass
 class SamplingParams:
     prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
 
 
 @dataclass

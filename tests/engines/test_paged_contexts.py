@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from core.families import build, prompt
 from torch import Tensor
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, PreTrainedModel
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, save_cache
 from locret.engines import continuous_batching
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import NoRoom, PagedContexts, Sampling, Written
@@ -149,6 +150,17 @@ def test_every_family_of_ordinary_prefixes_answers_as_generate(family: str) -> N
     engine = PagedContexts(model, pages=40, page_size=8)
     got = engine.generate_batch([(book.prefix, question) for book, question in asked], max_new_tokens=6, end_ids=[])
     assert got == [book.answer(question, 6) for book, question in asked]
+
+
+def test_a_file_of_a_backbone_with_layers_that_rotate_nothing_answers_as_generate(tmp_path: Path) -> None:
+    model = build("smollm3", no_rope_layers=[1, 0, 1, 1])
+    book = Read.by(model, "key_norm", 0, units=37, tokens=120)
+    save_cache(book.cache, tmp_path / "book.ctx")
+    prefix = Prefix.from_file(tmp_path / "book.ctx")
+    assert prefix.rotary["still"] == [1]
+    engine, asked = PagedContexts(model, pages=40, page_size=8), [(prefix, ids(5, 1))]
+    [got] = engine.generate_batch(asked, max_new_tokens=6, end_ids=[])
+    assert got == book.answer(ids(5, 1), 6)
 
 
 def test_a_backbone_in_bfloat16_answers_as_generate(heads: RetainingHeads) -> None:

@@ -157,6 +157,7 @@ def wrong_requests(folder):
         "there is no question": Request("one", list(ids)),
         "has not all 30 placeholders": Request("one", [*ids[:20], 1, 2, 3]),
         "prompt_logprobs": about(folder, sampling_params=SamplingParams(prompt_logprobs=1)),
+        "repetition_penalty=1.05 would count": about(folder, sampling_params=SamplingParams(repetition_penalty=1.05)),
         "lora_request": about(folder, lora_request=object()),
         "would be one of no text": about(folder, sampling_params=None),
         "there is no context '../one'": about(folder, kv_transfer_params=naming("../one")),
@@ -166,7 +167,7 @@ def wrong_requests(folder):
 
 
 @pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("why", range(11))
+@pytest.mark.parametrize("why", range(12))
 def test_what_is_wrong_fails_alone_and_says_why(engine, folder, why, warm):
     reason, request = list(wrong_requests(folder).items())[why]
     request.request_id, right = "wrong", about(folder, request_id="right")
