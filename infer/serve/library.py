@@ -169,6 +169,9 @@ class Library:
         self.turns = Turns()
         """The readers' turns; `turns.Beside` makes an engine's answers known to them."""
         self.reader = Reader(lm, plan.reading, plan.reader, self.turns)
+        settings = json.dumps(lm.policy.to_dict(), sort_keys=True)
+        self._policy = hashlib.sha256(settings.encode()).hexdigest()
+        """What texts without a base follow: a server with another policy keeps other units of them."""
         self._entries: dict[str, Entry] = {}
         self._automatic: OrderedDict[str, Entry] = OrderedDict()
         self._leaving: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
@@ -455,7 +458,7 @@ class Library:
             protected: What of the text is to be protected: what has read it has to have protected as much of it.
         """
         with self._lock:
-            before = "" if base is None else base.key
+            before = self._policy if base is None else base.key
             known = {
                 entry.notes["read"]
                 for entry in self._automatic.values()
@@ -493,7 +496,7 @@ class Library:
             Refusal: If too many readers wait (429), the server ends (503), or it failed.
         """
         start, done = read
-        before = "" if base is None else base.key
+        before = self._policy if base is None else base.key
         key = _digest(before, "read", ids, protected)
         if start is not None and done == len(ids):
             return start
@@ -828,7 +831,8 @@ class Library:
         paths = sorted((self.folder / AUTO).glob(f"*{SUFFIX}"), key=lambda path: path.lstat().st_mtime)
         for path in paths:
             entry = self._examine(Entry(path.stem, path, library=self))
-            if entry.status == "ready" and isinstance(entry.notes.get("read"), int):
+            # Those of earlier versions follow nothing, and do not tell by which policy they were read.
+            if entry.status == "ready" and isinstance(entry.notes.get("read"), int) and entry.notes.get("base"):
                 self._automatic[entry.key] = entry
             elif not path.is_symlink():
                 path.unlink(missing_ok=True)

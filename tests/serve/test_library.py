@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
 import os
 import resource
@@ -325,6 +327,20 @@ def test_reading_on_is_what_prefill_does(library: Library) -> None:
     for part in (text[:400], text[400:]):
         prefill(library.lm.model, torch.tensor([part]), cache)
     assert second.prefix().digest == Prefix.of(cache).digest
+
+
+def test_what_was_read_with_another_budget_is_not_taken(library: Library, serving: LongContextModel) -> None:
+    text, lm = ids(500), copy.copy(serving)
+    small = library.read_on(text, (None, 0), None, never)
+    library.close()
+    lm.policy = dataclasses.replace(serving.policy, budget=128)
+    library = Library(library.folder, lm, MemoryPlan.of(lm, 2 * KV_MEMORY))
+    assert library.longest(text) == (None, 0)
+    assert library.read_on(text, (None, 0), None, never).units == small.units + 64
+    library.close()
+    library = Library(library.folder, serving, MemoryPlan.of(serving, KV_MEMORY))  # each finds its own
+    assert library.longest(text)[0].units == small.units
+    library.close()
 
 
 def test_the_least_recently_used_goes_and_no_named_one(library: Library, read: Read, book: str) -> None:
