@@ -37,12 +37,13 @@ from locret.engines.prefix import Prefix
 from locret.files import PARTIAL, locked, written_whole
 from locret.infer.serve.engine import NoRoom
 from locret.infer.serve.loaded import Loaded
-from locret.infer.serve.plan import MemoryPlan
+from locret.infer.serve.plan import MemoryPlan, reader_bytes
 from locret.infer.serve.reading import Job, Progress, Reader
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.turns import Turns
 from locret.infer.serve.upload import Upload
 from locret.nearest import nearest
+from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import Span, clipped, closed
 
 if TYPE_CHECKING:
@@ -502,7 +503,7 @@ class Library:
             return start
 
         def make(job: Job) -> None:
-            with self.reader.slot(job):
+            with self.reader.slot(job, None if start is None else self._reading_bytes(start, len(ids) - done)):
                 cache = self.lm.new_cache() if start is None else self._load_cache(start)
                 if base is not None and any(one.end is None for spans in cache.protected for one in spans):
                     cache.protect(*closed(cache.protected, self._text_end(base)))
@@ -575,6 +576,14 @@ class Library:
                 if not entry.path.exists():
                     raise ValueError(f"context {entry.name} was deleted meanwhile") from error
             raise
+
+    def _reading_bytes(self, entry: Entry, tokens: int) -> int:
+        """Return what a copy of a context needs to read on: its file says by which policy, and may hold more units."""
+        state = check_header(entry.path, self.lm.model, self.lm.scorer)
+        following = state.get("following", ["stabilizers"])  # files of earlier versions do not say
+        policy = RetentionPolicy.from_dict(state["policy"], "policy", following)
+        length = entry.units + tokens if policy.plans_by_length else None
+        return max(self.plan.reader, reader_bytes(self.lm, policy, length) + self.plan.more_to_work(self.lm, policy))
 
     def _load_cache(self, entry: Entry) -> RetentionCache:
         with self._moving:

@@ -67,19 +67,16 @@ class MemoryPlan:
         total = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
         policy, backbone = lm.policy, lm.backbone
         _check_policy(lm)
-        config, dtype = unwrap(lm.model).config, compute_dtype(lm.model)
-        size = dtype.itemsize
+        size = compute_dtype(lm.model).itemsize
         units = max(Limits(policy, lm.scorer, len(backbone.layers)).plan(None).last.kept)
         shape = backbone.check_alike("locret-serve")
         token = backbone.num_layers * shape.num_kv_heads * shape.unit_dim * size
         stored = host_bytes(backbone, [units] * backbone.num_layers, size, column_bytes=column_bytes(lm.scorer))
-        prepared = lm.new_cache().prepared
-        heads = prepared if isinstance(prepared, RetainingHeads) else lm.scorer
         if engine_tokens is None:
             engine_tokens = units + policy.chunk_size + LONGEST_ANSWER
-        reader = planned_bytes(backbone, lm.scorer, policy, size, None)
+        reader = reader_bytes(lm, policy)
         moving = _COPIES * stored
-        working = chunk_size.working_bytes(config, heads, dtype, max(policy.chunk_size, policy.local_len))
+        working = _working_bytes(lm, policy)
         least_engine, least_loaded = engine_tokens * token, units * token
         fixed = readers * reader + moving + working
         if (left := total - fixed - least_engine - least_loaded) < 0:
@@ -106,6 +103,10 @@ class MemoryPlan:
         """The caches of all readers."""
         return self.readers * self.reader
 
+    def more_to_work(self, lm: LongContextModel, policy: RetentionPolicy) -> int:
+        """Return what a chunk by another policy works with beyond what is set aside for one."""
+        return max(0, _working_bytes(lm, policy) - self.working)
+
     def to_dict(self) -> dict[str, int]:
         """Return the numbers as plain data."""
         return asdict(self)
@@ -122,6 +123,18 @@ class MemoryPlan:
         }
         width = max(map(len, rows))
         return "\n".join(f"{name:<{width}}  {size:>18,} bytes" for name, size in rows.items())
+
+
+def reader_bytes(lm: LongContextModel, policy: RetentionPolicy, tokens: int | None = None) -> int:
+    """Return the bytes of a cache that reads by a policy: so many tokens, what it holds included, or any number."""
+    return planned_bytes(lm.backbone, lm.scorer, policy, compute_dtype(lm.model).itemsize, tokens)
+
+
+def _working_bytes(lm: LongContextModel, policy: RetentionPolicy) -> int:
+    prepared = lm.new_cache().prepared
+    heads = prepared if isinstance(prepared, RetainingHeads) else lm.scorer
+    tokens = max(policy.chunk_size, policy.local_len)
+    return chunk_size.working_bytes(unwrap(lm.model).config, heads, compute_dtype(lm.model), tokens)
 
 
 def _times(count: int, what: str) -> str:

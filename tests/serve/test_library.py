@@ -265,6 +265,34 @@ def test_a_fork_takes_no_memory_of_its_own(library: Library, read: Read, book: s
     assert library.get("a").prefix() is library.get("b").prefix()
 
 
+def test_a_large_context_is_read_on_within_what_was_reserved(
+    serving: LongContextModel, tmp_path: Path, read: Read, book: str
+) -> None:
+    plan = MemoryPlan.of(serving, 2 * KV_MEMORY)
+    library = Library(tmp_path, serving, plan)
+    for nth, name in enumerate("ab"):
+        read(library, name, book[1000 * nth :])
+    both = library.compose("ab", "both")
+    assert both.job is None or both.job.done.wait(30)
+    reading, seen = library.reader.ids, []
+
+    def watched(job: Any, new: Any, cache: Any) -> None:
+        reading(job, new, cache)
+        seen.append((cache.memory().peak, library.used_bytes["reading"]))
+
+    library.reader.ids = watched  # type: ignore[method-assign]
+    assert library.read_on(ids(300), (both, 0), both, never).tokens == both.tokens + 300
+    peak, reserved = seen[0]
+    assert plan.reader < peak <= reserved <= plan.reading
+    larger = copy.copy(serving)
+    larger.policy = dataclasses.replace(serving.policy, budget=700)
+    larger.read(book, progress=False).save(tmp_path / "whole.ctx")
+    whole = library.get("whole")
+    refused = refusal(lambda: library.read_on(ids(300), (whole, 0), whole, never))
+    assert (refused.status, "but --kv-memory leaves" in refused.message) == (400, True)
+    library.close()
+
+
 # -- contexts without a name ------------------------------------------------------------------------------------------
 
 
