@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any, Literal
 
 from locret.conversation.templates import decode
-from locret.infer.serve.engine import Asked, Engine, NoRoom, Step
+from locret.infer.serve.engine import Asked, Engine, NoRoom, NotRunning, Step
 from locret.infer.serve.refusal import Refusal
 
 _LOOKING_AGAIN = 0.25
 """Seconds after which an answer that found no room asks again, whatever has ended meanwhile."""
+_STOPPED = "the engine that writes answers does not run; ask again when the server has been started again"
 _HALF_A_CHARACTER = "\ufffd"
 
 
@@ -232,6 +233,9 @@ class Answers:
             try:
                 async with self._line:
                     await self._admitted(one, partial(receive, choice), cancels[choice])
+            except NotRunning:
+                receive(choice, Refusal(503, _STOPPED, code="engine_stopped"))
+                return
             except ValueError as error:
                 receive(choice, Refusal(400, str(error)))
                 return

@@ -164,7 +164,7 @@ async def upload(
         receiver.fail(_GONE)
         raise Refusal(400, _GONE) from None
     except (ValueError, OSError, Refusal) as error:
-        refusal = _refusal(error)
+        refusal = _refusal(error, receiver.upload)
         receiver.fail(refusal.message)
         raise refusal from error
     except BaseException:
@@ -297,13 +297,13 @@ async def shrink(
     return await _answered(entry, wait)
 
 
-def _refusal(error: Exception) -> Refusal:
+def _refusal(error: Exception, upload: Upload) -> Refusal:
     """Return what to say of an upload that cannot be taken."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, OSError):
         return full_disk(error)
-    return Refusal(413 if isinstance(error, TooLarge) else 400, str(error))
+    return Refusal(413 if isinstance(error, TooLarge) else upload.fault, str(error))
 
 
 async def _answered(entry: Entry, wait: bool) -> JSONResponse:
@@ -315,8 +315,7 @@ async def _answered(entry: Entry, wait: bool) -> JSONResponse:
 def _result(entry: Entry) -> JSONResponse:
     """Return a context that was asked for, or why there is none."""
     if entry.state == "failed":
-        status = 507 if "make room" in entry.message else 400
-        raise Refusal(status, f"context {entry.name} could not be made: {entry.message}")
+        raise Refusal(entry.fault, f"context {entry.name} could not be made: {entry.message}")
     return JSONResponse(described(entry), 201 if entry.state == "ready" else 202)
 
 

@@ -15,6 +15,10 @@ class NoRoom(Exception):
     """Running answers need all the memory there is: what was asked has to wait until one of them ends."""
 
 
+class NotRunning(ValueError):
+    """The engine has not been started, or has ended: nothing is wrong with what was asked."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """One answer that is to be written.
@@ -85,6 +89,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def running(self) -> bool:
+        """Whether it answers: it was started, and has not ended since."""
+        ...
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of keys and values that contexts and running answers take now."""
         ...
@@ -107,6 +116,7 @@ class Engine(Protocol):
 
         Raises:
             NoRoom: If running answers use all there is.
+            NotRunning: If the engine does not run.
             ValueError: If it could never be held.
         """
         ...
@@ -125,6 +135,7 @@ class Engine(Protocol):
 
         Raises:
             NoRoom: If running answers use all there is.
+            NotRunning: If the engine does not run.
             ValueError: If it could never be answered, as `asked.length` is above `longest`.
         """
         ...

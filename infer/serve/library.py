@@ -77,6 +77,8 @@ class Entry:
     """Its state when no job works on it."""
     message: str = ""
     """Why it failed or is damaged, in one sentence."""
+    fault: int = 400
+    """HTTP status of why it failed; see `Job.fault`."""
     source: str = ""
     """What its text is called."""
     tokens: int = 0
@@ -343,7 +345,7 @@ class Library:
 
         def end(job: Job) -> None:
             if job.state != "ready":
-                upload.fail(job.message)
+                upload.fail(job.message, job.fault)
             upload.remove()
             self._uploads.discard(upload)
             temporary.unlink(missing_ok=True)
@@ -684,7 +686,7 @@ class Library:
                 self._examine(entry)
                 return
             entry.ids.unlink(missing_ok=True)
-            entry.status, entry.message, entry.job = "failed", job.message, None
+            entry.status, entry.message, entry.fault, entry.job = "failed", job.message, job.fault, None
             failed = [other for other in self._entries.values() if other.state == "failed"]
             for other in sorted(failed, key=lambda other: other.created)[:-_FORGOTTEN]:
                 del self._entries[other.name]
@@ -727,7 +729,7 @@ class Library:
             if running.cancelled and not self._closed:  # by those who wanted it before
                 return self._made_automatic(key, source, make, cancelled)
             if running.state != "ready":
-                status = 503 if running.cancelled else 507 if "make room" in running.message else 400
+                status = 503 if running.cancelled else running.fault
                 raise Refusal(status, f"reading this failed: {running.message}")
         with self._lock:
             if key in self._automatic:

@@ -111,6 +111,8 @@ class Job:
         self.state: State = "waiting"
         self.message = ""
         """Why it failed, in one sentence."""
+        self.fault = 400
+        """HTTP status of the failure: 400 where what was asked cannot be done, 500 and more where the server failed."""
         self.progress = Progress()
         self.done = threading.Event()
         self.wanted = 0
@@ -156,8 +158,10 @@ class Job:
             self.state, self.message = "failed", "it was cancelled"
         except (ValueError, OSError) as error:
             self.state, self.message = "failed", " ".join(str(error).split())
+            self.fault = 507 if isinstance(error, OSError) else 400
         except Exception as error:
             self.state, self.message = "failed", f"reading it failed ({type(error).__name__}); see the server's log"
+            self.fault = 500
             raise  # threading.excepthook writes the traceback
         finally:
             self._end(self)

@@ -17,7 +17,7 @@ class Refusal(Exception):
     """A request that is refused.
 
     Args:
-        status: HTTP status, 4xx or 503.
+        status: HTTP status, 4xx or 5xx.
         message: One sentence: the setting, its value, and the way out.
         param: The field of the request that has to change.
         code: A word for programs.

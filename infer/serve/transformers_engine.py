@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import NoRoom as PagesTaken
+from locret.engines.transformers import NotRunning as Stopped
 from locret.engines.transformers import PagedContexts, Sampling, Written
-from locret.infer.serve.engine import Asked, NoRoom, Step
+from locret.infer.serve.engine import Asked, NoRoom, NotRunning, Step
 
 
 class TransformersEngine:
@@ -50,6 +52,11 @@ class TransformersEngine:
         return self._contexts.planned_bytes
 
     @property
+    def running(self) -> bool:
+        """Whether it answers."""
+        return self._contexts.running
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of keys and values that contexts and running answers take now."""
         return self._contexts.used_bytes
@@ -64,10 +71,8 @@ class TransformersEngine:
 
     def hold(self, prefix: Prefix) -> None:
         """Take in a prefix; as in `Engine`."""
-        try:
+        with _told_apart():
             self._contexts.hold(prefix)
-        except PagesTaken as error:
-            raise NoRoom(str(error)) from error
 
     def ask(self, asked: Asked, on_step: Callable[[Step], None]) -> Callable[[], None]:
         """Write an answer; as in `Engine`."""
@@ -82,7 +87,7 @@ class TransformersEngine:
             seed=asked.seed,
             top_logprobs=asked.top_logprobs,
         )
-        try:
+        with _told_apart():
             return self._contexts.submit(
                 asked.ids,
                 asked.prefix,
@@ -91,5 +96,14 @@ class TransformersEngine:
                 end_ids=asked.end_ids,
                 sampling=sampling,
             )
-        except PagesTaken as error:
-            raise NoRoom(str(error)) from error
+
+
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    """Raise what `Engine` says for what is no fault of a question."""
+    try:
+        yield
+    except PagesTaken as error:
+        raise NoRoom(str(error)) from error
+    except Stopped as error:
+        raise NotRunning(str(error)) from error

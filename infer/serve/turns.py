@@ -153,6 +153,11 @@ class Beside:
         return self.engine.planned_bytes
 
     @property
+    def running(self) -> bool:
+        """See `Engine`."""
+        return self.engine.running
+
+    @property
     def used_bytes(self) -> int:
         """See `Engine`."""
         return self.engine.used_bytes

@@ -44,6 +44,8 @@ class Upload:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._digest = hashlib.sha256()
         self._failure: str | None = None
+        self.fault = 400
+        """HTTP status of the failure, as of a job that reads it."""
         self._ended = False
         self._last = time.monotonic()
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed when the upload ends)
@@ -90,11 +92,11 @@ class Upload:
             self._ended = True
             self._changed.notify_all()
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, fault: int = 400) -> None:
         """Give it up, for a reason in one sentence; nothing if it has come to its end."""
         with self._changed:
             if not self._ended and self._failure is None:
-                self._failure = message
+                self._failure, self.fault = message, fault
             self._changed.notify_all()
         self._close()
 

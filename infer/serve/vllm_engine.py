@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from locret.engines.prefix import Prefix
 from locret.field_values import shown
-from locret.infer.serve.engine import Asked, Step
+from locret.infer.serve.engine import Asked, NotRunning, Step
 
 _CONNECT, _REPLY, _SILENCE = 5.0, 30.0, 600.0
 """Seconds until a connection stands, until a small question is answered, and between two tokens of an answer."""
@@ -77,6 +77,7 @@ class VllmEngine:
         """Positions that vLLM's --max-model-len allows; known once it has started."""
         self._planned = 0
         self._used = 0.0
+        self._reached = True
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._running: set[Future[None]] = set()
@@ -85,6 +86,11 @@ class VllmEngine:
     def planned_bytes(self) -> int:
         """Bytes of keys and values that vLLM has set aside, if it says so; they are its own, not this process's."""
         return self._planned
+
+    @property
+    def running(self) -> bool:
+        """Whether it has started, and vLLM could be reached when it was asked last."""
+        return self._loop is not None and self._reached
 
     @property
     def used_bytes(self) -> int:
@@ -130,6 +136,7 @@ class VllmEngine:
         """Write an answer; see `Engine.ask`. What vLLM has no room for waits there.
 
         Raises:
+            NotRunning: If it has not been started, or was stopped.
             ValueError: If it could never be answered.
         """
         if not asked.ids:
@@ -156,7 +163,7 @@ class VllmEngine:
     def _submit(self, work: Coroutine[Any, Any, None]) -> Future[None]:
         if self._loop is None:
             work.close()
-            raise ValueError("the engine has ended, or has not begun; start it first")
+            raise NotRunning("the engine has ended, or has not begun; start it first")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _keep(self, work: Future[None]) -> None:
@@ -219,8 +226,11 @@ class VllmEngine:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_LOOK)
-            with suppress(httpx.HTTPError, ValueError):
+            try:
                 await self._look()
+                self._reached = True
+            except (httpx.HTTPError, ValueError):
+                self._reached = False
 
     async def _look(self) -> None:
         text = (await self._ok(await self._client.get("/metrics"))).text

@@ -18,9 +18,10 @@ router = APIRouter()
 
 @router.get("/healthz", summary="Whether the server takes requests")
 def health(request: Request) -> JSONResponse:
-    """Return 200 with "ready", or 503 with "draining" while the server ends."""
-    draining = state_of(request).draining
-    return JSONResponse({"status": "draining" if draining else "ready"}, 503 if draining else 200)
+    """Return 200 with "ready", or 503: "draining" while the server ends, "stopped" where nothing writes answers."""
+    state = state_of(request)
+    status = "draining" if state.draining else "ready" if state.engine.running else "stopped"
+    return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
 
 @router.get("/metrics", summary="Counters for Prometheus", response_class=Response)

@@ -46,6 +46,10 @@ class NoRoom(Exception):
     """Running answers need all the pages there are: what was asked has to wait until one of them ends."""
 
 
+class NotRunning(ValueError):
+    """The engine has not been started, or has ended."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the tokens of an answer are chosen."""
@@ -286,6 +290,11 @@ class PagedContexts:
         return ContinuousBatching(self._model, self._sizes, self._deliver, self._choose)
 
     @property
+    def running(self) -> bool:
+        """Whether it answers: it was started, and has not been stopped or failed since."""
+        return not self._stopping and self._lives()
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of the pages that contexts and running answers have now, of which answers have all they may need."""
         with self._lock:
@@ -298,6 +307,7 @@ class PagedContexts:
 
         Raises:
             NoRoom: If running answers use all there is.
+            NotRunning: If the engine does not run.
             ValueError: If it could never be held, or is of another backbone.
         """
         self._check_runs()  # also before the lock, which nobody may ever give back in a process that was forked
@@ -334,6 +344,7 @@ class PagedContexts:
 
         Raises:
             NoRoom: If running answers use all there is.
+            NotRunning: If the engine does not run.
             ValueError: If it could never be answered.
         """
         self._check_runs()
@@ -418,8 +429,8 @@ class PagedContexts:
     # -- what is checked before anything is done -------------------------------------------------------------------
 
     def _check_runs(self) -> None:
-        if self._stopping or not self._lives():
-            raise ValueError("the engine does not run; call start, or use it as a context manager")
+        if not self.running:
+            raise NotRunning("the engine does not run; call start, or use it as a context manager")
 
     def _check_prefix(self, prefix: Prefix) -> None:
         shape = (prefix.units, self.backbone.num_kv_heads, self.backbone.head_dim)

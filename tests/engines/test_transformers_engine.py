@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from locret import RetainingHeads
 from locret.engines.transformers import Written
-from locret.infer.serve.engine import Asked, Engine, NoRoom, Step
+from locret.infer.serve.engine import Asked, Engine, NoRoom, NotRunning, Step
 from locret.infer.serve.transformers_engine import TransformersEngine
 
 
@@ -24,10 +24,12 @@ def book() -> Read:
 def test_an_engine_answers_questions_to_contexts_and_plain_prompts(book: Read) -> None:
     engine: Engine = TransformersEngine(book.model, kv_bytes=4 << 20)
     assert 0 < engine.planned_bytes <= 4 << 20
-    with pytest.raises(ValueError, match="does not run"):
+    with pytest.raises(NotRunning, match="does not run"):
         engine.hold(book.prefix)
+    assert not engine.running
     engine.start()
     try:
+        assert engine.running
         engine.hold(book.prefix)
         assert 0 < engine.used_bytes < engine.planned_bytes
         question, steps, over = ids(9, 1), [], threading.Event()
@@ -52,6 +54,9 @@ def test_an_engine_answers_questions_to_contexts_and_plain_prompts(book: Read) -
     finally:
         engine.stop()
     assert engine.used_bytes == 0
+    assert not engine.running
+    with pytest.raises(NotRunning):
+        engine.ask(Asked(ids=(5,), max_new_tokens=1), on_step)
 
 
 def test_a_step_says_all_that_a_written_token_says() -> None:

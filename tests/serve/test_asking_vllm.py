@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 
 import httpx
 import pytest
@@ -203,11 +204,23 @@ def test_an_answer_that_vllm_gives_up(engine, vllm, finish):
     assert f"ended the answer with {finish!r}" in answer(engine)[-1].message
 
 
-def test_vllm_that_goes_and_comes_back(engine, vllm):
-    vllm.gone = True
-    assert "cannot be reached" in answer(engine)[-1].message
-    vllm.gone = False
-    assert answer(engine)[-1].finish == "stop"
+def test_vllm_that_goes_and_comes_back(vllm, monkeypatch):
+    monkeypatch.setattr("locret.infer.serve.vllm_engine._LOOK", 0.01)
+    engine = made_for(vllm)
+    assert not engine.running
+    engine.start()
+    try:
+        for gone in (False, True, False):
+            vllm.gone = gone
+            steps = answer(engine)
+            assert "cannot be reached" in steps[-1].message if gone else steps[-1].finish == "stop"
+            until = time.monotonic() + 10
+            while engine.running is gone and time.monotonic() < until:
+                time.sleep(0.01)
+            assert engine.running is not gone
+    finally:
+        engine.stop()
+    assert not engine.running
 
 
 def test_a_cancelled_answer_says_nothing_more_and_ends_in_vllm(engine, vllm):

@@ -374,6 +374,27 @@ def test_who_sends_nothing_for_long_is_given_up(client: httpx.Client, url: str, 
     connection.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_reading_that_breaks_is_the_servers_fault(
+    client: httpx.Client, shared_library: Library, book: str, sent: bool
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    def pieces() -> Iterator[bytes]:
+        yield (book * 50).encode()[:200_000]
+        until(lambda: sent or any(one.state == "failed" for one in shared_library.entries()))
+        yield b" and so on"
+
+    broken = shared_library.lm.model.model.layers[0].register_forward_pre_hook(full)
+    try:
+        made = client.post("/contexts", params={"name": "broken", "wait": "true"}, content=pieces())
+    finally:
+        broken.remove()
+    assert "reading it failed (RuntimeError); see the server's log" in refused(made, 500)
+
+
 def test_a_deleted_reading_ends_and_says_so(client: httpx.Client, shared_library: Library, book: str) -> None:
     client.post("/contexts", params={"name": "gone"}, content=(book * 50).encode()[:250_000])
     happened: list[tuple[str, Any]] = []

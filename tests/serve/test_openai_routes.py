@@ -502,6 +502,34 @@ def test_our_mistakes_are_500_without_their_details(server: Running, monkeypatch
     assert idle(server)
 
 
+def test_an_engine_that_does_not_run_is_the_servers_fault(lm: LongContextModel, tmp_path: Path) -> None:
+    with running(lm, tmp_path) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        server.state.engine.stop()
+        with pytest.raises(openai.InternalServerError, match="the engine that writes answers does not run") as refused:
+            ask(client, QUESTION, context=None)
+        assert (refused.value.status_code, refused.value.code) == (503, "engine_stopped")
+        health = httpx.get(f"{server.url}/healthz")
+        assert (health.status_code, health.json()) == (503, {"status": "stopped"})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_prompt_whose_reading_breaks_is_the_servers_fault(server: Running, client: openai.OpenAI) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    broken = server.state.lm.model.model.layers[0].register_forward_pre_hook(full)
+    try:
+        with pytest.raises(
+            openai.InternalServerError, match="failed .OutOfMemoryError.; see the server's log"
+        ) as error:
+            ask(client, f"{text_with(97531)}\n\n{QUESTION}", context=None)
+        assert error.value.status_code == 500
+    finally:
+        broken.remove()
+    assert ask(client, f"{text_with(97531)}\n\n{QUESTION}", context=None).choices
+
+
 # -- the gate ---------------------------------------------------------------------------------------------------------
 
 

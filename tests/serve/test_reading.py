@@ -132,7 +132,7 @@ def test_one_who_is_not_wanted_any_more_leaves_the_line() -> None:
 class Engine:
     """Stands where an engine would: takes down what it is asked."""
 
-    longest, planned_bytes, used_bytes = 7, 3, 2
+    longest, planned_bytes, used_bytes, running = 7, 3, 2, True
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -156,7 +156,7 @@ class Engine:
 def test_an_engine_beside_readers_is_the_engine_and_its_answers_are_known() -> None:
     turns, engine, steps = Turns(), Engine(), list[Step]()
     beside = Beside(engine, turns)
-    assert (beside.longest, beside.planned_bytes, beside.used_bytes) == (7, 3, 2)
+    assert (beside.longest, beside.planned_bytes, beside.used_bytes, beside.running) == (7, 3, 2, True)
     asked = Asked(ids=(1,), max_new_tokens=2)
     cancel = beside.ask(asked, steps.append)
     (answer,) = turns._answers
@@ -199,7 +199,11 @@ def test_jobs_wait_for_room_in_the_order_they_came() -> None:
 
 
 def test_a_failed_job_says_why_in_one_sentence() -> None:
-    for error, message in ((ValueError("not\n good"), "not good"), (OSError(28, "No space"), "[Errno 28] No space")):
+    failures = (
+        (ValueError("not\n good"), "not good", 400),
+        (OSError(28, "No space"), "[Errno 28] No space", 507),
+    )
+    for error, message, fault in failures:
 
         def make(job: Job, error: Exception = error) -> None:
             raise error
@@ -208,7 +212,7 @@ def test_a_failed_job_says_why_in_one_sentence() -> None:
         job = Job(make, lambda job, ended=ended: ended.append(job.state))
         job.start()
         assert job.done.wait(5)
-        assert (job.state, job.message, ended) == ("failed", message, ["failed"])
+        assert (job.state, job.message, job.fault, ended) == ("failed", message, fault, ["failed"])
 
 
 # -- uploads ----------------------------------------------------------------------------------------------------------
