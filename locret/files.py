@@ -70,7 +70,9 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
                 shutil.rmtree(staging, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             kind = type(error) if isinstance(error, OSError) else OSError
-            raise kind(f"cannot write {target}: {_reason(error)}; choose another folder or make room") from error
+            failed = kind(f"cannot write {target}: {_reason(error)}; choose another folder or make room")
+            failed.errno = _number(error)  # what is done about it may depend on whether the disk is full
+            raise failed from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -140,9 +142,14 @@ def _finish(file: Path, mode: int) -> None:
 
 
 def _reason(error: Exception) -> str:
+    number = _number(error)
+    return getattr(error, "strerror", None) or (os.strerror(number) if number else str(error))
+
+
+def _number(error: Exception) -> int | None:
     # safetensors hides the operating system's error in its text.
     number = re.search(r"os error (\d+)", str(error))
-    return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)
+    return int(number[1]) if number else getattr(error, "errno", None)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect
 
 from locret.conversation.saved_context import SavedContext
 from locret.infer.serve import kept
-from locret.infer.serve.library import Entry, Library, full_disk
+from locret.infer.serve.library import Entry, Library, not_stored
 from locret.infer.serve.reading import COLUMNS
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.schemas import Body
@@ -302,7 +302,7 @@ def _refusal(error: Exception, upload: Upload) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, OSError):
-        return full_disk(error)
+        return not_stored(error)
     return Refusal(413 if isinstance(error, TooLarge) else upload.fault, str(error))
 
 

@@ -39,7 +39,7 @@ from locret.infer.serve.engine import NoRoom
 from locret.infer.serve.loaded import Loaded
 from locret.infer.serve.plan import MemoryPlan, reader_bytes
 from locret.infer.serve.reading import Job, Progress, Reader
-from locret.infer.serve.refusal import Refusal
+from locret.infer.serve.refusal import Refusal, fault_of
 from locret.infer.serve.turns import Turns
 from locret.infer.serve.upload import Upload
 from locret.nearest import nearest
@@ -279,7 +279,7 @@ class Library:
 
         Raises:
             Refusal: If the name is no name or taken (400, 409), the text too long (413), too many wait (429), or the
-                disk is full (507).
+                disk is full (507) or fails (503).
         """
         self._check_new(name)
         if total is not None and total > self.max_upload:
@@ -301,7 +301,7 @@ class Library:
             path.parent.mkdir(exist_ok=True)
             upload = Upload(path, most=self.max_upload, total=total, stall=self.stall)
         except OSError as error:
-            raise full_disk(error) from error
+            raise not_stored(error) from error
         self._uploads.add(upload)
         return upload
 
@@ -668,16 +668,20 @@ class Library:
         def told(job: Job) -> None:
             try:
                 make(job)
-            except (ValueError, OSError) as error:
-                kind = OSError if isinstance(error, OSError) else ValueError
-                raise kind(self._public(error)) from error
+            except ValueError as error:
+                raise ValueError(self._public(error)) from error
+            except OSError as error:
+                failed = OSError(self._public(error))
+                failed.errno = error.errno
+                raise failed from error
 
         return told
 
     def _public(self, error: Exception) -> str:
-        reason = f"{error.strerror}; make room" if isinstance(error, OSError) and error.strerror else str(error)
+        out = _way_out(error) if isinstance(error, OSError) else ""
+        reason = f"{error.strerror}; {out}" if isinstance(error, OSError) and error.strerror else str(error)
         text = " ".join(reason.split()).replace(f"{self.folder}{os.sep}", "").replace(str(self.folder), "the folder")
-        return text.replace("choose another folder or make room", "make room on the server's disk")
+        return text.replace("choose another folder or make room", out)
 
     def _settle(self, name: str, entry: Entry, job: Job) -> None:
         """Take note of what became of a job."""
@@ -896,11 +900,15 @@ def check_name(name: str) -> None:
         )
 
 
-def full_disk(error: OSError) -> Refusal:
-    """Return what to say where the disk takes no more."""
-    return Refusal(
-        507, f"the text cannot be stored ({error.strerror}); make room on the server's disk", code="no_space"
-    )
+def not_stored(error: OSError) -> Refusal:
+    """Return what to say where the disk does not take a text."""
+    status = fault_of(error)
+    code = "no_space" if status == 507 else None
+    return Refusal(status, f"the text cannot be stored ({error.strerror}); {_way_out(error)}", code=code)
+
+
+def _way_out(error: OSError) -> str:
+    return "make room on the server's disk" if fault_of(error) == 507 else "look at the server's disk, and ask again"
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 
 from locret.chunked_prefill import prefill
 from locret.conversation.document import Document
+from locret.infer.serve.refusal import fault_of
 from locret.infer.serve.turns import Turn, Turns
 from locret.infer.serve.upload import Upload
 
@@ -158,7 +159,7 @@ class Job:
             self.state, self.message = "failed", "it was cancelled"
         except (ValueError, OSError) as error:
             self.state, self.message = "failed", " ".join(str(error).split())
-            self.fault = 507 if isinstance(error, OSError) else 400
+            self.fault = fault_of(error) if isinstance(error, OSError) else 400
         except Exception as error:
             self.state, self.message = "failed", f"reading it failed ({type(error).__name__}); see the server's log"
             self.fault = 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,11 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+
+
+def fault_of(error: OSError) -> int:
+    """Return the HTTP status of what a disk refuses: 507 where it is full, and 503 for all else."""
+    return 507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 503
 
 
 class Refusal(Exception):

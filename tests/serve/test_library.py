@@ -22,7 +22,7 @@ from conftest import KV_MEMORY, ROOT
 from locret import LongContextModel, compose
 from locret.engines.prefix import Prefix
 from locret.infer.serve.engine import NoRoom
-from locret.infer.serve.library import AUTO, UPLOADS, Library
+from locret.infer.serve.library import AUTO, UPLOADS, Library, not_stored
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.refusal import Refusal
 
@@ -513,20 +513,51 @@ def test_a_kill_during_an_upload_and_a_save_loses_no_context(serving: LongContex
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["whole.ctx", "whole.ids"]
 
 
-def test_a_full_disk_is_one_sentence_and_nothing_half_written(library: Library, read: Read, book: str) -> None:
+@pytest.mark.parametrize("full", [True, False])
+def test_a_disk_that_takes_no_more_is_one_sentence_and_nothing_half_written(
+    library: Library, read: Read, book: str, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    def finish(file: Path, mode: int) -> None:
+        with open("/dev/full", "wb", buffering=0) as device:
+            device.write(file.read_bytes())
+
     read(library, "a", book[:1500])
     before = sorted(path.name for path in library.folder.rglob("*") if path.name != UPLOADS)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        entry = read(library, "b", book)
-        refused = refusal(lambda: library.read_on(ids(300), (None, 0), None, never))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with monkeypatch.context() as patched:
+        if full:
+            patched.setattr("locret.files._finish", finish)
+        else:  # which is no full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            entry = read(library, "b", book)
+            refused = refusal(lambda: library.read_on(ids(300), (None, 0), None, never))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert entry.state == "failed"
-    assert entry.message == "cannot write b.ctx: File too large; make room on the server's disk"
-    assert refused.status == 507
+    why = "No space left on device; make room on the server's disk"
+    if not full:
+        why = "File too large; look at the server's disk, and ask again"
+    assert entry.message == f"cannot write b.ctx: {why}"
+    assert (entry.fault, refused.status) == ((507, 507) if full else (503, 503))
     time.sleep(0.05)
     left = {path.name for path in library.folder.rglob("*") if path.name != UPLOADS} - {AUTO}
     assert sorted(left) == before
     assert read(library, "b", book).state == "ready"
+
+
+def test_a_text_that_a_full_disk_does_not_take_is_told_from_other_troubles(library: Library) -> None:
+    upload = library.upload("a")
+    upload._close()
+    upload._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed with the upload)
+    with pytest.raises(OSError, match="No space") as full:
+        upload.write(b"text")
+    upload.remove()
+    refused = not_stored(full.value)
+    assert (refused.status, refused.code) == (507, "no_space")
+    upload.path.parent.rmdir()
+    upload.path.parent.touch()
+    refused = refusal(lambda: library.upload("a"))
+    upload.path.parent.unlink()
+    assert (refused.status, refused.code) == (503, None)
+    assert refused.message == "the text cannot be stored (File exists); look at the server's disk, and ask again"

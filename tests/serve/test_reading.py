@@ -202,6 +202,7 @@ def test_a_failed_job_says_why_in_one_sentence() -> None:
     failures = (
         (ValueError("not\n good"), "not good", 400),
         (OSError(28, "No space"), "[Errno 28] No space", 507),
+        (OSError(5, "Input/output error"), "[Errno 5] Input/output error", 503),
     )
     for error, message, fault in failures:
 
