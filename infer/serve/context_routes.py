@@ -156,7 +156,7 @@ async def upload(
     total = int(length) if length.isdecimal() and len(length) < 20 else None
     receiver = await run_in_threadpool(_receiver, request, library, name, (source, system, protect), total)
     try:
-        async for data in request.stream():
+        async for data in _parts(request, receiver.upload):
             if data:
                 await run_in_threadpool(receiver.take, data)
         entry = await run_in_threadpool(receiver.end)
@@ -295,6 +295,23 @@ async def shrink(
     call = _library(request).shrink
     entry = await run_in_threadpool(lambda: call(name, body.name, body.budget))
     return await _answered(entry, wait)
+
+
+async def _parts(request: Request, upload: Upload) -> AsyncIterator[bytes]:
+    """Yield a body as it comes.
+
+    Raises:
+        Refusal: 408 if nothing comes for too long.
+    """
+    parts = request.stream()
+    while True:
+        try:
+            part = await asyncio.wait_for(anext(parts), upload.stall)
+        except StopAsyncIteration:
+            return
+        except asyncio.TimeoutError:
+            raise Refusal(408, upload.stalled, code="timeout") from None
+        yield part
 
 
 def _refusal(error: Exception, upload: Upload) -> Refusal:

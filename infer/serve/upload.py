@@ -55,6 +55,11 @@ class Upload:
         """SHA-256 of the bytes that have come, in hexadecimal digits."""
         return self._digest.hexdigest()
 
+    @property
+    def stalled(self) -> str:
+        """What to say where nothing comes."""
+        return f"nothing of the text came for {self.stall:g} seconds; upload it again"
+
     def write(self, data: bytes) -> None:
         """Take more of it.
 
@@ -150,7 +155,7 @@ class Upload:
     def _wait(self, check: Callable[[], None]) -> None:
         self.check()
         if time.monotonic() - self._last > self.stall:
-            self._failure = f"nothing of the text came for {self.stall:g} seconds; upload it again"
+            self._failure, self.fault = self.stalled, 408
             raise ValueError(self._failure)
         self._changed.wait(_LOOK)
         check()

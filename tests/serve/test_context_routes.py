@@ -366,12 +366,22 @@ def test_who_goes_away_takes_the_reading_along(
     assert client.post("/contexts", params={"name": "left", "wait": "true"}, content=book[:900]).status_code == 201
 
 
-def test_who_sends_nothing_for_long_is_given_up(client: httpx.Client, url: str, book: str) -> None:
-    connection = sending(url, "slow", book.encode(), 100_000)
-    until(lambda: client.get("/contexts/slow").status_code == 200)
+def test_who_sends_nothing_for_long_is_given_up(
+    client: httpx.Client, url: str, shared_library: Library, book: str
+) -> None:
+    uploads = shared_library.folder / ".uploads"
+    with sending(url, "slow", book.encode(), 100_000) as some, sending(url, "slower", b"", 100_000) as none:
+        until(lambda: client.get("/contexts/slow").status_code == 200)
+        assert len(list(uploads.iterdir())) >= 2
+        for connection in (some, none):
+            connection.settimeout(15)
+            answer = b"".join(iter(lambda connection=connection: connection.recv(4096), b""))  # until it is cut
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"nothing of the text came for 2 seconds; upload it again" in answer
     until(lambda: client.get("/contexts/slow").json()["state"] == "failed")
     assert "nothing of the text came for 2 seconds" in client.get("/contexts/slow").json()["message"]
-    connection.close()
+    assert client.get("/contexts/slower").status_code == 404
+    until(lambda: not list(uploads.iterdir()))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
