@@ -45,6 +45,14 @@ class Contexts(Protocol):
         """
         ...
 
+    def has_shrunk(self, name: str, budget: int) -> bool:
+        """Return whether `shrunk` has nothing to make.
+
+        Raises:
+            Refusal: As for `get`.
+        """
+        ...
+
     def longest(
         self, ids: Sequence[int], base: Entry | None = None, protected: Sequence[Span] = ()
     ) -> tuple[Entry | None, int]:

@@ -438,9 +438,7 @@ class Library:
         entry = self.get(name)
         if entry.units == budget:
             return entry
-        entry = self._to_shrink(name, budget)
-        # Files of earlier versions, under the digest of other words, do not say where the text ends.
-        key = _digest(entry.key, f"shrunk to {budget}, with its end", [])
+        entry, key = self._to_shrink(name, budget), _shrunk_key(entry, budget)
 
         def make(job: Job) -> None:
             with self._working(job, [entry]):
@@ -449,6 +447,18 @@ class Library:
                 self._save_automatic(key, cache, entry.key)
 
         return self._made_automatic(key, entry.source, make, lambda: False)
+
+    def has_shrunk(self, name: str, budget: int) -> bool:
+        """Return whether a context has no more units than that, or the smaller one is there.
+
+        Raises:
+            Refusal: As for `get`.
+        """
+        entry = self.get(name)
+        with self._lock:
+            key = _shrunk_key(entry, budget)
+            small = self._automatic.get(key) or self._leaving.get(key)
+        return budget >= entry.units or (small is not None and small.state == "ready")
 
     def longest(
         self, ids: Sequence[int], base: Entry | None = None, protected: Sequence[Span] = ()
@@ -943,6 +953,11 @@ def _changed(entry: Entry) -> bool:
     except OSError:
         return True
     return (status.st_size, status.st_mtime) != (entry.size, entry.created)
+
+
+def _shrunk_key(entry: Entry, budget: int) -> str:
+    # Files of earlier versions, under the digest of other words, do not say where the text ends.
+    return _digest(entry.key, f"shrunk to {budget}, with its end", [])
 
 
 def _digest(base: str, what: str, ids: Sequence[int], protected: Sequence[Span] = ()) -> str:

@@ -36,8 +36,7 @@ from locret.infer.serve.state import ServerState, state_of
 LEAST_TEMPERATURE = 1e-3
 """Below it half-precision logits would overflow; what it would draw is the likeliest token anyway."""
 LONG_BODY = 1 << 16
-"""Bytes of a request from which it is tokenised beside long texts, and not in front of short questions; there a
-context is made smaller, too."""
+"""Bytes of a request from which it is tokenised beside long texts, and not in front of short questions."""
 
 router = APIRouter(prefix="/v1", responses={"4XX": {"model": ErrorBody, "description": "What has to change."}})
 _T = TypeVar("_T")
@@ -125,7 +124,7 @@ async def _respond(
             "stream_options has no effect without stream; set stream to true, or leave it out",
             param="stream_options",
         )
-    long = int(request.headers.get("content-length", LONG_BODY)) >= LONG_BODY or body.budget is not None
+    long = int(request.headers.get("content-length", LONG_BODY)) >= LONG_BODY
     work = _Work(state, body, prompts, drafts, long)
     pieces = work.pieces()
     if body.stream:
@@ -167,7 +166,10 @@ class _Work:
         """
         try:
             with self.state.answers.place(len(self.answers)) as place:
-                drafts = await self._within(self._drafts, long=self._long)
+                long = self._long
+                if self.body.budget is not None and not long:  # a context is made smaller beside long texts, too
+                    long = await self._within(partial(self.state.prompts.shrinks, self.body), long=False)
+                drafts = await self._within(self._drafts, long=long)
                 for draft in drafts:
                     settling = partial(self.state.prompts.settled, draft, self._left.is_set)
                     settled = await self._within(settling, long=draft.long)

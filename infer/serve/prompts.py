@@ -143,6 +143,15 @@ class Prompts:
         named, base = self._base(request.context, request.budget)
         return [self._draft(self._text_ids(prompt, named), base) for prompt in request.prompts]
 
+    def shrinks(self, request: ChatRequest | CompletionRequest) -> bool:
+        """Return whether a smaller context has to be made for a request, which takes long.
+
+        Raises:
+            Refusal: If there is no such context.
+        """
+        name, budget = request.context, request.budget
+        return name is not None and budget is not None and not self.contexts.has_shrunk(name, budget)
+
     def _base(self, name: str | None, budget: int | None) -> tuple[Entry | None, Entry | None]:
         """Return the context that is named, and what holds its units or as many of them as the budget says."""
         if name is None:

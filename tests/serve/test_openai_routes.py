@@ -22,6 +22,7 @@ from running import FILLER, Running, load, running, text_with
 from locret import Context, LongContextModel, generate
 from locret.conversation.templates import decode
 from locret.infer.serve import app
+from locret.infer.serve.state import LONG_WORK
 
 QUESTION = "What is the pass key?"
 KEYS = {"book": 43600, "other": 71432}
@@ -295,6 +296,21 @@ def test_answers_wait_where_pages_are_few(lm: LongContextModel, tmp_path: Path) 
             answers = [future.result().choices[0].message.content for future in futures]
         assert answers == [f"The pass key is {KEYS[name]}." for name in names]
         assert server.state.engine.used_bytes <= server.state.engine.planned_bytes
+
+
+def test_a_budget_that_was_asked_before_waits_for_no_long_prompt(server: Running, client: openai.OpenAI) -> None:
+    first = ask(client, QUESTION, budget=30).choices[0].message.content
+    go_on = threading.Event()
+    waiting = [server.state.long_work.submit(go_on.wait, 60) for _ in range(LONG_WORK)]
+    try:
+        for budget in (30, 10_000):
+            again = ask(client, QUESTION, budget=budget, timeout=20)
+            assert budget != 30 or again.choices[0].message.content == first
+        with pytest.raises(openai.APITimeoutError):  # what has to be made first waits in line
+            ask(client, QUESTION, budget=31, timeout=0.5)
+    finally:
+        go_on.set()
+    assert all(one.result(10) for one in waiting)
 
 
 def idle(server: Running) -> bool:
