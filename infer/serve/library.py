@@ -110,6 +110,12 @@ class Entry:
         return Progress(tokens=self.tokens, units=self.units) if self.job is None else self.job.progress
 
     @property
+    def root(self) -> str:
+        """Key of the context with a name that all of it follows, its own if it has one; empty if there is none."""
+        named = self.library is None or self.path.parent == self.library.folder
+        return self.key if named else str(self.notes.get("root", ""))
+
+    @property
     def ids(self) -> Path:
         """File of the token ids of its text, 4 bytes each, if they are kept."""
         return self.path.parent / TEXTS / f"{self.name}{IDS}"
@@ -413,6 +419,8 @@ class Library:
     def delete(self, name: str) -> None:
         """Remove a context, whatever its state; what is reading it ends first. Answers that use it go on.
 
+        What was made of it without a name goes too, unless a fork holds the same.
+
         Raises:
             Refusal: 404 if there is none.
         """
@@ -426,6 +434,11 @@ class Library:
             self._loaded.forget(entry.key)
             for file in (entry.path, entry.ids):
                 _remove(file)
+            if not any(one.key == entry.key for one in self._entries.values()):
+                for made in list(self._automatic.values()):
+                    if made.root and made.root == entry.key and made.state == "ready":
+                        self._loaded.forget(made.key)
+                        self._let_go(made)
 
     # -- contexts without a name --------------------------------------------------------------------------------------
 
@@ -444,7 +457,7 @@ class Library:
             with self._working(job, [entry]):
                 cache = self._load(entry).shrink(budget).cache
                 cache.protected = closed(cache.protected, self._text_end(entry))
-                self._save_automatic(key, cache, entry.key)
+                self._save_automatic(key, cache, entry.key, entry.root)
 
         return self._made_automatic(key, entry.source, make, lambda: False)
 
@@ -522,7 +535,7 @@ class Library:
                 if protected:
                     cache.protect(protected)
                 self.reader.ids(job, ids[done:], cache)
-                self._save_automatic(key, cache, before, len(ids))
+                self._save_automatic(key, cache, before, "" if base is None else base.root, len(ids))
 
         return self._made_automatic(key, "", make, cancelled)
 
@@ -639,11 +652,13 @@ class Library:
             with self._moving:
                 _copy(entry.ids, self.folder / TEXTS / f"{new}{IDS}")
 
-    def _save_automatic(self, key: str, cache: RetentionCache, base: str, read: int = 0) -> None:
+    def _save_automatic(self, key: str, cache: RetentionCache, base: str, root: str, read: int = 0) -> None:
         folder = self.folder / AUTO
         folder.mkdir(exist_ok=True)
         with self._moving:
-            save_cache(cache, folder / f"{key}{SUFFIX}", notes={"automatic": {"base": base, "read": read}})
+            save_cache(
+                cache, folder / f"{key}{SUFFIX}", notes={"automatic": {"base": base, "root": root, "read": read}}
+            )
 
     def _begin(
         self, name: str, source: str, make: Callable[[Job], None], end: Callable[[Job], None] | None = None
@@ -714,6 +729,8 @@ class Library:
             with self._lock:
                 if job.state == "ready":
                     self._examine(entry)
+                    if entry.root and not any(one.key == entry.root for one in self._entries.values()):
+                        self._let_go(entry)  # what it was made of was deleted meanwhile
                     self._bound()
                 else:
                     self._automatic.pop(key, None)
@@ -756,14 +773,17 @@ class Library:
         The file of one that a request still needs goes with the request.
         """
         sizes = sum(entry.size for entry in self._automatic.values())
-        for key, entry in list(self._automatic.items())[:-1]:
+        for entry in list(self._automatic.values())[:-1]:
             if sizes <= self.auto_bytes:
                 return
             if entry.state == "ready":
-                del self._automatic[key]
                 sizes -= entry.size
-                self._leaving[key] = entry
-                weakref.finalize(entry, self._gone, key, entry.path).atexit = False
+                self._let_go(entry)
+
+    def _let_go(self, entry: Entry) -> None:
+        del self._automatic[entry.key]
+        self._leaving[entry.key] = entry
+        weakref.finalize(entry, self._gone, entry.key, entry.path).atexit = False
 
     def _gone(self, key: str, path: Path) -> None:
         if key not in self._automatic:

@@ -404,6 +404,50 @@ def test_what_a_request_still_needs_goes_with_the_request(library: Library) -> N
     library.close()
 
 
+def test_what_was_made_of_a_context_goes_with_the_last_that_has_its_name(
+    library: Library, read: Read, book: str
+) -> None:
+    named = read(library, "a", book[:1500])
+    library.fork("a", "b")
+    made = [library.read_on(ids(200), (None, 0), None, never)]
+    small = library.shrunk("a", 24)
+    made += [small, library.read_on(ids(200), (named, 0), named, never)]
+    made += [library.read_on(ids(200), (small, 0), small, never)]
+    library = again(library)
+    paths = [library.folder / AUTO / f"{one.key}.ctx" for one in made]
+    library.delete("a")
+    assert all(path.exists() for path in paths)
+    asked = library.shrunk("b", 24)
+    library.delete("b")
+    assert [path.exists() for path in paths] == [True, True, False, False]  # one is still asked
+    assert asked.prefix().units == 24
+    del asked
+    gc.collect()
+    assert set((library.folder / AUTO).iterdir()) == {paths[0]}
+    assert library.longest(ids(200))[1] == 200
+    library.close()
+
+
+def test_what_is_made_of_a_context_while_it_is_deleted_goes_when_it_has_been_asked(
+    library: Library, read: Read, book: str
+) -> None:
+    named, found = read(library, "a", book[:1500]), []
+    with library.turns.turn(lambda: None):  # nothing is read meanwhile
+        asking = threading.Thread(target=lambda: found.append(library.read_on(ids(200), (named, 0), named, never)))
+        asking.start()
+        until = time.monotonic() + 10
+        while not library.turns._waiting and time.monotonic() < until:  # when its file has been loaded
+            time.sleep(0.01)
+        library.delete("a")
+    asking.join(10)
+    assert found[0].tokens == named.tokens + 200
+    assert library.automatic() == []
+    assert found[0].prefix().tokens == named.tokens + 200
+    found.clear()
+    gc.collect()
+    assert list((library.folder / AUTO).iterdir()) == []
+
+
 def test_two_who_read_the_same_read_it_once(library: Library) -> None:
     text, found = ids(500), []
     threads = [
