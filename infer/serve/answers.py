@@ -20,6 +20,8 @@ from locret.infer.serve.refusal import Refusal
 _LOOKING_AGAIN = 0.25
 """Seconds after which an answer that found no room asks again, whatever has ended meanwhile."""
 _STOPPED = "the engine that writes answers does not run; ask again when the server has been started again"
+_BEFORE = 5
+"""Tokens before an answer that are decoded with it."""
 _HALF_A_CHARACTER = "\ufffd"
 
 
@@ -53,14 +55,18 @@ class AnswerText:
         tokenizer: The backbone's.
         stops: Texts that end the answer and are not part of it.
         end_ids: Tokens that end the answer and have no text.
+        before: Tokens of the text that the answer goes on with; none where it begins one. Tokenizers such as
+            SentencePiece's leave out the space before the first word that they decode.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], end_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str], end_ids: frozenset[int], before: Sequence[int] = ()
+    ) -> None:
         self.tokenizer, self.stops, self.end_ids = tokenizer, stops, end_ids
         self.count = 0
         """Tokens so far."""
-        self._ids: list[int] = []
-        self._start = self._read = 0
+        self._ids = _beginning(tokenizer, before)
+        self._start, self._read = 0, len(self._ids)
         self._held = ""
         self._tokens: list[tuple[int, Written]] = []
         self._length = 0
@@ -109,6 +115,17 @@ class AnswerText:
                     longest = size
                     break
         return longest
+
+
+def _beginning(tokenizer: Any, before: Sequence[int]) -> list[int]:
+    """Return the last tokens of a text after which more is decoded; none where that begins a text of its own."""
+    ids: list[int] = []
+    for one in reversed(before[-_BEFORE:]):
+        if tokenizer.decode([one]) and not decode(tokenizer, [one]):  # a special token, after which a text begins
+            break
+        ids.insert(0, one)
+    # Half a character would be there before and after its other half, which would seem to add nothing.
+    return [] if decode(tokenizer, ids).endswith(_HALF_A_CHARACTER) else ids
 
 
 class TimeLimit(Exception):
@@ -169,7 +186,12 @@ class Answers:
         return min(60, max(1, math.ceil(rounds * sum(self._seconds) / len(self._seconds))))
 
     async def write(
-        self, asked: Sequence[Callable[[], Asked]], stops: Sequence[str], place: Place, deadline: float
+        self,
+        asked: Sequence[Callable[[], Asked]],
+        stops: Sequence[str],
+        place: Place,
+        deadline: float,
+        before: Sequence[Sequence[int]] | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of several answers as they are written; to leave cancels what is not finished.
 
@@ -178,6 +200,7 @@ class Answers:
             stops: Texts that end an answer.
             place: Places for as many answers.
             deadline: When to give up, by `time.monotonic`.
+            before: For each answer the tokens whose text it goes on with; None where answers begin texts of their own.
 
         Raises:
             TimeLimit: At the deadline.
@@ -185,7 +208,8 @@ class Answers:
         """
         loop = asyncio.get_running_loop()
         steps = asyncio.Queue[tuple[int, Step | Exception]]()
-        texts = [AnswerText(self.tokenizer, stops, self.end_ids) for _ in asked]
+        known = before or [()] * len(asked)
+        texts = [AnswerText(self.tokenizer, stops, self.end_ids, ids) for ids in known]
         cancels = [_Cancel() for _ in asked]
         begun = dict[int, float]()
 

@@ -179,8 +179,12 @@ class _Work:
                         self.kept = {"kept": await self._within(looking, long=True)}
                     self.state.metrics.asked(len(settled.ids))
                 asked = [one for prompt in self.prompts for one in self._asked(prompt)]
+                before = None
+                if isinstance(self.body, CompletionRequest):
+                    before = [prompt.ids for prompt in self.prompts for _ in range(self.body.choices)]
                 yield None
-                async with aclosing(self.state.answers.write(asked, self.body.stops, place, self._deadline)) as pieces:
+                writing = self.state.answers.write(asked, self.body.stops, place, self._deadline, before)
+                async with aclosing(writing) as pieces:
                     async for piece in pieces:
                         self._take(piece)
                         yield piece

@@ -31,9 +31,11 @@ BYTES = byte_level()
 WORDS = AutoTokenizer.from_pretrained("checkpoints/tiny")
 
 
-def written(tokenizer: Any, ids: Sequence[int], stops: Sequence[str], *, ends: bool) -> list[Piece]:
+def written(
+    tokenizer: Any, ids: Sequence[int], stops: Sequence[str], *, ends: bool, before: Sequence[int] = ()
+) -> list[Piece]:
     """Return the pieces of an answer of these tokens, which ends by itself or at its length."""
-    text = AnswerText(tokenizer, stops, frozenset({-1}))
+    text = AnswerText(tokenizer, stops, frozenset({-1}), before)
     steps = [Step(token=one, logprob=-float(nth)) for nth, one in enumerate(ids)]
     if ends:
         steps.append(Step(token=-1, finish="stop"))
@@ -46,6 +48,27 @@ def written(tokenizer: Any, ids: Sequence[int], stops: Sequence[str], *, ends: b
         if piece is not None and piece.finish is not None:
             break
     return pieces
+
+
+def pieces_of_words() -> Any:
+    """Return a tokenizer as SentencePiece's: a space belongs to the word after it, and the first one has none."""
+    words = ("▁The", "▁grass", "▁is", "▁green", ".", "s", "▁")
+    inner = Tokenizer(models.WordLevel({word: nth for nth, word in enumerate(words)}, "."))
+    spaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(spaced)
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.lists(st.integers(0, 6), max_size=12), st.booleans())
+def test_an_answer_goes_on_with_the_text_before_it(ids: list[int], before: list[int], ends: bool) -> None:
+    tokenizer = pieces_of_words()
+    text = "".join(piece.text for piece in written(tokenizer, ids, [], ends=ends, before=before))
+    assert decode(tokenizer, before) + text == decode(tokenizer, [*before, *ids])
+
+
+def test_a_character_that_the_prompt_has_begun_loses_nothing_else() -> None:
+    ids = BYTES("é!")["input_ids"]
+    assert "".join(piece.text for piece in written(BYTES, ids[1:], [], ends=True, before=ids[:1])) == "\ufffd!"
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

@@ -239,7 +239,8 @@ def test_completions_go_on_with_texts_and_ids(client: openai.OpenAI, lm: LongCon
     alone = [client.completions.create(model="tiny", prompt=one, max_tokens=3).choices[0].text for one in ids]
     assert [both.choices[0].text, both.choices[2].text] == alone
     expected = lm.model.generate(torch.tensor(ids[:1]), max_new_tokens=3, do_sample=False)[0, len(ids[0]) :].tolist()
-    assert alone[0] == decode(lm.tokenizer, expected)
+    assert texts[0] + alone[0] == decode(lm.tokenizer, [*ids[0], *expected])
+    assert texts[1] + alone[1] == f"{texts[1]} {alone[1].strip()}"  # the space before the first word is part of it
 
 
 def test_a_completion_of_a_context_takes_ids_as_engines_do(client: openai.OpenAI, book: Context) -> None:
