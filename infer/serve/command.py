@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import math
 import os
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, ServeOptions)
 DESCRIPTION = "Serve contexts and answers over HTTP, as OpenAI's clients ask, in memory that is promised at the start."
+
+
+_LOOK = 0.1
+"""Seconds between two looks at whether requests still run when the server is to end."""
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -247,6 +253,14 @@ def _serve(state: ServerState, listening: socket.socket, options: ServeOptions) 
             state.draining = True
             super().handle_exit(sig, frame)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # uvicorn stops listening first. Whoever asks while answers end is better told by a 503 than refused.
+            until = time.monotonic() + options.drain
+            while self.server_state.tasks and not self.force_exit and time.monotonic() < until:
+                await asyncio.sleep(_LOOK)
+            self.config.timeout_graceful_shutdown = max(1, round(until - time.monotonic()))
+            await super().shutdown(sockets)
+
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR if options.quiet else logging.WARNING)
     config = uvicorn.Config(
         make_app(state),
@@ -256,7 +270,6 @@ def _serve(state: ServerState, listening: socket.socket, options: ServeOptions) 
         server_header=False,
         ws="none",
         lifespan="off",
-        timeout_graceful_shutdown=max(1, round(options.drain)),
     )
     with interrupts.unwinding():
         Server(config).run(sockets=[listening])

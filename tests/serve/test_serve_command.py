@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,28 @@ def test_a_server_answers_and_ends_as_it_is_told(tmp_path: Path) -> None:
         _, said = process.communicate(timeout=90)
         assert process.returncode == 143
         assert said.strip().endswith("locret-serve: interrupted")
+
+
+def test_a_server_that_drains_says_so_to_new_connections(tmp_path: Path) -> None:
+    body = {"prompt": "Paris " * 24, "stream": True, "max_tokens": 8000}
+    with started(tmp_path / "contexts", "--drain", "30") as (process, ready):
+        url = ready["url"]
+        health = url.replace("/v1", "/healthz")
+        assert httpx.get(health).json() == {"status": "ready"}
+        with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:  # long after the signal has come, each time on a new connection
+                last = httpx.get(health, timeout=30)
+                time.sleep(0.05)
+            assert (last.status_code, last.json()) == (503, {"status": "draining"})
+            refused = httpx.post(f"{url}/completions", json=body, timeout=30)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "ending")
+            assert next(line for line in lines if line)  # which goes on meanwhile
+        process.communicate(timeout=20)  # at once, as nothing runs any more
+        assert process.returncode == 143
 
 
 @pytest.mark.parametrize(
