@@ -149,7 +149,8 @@ async def upload(
 ) -> JSONResponse:
     """Take a text of any length as the body, UTF-8, or one file of a multipart form, and read it in the background.
 
-    Returns the context: 202 while it is read, 201 with `wait=true` when it is ready.
+    Returns the context: 202 while it is read, 201 with `wait=true` when it is ready, if that takes no longer than
+    `--timeout`.
     """
     library = _library(request)
     length = request.headers.get("content-length", "")
@@ -170,7 +171,7 @@ async def upload(
     except BaseException:
         receiver.fail(_GONE)
         raise
-    return await _answered(entry, wait)
+    return await _answered(request, entry, wait)
 
 
 @router.post("/compose", status_code=201, summary="Join contexts so that they are asked together")
@@ -180,7 +181,7 @@ async def compose(
     """Join contexts in their order under a new name; returns the context, 202 with `wait=false`."""
     call = _library(request).compose
     entry = await run_in_threadpool(lambda: call(body.contexts, body.name, budget=body.budget, shares=body.shares))
-    return await _answered(entry, wait)
+    return await _answered(request, entry, wait)
 
 
 @router.get("/{name}", summary="One context")
@@ -294,7 +295,7 @@ async def shrink(
     """Make a context with fewer units, without reading again; returns it, 202 with `wait=false`."""
     call = _library(request).shrink
     entry = await run_in_threadpool(lambda: call(name, body.name, body.budget))
-    return await _answered(entry, wait)
+    return await _answered(request, entry, wait)
 
 
 async def _parts(request: Request, upload: Upload) -> AsyncIterator[bytes]:
@@ -323,8 +324,16 @@ def _refusal(error: Exception, upload: Upload) -> Refusal:
     return Refusal(413 if isinstance(error, TooLarge) else upload.fault, str(error))
 
 
-async def _answered(entry: Entry, wait: bool) -> JSONResponse:
-    while wait and entry.state in ("waiting", "reading"):
+async def _answered(request: Request, entry: Entry, wait: bool) -> JSONResponse:
+    """Return a context that is made, after a wait for its end or for as long as requests may take.
+
+    Raises:
+        Refusal: If it could not be made, or 499, which nobody reads, if the client has left: it is made all the same.
+    """
+    until = time.monotonic() + state_of(request).timeout
+    while wait and entry.state in ("waiting", "reading") and time.monotonic() < until:
+        if await request.is_disconnected():
+            raise Refusal(499, f"the client has left before context {entry.name} was ready")
         await asyncio.sleep(_LOOK / 4)
     return _result(entry)
 

@@ -37,8 +37,13 @@ class Contexts(Protocol):
         """
         ...
 
-    def shrunk(self, name: str, budget: int) -> Entry:
+    def shrunk(self, name: str, budget: int, cancelled: Callable[[], bool]) -> Entry:
         """Return a context with fewer units, which is made once and kept.
+
+        Args:
+            name: The context.
+            budget: Units per KV head.
+            cancelled: Asked while it is made; nobody waits for it any more then.
 
         Raises:
             Refusal: As for `get`, and 400 if it has fewer units than that.

@@ -442,8 +442,13 @@ class Library:
 
     # -- contexts without a name --------------------------------------------------------------------------------------
 
-    def shrunk(self, name: str, budget: int) -> Entry:
+    def shrunk(self, name: str, budget: int, cancelled: Callable[[], bool] = lambda: False) -> Entry:
         """Return a context with fewer units, which is made once and kept without a name.
+
+        Args:
+            name: The context.
+            budget: Units per KV head.
+            cancelled: Asked while it is made; nobody waits for it any more then.
 
         Raises:
             Refusal: As for `get`, and 400 if it has fewer units than that.
@@ -459,7 +464,7 @@ class Library:
                 cache.protected = closed(cache.protected, self._text_end(entry))
                 self._save_automatic(key, cache, entry.key, entry.root)
 
-        return self._made_automatic(key, entry.source, make, lambda: False)
+        return self._made_automatic(key, entry.source, make, cancelled)
 
     def has_shrunk(self, name: str, budget: int) -> bool:
         """Return whether a context has no more units than that, or the smaller one is there.

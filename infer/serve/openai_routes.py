@@ -57,7 +57,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
             param="max_tokens",
         )
     form = ChatForm(state.model, state.lm.tokenizer, body.top is not None)
-    return await _respond(state, request, body, form, 1, lambda: state.prompts.of_chat(body))
+    return await _respond(state, request, body, form, 1, partial(state.prompts.of_chat, body))
 
 
 @router.post("/completions", response_model=Completion)
@@ -69,7 +69,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
             400, f"best_of {body.best_of} has no effect but with the same n; leave it out, or give n", param="best_of"
         )
     form = CompletionForm(state.model, state.lm.tokenizer, body.top is not None)
-    return await _respond(state, request, body, form, len(body.prompts), lambda: state.prompts.of_completion(body))
+    return await _respond(state, request, body, form, len(body.prompts), partial(state.prompts.of_completion, body))
 
 
 @router.get("/models", response_model=Models)
@@ -105,7 +105,7 @@ async def _respond(
     body: ChatRequest | CompletionRequest,
     form: ChatForm,
     prompts: int,
-    drafts: Callable[[], list[Draft]],
+    drafts: Callable[[Callable[[], bool]], list[Draft]],
 ) -> Response:
     """Answer a request, whole or as a stream.
 
@@ -115,7 +115,7 @@ async def _respond(
         body: What it asks.
         form: The shapes of its response.
         prompts: How many prompts it has.
-        drafts: Returns them; blocks.
+        drafts: Returns them, unless what it is given says that nobody waits any more; blocks.
     """
     _check_model(state, body.model)
     if body.stream_options is not None and not body.stream:
@@ -146,7 +146,7 @@ class _Work:
         state: ServerState,
         body: ChatRequest | CompletionRequest,
         prompts: int,
-        drafts: Callable[[], list[Draft]],
+        drafts: Callable[[Callable[[], bool]], list[Draft]],
         long: bool,
     ) -> None:
         self.state, self.body, self._drafts, self._long = state, body, drafts, long
@@ -169,7 +169,7 @@ class _Work:
                 long = self._long
                 if self.body.budget is not None and not long:  # a context is made smaller beside long texts, too
                     long = await self._within(partial(self.state.prompts.shrinks, self.body), long=False)
-                drafts = await self._within(self._drafts, long=long)
+                drafts = await self._within(partial(self._drafts, self._left.is_set), long=long)
                 for draft in drafts:
                     settling = partial(self.state.prompts.settled, draft, self._left.is_set)
                     settled = await self._within(settling, long=draft.long)

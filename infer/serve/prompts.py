@@ -107,13 +107,17 @@ class Prompts:
         self._vocabulary = vocabulary(lm.model) or len(lm.tokenizer)
         self._saved: OrderedDict[tuple[Path, int, int], _Conversation] = OrderedDict()
 
-    def of_chat(self, request: ChatRequest) -> list[Draft]:
+    def of_chat(self, request: ChatRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Draft]:
         """Return the prompt of a conversation.
+
+        Args:
+            request: The conversation.
+            cancelled: Asked while a smaller context is made for it, which ends if it returns True.
 
         Raises:
             Refusal: If there is no such context, or the template cannot write the conversation.
         """
-        named, base = self._base(request.context, request.budget)
+        named, base = self._base(request.context, request.budget, cancelled)
         if named is not None:
             if request.protect:
                 raise Refusal(
@@ -134,13 +138,13 @@ class Prompts:
         turns = (*prompt.turns, *([] if prompt.tools is None else [prompt.tools]))
         return [self._draft(prompt.ids, base, turns, tuple(spans))]
 
-    def of_completion(self, request: CompletionRequest) -> list[Draft]:
-        """Return the prompts of a completion.
+    def of_completion(self, request: CompletionRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Draft]:
+        """Return the prompts of a completion; arguments as for `of_chat`.
 
         Raises:
             Refusal: If there is no such context, or a prompt is none.
         """
-        named, base = self._base(request.context, request.budget)
+        named, base = self._base(request.context, request.budget, cancelled)
         return [self._draft(self._text_ids(prompt, named), base) for prompt in request.prompts]
 
     def shrinks(self, request: ChatRequest | CompletionRequest) -> bool:
@@ -152,14 +156,18 @@ class Prompts:
         name, budget = request.context, request.budget
         return name is not None and budget is not None and not self.contexts.has_shrunk(name, budget)
 
-    def _base(self, name: str | None, budget: int | None) -> tuple[Entry | None, Entry | None]:
+    def _base(
+        self, name: str | None, budget: int | None, cancelled: Callable[[], bool]
+    ) -> tuple[Entry | None, Entry | None]:
         """Return the context that is named, and what holds its units or as many of them as the budget says."""
         if name is None:
             if budget is not None:
                 raise Refusal(400, f"budget {budget} has no effect without a context; name one", param="budget")
             return None, None
         named = self.contexts.get(name)
-        return named, named if budget is None or budget >= named.units else self.contexts.shrunk(name, budget)
+        if budget is None or budget >= named.units:
+            return named, named
+        return named, self.contexts.shrunk(name, budget, cancelled)
 
     def _draft(
         self, ids: list[int], base: Entry | None, turns: tuple[Turn, ...] = (), spans: tuple[Span, ...] = ()

@@ -405,6 +405,26 @@ def test_a_reading_that_breaks_is_the_servers_fault(
     assert "reading it failed (RuntimeError); see the server's log" in refused(made, 500)
 
 
+def test_who_waits_for_a_context_waits_no_longer_than_requests_may(library: Library, book: str) -> None:
+    with served(library, timeout=1.0) as url, httpx.Client(base_url=url, timeout=20) as client:
+        with library.turns.turn(lambda: None):  # nothing is read meanwhile
+            made = client.post("/contexts", params={"name": "late", "wait": "true"}, content=book)
+            assert (made.status_code, made.json()["state"]) == (202, "reading")
+        assert events(client, "late")[-1][1]["state"] == "ready"
+
+
+def test_who_leaves_is_not_waited_for(library: Library, book: str) -> None:
+    def answered() -> bool:
+        return 'locret_requests_total{route="/v1/contexts",status="499"} 1.0' in httpx.get(f"{url[:-3]}/metrics").text
+
+    with served(library) as url, httpx.Client(base_url=url, timeout=20) as client:
+        with library.turns.turn(lambda: None):
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/contexts", params={"name": "left", "wait": "true"}, content=book, timeout=0.5)
+            until(answered)
+        assert events(client, "left")[-1][1]["state"] == "ready"  # it is read all the same
+
+
 def test_a_deleted_reading_ends_and_says_so(client: httpx.Client, shared_library: Library, book: str) -> None:
     client.post("/contexts", params={"name": "gone"}, content=(book * 50).encode()[:250_000])
     happened: list[tuple[str, Any]] = []

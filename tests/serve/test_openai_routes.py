@@ -366,6 +366,17 @@ def test_a_client_that_leaves_gives_everything_back(server: Running, stream: boo
     assert time.monotonic() - began < 5
 
 
+def test_a_client_that_leaves_while_a_context_is_made_smaller_gives_its_thread_back(server: Running) -> None:
+    library, body = server.state.library, {"messages": HI, "context": "book", "budget": 33}
+    with library._loaded.taken(library.plan.loaded, lambda: None):  # so that making it waits for memory
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=0.5)
+        assert eventually(lambda: idle(server) and not any(one.job for one in library.automatic()))
+        free = [server.state.long_work.submit(time.monotonic) for _ in range(LONG_WORK)]
+        assert all(one.result(5) for one in free)
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+
+
 def test_a_request_has_a_time_limit(lm: LongContextModel, tmp_path: Path) -> None:
     with running(lm, tmp_path, timeout=0.3) as server:
         body = {"prompt": LOOPING, "max_tokens": 8000}
@@ -512,7 +523,7 @@ def test_paths_and_methods_that_are_none_are_one_sentence(server: Running) -> No
 
 
 def test_our_mistakes_are_500_without_their_details(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.state.prompts, "of_chat", lambda body: 1 // 0)
+    monkeypatch.setattr(server.state.prompts, "of_chat", lambda *_: 1 // 0)
     response = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": HI})
     assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
     assert response.json()["error"]["message"] == "the server has failed; its log says why"
