@@ -106,6 +106,11 @@ class Scorer(Chosen):
         Raises:
             ValueError: If it does not.
         """
+        if (sinks := self.sink_tokens(budget, 0)) >= budget:
+            raise ValueError(
+                f"scorer {self.name} always keeps the first {sinks} tokens, so budget={budget} leaves its scores "
+                "nothing to decide; raise budget, or keep fewer of them"
+            )
 
     def prepare(self, model: nn.Module) -> Any:
         """Check that the scorer fits the model, and return what it needs of it; called once per cache."""

@@ -246,3 +246,10 @@ def test_sage_kv_has_the_sizes_of_its_paper_for_qwen(
     # Numbers of the paper: 2,048 sinks, 2,560 newest and 7 lists of 512 out of 8,192.
     qwen = scorers.get("sage_kv:recent_share=0.3125")
     assert (qwen.sink_tokens(8192, 0), qwen.recent(8192), (8192 - 2048 - 2560) // 7) == (2048, 2560, 512)
+
+
+@pytest.mark.parametrize(("spec", "budget", "sinks"), [("streaming:sinks=30", 28, 30), ("expected_attention", 4, 4)])
+def test_first_tokens_that_fill_a_budget_are_refused(spec: str, budget: int, sinks: int) -> None:
+    said = f"keeps the first {sinks} tokens, so budget={budget} leaves its scores nothing to decide; raise budget"
+    with pytest.raises(ValueError, match=said):
+        RetentionCache(build("llama"), spec, RetentionPolicy(budget=budget, chunk_size=8, stabilizers=1, local_len=1))
