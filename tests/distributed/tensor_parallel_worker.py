@@ -170,8 +170,9 @@ def walk(both: Both) -> Any:
         spec = f"omnikv:selector={selector}"
         cases[f"omnikv {selector}"] = {"host_budget": "all", "recall": 16, "recall_by": spec, **window}
     reading = {"positions": "original", "budget": 1, "stabilizers": 0, "local_len": 1, "host_budget": "all"}
-    cases["omnikv, sparse reading"] = {**reading, "scorer": "streaming", "recall": 32, "recall_by": "omnikv:prefill=1"}
-    cases["quest, its paper's"] = {**reading, "scorer": "streaming", "recall": 32, "recall_by": "quest:page=8"}
+    reading["scorer"] = "streaming:sinks=0"
+    cases["omnikv, sparse reading"] = {**reading, "recall": 32, "recall_by": "omnikv:prefill=1"}
+    cases["quest, its paper's"] = {**reading, "recall": 32, "recall_by": "quest:page=8"}
     for name in mergers.names():
         cases[f"merger {name}"] = {"merge": f"loco:kernels={FOLDER / 'kernels'}" if name == "loco" else name}
     for name in prefill_attention.names():
