@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from checkpoints.build.batches import Stage
 from checkpoints.build.measure import learnt
 from checkpoints.build.packed import BLOCK
@@ -113,6 +115,10 @@ class BackboneTraining:
             )
         self._check_start()
         self._check_rows()
+        try:
+            torch.device(self.device)
+        except RuntimeError:
+            raise ValueError(f"device={self.device} is none that torch knows; give cpu or cuda") from None
         if self.resume and not self.checkpoints:
             raise ValueError(f"resume={self.resume} needs checkpoints, the folder where they are; add --checkpoints")
 
@@ -124,6 +130,11 @@ class BackboneTraining:
         if self.workers and not self.row_tokens:
             raise ValueError(f"workers={self.workers} changes nothing without row_tokens; give it, or drop workers")
         for index, stage in enumerate(self.stages if self.row_tokens else []):
+            if 2 * stage.tokens > self.row_tokens:
+                raise ValueError(
+                    f"row_tokens={self.row_tokens} is less than two texts of tokens={stage.tokens} of stage {index}, "
+                    f"the longest of which would seldom find room; give {2 * stage.tokens} or more"
+                )
             if stage.batch_tokens != Stage.batch_tokens:
                 raise ValueError(
                     f"stages: batch_tokens={stage.batch_tokens} of stage {index} changes nothing with row_tokens="

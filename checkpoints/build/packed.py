@@ -9,7 +9,9 @@ processes beside it make the rows.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,12 +124,47 @@ class Rows(Dataset[Row]):
         return pack(batches, self._tokens, **self._windows)
 
 
-def reader(rows: Rows, start: int, workers: int) -> Iterator[Row]:
-    """Yield the rows from step `start` (counted from 0) on, made by `workers` processes; 0 makes them in this one."""
-    ahead = {"prefetch_factor": 4} if workers else {}
-    return iter(
-        DataLoader(rows, batch_size=None, sampler=range(start, len(rows)), num_workers=workers, **ahead)  # type: ignore[arg-type]
-    )
+class _Attempts(Dataset[Row | ValueError]):
+    """Rows, or why there is none: a process of workers would bury the sentence in its traceback."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __getitem__(self, step: int) -> Row | ValueError:
+        try:
+            return self._rows[step]
+        except ValueError as error:
+            return error
+
+
+def _obey_the_parent(_worker: int) -> None:
+    # A terminal's ^C reaches workers as well, and what they inherit would say that the run was interrupted once each.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def reader(rows: Rows, start: int, workers: int) -> Iterator[Iterator[Row]]:
+    """Give the rows from step `start` (counted from 0) on, made by `workers` processes meanwhile; 0 makes them here.
+
+    Raises:
+        ValueError: If a row cannot be made.
+    """
+    processes: dict[str, Any] = {"prefetch_factor": 4, "worker_init_fn": _obey_the_parent} if workers else {}
+    steps = range(start, len(rows))
+    made: Any = iter(DataLoader(_Attempts(rows), batch_size=None, sampler=steps, num_workers=workers, **processes))
+
+    def checked() -> Iterator[Row]:
+        for row in made:
+            if isinstance(row, ValueError):
+                raise row
+            yield row
+
+    try:
+        yield checked()
+    finally:
+        if workers:
+            made._shutdown_workers()
 
 
 class Packed:

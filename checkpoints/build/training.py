@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,17 +71,16 @@ def train(options: BackboneTraining) -> tuple[LlamaForCausalLM, PreTrainedTokeni
     earlier = log[-1]["seconds"] if log else 0.0
     tally = Tally()
     started = time.monotonic()
-    stream: Iterable[Any]
     if options.row_tokens:
         torch.set_float32_matmul_precision("high")  # TF32: three times as fast on a GPU, and no less is learnt
         windows = {"window": options.window, "skim_window": options.skim_window}
         rows = Rows(tokenizer, options.stages, options.seed, options.row_tokens, **windows)
         packed = Packed(model, options.row_tokens, options.local_layers)
-        stream = reader(rows, done, options.workers)
+        source: Any = reader(rows, done, options.workers)
     else:
-        packed, stream = None, steps(tokenizer, options.stages, options.seed, start=done)
-    bar = tqdm(stream, total=total, initial=done, unit="step", file=sys.stderr)
-    with _tensorboard(options.tensorboard) as write_scalar:
+        packed, source = None, contextlib.nullcontext(steps(tokenizer, options.stages, options.seed, start=done))
+    with source as stream, _tensorboard(options.tensorboard) as write_scalar:
+        bar = tqdm(stream, total=total, initial=done, unit="step", file=sys.stderr)
         for step, parts in enumerate(bar, start=done + 1):
             rate = learning_rate(step, options.stages, options.warmup_steps)
             _begin(model, step, options.stages)

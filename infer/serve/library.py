@@ -946,15 +946,6 @@ def _way_out(error: OSError) -> str:
     return "make room on the server's disk" if fault_of(error) == 507 else "look at the server's disk, and ask again"
 
 
-@contextmanager
-def refused(param: str | None = None) -> Iterator[None]:
-    """Turn what is wrong with a request into a refusal."""
-    try:
-        yield
-    except ValueError as error:
-        raise Refusal(400, " ".join(str(error).split()), param=param) from error
-
-
 def _copy(file: Path, new: Path) -> None:
     """Copy a file that nobody will change: where the file system can, both are one."""
     with written_whole(new) as fresh:

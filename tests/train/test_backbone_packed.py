@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +27,7 @@ from checkpoints.build.training import masked_loss
 from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.text.filler import generator
 
+ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = build_tokenizer()
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 WINDOWS = {"window": 32, "skim_window": 200}
@@ -94,10 +102,53 @@ def test_rows_depend_on_seed_and_step_whoever_makes_them():
 
     stages = [replace(STAGE, steps=2), replace(STAGE, steps=1, tokens=300)]
     rows = Rows(TOKENIZER, stages, 5, 2048, **WINDOWS)
-    assert [row.stage for row in reader(rows, 0, 0)] == [0, 0, 1]
-    assert all(same(one, rows[step]) for step, one in enumerate(reader(rows, 1, 2), start=1))
+    with reader(rows, 0, 0) as made:
+        assert [row.stage for row in made] == [0, 0, 1]
+    with reader(rows, 1, 2) as made:
+        assert all(same(one, rows[step]) for step, one in enumerate(made, start=1))
     assert not same(rows[0], rows[1])
     assert not same(rows[0], Rows(TOKENIZER, stages, 6, 2048, **WINDOWS)[0])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_that_cannot_be_made_is_told_in_one_sentence_and_no_process_stays(workers):
+    rows = Rows(TOKENIZER, [replace(STAGE, dense_share=0.0, drill_share=0.0)], 5, 128, **WINDOWS)
+    said = "^row_tokens=128 has no room for a text of its stages; give more$"
+    with pytest.raises(ValueError, match=said), reader(rows, 0, workers) as made:
+        next(made)
+    assert not multiprocessing.active_children()
+
+
+def living(group: int) -> list[str]:
+    """Return the processes of a group that have not ended."""
+    listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.split()[0] == str(group) and line.split()[1][0] != "Z"]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_says_so_once_and_leaves_no_process(tmp_path, stop):
+    recipe = tmp_path / "recipe.yaml"
+    shape = "".join(f"{name}: {value}\n" for name, value in SMALL.items())
+    more = "row_tokens: 512\nworkers: 2\nautocast: false\neval_samples: 0\n"
+    recipe.write_text(f"{shape}{more}stages: [{{steps: 100000, tokens: 64}}]\n")
+    line = [sys.executable, "-m", "checkpoints.build", "--config", str(recipe), "--output", str(tmp_path / "out")]
+    run = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True)
+    told = b""
+    while not re.search(rb" [1-9]\d*/100000", told):
+        more = run.stderr.read(1)
+        assert more, told
+        told += more
+    # A terminal tells all processes of a run, `kill` one.
+    (os.killpg if stop == signal.SIGINT else os.kill)(run.pid, stop)
+    told += run.communicate(timeout=60)[1]
+    assert run.returncode == 128 + stop
+    assert told.count(b"interrupted") == 1
+    assert b"Traceback" not in told
+    ends = time.monotonic() + 30  # workers look every five seconds whether their parent is there
+    while left := living(run.pid):
+        assert time.monotonic() < ends, left
+        time.sleep(0.2)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
 def test_a_resumed_run_of_rows_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, monkeypatch):
@@ -132,11 +183,17 @@ def test_a_resumed_run_of_rows_ends_with_the_weights_of_an_uninterrupted_one(tmp
     [
         ({"row_tokens": 100}, "row_tokens=100 is no multiple of 128; give one, or 0 for batches"),
         ({"workers": 2}, "workers=2 changes nothing without row_tokens; give it, or drop workers"),
-        ({"workers": -1, "row_tokens": 128}, "workers=-1 is no number of processes; give 0 or more"),
-        ({"row_tokens": 128}, "autocast changes nothing with row_tokens=128; give autocast: false"),
+        ({"workers": -1, "row_tokens": 1280}, "workers=-1 is no number of processes; give 0 or more"),
+        ({"row_tokens": 1280}, "autocast changes nothing with row_tokens=1280; give autocast: false"),
         (
-            {"row_tokens": 128, "autocast": False, "stages": [replace(STAGE, batch_tokens=9)]},
-            "stages: batch_tokens=9 of stage 0 changes nothing with row_tokens=128; drop one of the two",
+            {"row_tokens": 1152},
+            "row_tokens=1152 is less than two texts of tokens=600 of stage 0, the longest of which would seldom find "
+            "room; give 1200 or more",
+        ),
+        ({"device": "cuda0"}, "device=cuda0 is none that torch knows; give cpu or cuda"),
+        (
+            {"row_tokens": 1280, "autocast": False, "stages": [replace(STAGE, batch_tokens=9)]},
+            "stages: batch_tokens=9 of stage 0 changes nothing with row_tokens=1280; drop one of the two",
         ),
     ],
 )
