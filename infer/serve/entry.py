@@ -28,6 +28,8 @@ class Entry:
     """Its state when no job works on it."""
     message: str = ""
     """Why it failed or is damaged, in one sentence."""
+    passing: bool = False
+    """Whether it is damaged only because its file could not be read just now, so that it is looked at again."""
     fault: int = 400
     """HTTP status of why it failed; see `Job.fault`."""
     source: str = ""

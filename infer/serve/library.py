@@ -818,7 +818,7 @@ class Library:
 
     def _examine(self, entry: Entry) -> Entry:
         """Look at the header of a file: it is ready, or damaged. Its units are checked when they are loaded."""
-        entry.status, entry.message, path = "ready", "", entry.path
+        entry.status, entry.message, entry.passing, path = "ready", "", False, entry.path
         try:
             status = path.lstat()
             entry.size, entry.created = status.st_size, status.st_mtime
@@ -842,7 +842,7 @@ class Library:
         except Refusal as refusal:
             entry.status, entry.message = "damaged", f"{refusal.message}; rename its file"
         except (ValueError, OSError, SafetensorError, KeyError, TypeError, IndexError) as error:
-            entry.status, entry.message = "damaged", self._public(error)
+            entry.status, entry.message, entry.passing = "damaged", self._public(error), isinstance(error, OSError)
         finally:
             entry.job = None
         return entry
@@ -892,6 +892,8 @@ def _remove(file: Path) -> None:
 
 
 def _changed(entry: Entry) -> bool:
+    if entry.passing:
+        return True
     try:
         status = entry.path.lstat()
     except OSError:
