@@ -36,8 +36,6 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             "defined for generated tokens; leave decode_budget out or choose another scorer"
         )
     scorer.check_budget(policy.budget)
-    if policy.when != "prompt_end":
-        scorer.check_by_chunks()
     if policy.recalls_blocks and scorer != scorers.get(BLOCK_SCORER):
         raise ValueError(
             f"recall_by={policy.recall_by} keeps the first and the most recent tokens by a rule of its own, but the "

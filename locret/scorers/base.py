@@ -112,13 +112,6 @@ class Scorer(Chosen):
                 "nothing to decide; raise budget, or keep fewer of them"
             )
 
-    def check_by_chunks(self) -> None:
-        """Check that options have an effect where units are evicted after every chunk, not at the prompt's end.
-
-        Raises:
-            ValueError: Naming one that has none.
-        """
-
     def prepare(self, model: nn.Module) -> Any:
         """Check that the scorer fits the model, and return what it needs of it; called once per cache."""
         return None

@@ -68,14 +68,6 @@ class ExpectedAttentionScorer(Scorer):
         """Queries needed."""
         return self.queries
 
-    def check_by_chunks(self) -> None:
-        """Refuse `queries`, for those of the chunk count.
-
-        Raises:
-            ValueError: Saying so.
-        """
-        check_effect(self, 'when="prompt_end"', "queries")
-
     def sink_tokens(self, budget: int, recent: int) -> int:
         """Return the sinks."""
         return self.sinks

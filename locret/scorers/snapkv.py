@@ -66,15 +66,6 @@ class SnapKVScorer(Scorer):
         """The window."""
         return self.window
 
-    def check_by_chunks(self) -> None:
-        """Refuse `window` where all queries of the chunk vote.
-
-        Raises:
-            ValueError: Saying so.
-        """
-        if self.queries == "chunk":
-            check_effect(self, 'queries=window, or when="prompt_end"', "window")
-
     def recent(self, budget: int) -> int:
         """Return the window's own units."""
         return self.window if self.queries == "window" else 0

@@ -53,8 +53,7 @@ def test_expected_attention_equals_the_slow_version_on_every_pass(
     monkeypatch: pytest.MonkeyPatch, family: str, positions: str, when: str
 ) -> None:
     model = build(family)
-    only_then = {"queries": 9} if when == "prompt_end" else {}
-    scorer, rated = scorers.get("expected_attention", future=20, **only_then), []
+    scorer, rated = scorers.get("expected_attention", future=20, queries=9), []
 
     def compare(chunk: Chunk, scores: Tensor) -> None:
         if chunk.generating or not (chunk.selects or chunk.last):

@@ -170,19 +170,6 @@ def test_streaming_takes_a_share_of_the_budget_for_sinks() -> None:
     assert cache.kept_positions(0)[0, 0].tolist() == [*range(6), *range(37, 61)]
 
 
-@pytest.mark.parametrize(
-    ("scorer", "refused"),
-    [
-        ("expected_attention:queries=9", 'queries=9 has no effect without when="prompt_end"; set that'),
-        ("snapkv:queries=chunk,window=9", 'window=9 has no effect without queries=window, or when="prompt_end"'),
-    ],
-)
-def test_options_of_the_prompts_end_are_refused_where_every_chunk_evicts(scorer: str, refused: str) -> None:
-    with pytest.raises(ValueError, match=refused):
-        RetentionCache(build("llama"), scorer, policy(stabilizers=0))
-    RetentionCache(build("llama"), scorer, policy(stabilizers=0, when="prompt_end"))
-
-
 def test_snapkv_keeps_the_sinks_of_imdc() -> None:
     cache = RetentionCache(build("llama"), "snapkv:queries=chunk,reduce=sum,sinks=4", policy(stabilizers=0))
     prefill(cache.model, prompt(61), cache)
