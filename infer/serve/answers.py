@@ -190,7 +190,7 @@ class Answers:
 
         Special tokens have no text in an answer, so that no text could end at them.
         """
-        added = self.tokenizer.added_tokens_decoder
+        added = self.tokenizer.added_tokens_decoder if stops else {}  # which is made anew each time
         return self.end_ids | {token for token, one in added.items() if one.special and one.content in stops}
 
     async def write(
@@ -217,7 +217,8 @@ class Answers:
         loop = asyncio.get_running_loop()
         steps = asyncio.Queue[tuple[int, Step | Exception]]()
         known = before or [()] * len(asked)
-        texts = [AnswerText(self.tokenizer, stops, self.ends(stops), ids) for ids in known]
+        ends = self.ends(stops)
+        texts = [AnswerText(self.tokenizer, stops, ends, ids) for ids in known]
         cancels = [_Cancel() for _ in asked]
         begun = dict[int, float]()
 
