@@ -10,9 +10,11 @@ processes beside it make the rows.
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -141,6 +143,13 @@ def _obey_the_parent(_worker: int) -> None:
     # A terminal's ^C reaches workers as well, and what they inherit would say that the run was interrupted once each.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A run that stops while it takes a row leaves the thread that hands it over without a listener.
+    sys.excepthook = _shown
+
+
+def _shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 @contextmanager

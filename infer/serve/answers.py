@@ -185,6 +185,14 @@ class Answers:
         rounds = self.waiting / max(1, self.running)
         return min(60, max(1, math.ceil(rounds * sum(self._seconds) / len(self._seconds))))
 
+    def ends(self, stops: Sequence[str]) -> frozenset[int]:
+        """Return the tokens that end an answer: the backbone's, and special tokens that a request names as stop texts.
+
+        Special tokens have no text in an answer, so that no text could end at them.
+        """
+        added = self.tokenizer.added_tokens_decoder if stops else {}  # which is made anew each time
+        return self.end_ids | {token for token, one in added.items() if one.special and one.content in stops}
+
     async def write(
         self,
         asked: Sequence[Callable[[], Asked]],
@@ -209,7 +217,8 @@ class Answers:
         loop = asyncio.get_running_loop()
         steps = asyncio.Queue[tuple[int, Step | Exception]]()
         known = before or [()] * len(asked)
-        texts = [AnswerText(self.tokenizer, stops, self.end_ids, ids) for ids in known]
+        ends = self.ends(stops)
+        texts = [AnswerText(self.tokenizer, stops, ends, ids) for ids in known]
         cancels = [_Cancel() for _ in asked]
         begun = dict[int, float]()
 

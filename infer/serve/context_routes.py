@@ -30,7 +30,8 @@ from starlette.requests import ClientDisconnect
 
 from locret.conversation.saved_context import SavedContext
 from locret.infer.serve import kept
-from locret.infer.serve.library import Entry, Library, not_stored
+from locret.infer.serve.entry import Entry
+from locret.infer.serve.library import Library, not_stored
 from locret.infer.serve.reading import COLUMNS
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.schemas import Body

@@ -17,13 +17,11 @@ import threading
 import time
 import uuid
 import weakref
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -36,25 +34,27 @@ from locret.conversation.templates import encode
 from locret.engines.prefix import Prefix
 from locret.files import PARTIAL, locked, written_whole
 from locret.infer.serve.engine import NoRoom
+from locret.infer.serve.entry import IDS, TEXTS, Entry
+from locret.infer.serve.keys import digest, digests, shrunk_key
 from locret.infer.serve.loaded import Loaded
 from locret.infer.serve.plan import MemoryPlan, reader_bytes
-from locret.infer.serve.reading import Job, Progress, Reader
+from locret.infer.serve.reading import Job, Reader
 from locret.infer.serve.refusal import Refusal, fault_of
 from locret.infer.serve.turns import Turns
 from locret.infer.serve.upload import Upload
 from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy
-from locret.policy.protection import Span, clipped, closed
+from locret.policy.protection import Span, closed
 
 if TYPE_CHECKING:
     from locret import RetentionCache
     from locret.conversation.context import Context
     from locret.conversation.long_context_model import LongContextModel
 
-SUFFIX, IDS = ".ctx", ".ids"
+SUFFIX = ".ctx"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """What a context may be called: no name is a path, hidden, or longer than a file system takes."""
-AUTO, TEXTS, UPLOADS = "auto", "texts", ".uploads"
+AUTO, UPLOADS = "auto", ".uploads"
 _STORED = 4
 """Texts of the largest size that are on disk at once until they are read, or as many bytes of smaller ones."""
 _WORTH = 1 << 17
@@ -63,78 +63,6 @@ _COPIES = 3.5
 """Of contexts that are joined: themselves, a copy of each, the whole, and what joining works with; measured."""
 _FORGOTTEN = 100
 """Failed contexts that are remembered, so that one can see why."""
-
-State = Literal["waiting", "reading", "ready", "failed", "damaged"]
-
-
-@dataclass(eq=False)
-class Entry:
-    """A context, or what is to become one."""
-
-    name: str
-    path: Path
-    status: State = "ready"
-    """Its state when no job works on it."""
-    message: str = ""
-    """Why it failed or is damaged, in one sentence."""
-    fault: int = 400
-    """HTTP status of why it failed; see `Job.fault`."""
-    source: str = ""
-    """What its text is called."""
-    tokens: int = 0
-    """Tokens that were read."""
-    units: int = 0
-    """Units per KV head that stayed."""
-    size: int = 0
-    """Bytes of its file."""
-    created: float = 0.0
-    """Seconds since the epoch."""
-    key: str = ""
-    """Digest of what identifies its content; of an automatic one, of the token ids it has read."""
-    notes: dict[str, Any] = field(default_factory=dict)
-    """What was written beside it: of an upload its bytes, digest and the seconds it took."""
-    job: Job | None = field(default=None, repr=False)
-    """What reads it."""
-    library: Library | None = field(default=None, repr=False)
-
-    @property
-    def state(self) -> State:
-        """Whether it waits to be read, is read, can be asked, or why not."""
-        if (job := self.job) is None:
-            return self.status
-        return "waiting" if job.state == "waiting" else "reading"  # until what was made has been looked at
-
-    @property
-    def progress(self) -> Progress:
-        """How far it has been read."""
-        return Progress(tokens=self.tokens, units=self.units) if self.job is None else self.job.progress
-
-    @property
-    def root(self) -> str:
-        """Key of the context with a name that all of it follows, its own if it has one; empty if there is none."""
-        named = self.library is None or self.path.parent == self.library.folder
-        return self.key if named else str(self.notes.get("root", ""))
-
-    @property
-    def ids(self) -> Path:
-        """File of the token ids of its text, 4 bytes each, if they are kept."""
-        return self.path.parent / TEXTS / f"{self.name}{IDS}"
-
-    @property
-    def has_text(self) -> bool:
-        """Whether the token ids of its text are there."""
-        ids = self.ids
-        return self.state == "ready" and ids.is_file() and ids.stat().st_size == array("I").itemsize * self.tokens
-
-    def prefix(self) -> Prefix:
-        """Return the units, from memory or from the file; may block.
-
-        Raises:
-            NoRoom: If contexts that others use take all the memory there is for them.
-            Refusal: If the file is damaged or gone, or could never be held.
-        """
-        assert self.library is not None
-        return self.library.prefix(self)
 
 
 class Library:
@@ -456,7 +384,7 @@ class Library:
         entry = self.get(name)
         if entry.units == budget:
             return entry
-        entry, key = self._to_shrink(name, budget), _shrunk_key(entry, budget)
+        entry, key = self._to_shrink(name, budget), shrunk_key(entry, budget)
 
         def make(job: Job) -> None:
             with self._working(job, [entry]):
@@ -474,7 +402,7 @@ class Library:
         """
         entry = self.get(name)
         with self._lock:
-            key = _shrunk_key(entry, budget)
+            key = shrunk_key(entry, budget)
             small = self._automatic.get(key) or self._leaving.get(key)
         return budget >= entry.units or (small is not None and small.state == "ready")
 
@@ -496,7 +424,7 @@ class Library:
                 if entry.state == "ready" and entry.notes.get("base") == before and entry.notes["read"] <= len(ids)
             }
             best, read = None, 0
-            for count, key in _digests(before, "read", ids, sorted(known), protected):
+            for count, key in digests(before, "read", ids, sorted(known), protected):
                 if (found := self._automatic.get(key)) is not None and found.state == "ready":
                     best, read = found, count
             if best is None:
@@ -528,7 +456,7 @@ class Library:
         """
         start, done = read
         before = self._policy if base is None else base.key
-        key = _digest(before, "read", ids, protected)
+        key = digest(before, "read", ids, protected)
         if start is not None and done == len(ids):
             return start
 
@@ -890,7 +818,7 @@ class Library:
 
     def _examine(self, entry: Entry) -> Entry:
         """Look at the header of a file: it is ready, or damaged. Its units are checked when they are loaded."""
-        entry.status, entry.message, path = "ready", "", entry.path
+        entry.status, entry.message, entry.passing, path = "ready", "", False, entry.path
         try:
             status = path.lstat()
             entry.size, entry.created = status.st_size, status.st_mtime
@@ -914,7 +842,7 @@ class Library:
         except Refusal as refusal:
             entry.status, entry.message = "damaged", f"{refusal.message}; rename its file"
         except (ValueError, OSError, SafetensorError, KeyError, TypeError, IndexError) as error:
-            entry.status, entry.message = "damaged", self._public(error)
+            entry.status, entry.message, entry.passing = "damaged", self._public(error), isinstance(error, OSError)
         finally:
             entry.job = None
         return entry
@@ -964,33 +892,13 @@ def _remove(file: Path) -> None:
 
 
 def _changed(entry: Entry) -> bool:
+    if entry.passing:
+        return True
     try:
         status = entry.path.lstat()
     except OSError:
         return True
     return (status.st_size, status.st_mtime) != (entry.size, entry.created)
-
-
-def _shrunk_key(entry: Entry, budget: int) -> str:
-    # Files of earlier versions, under the digest of other words, do not say where the text ends.
-    return _digest(entry.key, f"shrunk to {budget}, with its end", [])
-
-
-def _digest(base: str, what: str, ids: Sequence[int], protected: Sequence[Span] = ()) -> str:
-    return next(key for _, key in _digests(base, what, ids, [len(ids)], protected))
-
-
-def _digests(
-    base: str, what: str, ids: Sequence[int], counts: Sequence[int], protected: Sequence[Span] = ()
-) -> Iterator[tuple[int, str]]:
-    """Yield for rising counts the digest of so many of the first ids and what is protected of them, in one pass."""
-    total, done = hashlib.sha256(f"{base} {what} ".encode()), 0
-    for count in counts:
-        total.update(array("Q", ids[done:count]).tobytes())
-        done, own = count, total.copy()
-        if spans := clipped(protected, count):
-            own.update(repr(sorted((one.start, one.end, str(one.share)) for one in spans)).encode())
-        yield count, own.hexdigest()
 
 
 def _shown(name: str) -> str:

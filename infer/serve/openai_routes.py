@@ -234,7 +234,7 @@ class _Work:
         asked = Asked(
             ids=prompt.ids,
             max_new_tokens=most,
-            end_ids=self.state.answers.end_ids,
+            end_ids=self.state.answers.ends(body.stops),
             temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
             top_p=body.top_p or 1.0,
             top_k=body.top_k or 0,

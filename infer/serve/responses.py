@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -10,6 +11,30 @@ from typing import Any
 
 from locret.infer.serve.answers import Piece, Written
 from locret.infer.serve.prompts import Prompt
+
+_HALF_A_CHARACTER = "\ufffd"
+_PRINTED = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + nth): byte for nth, byte in enumerate(one for one in range(256) if one not in _PRINTED)
+}
+"""The byte that each letter of a byte-level vocabulary stands for: GPT-2's table."""
+
+
+def token_bytes(tokenizer: Any, token: int, text: str) -> list[int]:
+    """Return the bytes of a token, also of one that is part of a character and has no text of its own.
+
+    Args:
+        tokenizer: The backbone's; byte-level (Llama 3, Qwen), or with a token for each byte (`<0xE2>`; Llama 2, Phi 3).
+        token: Its id.
+        text: What it decodes to alone.
+    """
+    if _HALF_A_CHARACTER in text:
+        piece = tokenizer.convert_ids_to_tokens(token)
+        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+            return [int(byte[1], 16)]
+        if all(letter in _BYTES for letter in piece):
+            return [_BYTES[letter] for letter in piece]
+    return list(text.encode())
 
 
 @dataclass
@@ -102,7 +127,7 @@ class ChatForm:
 
     def _likely(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": text, "logprob": logprob, "bytes": token_bytes(self.tokenizer, token, text)}
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))

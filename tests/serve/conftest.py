@@ -10,7 +10,8 @@ import pytest
 
 import locret
 from locret import LongContextModel, RetentionPolicy
-from locret.infer.serve.library import Entry, Library
+from locret.infer.serve.entry import Entry
+from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.speed.lab import serve_load
 

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from locret.conversation.templates import decode
 from locret.infer.serve.answers import AnswerText, Piece
 from locret.infer.serve.engine import Step
+from locret.infer.serve.responses import Answer, ChatForm
 
 END = 1
 
@@ -57,6 +58,26 @@ def pieces_of_words() -> Any:
     spaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     inner.decoder = decoders.Sequence(spaced)
     return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def byte_fallback() -> Any:
+    """Return a tokenizer as Llama 2's: what has no token of its own is written in tokens of bytes."""
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127)), "▁"]
+    inner = Tokenizer(models.BPE({piece: nth for nth, piece in enumerate(pieces)}, [], byte_fallback=True))
+    spaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.decoder = decoders.Sequence(spaced)
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, byte_fallback()], ids=["byte-level", "byte-fallback"])
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=" ▁"), min_size=1, max_size=8))
+def test_the_bytes_of_tokens_are_those_of_the_text_that_they_write(tokenizer: Any, text: str) -> None:
+    ids = tokenizer(text)["input_ids"]
+    answer = Answer()
+    for piece in written(tokenizer, ids, [], ends=True):
+        answer.add(piece)
+    shown = ChatForm("m", tokenizer, logprobs=True).whole([answer], {})["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for one in shown for byte in one["bytes"]) == text.encode()
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.lists(st.integers(0, 6), max_size=12), st.booleans())

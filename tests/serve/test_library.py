@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import gc
 import os
 import resource
@@ -205,6 +206,22 @@ def test_damaged_files_are_listed_with_their_sentence(library: Library, read: Re
     library.delete("turned")
     (library.folder / "text.ctx").write_bytes(whole)
     assert library.get("text").state == "ready"
+
+
+def test_a_file_that_cannot_be_read_just_now_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch, library: Library, read: Read, book: str
+) -> None:
+    read(library, "a", book[:1500])
+    (library.folder / "a.ctx").rename(library.folder / "b.ctx")  # a file that the library has not seen yet
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as short:
+        short.setattr("locret.infer.serve.library.check_header", fails)
+        entry = library.find("b")
+    assert (entry.state, "Too many open files" in entry.message) == ("damaged", True)
+    assert library.get("b").state == "ready"
 
 
 def test_a_context_of_another_backbone_is_damaged(library: Library, tiny_llama: Any, book: str, tmp_path: Path) -> None:

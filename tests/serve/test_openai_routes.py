@@ -201,6 +201,16 @@ def test_a_stop_text_ends_an_answer_across_tokens(client: openai.OpenAI, stop: s
     assert (text, finish) == ("The pass key is 43600.".partition(first)[0], "stop")
 
 
+def test_special_tokens_named_as_stop_texts_end_an_answer(
+    monkeypatch: pytest.MonkeyPatch, client: openai.OpenAI, server: Running
+) -> None:
+    monkeypatch.setattr(server.state.answers, "end_ids", frozenset())
+    answers = {stop: ask(client, QUESTION, stop=stop, max_tokens=12) for stop in ("zz", "<eos>")}
+    assert [answer.choices[0].finish_reason for answer in answers.values()] == ["length", "stop"]
+    assert answers["<eos>"].choices[0].message.content == "The pass key is 43600."
+    assert answers["zz"].usage.completion_tokens == 12 > answers["<eos>"].usage.completion_tokens
+
+
 def test_log_probabilities_are_those_of_the_backbone(client: openai.OpenAI, book: Context) -> None:
     content = ask(client, QUESTION, logprobs=True, top_logprobs=5, max_tokens=2).choices[0].logprobs.content
     lm = book.lm

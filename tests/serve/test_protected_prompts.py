@@ -14,8 +14,9 @@ import pytest
 from running import FILLER, Running, load, running
 
 from locret import LongContextModel
+from locret.infer.serve.entry import Entry
 from locret.infer.serve.kept import positions_of
-from locret.infer.serve.library import Entry, Library
+from locret.infer.serve.library import Library
 from locret.infer.serve.prompts import Draft, Prompts
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.schemas import ChatRequest

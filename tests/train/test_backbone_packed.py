@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,9 @@ def test_a_stopped_run_says_so_once_and_leaves_no_process(tmp_path, stop):
     more = "row_tokens: 512\nworkers: 2\nautocast: false\neval_samples: 0\n"
     recipe.write_text(f"{shape}{more}stages: [{{steps: 100000, tokens: 64}}]\n")
     line = [sys.executable, "-m", "checkpoints.build", "--config", str(recipe), "--output", str(tmp_path / "out")]
-    run = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True)
+    # What a shell runs in the background inherits a SIGINT that is ignored.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    run = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=heard)
     told = b""
     while not re.search(rb" [1-9]\d*/100000", told):
         more = run.stderr.read(1)
