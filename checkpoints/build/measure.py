@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from locret.cli.command import parse_options, print_json, run
 from locret.data import tasks
 from locret.infer.evaluation.eval_options import Names, Numbers, numbers, words
+from locret.loading import resolve_device
 
 
 def learnt() -> list[str]:
@@ -36,6 +37,8 @@ class MeasureOptions:
     """Lengths of the chat prompts."""
     samples: int = 100
     """Fresh samples per task and length."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N or mps; auto takes the first CUDA device, else mps, else cpu."""
 
     def __post_init__(self) -> None:
         for name in words(self.tasks, "--tasks"):
@@ -50,7 +53,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     """Measure a trained backbone and print the shares by task and length."""
     purpose = "Measure what a backbone answers exactly with full attention."
     (options,), _ = parse_options("checkpoints.build.measure", purpose, [MeasureOptions], argv)
-    model = AutoModelForCausalLM.from_pretrained(options.model).eval()
+    device = resolve_device(options.device)
+    model = AutoModelForCausalLM.from_pretrained(options.model).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     names, lengths = words(options.tasks, "--tasks"), numbers(options.tokens, "--tokens")
     print_json(measure(model, tokenizer, names, lengths, options.samples))

@@ -162,10 +162,11 @@ def settings(plan: BenchPlan) -> Iterator[None]:
             raise ValueError(
                 f"--memory-cap is {plan.memory_cap:,} bytes, but {device} has {total:,}; lower it, or drop it"
             )
-        torch.cuda.set_per_process_memory_fraction(plan.memory_cap / total, device)
+        # By number, None for the current device: a device without one is refused here.
+        torch.cuda.set_per_process_memory_fraction(plan.memory_cap / total, device.index)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         if plan.memory_cap is not None:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.set_per_process_memory_fraction(1.0, device.index)

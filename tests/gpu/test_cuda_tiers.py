@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 from test_cuda import model, prompt  # noqa: F401 (a fixture)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret.data import tasks
+from locret.data.tasks.prompts import build_prompt
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none is here"),
 ]
+WORLD = str(Path(__file__).resolve().parents[2] / "checkpoints" / "world")
 SETTINGS = {"budget": 128, "chunk_size": 128, "stabilizers": 32, "local_len": 16, "host_budget": 512, "recall": 8}
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}
 
@@ -25,16 +29,31 @@ def answer(model: torch.nn.Module, cache: RetentionCache) -> torch.Tensor:  # no
     return torch.cat(out.logits).cpu()
 
 
+@pytest.fixture(scope="module")
+def asked() -> tuple[Any, ...]:
+    """The embedded backbone, whose choices are no near-ties that rounding decides, its heads, and a question."""
+    trained = AutoModelForCausalLM.from_pretrained(WORLD, dtype=torch.float32).eval()
+    tokenizer, task = AutoTokenizer.from_pretrained(WORLD), tasks.get("multikey")
+    sample = task.sample(tokenizer, 1500, depth=0.3, seed=7)
+    ids = torch.tensor([build_prompt(task, sample, tokenizer).ids])
+    return trained, RetainingHeads.from_pretrained(f"{WORLD}-heads"), ids
+
+
 @pytest.mark.parametrize("lookup", ["exact", "codes", "codes:bits=2", "pages", "means"])
 @pytest.mark.parametrize("positions", ["compact", "original"])
-def test_both_tiers_answer_as_on_the_cpu(model: torch.nn.Module, positions: str, lookup: str) -> None:  # noqa: F811
+def test_both_tiers_answer_as_on_the_cpu(asked: Any, positions: str, lookup: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    policy, logits = RetentionPolicy(**SETTINGS, positions=positions, recall_by=lookup), []
+    (trained, heads, ids), logits = asked, []
+    policy = RetentionPolicy(
+        **{**SETTINGS, "budget": 24, "stabilizers": 4, "local_len": 4, "host_budget": 256},
+        positions=positions,
+        recall_by=lookup,
+    )
     for device in ("cpu", "cuda"):
-        cache = RetentionCache(model.to(device), "key_norm", policy)
-        prefill(model, prompt(2000), cache)
-        logits.append(answer(model, cache))
-    torch.testing.assert_close(logits[0], logits[1], atol=1e-2, rtol=0)
+        cache = RetentionCache(trained.to(device), heads.to(device), policy)
+        prefill(trained, ids, cache)
+        logits.append(answer(trained, cache))
+    torch.testing.assert_close(logits[0], logits[1], atol=2e-2, rtol=0)  # a unit that is not recalled: 3 or more
 
 
 def test_the_second_tier_is_pinned_and_never_on_the_device(model: torch.nn.Module) -> None:  # noqa: F811
@@ -56,9 +75,10 @@ def test_the_second_tier_is_pinned_and_never_on_the_device(model: torch.nn.Modul
 
 
 def test_a_disk_and_a_file_hold_what_the_device_had(model: torch.nn.Module, tmp_path: Path) -> None:  # noqa: F811
-    model = model.to("cuda", torch.bfloat16)
+    model = model.to("cuda")
     cache = RetentionCache(model, "key_norm", RetentionPolicy(**SETTINGS), disk=tmp_path / "scratch")
     prefill(model, prompt(3000), cache)
     save_cache(cache, tmp_path / "a.ctx")
     again = load_cache(tmp_path / "a.ctx", model, "key_norm", disk=tmp_path / "other")
-    assert torch.equal(answer(model, again), answer(model, cache))
+    # What is recalled may come in another order, so sums are rounded apart.
+    torch.testing.assert_close(answer(model, again), answer(model, cache), atol=1e-4, rtol=0)

@@ -24,6 +24,7 @@ def test_the_command_prints_shares_by_task_and_length(named: str, capsys: pytest
     ("flags", "message"),
     [
         (["--tasks", "[passky]"], '"passky".*did you mean passkey'),
+        (["--device", "tpu"], "--device tpu"),
         (["--samples", "0"], "--samples 0 is too small; give 1 or more"),
         (["--tokens", "1km"], "--tokens 1km is not a list of whole numbers; write it like 256,128"),
         (["--tokens", "0,5"], "--tokens 0,5 holds a prompt without tokens; give 1 or more"),

@@ -63,7 +63,7 @@ class Worker:
         device = torch.device(job["device"])
         if job["memory_cap"] is not None:
             total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, job["memory_cap"] / total), device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, job["memory_cap"] / total), device.index)
         dtype = getattr(torch, job["dtype"])
         model = AutoModelForCausalLM.from_pretrained(backbone, dtype=dtype, attn_implementation="sdpa")
         self.model = model.to(device).eval()
