@@ -74,8 +74,8 @@ heads' training has measured, as many in all as uniform ones."""
 _POSITIONS = """\
 {} turn their keys to the ranks that units have among those kept: the default, which reads texts of any length and
 fits every engine. The others, and kvpress's but `rerotated_snapkv`, turn them to their positions in the text, and so do
-heads and oracles with `+original`; InfLLM has a rule of its own. Ranks take the distances away by which a backbone
-tells the newest of several from the others ([which tasks that costs](heads.md#what-order-in-time-needs))."""
+heads and oracles with `+original`; InfLLM has a rule of its own. Which of the two finds the newest of several
+statements depends on the backbone ([measured](heads.md#what-order-in-time-needs))."""
 _KVPRESS = """\
 A press prunes once, after it has read the document in one pass (agnostic), or the prompt but its last `local_len`
 tokens (aware). It keeps as many units per KV head as ours hold then; presses with a window get one of `local_len`
