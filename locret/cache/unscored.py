@@ -57,9 +57,9 @@ class Unscored:
         Returns:
             (B, W, F) features that must be rated now, because no more can wait; None if more can.
         """
-        if not all(store.batch for store in self.stores):
-            return torch.cat(parts, dim=-1)  # the first token of all: the workspace has not its size yet
         if not self._rooms:
+            if not all(store.batch for store in self.stores):
+                return torch.cat(parts, dim=-1)  # the first token of all: the workspace has not its size yet
             self._rooms = self.rooms(parts[0].dtype)
         room = self._rooms[nth]
         most = room.shape[1]

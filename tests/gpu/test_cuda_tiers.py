@@ -53,7 +53,7 @@ def test_both_tiers_answer_as_on_the_cpu(asked: Any, positions: str, lookup: str
         cache = RetentionCache(trained.to(device), heads.to(device), policy)
         prefill(trained, ids, cache)
         logits.append(answer(trained, cache))
-    torch.testing.assert_close(logits[0], logits[1], atol=2e-2, rtol=0)  # a unit that is not recalled: 3 or more
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-2, rtol=0)  # a unit that is not recalled: 3 or more
 
 
 def test_the_second_tier_is_pinned_and_never_on_the_device(model: torch.nn.Module) -> None:  # noqa: F811
@@ -80,5 +80,5 @@ def test_a_disk_and_a_file_hold_what_the_device_had(model: torch.nn.Module, tmp_
     prefill(model, prompt(3000), cache)
     save_cache(cache, tmp_path / "a.ctx")
     again = load_cache(tmp_path / "a.ctx", model, "key_norm", disk=tmp_path / "other")
-    # What is recalled may come in another order, so sums are rounded apart.
+    # The states are the same in bits; logits differ by 6e-7 after some tokens, on a CPU too, and why is not known.
     torch.testing.assert_close(answer(model, again), answer(model, cache), atol=1e-4, rtol=0)
