@@ -56,7 +56,7 @@ def test_every_method_is_asked_and_what_is_missing_is_said() -> None:
     assert {unit.part.name for unit in units} == {"field", "field_aware", "budgets", "capacity"}
     capacity = next(unit for unit in units if unit.part.capacity)
     assert capacity.options["facts"] == list(plan.FACTS), "8,192 tokens hold all of them"
-    assert {"presses", "presses_aware", "best_presses", "press_budgets"} <= set(missing)
+    assert {"presses", "presses_aware", "best_presses", "best_presses_aware", "press_budgets"} <= set(missing)
     asked_with = {unit.part.name: unit.options["budget"] for unit in units}
     assert asked_with["field"] == [plan.BUDGETS[0]]
     assert asked_with["field_aware"] == [plan.AWARE_BUDGET], "where the question of a text has room in every layer"
@@ -112,7 +112,8 @@ def test_what_the_user_gives_changes_every_part() -> None:
         assert (unit.options["samples"], unit.options["local_len"]) == (2, 4)
     assert units[0].options["questions"] == 3
     assert units[-1].options["facts"] == [4, 8], "as many as the text has room for"
-    assert missing.pop("field_aware") == missing.pop("presses_aware") == "left out by --parts or --protocol"
+    aware = ("field_aware", "presses_aware", "best_presses_aware")
+    assert {missing.pop(name) for name in aware} == {"left out by --parts or --protocol"}
     assert set(missing) == {"presses", "best_presses", "press_budgets"}
     _, missing = plan.units(asked({}, budget=40))
     assert "one budget" in missing["budgets"]
@@ -141,18 +142,19 @@ def test_texts_too_short_for_a_curve_of_facts_leave_it_out_with_the_reason() -> 
     assert missing["capacity"] == "--lengths 90 holds no 4 facts of 15 tokens"
 
 
-def test_the_best_presses_read_the_texts_of_the_field() -> None:
+@pytest.mark.parametrize("compared", record.COMPARED.values())
+def test_the_best_presses_read_the_texts_of_the_field(compared: tuple[str, str]) -> None:
     units, _ = plan.units(asked({"kvpress_python": "python"}))
-    field, best = ([unit for unit in units if unit.part.name == name] for name in ("field", "best_presses"))
+    field, best = ([unit for unit in units if unit.part.name == name] for name in compared)
     shared = ("tasks", "lengths", "budget", "protocol", "samples", "questions", "seed")
-    assert [[one.options[name] for name in shared] for one in field] == [
-        [one.options[name] for name in shared] for one in best
+    assert [[one.options.get(name) for name in shared] for one in field] == [
+        [one.options.get(name) for name in shared] for one in best
     ]
     assert all(len(one.options["methods"]) == plan.BEST for one in best), "as many as will be chosen stand for them"
     assert {one.options["kvpress_python"] for one in best} == {"python"}
     assert field[0].options["samples"] * len(field) >= 20
     named, _ = plan.units(asked({"kvpress_python": "python", "methods": "locret,kvpress/knorm"}))
-    assert {tuple(one.options["methods"]) for one in named if one.part.name == "best_presses"} == {("kvpress/knorm",)}
+    assert {tuple(one.options["methods"]) for one in named if one.part.name == compared[1]} == {("kvpress/knorm",)}
 
 
 def test_answers_are_written_side_by_side_where_that_changes_anything() -> None:

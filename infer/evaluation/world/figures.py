@@ -19,7 +19,10 @@ from locret.pictures import INK, save
 
 FRONTIER, MAP, CAPACITY = "world_frontier.png", "world_map_{}.png", "world_capacity.png"
 _OURS, _THEIRS, _YARDSTICK, _STEPS = "#0072B2", "#D55E00", "#7F7F7F", "#BBBBBB"
-PARTS = {AGNOSTIC: ("field", "presses", "best_presses"), AWARE: ("field_aware", "presses_aware")}
+PARTS = {
+    AGNOSTIC: ("field", "presses", "best_presses"),
+    AWARE: ("field_aware", "presses_aware", "best_presses_aware"),
+}
 """The parts that the table and a map show: one budget, all methods; of a method that is in several, the last."""
 _NAMED = 7.0
 """Points of the scale by which a method must be apart from those named so far to be named as well."""

@@ -68,14 +68,14 @@ _PROTOCOLS = """\
 **agnostic**: a document is read and evicted to the budget, then questions about it come, each on a fork. **aware**:
 the question stands in the prompt while that is read, and methods that evict keep its units, which count to their
 budget (`--protect question`). `oracle` keeps what the labels of the one answer say,
-`oracle_agnostic` what those of the answers to all questions of the text say: what it loses, the budget loses; what
-heads lose against the one with the same layers and positions is theirs. With `+shares` layers hold as many units as the
+`oracle_agnostic` what those of the answers to all questions of the text say: what it loses, the budget loses, as a rule
+(a ceiling to compare with, not a proof); what heads lose against the one with the same layers and positions is theirs. With `+shares` layers hold as many units as the
 heads' training has measured, as many in all as uniform ones."""
 _POSITIONS = """\
 {} turn their keys to the ranks that units have among those kept: the default, which reads texts of any length and
 fits every engine. The others, and kvpress's but `rerotated_snapkv`, turn them to their positions in the text, and so do
 heads and oracles with `+original`; InfLLM has a rule of its own. Which of the two finds the newest of several
-statements depends on the backbone ([measured](heads.md#what-order-in-time-needs))."""
+statements is to be asked of each backbone ([of this one](heads.md#what-order-in-time-needs))."""
 _KVPRESS = """\
 A press prunes once, after it has read the document in one pass (agnostic), or the prompt but its last `local_len`
 tokens (aware). It keeps as many units per KV head as ours hold then; presses with a window get one of `local_len`
@@ -249,8 +249,9 @@ def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
     shown = [protocol for protocol in records.COMPARED if any(one["protocol"] == protocol for one in record["ahead"])]
     if shown:
         yield (
-            "## Is it ahead?\n\nTrained heads beside the best that need no training and hold no more bytes; to the "
-            "right how far they are ahead of each task's best.\n"
+            "## Is it ahead?\n\nTrained heads beside the best that need no training and hold no more bytes, of kvpress's "
+            "presses those that were asked on all of these texts; to the right how far they are ahead of each task's "
+            "best.\n"
         )
     for protocol in shown:
         rows = [row for row in records.table(record) if row["part"] in records.COMPARED[protocol]]
@@ -423,9 +424,10 @@ def _asked(record: Mapping[str, Any]) -> Iterator[str]:
     yield "\n".join(markdown(heads, rows)) + "\n"
     minutes = sum(record["seconds"].values()) / 60
     if minutes > 60:
+        longest = max(record["seconds"].values()) / 60
         yield (
-            f"In all {minutes:,.0f} minutes of a core: units run side by side, one on each core, so an hour takes "
-            f"{math.ceil(minutes / 60)} of them.\n"
+            f"In all {minutes:,.0f} minutes of a core. Units run side by side, one on each core, the longest for "
+            f"{longest:,.0f} minutes: little more than that takes who has {math.ceil(minutes / longest)} cores and more.\n"
         )
     found = {**record["versions"], **(record["config"].get("kvpress") or {})}
     kvpress = record["config"].get("kvpress") or {}

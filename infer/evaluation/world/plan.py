@@ -1,4 +1,4 @@
-"""What `--suite world` asks: parts that answer a question each, eight hours of one core, an hour of nine.
+"""What `--suite world` asks: parts that answer a question each, nine hours of one core, an hour and a half of six.
 
 A part is a grid of tasks, methods, lengths, budgets and one protocol, asked with one seed or several; each part and
 seed is a unit, which is an ordinary evaluation with a folder, a recipe and a record of its own. All methods at every
@@ -8,7 +8,8 @@ budget on 42 texts per cell, with three seeds and both protocols, would take a l
                     heads are ahead, and whether the order of the methods is stable. Agnostic: one read per text, two
                     questions of forks. Aware (`field_aware`): one question per text, and 63 texts.
     presses         kvpress's presses on one text per cell, in both protocols
-    best_presses    those of them that do best on the bytes of the budget, on all of the field's texts
+    best_presses    those of them that do best on the bytes of the budget, on all of the field's texts; where the
+                    question is known, `best_presses_aware`
     budgets         the methods at every budget, on the texts of `presses`: accuracy against bytes
     press_budgets   the presses at the other budgets, on those texts
     capacity        facts recalled per kept unit as a text states more of them (`locret.infer.evaluation.capacity`)
@@ -29,7 +30,7 @@ from locret.infer.methods import FULL, LOCRET
 from locret.scorers.retaining_heads import RetainingHeadScorer
 
 BUDGETS = (32, 64, 256)
-"""The first is the table's: with 64 units, six methods answer nearly all that the full cache does."""
+"""The first is the table's: with 64 units, trained heads with shares of the layers answer all that the full cache does."""
 AWARE_BUDGET = 64
 """The table's where the question is known: its units count to the budget, up to 22 in every layer, which those that
 measured shares make smaller could not hold beside the stabilizers."""
@@ -51,16 +52,14 @@ MORE = (SHARES, "locret+adaptive_heads", "locret+recall:host_budget=512", *ORACL
 PLACED = "+original"
 AT_PLACES = tuple(f"{name}{PLACED}" for name in (LOCRET, SHARES, *_ORACLES, *ORACLES_SHARED))
 """Heads and oracles with keys turned to their positions in the text, as the other methods have theirs. Their own
-default are ranks in the cache, which read texts of any length and fit every engine, but take the distances away that
-tell the newest of several from the others."""
+default are ranks in the cache, which read texts of any length and fit every engine; which of the two tells the newest
+of several statements from the others depends on the backbone."""
 SEEDS = 3
 TEXTS = 14
-"""Of the field, per task, length and seed: 42 in all. Drawn again from the texts of a cell, seven of a seed with four
-questions each put the methods in the order of another seed with a Kendall's tau of 0.92 (5 to 95 in 100: 0.89 to 0.96),
-fourteen with two questions, which are as many answers, with 0.93 (0.89 to 0.97)."""
+"""Of the field, per task, length and seed: 42 in all. Fourteen with two questions each put the methods in more nearly
+the same order with every seed than seven with four, which are as many answers."""
 AWARE_TEXTS = 21
-"""Where a text has one question. More methods answer all there, and the noise decides their order: fourteen texts of a
-seed put the methods in the order of another seed with a tau of 0.90 to 0.91."""
+"""Where a text has one question. More methods answer all there, and the noise decides their order."""
 BATCH = 8
 """Answers that are written side by side."""
 BEST = 3
@@ -96,6 +95,7 @@ PARTS = (
     Part("budgets", AGNOSTIC, texts=1, questions=2, asks="all"),
     Part("capacity", AGNOSTIC, texts=3, questions=16, capacity=True),
     Part("presses_aware", AWARE, texts=1, presses=True),
+    Part("best_presses_aware", AWARE, texts=AWARE_TEXTS, seeds=SEEDS, presses=True, after="presses_aware"),
     Part("press_budgets", AGNOSTIC, texts=1, questions=2, presses=True, asks="others"),
 )
 

@@ -24,7 +24,7 @@ FRONTIER = "frontier"
 """The rows from which accuracy against bytes is drawn."""
 _OF_FRONTIER = ("budgets", "presses", "press_budgets")
 """The parts that they come from, which read the same texts; those of the field are others."""
-COMPARED = {AGNOSTIC: ("field", "best_presses"), AWARE: ("field_aware",)}
+COMPARED = {AGNOSTIC: ("field", "best_presses"), AWARE: ("field_aware", "best_presses_aware")}
 """By protocol, the parts whose methods are compared text by text."""
 ANSWERABLE = 95.0
 """Score of the full cache from which on a task is in the headline: below it the backbone fails, not the method."""
