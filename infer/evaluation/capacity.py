@@ -36,7 +36,7 @@ from statistics import fmean
 from typing import Any
 
 from locret.cli.command import parse_options, print_json, warnings_as_lines
-from locret.files import write_text
+from locret.files import visible, write_text
 from locret.infer.evaluation.allotment import amount
 from locret.infer.evaluation.eval_options import BudgetOptions, Methods, Names, Numbers, numbers
 from locret.infer.evaluation.protocols import AGNOSTIC, shown
@@ -96,6 +96,8 @@ class CapacityOptions:
     def __post_init__(self) -> None:
         if not self.output:
             raise ValueError("--output names no folder; give one")
+        if "," in self.task:
+            raise ValueError(f"--task {self.task} names several; give one")
         if Path(self.output).exists() and not Path(self.output).is_dir():
             raise ValueError(f"--output {self.output} is a file; name a folder")
         if min(self.steps()) < 1:
@@ -148,6 +150,23 @@ def evaluations(options: CapacityOptions, given: Mapping[str, Any]) -> Iterator[
     """
     from locret.infer.evaluation import command as evaluation
 
+    for facts, text in checked(options, given).items():
+        path = Path(f"{options.folder(facts)}.json")
+        write_text(path, text, parents=True)
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # its table is not this command's
+            evaluation.command(["--config", str(path)])
+        yield facts, options.folder(facts)
+
+
+def checked(options: CapacityOptions, given: Mapping[str, Any]) -> dict[int, str]:
+    """Return the recipe of every number of facts, none of which `locret-eval` refuses; nothing is written.
+
+    Raises:
+        ValueError: For what the user must change.
+        OSError: If a Hub or a disk fails.
+    """
+    from locret.infer.evaluation import command as evaluation
+
     _check_folder(options)
     recipes = {facts: json.dumps(recipe(options, given, facts), indent=1) + "\n" for facts in options.steps()}
     for facts, text in recipes.items():
@@ -164,20 +183,18 @@ def evaluations(options: CapacityOptions, given: Mapping[str, Any]) -> Iterator[
                 f"--facts {facts}: with {options.option}={facts} {options.task} asks {known} questions of a text; name "
                 "the option that says how many facts it states, --option, or another task"
             )
-    for facts, text in recipes.items():
-        path = Path(f"{options.folder(facts)}.json")
-        write_text(path, text, parents=True)
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # its table is not this command's
-            evaluation.command(["--config", str(path)])
-        yield facts, options.folder(facts)
+    return recipes
 
 
 def _check_folder(options: CapacityOptions) -> None:
-    """Refuse a folder with numbers of facts that its record would lose.
+    """Refuse a folder that holds something else, or numbers of facts that its record would lose.
 
     Raises:
         ValueError: Naming them.
     """
+    here = visible(Path(options.output)) if Path(options.output).is_dir() else []
+    if here and not any(name.startswith(("facts-", "capacity.json")) for name in here):
+        raise ValueError(f"--output {options.output} holds something else than such a run; choose another folder")
     found = (re.fullmatch(r"facts-(\d+)", path.name) for path in Path(options.output).glob("facts-*"))
     others = sorted({int(match[1]) for match in found if match} - set(options.steps()))
     if others:
@@ -371,6 +388,25 @@ def _with_error(row: Mapping[str, Any], name: str, places: int = 1) -> str:
     return f"{row[name]:.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
 
 
+def check(argv: Sequence[str]) -> None:
+    """Refuse what the command would refuse of these arguments; nothing is written.
+
+    Raises:
+        ValueError: For what the user must change.
+        OSError: If a Hub or a disk fails.
+    """
+    checked(*_parsed(argv))
+
+
+def _parsed(argv: Sequence[str] | None) -> tuple[CapacityOptions, dict[str, Any]]:
+    """Return the options of the whole, and those of the backbone and the policy that the user set."""
+    title = "How many facts can be recalled of a text, for every unit that was kept of it."
+    classes = (ModelOptions, CapacityOptions, BudgetOptions)
+    (model, options, budgets), chosen = parse_options("locret.infer.evaluation.capacity", title, classes, argv)
+    given = {name: getattr(group, name) for group in (model, budgets) for name in _names(type(group)) if name in chosen}
+    return options, {"model": model.model, **given}
+
+
 def command(argv: Sequence[str] | None = None) -> int:
     """Measure, draw, and print the table or the record; return 0.
 
@@ -378,16 +414,13 @@ def command(argv: Sequence[str] | None = None) -> int:
         ValueError: For what the user must change.
         OSError: If a Hub, a disk or a device's memory fails.
     """
-    title = "How many facts can be recalled of a text, for every unit that was kept of it."
-    classes = (ModelOptions, CapacityOptions, BudgetOptions)
-    (model, options, budgets), chosen = parse_options("locret.infer.evaluation.capacity", title, classes, argv)
-    given = {name: getattr(group, name) for group in (model, budgets) for name in _names(type(group)) if name in chosen}
+    options, given = _parsed(argv)
     with warnings_as_lines("locret.infer.evaluation.capacity", quiet=options.quiet):
         from locret.pictures import can_draw
 
         draws = options.figures == "all" and can_draw("--figures all")
         record: dict[str, Any] = {}
-        for record in measure(options, {"model": model.model, **given}):
+        for record in measure(options, given):
             for name, text in (("json", json.dumps(record, indent=1) + "\n"), ("md", table(record))):
                 write_text(Path(options.output) / f"capacity.{name}", text)
         if draws:

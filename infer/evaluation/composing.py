@@ -110,6 +110,23 @@ def generated(name: str) -> GeneratedTask:
     return task
 
 
+def made_samples(task: GeneratedTask, tokenizer: Any, tokens: int, count: int, seed: int) -> list[Sample]:
+    """Return all samples of a length, so that what cannot be made is refused before the first is asked.
+
+    Raises:
+        ValueError: Naming the sample that cannot be made.
+    """
+    sample, found = task.sampler(tokenizer, tokens, samples=count, seed=seed), []
+    for number in range(count):
+        try:
+            found.append(sample(number))
+        except ValueError as error:
+            raise ValueError(
+                f"sample {number + 1} of {count} of {task.name} cannot be made of --tokens {tokens} ({error})"
+            ) from error
+    return found
+
+
 def documents_of(sample: Sample, documents: int) -> list[int]:
     """Return the numbers of the documents that hold a value which is asked for."""
     parts = cut(sample.document, documents)

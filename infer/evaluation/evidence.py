@@ -24,6 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,7 +35,7 @@ from locret.cli.command import parse_options, print_json, warnings_as_lines
 from locret.data.tasks import Sample
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.files import write_text
-from locret.infer.evaluation.composing import generated
+from locret.infer.evaluation.composing import generated, made_samples
 from locret.pictures import can_draw
 from locret.tables import markdown
 
@@ -58,6 +59,7 @@ ARMS = {
 MARGINS = (0.3, 0.5, 0.7, 0.9, 0.95)
 """Least margins of an answer below which it could be flagged."""
 BINS = 6
+_FIRST = "Estimated and true lost attention, right answers before and after three passages are read again:"
 BEGIN, END = "<!-- measured -->\n", "<!-- end of what was measured -->"
 
 
@@ -94,6 +96,24 @@ class EvidenceOptions:
             )
         if not (self.budgets and self.tokens and self.tasks):
             raise ValueError("--tokens, --budgets and --tasks: one of them names nothing; give at least one of each")
+        for tokens, budget in product(self.tokens, self.budgets):
+            if budget + self.policy(budget).local_len >= tokens:
+                raise ValueError(
+                    f"--budgets {budget} and its {self.policy(budget).local_len} local tokens hold all of --tokens "
+                    f"{tokens}, so nothing is lost; lower --budgets"
+                )
+        if self.output is not None:
+            _check_output(self.output)
+
+    def policy(self, budget: int) -> Any:
+        """Return the policy of a budget."""
+        from locret import RetentionPolicy
+
+        return RetentionPolicy(budget=budget, ledger=self.ledger)
+
+    def cells(self) -> list[tuple[str, int, int]]:
+        """Return task, length and budget of everything that is asked, each once."""
+        return list(dict.fromkeys(product(self.tasks, self.tokens, self.budgets)))
 
 
 class Measuring:
@@ -121,11 +141,17 @@ class Measuring:
         first, watch = watched(context, sample.question, longest, {"logits_processor": [entropy]})
         true, evidence_gone = self.full_attention(context, ids, sample, first.text, where)
         size = first.passages[0].end - first.passages[0].start if first.passages else 1
+        starts = range(len(ids) - size)
+        if len(starts) < 3:
+            raise ValueError(
+                f"--ledger {self.lm.policy.ledger}: a passage of {size} tokens is nearly all of a text of {len(ids)}; "
+                "raise --ledger or --tokens"
+            )
         chosen = {
             "ledger": first.passages,
             "attention": passages_of(watch.found(), watch.width, len(ids)),
             "words": self._by_words(ids, sample.question, size),
-            "random": self._at(self._random.sample(range(max(1, len(ids) - size)), 3), size),
+            "random": self._at(self._random.sample(starts, 3), size),
             "right": self._at([around(where, size, len(ids))], size),
         }
         answers = {
@@ -375,24 +401,24 @@ def measure(options: EvidenceOptions) -> Iterator[dict[str, Any]]:
     """
     import torch
 
-    from locret import LongContextModel, RetentionPolicy
+    from locret import LongContextModel
 
     torch.set_num_threads(1)
     first = LongContextModel.from_pretrained(options.model, heads=options.heads, budget=options.budgets[0])
-    tasks = {name: generated(name) for name in options.tasks}
-    cells = [
-        (name, tokens, budget) for name in options.tasks for tokens in options.tokens for budget in options.budgets
-    ]
+    tasks, cells = {name: generated(name) for name in options.tasks}, options.cells()
+    samples = {
+        (name, tokens): made_samples(tasks[name], first.tokenizer, tokens, options.samples, options.seed)
+        for name, tokens, _ in cells
+    }
     rows, every = [], list[dict[str, Any]]()
     with tqdm(total=len(cells) * options.samples, desc="asking", disable=None) as bar:
         for name, tokens, budget in cells:
-            policy = RetentionPolicy(budget=budget, ledger=options.ledger)
+            policy = options.policy(budget)
             lm = LongContextModel(first.model, first.tokenizer, first.scorer, policy)
             lm._knows_little = False  # what the embedded backbone is for is what is asked here
             measuring, found = Measuring(lm, options.seed), []
-            sample = tasks[name].sampler(lm.tokenizer, tokens, samples=options.samples, seed=options.seed)
-            for number in range(options.samples):
-                found.append(measuring.ask(tasks[name], sample(number)))
+            for sample in samples[name, tokens]:
+                found.append(measuring.ask(tasks[name], sample))
                 bar.update()
             answers = [one for one in found if one is not None]
             if not answers:
@@ -416,7 +442,7 @@ def measure(options: EvidenceOptions) -> Iterator[dict[str, Any]]:
 def tables(record: Mapping[str, Any]) -> str:
     """Return the record as tables for people."""
     every = record["all"]
-    parts = ["Estimated and true lost attention, right answers before and after three passages are read again:", ""]
+    parts = [_FIRST, ""]
     titles = ["task", "tokens", "budget", "lost", "true", "right", *(f"again: {name}" for name in ARMS)]
     parts += markdown(titles, [_row(row) for row in [*record["rows"], every]])
     parts += ["", "What tells a wrong answer, and that the evidence is gone (area under the ROC curve):", ""]
@@ -440,6 +466,33 @@ def tables(record: Mapping[str, Any]) -> str:
     ]
     parts += markdown(["passages", "hold the evidence (%)", "answers mended", "broken"], again)
     return "\n".join(parts) + "\n"
+
+
+def _check_output(output: str) -> None:
+    """Refuse files that hold something else than such a record, its tables or a page with a place for them.
+
+    Raises:
+        ValueError: Naming the file.
+    """
+    record, page, picture = (Path(f"{output}.{ending}") for ending in ("json", "md", "png"))
+    text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+    begin = text.find(BEGIN)
+    own = {
+        page: not text or text.startswith(_FIRST) or -1 < begin < text.find(END),
+        record: not record.exists() or (record.is_file() and _is_record(record)),
+        picture: not picture.exists() or (picture.is_file() and record.is_file()),
+    }
+    for path, is_own in own.items():
+        if not is_own or path.is_dir():
+            raise ValueError(f"--output {output}: {path} holds something else than this command writes; choose another")
+
+
+def _is_record(path: Path) -> bool:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"ledger", "points", "all", "rows"} <= found.keys()
 
 
 def on_page(page: str, measured: str) -> str:

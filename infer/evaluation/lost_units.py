@@ -30,6 +30,7 @@ from locret.backbone.passes import keeping_step
 from locret.cache.reader import answering
 from locret.cli.command import parse_options, print_json, warnings_as_lines
 from locret.data import tasks
+from locret.data.tasks import Sample
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.prompts import build_prompt
 from locret.files import write_text
@@ -84,6 +85,8 @@ class LostUnitsOptions:
                 f"--budget {self.budget} and --local-len {self.local_len} hold all of --tokens {self.tokens}, so "
                 "nothing is lost; lower --budget"
             )
+        if self.output is not None and Path(self.output).exists() and not Path(self.output).is_dir():
+            raise ValueError(f"--output {self.output} is a file; name a folder")
         if not self.names():
             raise ValueError("--tasks names nothing; give at least one, such as multikey")
         for name in self.names():
@@ -145,9 +148,7 @@ def made(setup: Setup, task: GeneratedTask, options: LostUnitsOptions) -> Iterat
     """
     tokenizer = setup.tokenizer
     for index in range(options.samples):
-        sample = task.sample(
-            tokenizer, options.tokens, depth=task.depth(index, options.samples), seed=f"lost/{options.seed}/{index}"
-        )
+        sample = _sample(task, tokenizer, options, index)
         text = SharedText(setup, task, sample)
         ids_1D, pairs = torch.empty(0), []
         for question in sample.asked[: options.questions]:
@@ -157,6 +158,22 @@ def made(setup: Setup, task: GeneratedTask, options: LostUnitsOptions) -> Iterat
             pairs.append((ids[:, text.document :], reply_ids(tokenizer, one.reply, ids.device)))
         kinds = kinds_of(tokenizer, ids_1D[0].tolist(), [(q.text, q.targets) for q in sample.asked])
         yield Asked(ids_1D, tuple(pairs), text.labels, tuple(kinds))
+
+
+def _sample(task: GeneratedTask, tokenizer: Any, options: LostUnitsOptions, index: int) -> Sample:
+    """Return one text.
+
+    Raises:
+        ValueError: If it cannot be made at that length.
+    """
+    try:
+        return task.sample(
+            tokenizer, options.tokens, depth=task.depth(index, options.samples), seed=f"lost/{options.seed}/{index}"
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"text {index + 1} of {options.samples} of {task.name} does not fit --tokens {options.tokens} ({error})"
+        ) from error
 
 
 def kinds_of(tokenizer: Any, ids: Sequence[int], asked: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
@@ -301,6 +318,11 @@ def measure(options: LostUnitsOptions) -> dict[str, Any]:
     scorer = loaded.scorer
     assert isinstance(scorer, RetainingHeadScorer)
     setup = Setup(loaded.model, loaded.tokenizer, scorer.prepare(loaded.model), options.seed)
+    for name in options.names():  # what cannot be made is refused before the first is asked
+        task = tasks.get(name)
+        assert isinstance(task, GeneratedTask)
+        for index in range(options.samples):
+            _sample(task, loaded.tokenizer, options, index)
     found = {}
     for name in options.names():
         task, comparison = tasks.get(name), Comparison(setup, policy, options.by)

@@ -89,6 +89,9 @@ def test_a_file_is_no_folder(measure: Callable[..., Any], tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     code, _, err = measure("--facts", "2", "--output", tmp_path / "file")
     assert (code, f"--output {tmp_path / 'file'} is a file; name a folder" in err) == (2, True)
+    code, _, err = measure("--facts", "2", "--output", tmp_path)
+    assert (code, f"--output {tmp_path} holds something else than such a run; choose" in err) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_curve_is_measured_drawn_and_gone_on_with(
@@ -140,6 +143,7 @@ def test_a_curve_is_measured_drawn_and_gone_on_with(
         (("--facts", "2", "--questions", -3), "--questions -3 asks nothing; give 1 or more"),
         (("--facts", "2", "--tokens", 0), "--tokens 0 asks nothing; give 1 or more"),
         (("--facts", "2", "--protect", "system"), "--protect system changes nothing, for no text of multikey has"),
+        (("--facts", "2", "--task", "multikey,number"), "--task multikey,number names several; give one"),
         (("--facts", "2", "--option", "locks"), '--facts 2: task multikey: it has no option "locks"'),
         (("--facts", "9", "--option", "digits"), "with digits=9 multikey asks 8 questions of a text; name the option"),
         (("--facts", "2", "--task", "multistep/hotpotqa"), "--facts 2: "),

@@ -91,6 +91,7 @@ def test_the_command_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFi
     assert sum(one["answers"] for one in record["all"]["calibration"]) == 1
     assert page.read_text() == f"Before.\n\n{evidence.BEGIN}\n{evidence.tables(record)}{evidence.END}\nAfter.\n"
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    evidence.EvidenceOptions(output=str(tmp_path / "page"))  # its own files are written again
 
 
 @pytest.mark.parametrize(
@@ -100,11 +101,38 @@ def test_the_command_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFi
         (["--budgets", "4"], "give at least 1, 2 and 8"),
         (["--tasks", "longbench/qasper"], "--tasks longbench/qasper has texts of its own"),
         (["--tasks", "multivalue", "--samples", "1", "--tokens", "500"], "no one value that stands once in the text"),
+        (
+            ["--tokens", "2048", "96"],
+            "--budgets 48 and its 48 local tokens hold all of --tokens 96, so nothing is lost",
+        ),
+        (["--budgets", "8", "--tokens", "2048", "41"], "sample 1 of 20 of multikey cannot be made of --tokens 41"),
+        (
+            ["--tasks", "multikey", "--samples", "1", "--tokens", "300", "--budgets", "16", "--ledger", "2"],
+            "--ledger 2: a passage of .* tokens is nearly all of a text of .*; raise --ledger or --tokens",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(given: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evidence.command(given)
+
+
+@pytest.mark.parametrize("ending", ["md", "json", "png"])
+def test_files_of_something_else_are_not_written_over(ending: str, tmp_path: Path) -> None:
+    for holds in ("precious", ""):
+        (tmp_path / f"notes.{ending}").write_text(holds)
+        if holds or ending != "md":
+            with pytest.raises(ValueError, match=f"notes.{ending} holds something else than this command writes"):
+                evidence.EvidenceOptions(output=str(tmp_path / "notes"))
+    (tmp_path / f"notes.{ending}").unlink()
+    (tmp_path / f"notes.{ending}").mkdir()
+    with pytest.raises(ValueError, match=f"notes.{ending} holds something else than this command writes"):
+        evidence.EvidenceOptions(output=str(tmp_path / "notes"))
+
+
+def test_what_is_named_twice_is_asked_once() -> None:
+    options = evidence.EvidenceOptions(tasks=["multikey", "multikey"], budgets=[16, 24, 16], tokens=[300])
+    assert options.cells() == [("multikey", 300, 16), ("multikey", 300, 24)]
 
 
 def test_the_page_holds_what_was_measured() -> None:

@@ -97,8 +97,15 @@ def test_the_command_writes_record_and_picture(tmp_path: Path, capsys: pytest.Ca
             "--budget 480 and --local-len 32 hold all of --tokens 512, so nothing is lost",
         ),
         ({"samples": 0}, "--samples 0 leaves nothing to ask; give 1 or more"),
+        ({"output": __file__}, "is a file; name a folder"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LostUnitsOptions(**options)
+
+
+def test_a_text_that_cannot_be_made_is_refused_before_the_first_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("locret.infer.evaluation.lost_units.Comparison.add", lambda *_: pytest.fail("a text was read"))
+    with pytest.raises(ValueError, match="text 1 of 1 of lookalikes/keys does not fit --tokens 120"):
+        command(["--tasks=passkey,lookalikes/keys", "--tokens=120", "--samples=1", "--budget=24", "--local-len=16"])

@@ -209,6 +209,23 @@ def test_answers_are_written_side_by_side_where_that_changes_anything() -> None:
         ),
         (["--suite", "world", "--parts", "budgets", "--seeds", "2"], "--seeds 2 changes nothing, for budgets are"),
         (
+            ["--suite", "world", "--parts", "capacity", "--methods", "random", "--template", "original"],
+            "--template original changes nothing in --parts capacity, which makes texts of its own; drop it",
+        ),
+        (
+            ["--suite", "world", "--parts", "capacity", "--methods", "random", "--lengths", "120"]
+            + ["--protect", "tokens:0-60"],
+            "--parts capacity: --facts 4: --protect, method random, text 0 of task world/near_keys: the protected",
+        ),
+        (
+            ["--suite", "world", "--methods", "random", "--lengths", "30", "--parts", "field", "--budget", "16"],
+            "--lengths 30 has no room for tasks with several questions of a text, which part field asks; raise",
+        ),
+        (
+            ["--suite", "world", "--parts", "field", "--methods", "full", "--kvpress-python", sys.executable],
+            "runs kvpress's presses, and field ask none; drop it, or add a part of theirs, such as presses",
+        ),
+        (
             ["--suite", "world", "--parts", "field_aware", "--methods", "random", "--budget", "24"],
             "; --suite world protects every question that is known: raise the first of --budget, or give --prot",
         ),
@@ -304,7 +321,10 @@ def test_a_run_that_goes_on_ends_with_the_record_of_one_that_was_not_interrupted
     (output / "field-0").mkdir()
     with pytest.raises(ValueError, match="holds field-0 too, which would be lost to its record; name their parts"):
         command([*small(backbone, output), "--resume"])
-    (output / "field-0").rmdir()
+    (output / "field-0").rename(output / "field--1")
+    with pytest.raises(ValueError, match="holds field--1 too, which would be lost to its record"):
+        command([*small(backbone, output), "--resume"])
+    (output / "field--1").rmdir()
     for broken in ("{", '{"budgets-0": NaN}', '{"budgets-0": -5}', '{"budgets-0": "x"}', "[]"):
         (output / suite.TIMES).write_text(broken)
         with pytest.raises(ValueError, match="is broken; write {} into it to go on without times, or --overwrite"):

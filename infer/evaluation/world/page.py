@@ -69,8 +69,8 @@ _PROTOCOLS = """\
 the question stands in the prompt while that is read, and methods that evict keep its units, which count to their
 budget (`--protect question`). `oracle` keeps what the labels of the one answer say,
 `oracle_agnostic` what those of the answers to all questions of the text say: what it loses, the budget loses, as a rule
-(a ceiling to compare with, not a proof); what heads lose against the one with the same layers and positions is theirs. With `+shares` layers hold as many units as the
-heads' training has measured, as many in all as uniform ones."""
+(a ceiling to compare with, not a proof); what heads lose against the one with the same layers and positions is theirs.
+With `+shares` layers hold as many units as the heads' training has measured, as many in all as uniform ones."""
 _POSITIONS = """\
 {} turn their keys to the ranks that units have among those kept: the default, which reads texts of any length and
 fits every engine. The others, and kvpress's but `rerotated_snapkv`, turn them to their positions in the text, and so do
@@ -116,6 +116,7 @@ def _table(record: Mapping[str, Any]) -> Iterator[str]:
         return
     out = records.unanswerable(record)
     families = _families(record, out)
+    by_family = _family_means(record, families, AGNOSTIC if agnostic else AWARE)
     all_tasks = _of_protocol(record, AGNOSTIC if agnostic else AWARE, every_task=True) if out else {}
     rows = []
     for method, one in sorted(shown.items(), key=lambda item: -item[1]["score"]):
@@ -124,7 +125,7 @@ def _table(record: Mapping[str, Any]) -> Iterator[str]:
             [
                 method,
                 with_error(one["score"], one["error"]),
-                *(_score(_family_mean(record, method, names, bool(agnostic))) for names in families.values()),
+                *(_score(by_family.get((method, family))) for family in families),
                 *([with_error(other["score"], other["error"]) if other else ""] if agnostic and aware else []),
                 *([_score(all_tasks[method]["score"] if method in all_tasks else None)] if out else []),
                 f"{one['units']:,}",
@@ -188,10 +189,16 @@ def _families(record: Mapping[str, Any], out: Collection[str]) -> dict[str, list
     return found if len(found) > 1 else {}
 
 
-def _family_mean(record: Mapping[str, Any], method: str, names: Sequence[str], agnostic: bool) -> float | None:
-    parts = figures.PARTS[AGNOSTIC if agnostic else AWARE]
-    own = [row["score"] for row in records.last_rows(record, parts) if row["method"] == method and row["task"] in names]
-    return sum(own) / len(own) if own else None
+def _family_means(
+    record: Mapping[str, Any], families: Mapping[str, Sequence[str]], protocol: str
+) -> dict[tuple[str, str], float]:
+    """Return the mean score by method and family."""
+    family_of = {task: family for family, tasks in families.items() for task in tasks}
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in records.last_rows(record, figures.PARTS[protocol]):
+        if row["task"] in family_of:
+            found.setdefault((row["method"], family_of[row["task"]]), []).append(row["score"])
+    return {key: fmean(scores) for key, scores in found.items()}
 
 
 def _score(value: float | None) -> str:
@@ -249,9 +256,8 @@ def _leaders(record: Mapping[str, Any]) -> Iterator[str]:
     shown = [protocol for protocol in records.COMPARED if any(one["protocol"] == protocol for one in record["ahead"])]
     if shown:
         yield (
-            "## Is it ahead?\n\nTrained heads beside the best that need no training and hold no more bytes, of kvpress's "
-            "presses those that were asked on all of these texts; to the right how far they are ahead of each task's "
-            "best.\n"
+            "## Is it ahead?\n\nTrained heads beside the best without training that hold no more bytes, of kvpress's "
+            "those that were asked on all these texts; to the right how far they are ahead of each task's best.\n"
         )
     for protocol in shown:
         rows = [row for row in records.table(record) if row["part"] in records.COMPARED[protocol]]
@@ -427,7 +433,7 @@ def _asked(record: Mapping[str, Any]) -> Iterator[str]:
         longest = max(record["seconds"].values()) / 60
         yield (
             f"In all {minutes:,.0f} minutes of a core. Units run side by side, one on each core, the longest for "
-            f"{longest:,.0f} minutes: little more than that takes who has {math.ceil(minutes / longest)} cores and more.\n"
+            f"{longest:,.0f} minutes, and with {math.ceil(minutes / longest)} cores or more all take little more.\n"
         )
     found = {**record["versions"], **(record["config"].get("kvpress") or {})}
     kvpress = record["config"].get("kvpress") or {}

@@ -18,7 +18,7 @@ budget on 42 texts per cell, with three seeds and both protocols, would take a l
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from locret.conversation.rules import QUESTION, SYSTEM, rules_of
@@ -30,7 +30,7 @@ from locret.infer.methods import FULL, LOCRET
 from locret.scorers.retaining_heads import RetainingHeadScorer
 
 BUDGETS = (32, 64, 256)
-"""The first is the table's: with 64 units, trained heads with shares of the layers answer all that the full cache does."""
+"""The first is the table's: with 64 units, heads that share out the layers answer all that the full cache does."""
 AWARE_BUDGET = 64
 """The table's where the question is known: its units count to the budget, up to 22 in every layer, which those that
 measured shares make smaller could not hold beside the stabilizers."""
@@ -104,6 +104,13 @@ FACTS = (4, 8, 16, 32, 64, 128, 256, 512)
 CAPACITY_TOKENS = 8192
 _FACT_TOKENS, _OTHER_TOKENS = 15, 40
 """Room for a fact in a text and for what stands around, so that the line of facts ends where a short text does."""
+_HEARD = frozenset(
+    (
+        *("suite", "parts", "seeds", "heads", "allow_other_base", "methods", "lengths", "samples", "questions"),
+        *("batch_size", "protocol", "protect", "seed", "max_new_tokens", "kvpress_python"),
+    )
+)
+"""What the part of capacity hears of the options of an evaluation."""
 UNEQUAL_LAYERS = "kvpress/pyramidkv"
 """A press that fails at some of the other budgets, after an hour of the suite: the table's has it."""
 OF_CAPACITY = (
@@ -288,6 +295,17 @@ def check_heard(evaluation: EvalOptions, found: Sequence[Unit], chosen: Collecti
             f"--seeds {evaluation.seeds} changes nothing, for {names} are asked with one seed; drop it, or add field"
         )
     asked_of = [methods.get(name) for unit in found for name in unit.options["methods"]]
+    if evaluation.kvpress_python is not None and not any(part.presses for part in parts):
+        raise ValueError(
+            f"--kvpress-python {evaluation.kvpress_python} runs kvpress's presses, and {names} ask none; drop it, or "
+            "add a part of theirs, such as presses"
+        )
+    if all(part.capacity for part in parts):
+        for name in sorted({one.name for one in fields(EvalOptions)}.intersection(chosen) - _HEARD):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(evaluation, name)} changes nothing in --parts {names}, which "
+                "makes texts of its own; drop it"
+            )
     if "batch_size" in chosen and not any(map(methods.writes_beside, asked_of)):
         raise ValueError(
             f"--batch-size {evaluation.batch_size} changes nothing, for every method here writes one answer at a time; "

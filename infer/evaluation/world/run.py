@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -26,8 +27,8 @@ from tqdm.auto import tqdm
 from locret import loading, pictures
 from locret.distributed.ranks import Ranks
 from locret.files import locked, visible, write_text
+from locret.infer.evaluation import capacity, output_folder
 from locret.infer.evaluation import job as jobs
-from locret.infer.evaluation import output_folder
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions, words
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.protocols import AWARE
@@ -111,6 +112,11 @@ class World:
                     f"{error}; --suite world protects every question that is known: raise the first of --budget, or "
                     "give --protocol agnostic"
                 ) from error
+            if "questions" not in self.chosen and str(error).startswith("--questions"):
+                raise ValueError(
+                    f"--lengths {self.evaluation.lengths} has no room for tasks with several questions of a text, "
+                    f"which part {unit.part.name} asks; raise the shortest"
+                ) from error
             raise
         self.left_out |= {f"{one.task} @ {one.tokens}": one.reason for one in made.unmade}
         self.out |= {one.task for one in made.unmade}
@@ -183,14 +189,44 @@ def prepare(
     for part in waiting - {unit.part.name for unit in units}:
         raise ValueError(f"--parts best_{part} asks the best of {part}; add {part}, or name them in --methods")
     with _once_each():
-        grids = [unit for unit in units if not unit.part.capacity]  # that command checks its own before it begins
+        grids = [unit for unit in units if not unit.part.capacity]
         for unit in grids:
             world.jobs[unit.name] = world.job(unit)
         for unit in grids:
             world.leave_out(world.jobs[unit.name])
             if asked.own_choice or not unit.part.after:  # else its methods are not known yet
                 world.check_folder(unit, world.jobs[unit.name])
+        for unit in units:
+            if unit.part.capacity:
+                _check_capacity(world, unit)
     return world
+
+
+def _check_capacity(world: World, unit: Unit) -> None:
+    """Refuse what the command of that part would refuse.
+
+    Raises:
+        ValueError: In its words.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.yaml"
+        write_text(recipe, _recipe(world, unit))
+        # What --overwrite is going to remove is nothing to refuse.
+        output = Path(folder) / "new" if world.report.overwrite or world.report.dry_run else world.output / unit.name
+        try:
+            capacity.check(["--config", str(recipe), "--output", str(output), "--quiet"])
+        except ValueError as error:
+            raise ValueError(f"--parts {unit.part.name}: {error}") from error
+
+
+def _recipe(world: World, unit: Unit) -> str:
+    """Return what a unit's command is given."""
+    options = {**_of_model(world), **unit.options}
+    if unit.part.capacity:
+        options.pop("task_options", None)  # of other tasks than its own
+    else:
+        options["tasks"] = [one.task.name for one in world.jobs[unit.name].selections]
+    return yaml.safe_dump({**options, "threads": 1, "figures": "none"}, sort_keys=False)
 
 
 @contextmanager
@@ -224,7 +260,7 @@ def _check_output(world: World) -> None:
 def _other_units(world: World) -> list[str]:
     """Return the folders of units that this run does not ask."""
     named = "|".join(part.name for part in plan.PARTS)
-    found = {name for name in visible(world.output) if re.fullmatch(rf"({named})-\d+", name)}
+    found = {name for name in visible(world.output) if re.fullmatch(rf"({named})-(-?\d+)", name)}
     return sorted(found - {unit.name for unit in world.units})
 
 
@@ -284,7 +320,7 @@ def _clear(world: World) -> None:
 
     for name in visible(world.output):
         path = world.output / name
-        if not re.fullmatch(rf"({'|'.join(part.name for part in plan.PARTS)})-\d+(\.yaml|\.log)?", name):
+        if not re.fullmatch(rf"({'|'.join(part.name for part in plan.PARTS)})-(-?\d+)(\.yaml|\.log)?", name):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -365,12 +401,8 @@ class _Runner:
         world = self.world
         if unit.part.after and not world.asked.own_choice:
             unit = _of_the_best(world, unit)
-        recipe, options = world.output / f"{unit.name}.yaml", {**_of_model(world), **unit.options}
-        if unit.part.capacity:
-            options.pop("task_options", None)  # of other tasks than its own
-        else:
-            options["tasks"] = [one.task.name for one in world.jobs[unit.name].selections]
-        write_text(recipe, yaml.safe_dump({**options, "threads": 1, "figures": "none"}, sort_keys=False))
+        recipe = world.output / f"{unit.name}.yaml"
+        write_text(recipe, _recipe(world, unit))
         folder = world.output / unit.name
         going = ["--resume"] if visible(folder) and not unit.part.capacity else []
         module = _MODULE.format("capacity" if unit.part.capacity else "command")
