@@ -1,4 +1,4 @@
-"""What `--suite world` asks: parts that answer a question each, nine hours of one core, an hour and a half of six.
+"""What `--suite world` asks: parts that answer a question each, nine hours of one core, an hour and a half of seven.
 
 A part is a grid of tasks, methods, lengths, budgets and one protocol, asked with one seed or several; each part and
 seed is a unit, which is an ordinary evaluation with a folder, a recipe and a record of its own. All methods at every
