@@ -300,7 +300,7 @@ def follow_line(policy: RetentionPolicy) -> str:
 
 
 def step_lines(rows: Sequence[dict[str, Any]], *, adaptive: bool = False) -> str:
-    """Return the planned steps as a table for people; of layers that differ, the first and the last are shown."""
+    """Return the planned steps as a table for people; of layers that differ, the least and the most are shown."""
     table: list[tuple[str, ...]] = [("step", "chunk", "attends to", "keeps", "protects")]
     for row in rows:
         first, last = row["first_step"], row["last_step"]
@@ -314,7 +314,7 @@ def step_lines(rows: Sequence[dict[str, Any]], *, adaptive: bool = False) -> str
 
 
 def _number(value: int | list[int]) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value[0]:,}..{value[-1]:,}"
+    return f"{value:,}" if isinstance(value, int) else f"{min(value):,}..{max(value):,}"
 
 
 def _open(flags: PolicyOptions) -> bool:

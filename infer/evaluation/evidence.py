@@ -536,6 +536,8 @@ def command(argv: Sequence[str] | None = None) -> int:
         print_json(record)
     elif options.output is None:
         sys.stdout.write(tables(record))
+    else:
+        sys.stdout.write("".join(f"{options.output}.{ending}\n" for ending in ("json", "md", *(["png"] * draws))))
     return 0
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from locret.infer.evaluation.insight import MOST_TOKENS
+from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.runner import Case, Run
 from locret.method_spec import file_name
 
+_READ = ("", *(f", {protocol}" for protocol in (AWARE, AGNOSTIC)))
+"""What may stand behind a method's name where several protocols were asked, or another than the usual one."""
 _NO_BUDGET = "a method with a budget, such as --methods random"
 _NO_STEPS = "a method that evicts, such as --methods random"
 _NO_TEXTS = "a task whose texts are generated here, such as --tasks passkey"
@@ -36,7 +39,11 @@ def left_out(drawn: Collection[str], cases: Sequence[Case], runs: Sequence[Run])
         missing(["heat_map_*.png"], "a task with a single needle, such as --tasks passkey")
     # A policy of its own (quest, infllm) makes of the budget something that steps of the first tier do not show.
     shown = dict.fromkeys(run.method.name for run in runs if run.policy is not None and run.method.adapt is None)
-    steps = [name for method in shown if (name := f"retention_steps_{file_name(method)}.png") not in drawn]
+    steps = [
+        f"retention_steps_{file_name(method)}.png"
+        for method in shown
+        if not {f"retention_steps_{file_name(f'{method}{read}')}.png" for read in _READ} & set(drawn)
+    ]
     if steps or not shown:
         reason = needed or (_ONE_CHUNK if shown else _NO_STEPS)
         missing(["retention_steps_*.png"] if len(steps) == len(shown) else steps, reason)

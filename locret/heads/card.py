@@ -29,7 +29,7 @@ _TITLES = {
     "when": "Evicts",
     "memory": "Growth of memory",
     "pyramid_beta": "Beta of the pyramid",
-    "layer_shares": "Shares of the layers",
+    "layer_shares": "Shares of the layers, for layer budgets by shares",
     "head_floor": "Least share of a KV head",
     "decremental": "Shrinking chunks",
     "min_chunk": "Smallest chunk (tokens)",
@@ -138,7 +138,7 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
             "base_name": config.base_name,
             "base_id": config.base_model or "path/to/the-backbone",
             "base_revision": f', revision="{config.base_model_revision}"' if config.base_model_revision else "",
-            "policy_arguments": _arguments(_differing(config.policy or {})),
+            "policy_arguments": _arguments(_differing(_shared_out(config.policy or {}))),
             "dimensions": _table(_dimensions(config)),
             "training": _training(config.training) if config.training else "Not trained: the weights are random.",
             "label": _label(config.label),
@@ -260,6 +260,11 @@ def _written(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_written, value))
     return str(value)
+
+
+def _shared_out(policy: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a policy whose shares of the layers, if it has any, are used: by themselves they change nothing."""
+    return {**policy, "layer_budgets": "shares"} if policy.get("layer_shares") else policy
 
 
 def _differing(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from locret import shipped
+from locret import RetentionPolicy, shipped
 from locret.heads import evaluation
 from locret.heads.heads import RetainingHeads
 
@@ -170,7 +170,18 @@ def test_numbers_are_rounded_and_facts_have_names(heads):
     assert "dapter" not in text.split("## Training")[1].split("##")[0]
 
 
-def test_the_card_of_the_shipped_heads_is_what_this_version_writes():
-    heads = RetainingHeads.from_pretrained("checkpoints/tiny-heads")
-    folder = Path(shipped.find("checkpoints/tiny-heads"))
-    assert (folder / "README.md").read_text() == str(heads.generate_model_card())
+@pytest.mark.parametrize("name", ["checkpoints/tiny-heads", "checkpoints/world-heads"])
+def test_the_card_of_the_shipped_heads_is_what_this_version_writes(name):
+    heads = RetainingHeads.from_pretrained(name)
+    assert (Path(shipped.find(name)) / "README.md").read_text() == str(heads.generate_model_card())
+
+
+def test_the_example_of_heads_with_shares_of_the_layers_uses_them(heads):
+    assert "shares" not in heads.generate_model_card().content
+    shares = [0.5] * (heads.config.num_hidden_layers - 1) + [1 + 0.5 * (heads.config.num_hidden_layers - 1)]
+    heads.annotate(policy={"budget": 64, "layer_shares": shares})
+    code = heads.generate_model_card().content.split("```python\n")[1].split("```")[0]
+    arguments = code.split("RetentionPolicy(")[1].split("\n)")[0]
+    policy = eval(f"RetentionPolicy({arguments}\n)", {"RetentionPolicy": RetentionPolicy})
+    assert (policy.layer_budgets, list(policy.layer_shares)) == ("shares", shares)
+    assert "layer_shares" not in policy.idle()

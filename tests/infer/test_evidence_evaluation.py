@@ -91,7 +91,8 @@ def test_the_command_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFi
     assert sum(one["answers"] for one in record["all"]["calibration"]) == 1
     assert page.read_text() == f"Before.\n\n{evidence.BEGIN}\n{evidence.tables(record)}{evidence.END}\nAfter.\n"
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
-    evidence.EvidenceOptions(output=str(tmp_path / "page"))  # its own files are written again
+    evidence.command([*small, "--output", str(tmp_path / "page")])  # over its own files, which it names
+    assert capsys.readouterr().out.split() == [f"{tmp_path / 'page'}.{ending}" for ending in ("json", "md", "png")]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def published() -> list[Case]:
     [
         (["accuracy_by_stabilizers.png", HEAT, *STEPS, CONSISTENCY], "random,tova", PLACES, []),
         ([HEAT, *STEPS, CONSISTENCY], "full,random,tova", PLACES, [CURVE]),
+        ([HEAT, *(name.replace(".", "-agnostic.") for name in STEPS), CONSISTENCY], "random,tova", PLACES, [CURVE]),
         (
             [],
             "random",

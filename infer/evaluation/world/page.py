@@ -23,7 +23,7 @@ from locret.infer.evaluation.summary import size, with_error
 from locret.infer.evaluation.world import figures
 from locret.infer.evaluation.world import record as records
 from locret.infer.evaluation.world.ordering import TOLD_APART
-from locret.infer.evaluation.world.plan import PLACED, SHARED, SHARES
+from locret.infer.evaluation.world.plan import PLACED, POLICY, SHARED, SHARES
 from locret.infer.methods import FULL, LOCRET
 from locret.infer.speed.peers.environments import PEERS
 from locret.pictures import can_draw
@@ -59,10 +59,11 @@ locret-eval --config recipes/eval/world.yaml --kvpress-python kvpress-env/bin/py
 python -m locret.infer.evaluation.world.page runs/world/world.json docs
 ```
 
-`--dry-run` shows the plan with its parts and an estimate of the time, `--parts` takes some of them, `--resume` goes
-on. Without `--kvpress-python` kvpress's parts are missing, and the page says so. `--methods`, `--lengths`, `--budget`
-(the table's first, then those of the frontier; of both protocols), `--samples`, `--questions`, `--protocol`, `--seed`
-and `--seeds` (how many, of the field) change the parts.
+`--dry-run` shows the plan with its parts and an estimate of the time (it makes every text, which takes minutes),
+`--parts` takes some of them, `--resume` goes on. Without `--kvpress-python` kvpress's parts are missing, and the page
+says so. `--methods`, `--lengths`, `--budget` (the table's first, then those of the frontier; of both protocols),
+`--samples`, `--questions`, `--protocol`, `--seed` and `--seeds` (how many, of the field) change the parts. Texts are
+read with `--chunk-size {chunk_size} --stabilizers {stabilizers} --local-len {local_len}` if nothing else is given.
 """
 _PROTOCOLS = """\
 **agnostic**: a document is read and evicted to the budget, then questions about it come, each on a fork. **aware**:
@@ -88,7 +89,7 @@ compare no speeds."""
 def text(record: Mapping[str, Any], *, figures: bool = True) -> str:
     """Return the page, with its pictures or without."""
     parts = [
-        _INTRODUCTION.format(kvpress=presses_version(record)),
+        _INTRODUCTION.format(kvpress=presses_version(record), **POLICY),
         *_table(record),
         *_frontier(record),
         *_maps(record),

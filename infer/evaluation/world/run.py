@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from locret import loading, pictures
 from locret.distributed.ranks import Ranks
 from locret.files import locked, visible, write_text
-from locret.infer.evaluation import capacity, output_folder
+from locret.infer.evaluation import capacity, methods, output_folder, presses
 from locret.infer.evaluation import job as jobs
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions, words
 from locret.infer.evaluation.job import Job
@@ -185,6 +185,8 @@ def prepare(
     if not report.dry_run:
         _check_output(world)
     plan.check_heard(evaluation, units, chosen)
+    if pressing := [name for unit in units if unit.part.presses for name in unit.options["methods"]]:
+        presses.check([methods.get(name) for name in pressing], evaluation.kvpress_python, model)
     waiting = {unit.part.after for unit in units if unit.part.after and not asked.own_choice}
     for part in waiting - {unit.part.name for unit in units}:
         raise ValueError(f"--parts best_{part} asks the best of {part}; add {part}, or name them in --methods")
