@@ -16,6 +16,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
@@ -521,7 +522,8 @@ def _evidence_line(found: Any) -> str:
     where = f", likeliest what it needs at tokens {places}" if places else ""
     verdict = "; evidence may be gone" if found.flagged else "; not flagged"
     if found.before is not None:
-        verdict = f"; these were read again, and the answer {'was ' + repr(found.before) if found.changed else 'stays'}"
+        before = shorten(found.before, 80, placeholder=" ...")
+        verdict = f"; these were read again, and {f'before the answer was {before!r}' if found.changed else 'it stays'}"
     return f"{lost}{where}; least certain token leads by {found.margin:.2f}{verdict}"
 
 

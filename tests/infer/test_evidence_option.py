@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from locret.conversation.evidence import Answered, Passage
 from locret.infer import command, context_command
 
 MODEL = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
@@ -41,6 +42,24 @@ def test_answers_come_with_their_evidence(text: str, tmp_path: Path, capsys: pyt
     assert out.startswith("> What is the pass key?\n")
     assert "% of the attention may be lost" in out
     assert out.endswith("; evidence may be gone\n" if again["flagged"] else "; not flagged\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        (None, "; evidence may be gone"),
+        ("It is 5.", "; these were read again, and it stays"),
+        ("It is 6.", "; these were read again, and before the answer was 'It is 6.'"),
+        ("It is " + "a word " * 40, " a word ...'"),
+    ],
+)
+def test_the_answer_before_is_told_from_the_one_that_is_given(before: str | None, said: str) -> None:
+    passages = (Passage(start=64, end=160, lost=0.3),)
+    found = Answered(text="It is 5.", lost=0.4, margin=0.2, passages=passages, before=before)
+    line = command._evidence_line(found)
+    assert line.endswith(said)
+    assert "tokens 64-160; least certain token leads by 0.20" in line
+    assert len(line) < 300
 
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "0.8", "--top-k", "0", "--seed", "3")])
