@@ -475,7 +475,10 @@ def _check_output(output: str) -> None:
         ValueError: Naming the file.
     """
     record, page, picture = (Path(f"{output}.{ending}") for ending in ("json", "md", "png"))
-    text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+    try:
+        text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    except UnicodeDecodeError:
+        text = "no text of ours"
     begin = text.find(BEGIN)
     own = {
         page: not text or text.startswith(_FIRST) or -1 < begin < text.find(END),
@@ -527,7 +530,9 @@ def command(argv: Sequence[str] | None = None) -> int:
         if options.output is not None:
             write_text(f"{options.output}.json", json.dumps(record, indent=1) + "\n", parents=True)
             page = Path(f"{options.output}.md")
-            write_text(page, on_page(page.read_text() if page.is_file() else "", tables(record)), parents=True)
+            write_text(
+                page, on_page(page.read_text(encoding="utf-8") if page.is_file() else "", tables(record)), parents=True
+            )
             if draws:
                 from locret.infer.evaluation import evidence_figure
 

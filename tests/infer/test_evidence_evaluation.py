@@ -125,6 +125,9 @@ def test_files_of_something_else_are_not_written_over(ending: str, tmp_path: Pat
         if holds or ending != "md":
             with pytest.raises(ValueError, match=f"notes.{ending} holds something else than this command writes"):
                 evidence.EvidenceOptions(output=str(tmp_path / "notes"))
+    (tmp_path / f"notes.{ending}").write_bytes(b"caf\xe9 " + f"{evidence.BEGIN}{evidence.END}".encode())  # no UTF-8
+    with pytest.raises(ValueError, match=f"notes.{ending} holds something else than this command writes"):
+        evidence.EvidenceOptions(output=str(tmp_path / "notes"))
     (tmp_path / f"notes.{ending}").unlink()
     (tmp_path / f"notes.{ending}").mkdir()
     with pytest.raises(ValueError, match=f"notes.{ending} holds something else than this command writes"):

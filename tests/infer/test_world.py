@@ -334,6 +334,15 @@ def test_a_run_that_goes_on_ends_with_the_record_of_one_that_was_not_interrupted
     assert stripped(output) == whole
 
 
+def test_what_overwrite_clears_is_the_suites_own_with_any_seed(tmp_path: Path) -> None:
+    ours = ("field-0", "field--1", "best_presses_aware-2", "capacity--3")
+    for name in (*ours, "field-x", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.log").touch()
+    suite._clear(Mock(output=tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"field-x", "field-x.log", "notes", "notes.log"}
+
+
 def test_a_run_goes_on_where_a_task_could_not_be_made_and_starts_again_over_anything(
     backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
