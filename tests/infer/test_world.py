@@ -20,7 +20,7 @@ import pytest
 from locret import pictures
 from locret.cli.command import run
 from locret.data.tasks.published import suites
-from locret.infer.evaluation import methods, presses, records
+from locret.infer.evaluation import job, methods, presses, records, runner
 from locret.infer.evaluation.command import command
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions
 from locret.infer.evaluation.records import SAMPLES
@@ -63,11 +63,17 @@ def test_every_method_is_asked_and_what_is_missing_is_said() -> None:
     assert asked_with["budgets"] == list(plan.BUDGETS)
     assert "--kvpress-python" in missing["presses"]
     field = [unit for unit in units if unit.part.name == "field"]
-    assert [unit.seed for unit in field] == [0, 1, 2]
+    (budgets,) = (unit for unit in units if unit.part.name == "budgets")
+    assert [unit.name for unit in field] == [f"field-{seed}.{piece}" for seed in range(3) for piece in (1, 2, 3)]
     assert {"full", "locret", "random", "oracle", "oracle_agnostic", "snapkv:window=8"} <= set(
-        field[0].options["methods"]
+        budgets.options["methods"]
     )
     assert field[0].options["tasks"] == list(suites.get("world").tasks)
+    for seed in range(3):
+        shared = [unit.options["methods"] for unit in field if unit.seed == seed]
+        assert sorted(sum(shared, [])) == sorted(budgets.options["methods"]), "each method in one unit"
+        assert max(map(len, shared)) <= plan.MOST_METHODS
+        assert [any(map(methods.knows_answers, names)) for names in shared] == [False, False, True]
     with_presses, nothing = plan.units(asked({"kvpress_python": "python"}))
     assert not {part.name for part in plan.PARTS} & set(nothing)
     unequal = f"{plan.UNEQUAL_LAYERS} in press_budgets"
@@ -77,7 +83,8 @@ def test_every_method_is_asked_and_what_is_missing_is_said() -> None:
     chosen, nothing_else = plan.units(asked({"kvpress_python": "python", "methods": plan.UNEQUAL_LAYERS}))
     assert unequal not in nothing_else
     assert chosen[-1].options["methods"] == [plan.UNEQUAL_LAYERS]
-    named = set(with_presses[0].options["methods"])
+    (budgets,) = (unit for unit in with_presses if unit.part.name == "budgets")
+    named = set(budgets.options["methods"])
     known = {plan.OPTIONS.get(name, name) for name in methods.names()}
     assert named | set(nothing) == known | {*plan.MORE, *plan.AT_PLACES}, "every method is asked, or said to be missing"
     unmeasured, missing = plan.units(asked({"heads": "checkpoints/tiny-heads"}))
@@ -121,10 +128,10 @@ def test_what_the_user_gives_changes_every_part() -> None:
 
 def test_seeds_are_those_of_the_field_and_the_most_of_any_part() -> None:
     def seeds(given: int | None) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        found: dict[str, dict[int, None]] = {}
         for unit in plan.units(asked({"seeds": given, "seed": 4}))[0]:
-            found.setdefault(unit.part.name, []).append(unit.seed)
-        return found
+            found.setdefault(unit.part.name, {})[unit.seed] = None
+        return {name: list(own) for name, own in found.items()}
 
     one, many = seeds(1), seeds(5)
     assert set(one) == set(many) == set(seeds(None))
@@ -147,12 +154,12 @@ def test_the_best_presses_read_the_texts_of_the_field(compared: tuple[str, str])
     units, _ = plan.units(asked({"kvpress_python": "python"}))
     field, best = ([unit for unit in units if unit.part.name == name] for name in compared)
     shared = ("tasks", "lengths", "budget", "protocol", "samples", "questions", "seed")
-    assert [[one.options.get(name) for name in shared] for one in field] == [
+    assert [[one.options.get(name) for name in shared] for one in field if one.piece == 1] == [
         [one.options.get(name) for name in shared] for one in best
     ]
     assert all(len(one.options["methods"]) == plan.BEST for one in best), "as many as will be chosen stand for them"
     assert {one.options["kvpress_python"] for one in best} == {"python"}
-    assert field[0].options["samples"] * len(field) >= 20
+    assert field[0].options["samples"] * len({unit.seed for unit in field}) >= 20
     named, _ = plan.units(asked({"kvpress_python": "python", "methods": "locret,kvpress/knorm"}))
     assert {tuple(one.options["methods"]) for one in named if one.part.name == compared[1]} == {("kvpress/knorm",)}
 
@@ -335,7 +342,7 @@ def test_a_run_that_goes_on_ends_with_the_record_of_one_that_was_not_interrupted
 
 
 def test_what_overwrite_clears_is_the_suites_own_with_any_seed(tmp_path: Path) -> None:
-    ours = ("field-0", "field--1", "best_presses_aware-2", "capacity--3")
+    ours = ("field-0", "field--1", "field_aware-0.2", "best_presses_aware-2", "capacity--3")
     for name in (*ours, "field-x", "notes"):
         (tmp_path / name).mkdir()
         (tmp_path / f"{name}.log").touch()
@@ -414,6 +421,35 @@ def test_a_task_that_one_seed_cannot_make_is_asked_with_none(
     assert list(planned["left_out"]) == ["world/qa2 @ 275"]
     assert planned["tasks"] == ["multikey"]
     assert [unit["texts"] for unit in planned["units"]] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("part", ["field", "field_aware"])
+def test_methods_are_shared_out_over_units_without_a_change_of_the_record(
+    part: str, few_tasks: None, backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = [*("--model", str(backbone), "--dtype", "float32", "--suite", "world", "--parts", part)]
+    line += ["--methods", "oracle,full,random,h2o", "--lengths", "256", "--budget", "40", "--samples", "1"]
+    line += ["--seeds", "2", "--figures", "none", "--quiet", "--output"]
+    command([*line, str(tmp_path / "whole")])
+    monkeypatch.setattr(plan, "MOST_METHODS", 2)
+    settled, protected = Mock(side_effect=runner.settled), Mock(side_effect=job.Job._protected)
+    monkeypatch.setattr(runner, "settled", settled)
+    monkeypatch.setattr(job.Job, "_protected", lambda *given: protected(*given))
+    command([*line, str(tmp_path / "shared")])
+    assert settled.call_count == 2, "texts are made once for each seed"
+    assert protected.call_count == (0 if part == "field" else 2 * len(FEW)), "and looked through once"
+    whole, shared = (stripped(tmp_path / name) for name in ("whole", "shared"))
+    assert [one["parts"][0].pop("units") for one in (whole, shared)] == [
+        [f"{part}-0", f"{part}-1"],
+        [f"{part}-0.1", f"{part}-0.2", f"{part}-1.1", f"{part}-1.2"],
+    ]
+    assert sorted(shared.pop("rows")) == sorted(whole.pop("rows"))
+    assert shared["order"] == whole["order"]
+    only = whole["config"].keys() ^ shared["config"].keys()
+    assert only <= {"methods", "runs"}, only
+    assert {**shared, "config": None} == {**whole, "config": None}
+    with pytest.raises(ValueError, match=rf"holds {part}-0\.1, .*, {part}-1\.2 too, which would be lost to its record"):
+        command([*line, str(tmp_path / "shared"), "--resume", "--methods", "random"])
 
 
 def test_without_matplotlib_the_page_has_no_pictures_and_an_interrupt_says_how_to_go_on(
@@ -507,6 +543,17 @@ def test_an_order_that_every_seed_repeats_is_stable_and_one_of_chance_is_not() -
     assert ordering.stability(turned)["lowest"] == -1
 
 
+def test_ceilings_that_tie_are_not_counted_to_the_order_of_the_methods() -> None:
+    tied = scores({"best": 80, "last": 20})
+    for name, late in (("one", 0), ("other", 1)):  # the one is ahead with the first seed, the other with the second
+        tied[name] = {text: 90.0 + (text[0] == late) for text in tied["best"]}
+    found = ordering.stability(tied, ["one", "other"])
+    assert found["tau"] == [1, 1, 1]
+    assert found["lowest"] == 1
+    assert found["tau_with_ceilings"] == [pytest.approx(4 / 6, abs=1e-4), *([pytest.approx(5 / 30**0.5, abs=1e-4)] * 2)]
+    assert found == {**ordering.stability(tied), "tau": found["tau"], "lowest": 1}
+
+
 def test_a_method_above_the_oracle_is_named() -> None:
     found = scores({"oracle": 70, "better": 90, "worse": 50, "as good": 70})
     assert ordering.above(found, "oracle", ["better", "worse", "as good"]) == ["better"]
@@ -563,7 +610,7 @@ def test_heads_are_compared_with_the_best_of_the_others_on_the_same_texts() -> N
 
 
 def test_chance_is_the_score_on_another_texts_question_and_texts_are_what_errors_count(tmp_path: Path) -> None:
-    unit = next(unit for unit in plan.units(asked({}))[0] if unit.name == "field-0")
+    unit = next(unit for unit in plan.units(asked({}))[0] if unit.name == "field-0.1")
     places = [(text, question) for text in range(4) for question in range(2)]
     counts = dict.fromkeys(("prompt_tokens", "generated_tokens", "peak_units", "chunk_size", "stabilizers"), 5)
     more = {**counts, "version": 1, "targets": [], "protocol": "agnostic"}
@@ -601,12 +648,16 @@ def test_bytes_are_compared_on_the_questions_that_everybody_was_asked() -> None:
 
 
 def drawn(rows: list[list[Any]], **more: Any) -> dict[str, Any]:
-    part = {"name": "field", "protocol": "agnostic", "texts": 1, "questions": 4, "seed_numbers": [0], "methods": 2}
+    part = {"name": "field", "protocol": "agnostic", "texts": 1, "questions": 4, "seeds": 1, "units": ["field-0"]}
     return {
         **{"config": {"model": "some/backbone", "heads": "some/heads", "tasks": {"multikey": {}}}, "missing": {}},
         **{"versions": {"locret": "1", "torch": "2", "transformers": "5"}, "seconds": {"field-0": 90.0}},
-        **{"parts": [{**part, "budgets": [64], "lengths": [256], "answers": 8}], "left_out": {}, "ahead": []},
-        **{"columns": list(record.COLUMNS), "rows": rows, "order": {}, **more},
+        **{
+            "parts": [{**part, "methods": 2, "budgets": [64], "lengths": [256], "answers": 8}],
+            "left_out": {},
+            "ahead": [],
+        },
+        **{"columns": list(record.COLUMNS), "rows": rows, "order": {}, "ahead": [], **more},
     }
 
 
@@ -659,7 +710,7 @@ def records_of(found: dict[str, Any], **options: Any) -> dict[str, float]:
 def test_a_table_of_two_budgets_says_which_is_whose() -> None:
     rows = [row(part, task, "locret", 80.0, units) for part, units in PARTS_OF_TWO for task in FEW]
     parts = [
-        {"name": part, "protocol": protocol, "texts": 1, "questions": None, "seed_numbers": [0], "methods": 1}
+        {"name": part, "protocol": protocol, "texts": 1, "questions": None, "seeds": 1, "units": [], "methods": 1}
         | {"budgets": [units, 256], "lengths": [256], "answers": 8}
         for (part, units), protocol in zip(PARTS_OF_TWO, ("agnostic", "aware"), strict=True)
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -51,18 +51,21 @@ def told_apart(scores: Scores, one: str, other: str) -> bool:
     return mean > TOLD_APART * error
 
 
-def stability(scores: Scores) -> dict[str, Any]:
+def stability(scores: Scores, ceilings: Collection[str] = ()) -> dict[str, Any]:
     """Return how stable the order of the methods is over the seeds.
 
+    Args:
+        scores: Of every method.
+        ceilings: Those that are no methods, for they know the answers. Several that answer everything are in no order.
+
     Returns:
-        `seeds`; `means`, by method the mean score of each seed; `tau` of every two seeds and the `lowest`, None with
-        one seed; `told_apart`, pairs of methods whose difference counts, out of `pairs`; `swapped`, those among them
-        that some seed orders the other way.
+        `seeds`; `means`, by method the mean score of each seed; `tau` of every two seeds without the ceilings, and the
+        `lowest`, None with one seed; `tau_with_ceilings`; of all, `told_apart`, pairs of methods whose difference
+        counts, out of `pairs`; `swapped`, those among them that some seed orders the other way.
     """
     seeds = sorted({text[0] for own in scores.values() for text in own})
     means = {name: [_mean(own, seed) for seed in seeds] for name, own in scores.items()}
-    columns = [[values[nth] for values in means.values()] for nth in range(len(seeds))]
-    taus = [tau_b(one, other) for one, other in combinations(columns, 2)]
+    taus = _taus([values for name, values in means.items() if name not in ceilings])
     known = [tau for tau in taus if tau is not None]
     pairs = list(combinations(scores, 2))
     apart = [pair if told_apart(scores, *pair) else pair[::-1] for pair in pairs if _either(scores, *pair)]
@@ -70,12 +73,19 @@ def stability(scores: Scores) -> dict[str, Any]:
     return {
         "seeds": seeds,
         "means": {name: [round(value, 3) for value in values] for name, values in means.items()},
-        "tau": [None if tau is None else round(tau, 4) for tau in taus],
-        "lowest": round(min(known), 4) if known else None,
+        "tau": taus,
+        "tau_with_ceilings": _taus(list(means.values())),
+        "lowest": min(known, default=None),
         "pairs": len(pairs),
         "told_apart": len(apart),
         "swapped": [list(pair) for pair in swapped],
     }
+
+
+def _taus(means: Sequence[Sequence[float]]) -> list[float | None]:
+    """Return the tau of every two seeds, from the means that each method has."""
+    found = [tau_b(one, other) for one, other in combinations(zip(*means, strict=True), 2)]
+    return [None if tau is None else round(tau, 4) for tau in found]
 
 
 def _either(scores: Scores, one: str, other: str) -> bool:

@@ -352,29 +352,35 @@ def _order(record: Mapping[str, Any]) -> Iterator[str]:
     yield "## Is the order real?\n"
     rows = []
     for protocol, one in record["order"].items():
-        taus = ", ".join("none" if tau is None else f"{tau:.2f}" for tau in one["tau"]) or "one seed"
         good = "" if one["lowest"] is None else " (yes)" if one["lowest"] > _BOUND else " (no)"
         top, chance = one["top"], one["chance"]
         above = "not asked" if top["above"] is None else ", ".join(top["above"]) or "none"
         rows.append(
             [
                 protocol,
-                f"{taus}{good}",
+                f"{_taus(one['tau'])}{good}",
+                _taus(one["tau_with_ceilings"]),
                 f"{one['told_apart']} of {one['pairs']}",
                 len(one["swapped"]),
                 "not known" if chance is None else _chance(chance),
                 f"{top['oracle']}: {above}",
             ]
         )
-    heads = ["protocol", f"tau of two seeds (> {_BOUND:g}?)", "pairs told apart", "of them swapped by a seed"]
+    heads = ["protocol", f"tau of two seeds (> {_BOUND:g}?)", "with the oracles", "pairs told apart"]
+    heads += ["of them swapped by a seed"]
     yield "\n".join(markdown([*heads, "random − chance", "above the oracle"], rows)) + "\n"
     yield (
-        f"Told apart: the mean difference on the same texts exceeds {TOLD_APART:g} standard errors. Chance: what the "
-        "answers of `random` score on another text's questions of the same task; its own questions are about texts of "
-        "which it keeps a share, in each head other units, and where what a fact needs is among them it knows the "
-        "answer, the more of it the more it keeps. Above the oracle: methods that keep no more than the budget and are "
-        "ahead of it by that much.\n"
+        "Tau: Kendall's, of the methods; oracles are ceilings, of which several answer everything, and their column "
+        f"counts them too. Told apart: the mean difference on the same texts exceeds {TOLD_APART:g} standard errors. "
+        "Chance: what the answers of `random` score on another text's questions of the same task; its own questions "
+        "are about texts of which it keeps a share, in each head other units, and where what a fact needs is among "
+        "them it knows the answer, the more of it the more it keeps. Above the oracle: methods that keep no more than "
+        "the budget and are ahead of it by that much.\n"
     )
+
+
+def _taus(found: Sequence[float | None]) -> str:
+    return ", ".join("none" if tau is None else f"{tau:.2f}" for tau in found) or "one seed"
 
 
 def _chance(found: Mapping[str, Any]) -> str:
@@ -387,8 +393,7 @@ def _asked(record: Mapping[str, Any]) -> Iterator[str]:
     yield "## What was asked\n"
     rows = []
     for part in record["parts"]:
-        units = [f"{part['name']}-{seed}" for seed in part["seed_numbers"]]
-        seconds = sum(record["seconds"].get(name, 0.0) for name in units)
+        seconds = sum(record["seconds"].get(name, 0.0) for name in part["units"])
         budgets = ", ".join(f"{budget:,}" for budget in part["budgets"])
         rows.append(
             [
@@ -396,7 +401,7 @@ def _asked(record: Mapping[str, Any]) -> Iterator[str]:
                 part["protocol"],
                 part["methods"],
                 budgets,
-                f"{part['texts']} × {len(units)}",
+                f"{part['texts']} × {part['seeds']}",
                 part["questions"] or 1,
                 f"{part['answers']:,}",
                 f"{seconds / 60:.1f}",

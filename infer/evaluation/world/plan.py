@@ -1,7 +1,8 @@
-"""What `--suite world` asks: parts that answer a question each, nine hours of one core, an hour and a half of seven.
+"""What `--suite world` asks: parts that answer a question each, nine hours of one core, an hour of ten.
 
-A part is a grid of tasks, methods, lengths, budgets and one protocol, asked with one seed or several; each part and
-seed is a unit, which is an ordinary evaluation with a folder, a recipe and a record of its own. All methods at every
+A part is a grid of tasks, methods, lengths, budgets and one protocol, asked with one seed or several. Each part and
+seed is a unit, or several with some of the methods each, so that many cores share the work; a unit is an ordinary
+evaluation with a folder, a recipe and a record of its own. All methods at every
 budget on 42 texts per cell, with three seeds and both protocols, would take a laptop a day. So:
 
     field           every method at one budget on 42 texts per cell, of three seeds: the table, whether trained
@@ -17,6 +18,7 @@ budget on 42 texts per cell, with three seeds and both protocols, would take a l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -62,6 +64,8 @@ AWARE_TEXTS = 21
 """Where a text has one question. More methods answer all there, and the noise decides their order."""
 BATCH = 8
 """Answers that are written side by side."""
+MOST_METHODS = 12
+"""Of a unit of the field, which takes half an hour then."""
 BEST = 3
 """Presses that are asked on all of the field's texts."""
 
@@ -121,17 +125,19 @@ OF_CAPACITY = (
 
 @dataclass(frozen=True)
 class Unit:
-    """A part with one seed."""
+    """A part with one seed, or with some of the methods of it."""
 
     part: Part
     seed: int
     options: Mapping[str, Any]
     """Of `locret-eval`, besides those of the backbone."""
+    piece: int | None = None
+    """Which of the methods it asks, from 1; None where it asks all."""
 
     @property
     def name(self) -> str:
         """The unit's folder."""
-        return f"{self.part.name}-{self.seed}"
+        return f"{self.part.name}-{self.seed}" + ("" if self.piece is None else f".{self.piece}")
 
 
 @dataclass(frozen=True)
@@ -272,8 +278,9 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
                     "one mask serves all layers in transformers, and this press keeps unequal numbers in them"
                 )
             found += [
-                Unit(part, seed, _options(what, part, own, taken, seed))
+                Unit(part, seed, _options(what, part, some, taken, seed), piece)
                 for seed in range(what.seed, what.seed + _seeds(what, part))
+                for piece, some in _pieces(part, own)
             ]
     return found, missing
 
@@ -329,6 +336,19 @@ def _seeds(what: Asked, part: Part) -> int:
     if what.seeds is None or part.seeds == SEEDS:
         return what.seeds or part.seeds
     return min(what.seeds, part.seeds)
+
+
+def _pieces(part: Part, names: Sequence[str]) -> list[tuple[int | None, Sequence[str]]]:
+    """Return the methods of each of a part's units of one seed, and the unit's number if there are several.
+
+    Oracles come last, so that the labels of a text are made by as few units as can be.
+    """
+    count = math.ceil(len(names) / MOST_METHODS) if part.seeds == SEEDS and not part.presses else 1
+    if count == 1:
+        return [(None, names)]
+    ordered = sorted(names, key=methods.knows_answers)
+    size = math.ceil(len(names) / count)
+    return [(nth + 1, ordered[nth * size : (nth + 1) * size]) for nth in range(count)]
 
 
 def _facts(what: Asked) -> list[int]:

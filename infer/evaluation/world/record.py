@@ -95,7 +95,7 @@ def compiled(
         ],
         "order": {
             protocol: {
-                **ordering.stability(scores),
+                **ordering.stability(scores, list(filter(methods.knows_answers, scores))),
                 "top": top(scores, protocol),
                 "chance": (chance or {}).get(protocol),
             }
@@ -139,9 +139,10 @@ def _part(name: str, units: Sequence[Unit], answers: Sequence[Any]) -> dict[str,
     options = own[0].options
     return {
         **{name: value for name, value in asdict(own[0].part).items() if name != "asks"},
-        "seeds": len(own),
-        "seed_numbers": [unit.seed for unit in own],
-        "methods": len(options["methods"]),
+        "seeds": len({unit.seed for unit in own}),
+        "seed_numbers": sorted({unit.seed for unit in own}),
+        "units": [unit.name for unit in own],
+        "methods": len({name for unit in own for name in unit.options["methods"]}),
         "budgets": options["budget"],
         "lengths": options["lengths"],
         "texts": options["samples"],

@@ -40,6 +40,8 @@ from locret.infer.speed.estimate import spoken
 
 TIMES = "seconds.json"
 _MODULE = "locret.infer.evaluation.{}"
+_TEXTS = ("seed", "samples", "questions", "lengths", "tasks")
+"""Options that say which texts a unit reads, and what is asked of them."""
 _LOOK, _SAVE = 0.5, 15.0
 """Seconds between two looks at what the units have written, and between two records of the time they took."""
 
@@ -105,7 +107,7 @@ class World:
             self.processes,
         )
         try:
-            made.check(self.tokenizer)
+            made.check(self.tokenizer, self.alike(unit))
         except ValueError as error:
             if unit.part.protocol == AWARE and str(error).startswith("--protect"):
                 raise ValueError(
@@ -121,6 +123,20 @@ class World:
         self.left_out |= {f"{one.task} @ {one.tokens}": one.reason for one in made.unmade}
         self.out |= {one.task for one in made.unmade}
         return made
+
+    def alike(self, unit: Unit) -> Job | None:
+        """Return the job of a unit that reads the same texts, if one has been checked."""
+        read = [unit.options.get(name) for name in _TEXTS]
+        return next(
+            (
+                self.jobs[one.name]
+                for one in self.units
+                if one.name in self.jobs
+                and one.name != unit.name
+                and [one.options.get(name) for name in _TEXTS] == read
+            ),
+            None,
+        )
 
     def leave_out(self, job: Job) -> None:
         """Take tasks from a job that some unit cannot make at some length: means are of the same tasks everywhere.
@@ -192,7 +208,7 @@ def prepare(
         raise ValueError(f"--parts best_{part} asks the best of {part}; add {part}, or name them in --methods")
     with _once_each():
         grids = [unit for unit in units if not unit.part.capacity]
-        for unit in grids:
+        for unit in tqdm(grids, "making texts", unit="unit", disable=True if report.quiet else None):
             world.jobs[unit.name] = world.job(unit)
         for unit in grids:
             world.leave_out(world.jobs[unit.name])
@@ -262,7 +278,7 @@ def _check_output(world: World) -> None:
 def _other_units(world: World) -> list[str]:
     """Return the folders of units that this run does not ask."""
     named = "|".join(part.name for part in plan.PARTS)
-    found = {name for name in visible(world.output) if re.fullmatch(rf"({named})-(-?\d+)", name)}
+    found = {name for name in visible(world.output) if re.fullmatch(rf"({named})-(-?\d+)(\.\d+)?", name)}
     return sorted(found - {unit.name for unit in world.units})
 
 
@@ -322,7 +338,7 @@ def _clear(world: World) -> None:
 
     for name in visible(world.output):
         path = world.output / name
-        if not re.fullmatch(rf"({'|'.join(part.name for part in plan.PARTS)})-(-?\d+)(\.yaml|\.log)?", name):
+        if not re.fullmatch(rf"({'|'.join(part.name for part in plan.PARTS)})-(-?\d+)(\.\d+)?(\.yaml|\.log)?", name):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
