@@ -425,7 +425,12 @@ def test_a_task_that_one_seed_cannot_make_is_asked_with_none(
 
 @pytest.mark.parametrize("part", ["field", "field_aware"])
 def test_methods_are_shared_out_over_units_without_a_change_of_the_record(
-    part: str, few_tasks: None, backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str,
+    few_tasks: None,
+    backbone: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = [*("--model", str(backbone), "--dtype", "float32", "--suite", "world", "--parts", part)]
     line += ["--methods", "oracle,full,random,h2o", "--lengths", "256", "--budget", "40", "--samples", "1"]
@@ -448,8 +453,33 @@ def test_methods_are_shared_out_over_units_without_a_change_of_the_record(
     only = whole["config"].keys() ^ shared["config"].keys()
     assert only <= {"methods", "runs"}, only
     assert {**shared, "config": None} == {**whole, "config": None}
-    with pytest.raises(ValueError, match=rf"holds {part}-0\.1, .*, {part}-1\.2 too, which would be lost to its record"):
+    with pytest.raises(
+        ValueError, match=rf"holds {part}-0\.1, .*, {part}-1\.2, and the methods that are asked now are"
+    ):
         command([*line, str(tmp_path / "shared"), "--resume", "--methods", "random"])
+    # What some methods alone hear, and what brings a method of its own, is asked in one unit.
+    for own in (["--decode-budget", "120"], ["--methods", "full,random,h2o+adaptive_heads", "--head-floor", "0.5"]):
+        capsys.readouterr()
+        command([*line[:-1], *own, "--dry-run"])
+        assert [unit["unit"] for unit in json.loads(capsys.readouterr().out)["units"]] == [f"{part}-0", f"{part}-1"]
+
+
+def test_a_unit_whose_methods_are_chosen_late_has_the_texts_that_were_made(
+    monkeypatch: pytest.MonkeyPatch, backbone: Path
+) -> None:
+    few = replace(suites.get("world"), tasks=("multikey", "passkey"))
+    monkeypatch.setattr(plan.suites, "get", lambda _: few)
+    worlds: list[suite.World] = []
+    monkeypatch.setattr(suite, "described", lambda world: worlds.append(world) or {})
+    line = [*("--suite", "world", "--model", str(backbone), "--dtype", "float32", "--parts", "field,budgets")]
+    line += ["--methods", "random", "--lengths", "150,600", "--budget", "32,16", "--samples", "1", "--dry-run"]
+    command(line)
+    (world,) = worlds
+    assert world.out == {"multikey"}, "and no text of passkey has several questions"
+    unit = replace(world.units[0], seed=7)
+    made = world.job(unit)
+    world.leave_out(made)
+    assert [case.axes for case in made.cases] == [case.axes for case in world.jobs[world.units[0].name].cases]
 
 
 def test_without_matplotlib_the_page_has_no_pictures_and_an_interrupt_says_how_to_go_on(

@@ -358,8 +358,8 @@ def _order(record: Mapping[str, Any]) -> Iterator[str]:
         rows.append(
             [
                 protocol,
-                f"{_taus(one['tau'])}{good}",
-                _taus(one["tau_with_ceilings"]),
+                f"{_taus(one, 'tau')}{good}",
+                _taus(one, "tau_with_ceilings"),
                 f"{one['told_apart']} of {one['pairs']}",
                 len(one["swapped"]),
                 "not known" if chance is None else _chance(chance),
@@ -379,8 +379,10 @@ def _order(record: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _taus(found: Sequence[float | None]) -> str:
-    return ", ".join("none" if tau is None else f"{tau:.2f}" for tau in found) or "one seed"
+def _taus(order: Mapping[str, Any], name: str) -> str:
+    if len(order["seeds"]) < 2:
+        return "one seed"
+    return ", ".join("none" if tau is None else f"{tau:.2f}" for tau in order[name]) or "oracles alone"
 
 
 def _chance(found: Mapping[str, Any]) -> str:

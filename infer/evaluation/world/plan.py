@@ -280,7 +280,7 @@ def units(what: Asked) -> tuple[list[Unit], dict[str, str]]:
             found += [
                 Unit(part, seed, _options(what, part, some, taken, seed), piece)
                 for seed in range(what.seed, what.seed + _seeds(what, part))
-                for piece, some in _pieces(part, own)
+                for piece, some in _pieces(what, part, own)
             ]
     return found, missing
 
@@ -338,12 +338,14 @@ def _seeds(what: Asked, part: Part) -> int:
     return min(what.seeds, part.seeds)
 
 
-def _pieces(part: Part, names: Sequence[str]) -> list[tuple[int | None, Sequence[str]]]:
+def _pieces(what: Asked, part: Part, names: Sequence[str]) -> list[tuple[int | None, Sequence[str]]]:
     """Return the methods of each of a part's units of one seed, and the unit's number if there are several.
 
-    Oracles come last, so that the labels of a text are made by as few units as can be.
+    Oracles come last, so that the labels of a text are made by as few units as can be. Where the user sets more than
+    every method hears, there is one unit: others might have none that hears it, or each the floor of what is evicted.
     """
-    count = math.ceil(len(names) / MOST_METHODS) if part.seeds == SEEDS and not part.presses else 1
+    shared = part.seeds == SEEDS and not part.presses and what.policy.keys() == POLICY.keys()
+    count = math.ceil(len(names) / MOST_METHODS) if shared else 1
     if count == 1:
         return [(None, names)]
     ordered = sorted(names, key=methods.knows_answers)

@@ -62,6 +62,8 @@ class World:
     tokenizer: Any
     jobs: dict[str, Job] = field(default_factory=dict)
     """By unit; those of a part that waits for another with methods that stand for its own."""
+    whole: dict[str, Job] = field(default_factory=dict)
+    """By what they read, the first of the jobs, with tasks that are left out since."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Tasks that cannot be made at a length, and why."""
     out: set[str] = field(default_factory=set)
@@ -106,8 +108,9 @@ class World:
             (self.chosen - {"parts", "seeds"}) | unit.options.keys() - {"tasks", "lengths"},
             self.processes,
         )
+        texts = json.dumps([unit.options.get(name) for name in _TEXTS])
         try:
-            made.check(self.tokenizer, self.alike(unit))
+            made.check(self.tokenizer, self.whole.get(texts))
         except ValueError as error:
             if unit.part.protocol == AWARE and str(error).startswith("--protect"):
                 raise ValueError(
@@ -120,23 +123,10 @@ class World:
                     f"which part {unit.part.name} asks; raise the shortest"
                 ) from error
             raise
+        self.whole.setdefault(texts, replace(made))
         self.left_out |= {f"{one.task} @ {one.tokens}": one.reason for one in made.unmade}
         self.out |= {one.task for one in made.unmade}
         return made
-
-    def alike(self, unit: Unit) -> Job | None:
-        """Return the job of a unit that reads the same texts, if one has been checked."""
-        read = [unit.options.get(name) for name in _TEXTS]
-        return next(
-            (
-                self.jobs[one.name]
-                for one in self.units
-                if one.name in self.jobs
-                and one.name != unit.name
-                and [one.options.get(name) for name in _TEXTS] == read
-            ),
-            None,
-        )
 
     def leave_out(self, job: Job) -> None:
         """Take tasks from a job that some unit cannot make at some length: means are of the same tasks everywhere.
@@ -269,6 +259,12 @@ def _check_output(world: World) -> None:
     if not (report.resume or report.overwrite):
         raise ValueError(f"--output {output} holds this suite already; --resume goes on, --overwrite starts again")
     if report.resume and (others := _other_units(world)):
+        seeds = {f"{unit.part.name}-{unit.seed}" for unit in world.units}
+        if divided := [name for name in others if name.partition(".")[0] in seeds]:
+            raise ValueError(
+                f"--output {output} holds {', '.join(divided)}, and the methods that are asked now are shared out over "
+                "other units; name those that it was begun with, choose another folder, or --overwrite"
+            )
         raise ValueError(
             f"--output {output} holds {', '.join(others)} too, which would be lost to its record; name their parts in "
             "--parts (and --protocol, --seeds), choose another folder, or --overwrite"
