@@ -148,7 +148,7 @@ def made(setup: Setup, task: GeneratedTask, options: LostUnitsOptions) -> Iterat
     """
     tokenizer = setup.tokenizer
     for index in range(options.samples):
-        sample = _sample(task, tokenizer, options, index)
+        sample = text_of(task, tokenizer, options, index)
         text = SharedText(setup, task, sample)
         ids_1D, pairs = torch.empty(0), []
         for question in sample.asked[: options.questions]:
@@ -160,7 +160,7 @@ def made(setup: Setup, task: GeneratedTask, options: LostUnitsOptions) -> Iterat
         yield Asked(ids_1D, tuple(pairs), text.labels, tuple(kinds))
 
 
-def _sample(task: GeneratedTask, tokenizer: Any, options: LostUnitsOptions, index: int) -> Sample:
+def text_of(task: GeneratedTask, tokenizer: Any, options: LostUnitsOptions, index: int) -> Sample:
     """Return one text.
 
     Raises:
@@ -322,7 +322,7 @@ def measure(options: LostUnitsOptions) -> dict[str, Any]:
         task = tasks.get(name)
         assert isinstance(task, GeneratedTask)
         for index in range(options.samples):
-            _sample(task, loaded.tokenizer, options, index)
+            text_of(task, loaded.tokenizer, options, index)
     found = {}
     for name in options.names():
         task, comparison = tasks.get(name), Comparison(setup, policy, options.by)
