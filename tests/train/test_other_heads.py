@@ -11,8 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from locret import RetentionPolicy
-from locret.infer.evaluation.other_heads import (
+from checkpoints.build.other_heads import (
     KINDS,
     ORACLE,
     Kind,
@@ -24,6 +23,7 @@ from locret.infer.evaluation.other_heads import (
     held_attention,
     own_budgets,
 )
+from locret import RetentionPolicy
 from locret.train import retention_loss
 
 SMALL = ["--model", "checkpoints/tiny", "--hidden-dim", "16", "--steps", "3", "--tokens", "300", "--samples", "1"]
@@ -143,7 +143,7 @@ def test_a_loss_that_is_no_number_is_said_and_nothing_is_left(tmp_path: Path) ->
 def test_what_cannot_be_written_or_made_is_refused_before_anything_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("locret.infer.evaluation.other_heads.made", Mock(side_effect=AssertionError))
+    monkeypatch.setattr("checkpoints.build.other_heads.made", Mock(side_effect=AssertionError))
     (tmp_path / "file").touch()
     with pytest.raises((ValueError, OSError), match="--output .*/file/sub cannot be"):
         command([*SMALL, "--budget", "24", "--output", str(tmp_path / "file/sub")])
@@ -158,7 +158,7 @@ def test_texts_that_are_learnt_from_are_others_than_those_that_are_asked(monkeyp
         asked.append((task.name, options.tokens, options.samples, options.seed))
         return iter([(task.name, options.seed, n) for n in range(options.samples)])
 
-    monkeypatch.setattr("locret.infer.evaluation.other_heads.made", fake)
+    monkeypatch.setattr("checkpoints.build.other_heads.made", fake)
     options = OtherHeadsOptions(train_tasks="multikey,number", train_tokens="256,256,512", steps=10)
     texts = list(_learnt_from(None, options))  # type: ignore[arg-type]
     assert asked == [

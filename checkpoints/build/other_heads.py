@@ -1,6 +1,6 @@
 """Heads of other kinds than the package has: would they keep more? A trial by their scores alone.
 
-    python -m locret.infer.evaluation.other_heads --model checkpoints/world --output runs/other-heads
+    python -m checkpoints.build.other_heads --model checkpoints/world --output runs/other-heads
 
 All kinds are trained side by side, on the same texts in the same order. Then texts of other seeds are read with each
 kind's scores, taken from a read that loses nothing, in the place of the oracle's labels, and their questions are asked
@@ -497,7 +497,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         OSError: If the file cannot be written.
     """
     title = "What heads of other kinds would keep."
-    (options,), _ = parse_options("locret.infer.evaluation.other_heads", title, [OtherHeadsOptions], argv)
+    (options,), _ = parse_options("checkpoints.build.other_heads", title, [OtherHeadsOptions], argv)
     # Whether the folder can be written is known before anything is trained.
     with nullcontext() if options.output is None else locked(options.output, f"--output {options.output}"):
         record = measure(options)
@@ -513,4 +513,4 @@ def command(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     from locret.cli.command import run
 
-    run(command, prog="locret.infer.evaluation.other_heads")
+    run(command, prog="checkpoints.build.other_heads")
