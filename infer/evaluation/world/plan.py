@@ -2,8 +2,8 @@
 
 A part is a grid of tasks, methods, lengths, budgets and one protocol, asked with one seed or several. Each part and
 seed is a unit, or several with some of the methods each, so that many cores share the work; a unit is an ordinary
-evaluation with a folder, a recipe and a record of its own. All methods at every
-budget on 42 texts per cell, with three seeds and both protocols, would take a laptop a day. So:
+evaluation with a folder, a recipe and a record of its own. All methods at every budget on 42 texts per cell, with three
+seeds and both protocols, would take a laptop a day. So:
 
     field           every method at one budget on 42 texts per cell, of three seeds: the table, whether trained
                     heads are ahead, and whether the order of the methods is stable. Agnostic: one read per text, two
@@ -65,7 +65,7 @@ AWARE_TEXTS = 21
 BATCH = 8
 """Answers that are written side by side."""
 MOST_METHODS = 12
-"""Of a unit of the field, which takes half an hour then."""
+"""Of one unit of the field; a unit takes about half an hour then."""
 BEST = 3
 """Presses that are asked on all of the field's texts."""
 
