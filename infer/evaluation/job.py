@@ -292,6 +292,9 @@ def prepare(
     evaluation, methods, floor = _with_floor(evaluation, methods, long)
     config = loading.load_config(model)
     loading.check_matches(scorer, heads, config)
+    for method in methods:
+        if method.scorer is not None:
+            method.scorer.check_backbone(config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
     feasible.check(evaluation, methods, allotments, config, device, dtype)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -306,7 +309,10 @@ def prepare(
     for run in runs:
         if run.policy is not None:
             check_named(run.policy)
-            _limits(run.method, run.policy, heads, config)
+            try:
+                _limits(run.method, run.policy, heads, config)
+            except ValueError as error:
+                raise ValueError(f"method {run.method.name}: {error}") from error
     job = Job(
         model=model,
         scorer=scorer,

@@ -69,8 +69,9 @@ def test_a_gate_that_is_damaged_or_another_one_than_before_is_refused(
     flags += ["--output", str(output), "--methods"]
     whole = (gate / "config.json").read_text()
     (gate / "config.json").write_text(json.dumps({**json.loads(whole), "input_dim": None}))
-    with pytest.raises(ValueError, match="scorer kvzap: "):
-        evaluate([*flags, f"kvzap:path={gate}"])
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(ValueError, match="scorer kvzap: "):
+            evaluate([*flags, f"kvzap:path={gate}", *more])
     assert not output.exists()
     (gate / "config.json").write_text(whole)
     assert evaluate([*flags, f"random,kvzap:path={gate}"]) == 0
