@@ -108,9 +108,9 @@ def _plan(training: TrainingRun, process: PartialState) -> list[str]:
     row = f"a row of {planned:,} tokens"
     if planned < training.longest_row():
         row += f" (longer ones are read whole and take more; --max-tokens {planned} leaves them out)"
-    memory = ", ".join(f"{name.replace('_', ' ')} {gibibytes(count)}" for name, count in training.plan().items())
+    memory = {name.replace("_", " "): count for name, count in training.plan().items()}
     for place, count in training.weights.elsewhere(training.device).items():
-        memory += f"; backbone on {place} {gibibytes(count)}"
+        memory[f"backbone on {place}"] = count
     flops = training.step_flops(process)
     work = "unknown, a mixture of experts does as much as its router says"
     if flops is not None:
@@ -121,7 +121,8 @@ def _plan(training: TrainingRun, process: PartialState) -> list[str]:
             work += f", {time} for all steps on a GPU that does {_ASSUMED_RATE:.0e} a second"
     return [
         f"plan: {steps:,} steps on {training.data.dataset} for {training.backbone.model}, into {training.run.output}",
-        f"  memory on {training.device}, for {row}: {memory}",
+        f"  memory on {training.device}, for {row}:",
+        *(f"    {name:<16} {gibibytes(count):>12}" for name, count in memory.items()),
         f"  work, if all rows were so long, and each were read once: {work}; the time it takes here is known after the "
         "first steps",
     ]
@@ -133,20 +134,16 @@ def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int
         training.fetch()
         training.open_rows(process)
     rows = training.stream.size if local else None
-    resolved, plan = {**training.resolved_options(), "device": str(process.device)}, training.plan()
+    resolved = {**training.resolved_options(), "device": str(process.device)}
     if training.run.json:
-        flops = training.step_flops(process)
-        weights = training.weights.to_dict()
-        record = {"config": resolved, "rows": rows, "memory_bytes": plan, "weight_bytes": weights, "step_flops": flops}
-        print_json(record)
+        known = {"memory_bytes": training.plan(), "weight_bytes": training.weights.to_dict()}
+        print_json({"config": resolved, "rows": rows, **known, "step_flops": training.step_flops(process)})
         return 0
     import yaml
 
     print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
     shown = "streamed" if training.data.streaming else "an unknown number of" if rows is None else rows
-    print(f"\n# {shown} rows; memory plan:")
-    for name, count in plan.items():
-        print(f"#   {name.replace('_', ' '):<10} {count / 2**20:>12,.1f} MiB")
+    print(f"\n# {shown} rows")
     print("\n".join(f"# {line}" for line in _plan(training, process)))
     return 0
 

@@ -56,7 +56,7 @@ def test_one_option_is_a_complete_command(tmp_path: Path) -> None:
         dry: Any = subprocess.run([*command, "--dry-run"], **run)
         assert dry.returncode == 0, dry.stderr[-2000:]
         assert hub.requests == []  # nothing is fetched for a plan
-        assert "# an unknown number of rows; memory plan:" in dry.stdout
+        assert "# an unknown number of rows\n" in dry.stdout
         assert "operations a step, 54 minutes for all steps on a GPU that does 1e+14 a second;" in dry.stdout
         done: Any = subprocess.run([*command, "--steps", "2"], **run)
     assert done.returncode == 0, done.stderr[-2000:]

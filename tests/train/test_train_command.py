@@ -45,7 +45,8 @@ def test_a_dry_run_prints_options_and_memory_without_weights(
     text = capsys.readouterr().out
     shown = yaml.safe_load(text)
     assert (shown["steps"], shown["lr"], shown["alpha"], shown["dtype"]) == (6, 5e-4, 2.5e-3, "float32")
-    assert "6 rows; memory plan:" in text
+    assert "\n# 6 rows\n# plan: 6 steps on " in text
+    assert text.count("gradients") == 1
     assert train(paths, tmp_path / "run", "--dry-run", "--json") == 0
     plan = json.loads(capsys.readouterr().out)["memory_bytes"]
     weights = 2 * 8 * (64 + 2)  # layers * d_R * (features + scores)
