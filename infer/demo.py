@@ -105,6 +105,7 @@ def train(options: DemoOptions, tokenizer: Any) -> str:
     write_rows(list(question_rows(tokenizer, options.rows, [options.row_tokens], seed=1)), rows)
     flags = ["--model", options.model, "--dataset", str(rows), "--steps", str(options.steps), "--output", str(heads)]
     flags += ["--warmup-steps", str(min(10, options.steps - 1)), "--log-every", "10"]
+    flags += ["--eval-rows", "0"]  # what the heads are worth is what the evaluation says
     _call("locret-train", "locret.train.command", ["--config", options.recipe, *flags, "--overwrite"], options.threads)
     return str(heads)
 
