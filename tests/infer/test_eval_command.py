@@ -243,7 +243,6 @@ def test_mistakes_are_refused_with_the_way_out_and_write_nothing(
         ),
         (("--methods", "random,nacl+adaptive_heads"), "method nacl+adaptive_heads: head_budgets"),
         (("--methods", "random,snapkv+shares"), 'method snapkv+shares: layer_budgets="shares" needs a share of'),
-        (("--methods", "random,kvzap:path=/no/where"), "scorer kvzap: "),
         (
             ("--methods", "snapkv:window=600+prompt_end"),
             "looks back 600 tokens at the prompt's end, but chunk_size=512",
