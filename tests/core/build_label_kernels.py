@@ -1,6 +1,6 @@
 """Compile the label kernels for GPUs that need not be there; print the shared memory that each takes.
 
-python tests/core/build_label_kernels.py 90 bf16 128     # compute capability 9.0, dtype, head dim
+python -m tests.core.build_label_kernels 90 bf16 128     # compute capability 9.0, dtype, head dim
 """
 
 from __future__ import annotations
