@@ -24,8 +24,9 @@ PARTS = {
     AWARE: ("field_aware", "presses_aware", "best_presses_aware"),
 }
 """The parts that the table and a map show: one budget, all methods; of a method that is in several, the last."""
-_NAMED = 7.0
-"""Points of the scale by which a method must be apart from those named so far to be named as well."""
+_APART, _BEST_APART = (3.5, 3.5), (0.5, 1.5)
+"""Octaves of bytes or points of the scale by which a point must be apart from those named so far to be named as well,
+and the same for one that is not beaten."""
 
 
 def write(record: Mapping[str, Any], folder: Path) -> list[str]:
@@ -109,32 +110,40 @@ def _draw_points(axes: Any, points: Sequence[Held]) -> None:
     best = best_of(points)
     x, y = [one.total for one in best], [one.score for one in best]
     axes.step(x, y, where="post", color=_STEPS, linewidth=4, zorder=0)
-    _name(axes, points)
+    for one in named(points):
+        # To the left what is not beaten, to the right the others.
+        side, offset = ("right", (-3, 5)) if one in best else ("left", (6, 2))
+        label, place = f"{one.method} {one.amount}", (one.total, one.score)
+        axes.annotate(label, place, xytext=offset, textcoords="offset points", ha=side, fontsize=7, color=INK)
     axes.set_xscale("log", base=2)
     least, most = min(one.total for one in points), max(one.total for one in points)
     ticks = [tick for tick in (2**power for power in range(10, 50)) if least / 2 < tick < 2 * most]
     axes.set_xticks(ticks, [size(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_ylim(-3, 103)
+    axes.set_xlim(left=least / (most / least) ** 0.35)  # room for names
+    axes.set_ylim(-3, 105)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _name(axes: Any, points: Sequence[Held]) -> None:
-    """Write names beside the best points, and beside others where there is room."""
-    placed: list[tuple[float, float]] = []
-    for one in sorted(points, key=lambda one: -one.score):
-        place = 8 * math.log2(one.total), one.score
-        if all(abs(place[0] - x) > 4 * _NAMED or abs(place[1] - y) > _NAMED / 2 for x, y in placed):
-            placed.append(place)
-            label = f"{one.method} {one.amount}"
-            axes.annotate(
-                label, (one.total, one.score), xytext=(6, 2), textcoords="offset points", fontsize=7, color=INK
-            )
+def named(points: Sequence[Held]) -> list[Held]:
+    """Return the points that have room for a name: first those that no other method beats, then others from the top."""
+    best = best_of(points)
+    rest = sorted((one for one in points if one not in best), key=lambda one: -one.score)
+    found: list[Held] = []
+    for one in (*best, *rest):
+        octaves, score = _BEST_APART if one in best else _APART
+        if all(
+            abs(math.log2(one.total / other.total)) > octaves or abs(one.score - other.score) > score for other in found
+        ):
+            found.append(one)
+    return found
 
 
 def draw_map(rows: Sequence[Mapping[str, Any]], protocol: str, path: Path) -> None:
     """Draw the score of every method on every task as a map, the best method first.
+
+    Names of methods that were asked fewer texts than others are grey, with how many of a task.
 
     Raises:
         ValueError: If matplotlib is not installed.
@@ -142,9 +151,9 @@ def draw_map(rows: Sequence[Mapping[str, Any]], protocol: str, path: Path) -> No
     """
     tasks = list(dict.fromkeys((row["task"], row["tokens"]) for row in rows))
     cells = {(row["method"], row["task"], row["tokens"]): row["score"] for row in rows}
-    named = list(dict.fromkeys(row["method"] for row in rows))
-    means = {name: _mean([cells[(name, *task)] for task in tasks if (name, *task) in cells]) for name in named}
-    order = sorted(named, key=lambda name: -means[name])
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    means = {name: _mean([cells[(name, *task)] for task in tasks if (name, *task) in cells]) for name in methods}
+    order = sorted(methods, key=lambda name: -means[name])
     values = [[cells.get((name, *task), math.nan) for task in tasks] for name in order]
     figure = new_figure(0.34 * len(tasks) + 3.6, 0.2 * len(order) + 2.2)
     axes = figure.subplots()
@@ -153,11 +162,18 @@ def draw_map(rows: Sequence[Mapping[str, Any]], protocol: str, path: Path) -> No
     several = len({tokens for _, tokens in tasks}) > 1
     labels = [f"{name} @ {tokens:,}" if several else name for name, tokens in tasks]
     axes.set_xticks(range(len(tasks)), labels, rotation=60, ha="right", fontsize=7)
-    axes.set_yticks(range(len(order)), [f"{name}  {means[name]:.0f}" for name in order], fontsize=7)
+    texts = {name: max(row["texts"] for row in rows if row["method"] == name) for name in methods}
+    most = max(texts.values())
+    few = {name: f" ({texts[name]} of {most} texts)" for name in order if texts[name] < most}
+    labels = [f"{name}{few.get(name, '')}  {means[name]:.0f}" for name in order]
+    axes.set_yticks(range(len(order)), labels, fontsize=7)
+    for name, label in zip(order, axes.get_yticklabels(), strict=True):
+        label.set_color(_YARDSTICK if name in few else INK)
     axes.tick_params(length=0)
     figure.colorbar(image, ax=axes, label="score (0 to 100)", fraction=0.03, pad=0.015)
     budget = next((f"budget {row['budget']:,}" for row in rows if row["budget"] is not None), "nothing evicted")
-    axes.set_title(f"{protocol}, {budget}; behind each name its mean", fontsize=9, loc="left", color=INK)
+    also = "; grey names: fewer texts" if few else ""
+    axes.set_title(f"{protocol}, {budget}; behind each name its mean{also}", fontsize=9, loc="left", color=INK)
     save(figure, path)
 
 
