@@ -28,6 +28,8 @@ class KeyNormScorer(Scorer):
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
+        key_BKLD = chunk.key[:, :, -chunk.new_tokens :]
         # In half precision the norms of many keys would round to one value.
-        norms: Tensor = torch.linalg.vector_norm(chunk.key[:, :, -chunk.new_tokens :], dim=-1, dtype=torch.float32)
-        return -norms
+        dtype = torch.promote_types(key_BKLD.dtype, torch.float32)
+        norms: Tensor = torch.linalg.vector_norm(key_BKLD, dim=-1, dtype=dtype)
+        return -norms.float()

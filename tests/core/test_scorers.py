@@ -98,6 +98,19 @@ def test_scores_are_float32_one_per_unit_and_no_worse_than_finite(
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_backbone_in_float64_keeps_what_it_keeps_in_float32(name: str) -> None:
+    held = []
+    for dtype in (torch.float32, torch.float64):
+        model = build("llama")
+        scorer = make(name, model)
+        cache = RetentionCache(model.to(dtype), scorer, policy_of(name))
+        prefill(model, prompt(60), cache)
+        held.append((cache.kept_positions(1), cache.kept_scores(1)))
+        assert held[-1][1].dtype == torch.float32
+    torch.testing.assert_close(held[0], held[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
 def test_two_sequences_in_a_row_equal_two_fresh_runs(name: str) -> None:
     model = build("llama")
