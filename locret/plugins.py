@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -31,7 +31,21 @@ def is_reference(name: str) -> bool:
 
 def announced(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of a group by name; none of them is loaded."""
+    return dict(_announced(group, tuple((place, _changed(place)) for place in sys.path)))
+
+
+@lru_cache(maxsize=64)
+def _announced(group: str, places: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
+    """Read the metadata of all packages once, until one comes or goes where Python looks; hundreds are usual."""
     return {point.name: point for point in entry_points(group=group)}
+
+
+def _changed(place: str) -> int:
+    """Return when something was last put into a folder, 0 if it is none."""
+    try:
+        return os.stat(place or os.curdir).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def load_announced(point: EntryPoint, what: str) -> Any:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
-from locret import scorers
+from locret import plugins, scorers
 from locret.data import tasks
 
 ROOT = Path(__file__).parents[2]
@@ -151,6 +153,22 @@ def test_an_announced_scorer_is_as_good_as_ours(installed: None) -> None:
     assert scorers.get("acme_norm:power=2").power == 2  # type: ignore[attr-defined]
     assert scorers.get({"acme_norm": {"power": 2}}) == scorers.get("acme_memory:ValueNorm", power=2.0)
     assert scorers.get("acme_memory:Loose").power == 1  # type: ignore[attr-defined]
+
+
+def test_metadata_is_read_once_until_a_package_comes_or_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Mock(side_effect=plugins.entry_points)
+    monkeypatch.setattr(plugins, "entry_points", read)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = scorers.names()
+    assert scorers.names() == before
+    assert read.call_count == 1
+    metadata = tmp_path / "late_memory-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: late-memory\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[locret.scorers]\nlate_norm = late_memory:ValueNorm\n")
+    assert set(scorers.names()) - set(before) == {"late_norm"}, "as after a pip install in a notebook"
+    shutil.rmtree(metadata)
+    assert scorers.names() == before
 
 
 def test_methods_and_benchmarks_take_them_too(installed: None) -> None:
