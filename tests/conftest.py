@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -98,6 +99,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
         monkeypatch.setenv("HF_TOKEN", WRITE_TOKEN)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
         yield server
+
+
+def pytest_collection_finish() -> None:
+    """Take what all tests share out of garbage collection, which would look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
