@@ -84,9 +84,8 @@ def interrupted(folder: Path, name: str, number: int, after: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "after"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.3), (signal.SIGINT, 1.5), (signal.SIGTERM, 4.0)]
-)
+@pytest.mark.parametrize("after", [0.0, 0.3, 1.5, 4.0])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("name", LINES)
 def test_a_signal_at_any_moment_is_answered_by_one_line(folder: Path, name: str, number: int, after: float) -> None:
     interrupted(folder, name, number, after)

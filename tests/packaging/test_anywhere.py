@@ -53,12 +53,7 @@ class Anywhere:
         return done.stdout
 
 
-# What is imported from a source tree is looked for there from any folder: the one above it, where it may be taken for a
-# package, stands for all others.
-COMBINATIONS = [(install, place) for install in INSTALLS for place in PLACES[: 3 if install == "wheel" else 2]]
-
-
-@pytest.fixture(params=COMBINATIONS, ids="-".join)
+@pytest.fixture(params=[(install, place) for install in INSTALLS for place in PLACES], ids="-".join)
 def combination(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param  # type: ignore[no-any-return]
 
