@@ -31,7 +31,7 @@ def is_reference(name: str) -> bool:
 
 def announced(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of a group by name; none of them is loaded."""
-    return dict(_announced(group, tuple((place, _changed(place)) for place in sys.path)))
+    return dict(_announced(group, tuple(map(_seen, sys.path))))
 
 
 @lru_cache(maxsize=64)
@@ -40,12 +40,12 @@ def _announced(group: str, places: tuple[tuple[str, int], ...]) -> dict[str, Ent
     return {point.name: point for point in entry_points(group=group)}
 
 
-def _changed(place: str) -> int:
-    """Return when something was last put into a folder, 0 if it is none."""
+def _seen(place: str) -> tuple[str, int]:
+    """Return a folder, and when something was last put into it; 0 if there is none, as Python itself lets pass."""
     try:
-        return os.stat(place or os.curdir).st_mtime_ns
+        return os.path.abspath(place), os.stat(place or os.curdir).st_mtime_ns
     except OSError:
-        return 0
+        return place, 0
 
 
 def load_announced(point: EntryPoint, what: str) -> Any:

@@ -171,6 +171,23 @@ def test_metadata_is_read_once_until_a_package_comes_or_goes(tmp_path: Path, mon
     assert scorers.names() == before
 
 
+def test_each_folder_has_its_own_packages_and_what_is_no_folder_none(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path / "nothing")])
+    empty, gone = tmp_path / "empty", tmp_path / "gone"
+    for folder in (empty, gone):
+        folder.mkdir()
+        os.utime(folder, ns=(7, site.stat().st_mtime_ns))
+    monkeypatch.chdir(empty)
+    assert "acme_norm" not in scorers.names()
+    monkeypatch.chdir(site)
+    assert "acme_norm" in scorers.names(), "a folder that changed at the same time is another one"
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "acme_norm" not in scorers.names()
+
+
 def test_methods_and_benchmarks_take_them_too(installed: None) -> None:
     from locret.infer.evaluation import methods
     from locret.infer.speed import methods as timed
