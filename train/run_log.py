@@ -43,7 +43,7 @@ class RunLog:
         report_to: Sequence[str] = ("tensorboard",),
     ) -> None:
         self.first_step, self.steps, self.layers, self.enabled = first_step, steps, layers, enabled
-        self.started = time.perf_counter()
+        self.started = self._stepped = time.perf_counter()
         if not enabled:
             return
         from tqdm.auto import tqdm
@@ -67,9 +67,15 @@ class RunLog:
             self._bar.close()
 
     def advance(self, step: int) -> None:
-        """Move the progress bar."""
-        if self.enabled:
-            self._bar.update(step - self._bar.n)
+        """Move the progress bar; after the second step, which nothing delays, say how long all take."""
+        if not self.enabled:
+            return
+        self._bar.update(step - self._bar.n)
+        now = time.perf_counter()
+        if step == self.first_step + 2 and step < self.steps:
+            left = self._bar.format_interval((now - self._stepped) * (self.steps - step))
+            self._bar.write(f"a step takes {now - self._stepped:.1f} s, all {self.steps:,} about {left} more", sys.stderr)
+        self._stepped = now
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write the mean losses, overlaps, learning rate and speed since the last record."""

@@ -44,8 +44,9 @@ class BackboneOptions(BackboneSource):
     gate: Literal["locret", "kvzap-linear", "kvzap-mlp", "fast-kvzip", "dms"] = "locret"
     """Architecture of the heads: Locret's, or a gate that others published, which is then written in its authors' form
     as well, into published/ of --output (docs/gates.md)."""
-    hidden_dim: int = 1024
-    """Width between a head's two layers, d_R (Locret, section 4.1); of a gate, if none is given, that of its paper."""
+    hidden_dim: int | None = None
+    """Width between a head's two layers, d_R. If none is given, half the backbone's width, down to a power of two, and
+    at most the paper's 1,024 (Locret, section 4.1); of a gate, that of its paper."""
     neighbours: int = 0
     """Tokens before each one that a head looks at too, through a causal depthwise convolution of its hidden numbers;
     their features are held with every cache. None in the paper."""
@@ -93,9 +94,9 @@ class DataOptions:
     template: Literal["chat", "original", "none"] = "chat"
     """How a row becomes text: the tokenizer's own chat template; the Human/Assistant form that the published heads were
     trained with, whatever the backbone (original); or none."""
-    skip_bad_rows: bool = False
-    """Leave out and report rows that cannot be trained on (no answer, empty prompt, wrong type, invalid UTF-8, longer
-    than the backbone's context, ...), instead of stopping at the first."""
+    skip_bad_rows: bool = True
+    """Leave out and count rows that cannot be trained on (no answer, empty prompt, wrong type, invalid UTF-8, longer
+    than the backbone's context, ...); false stops at the first."""
     min_tokens: int | None = None
     """Leave out shorter rows, in tokens of prompt and answer."""
     max_tokens: int | None = None

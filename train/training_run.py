@@ -22,7 +22,7 @@ from locret.backbone.passes import in_step
 from locret.distributed.ranks import Ranks, launched
 from locret.distributed.tensor_parallel import part_of
 from locret.distributed.ulysses import RowRanks, check_shared
-from locret.heads.config import HeadsConfig
+from locret.heads.config import HeadsConfig, usual_width
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.gates import GATES, LOCRET
 from locret.heads.heads import RetainingHeads
@@ -263,13 +263,14 @@ class TrainingRun:
         self.options |= shape
 
     def _settle_width(self) -> None:
-        """Give a gate the width of its paper, unless one was asked for.
+        """Give heads the width that follows from the backbone, and a gate that of its paper, unless one was asked for.
 
         Raises:
             ValueError: For a width that changes nothing, or processes that would share the gate.
         """
         gate = self.backbone.gate
         if gate == LOCRET:
+            self._take_shape(gate, self.backbone.hidden_dim or usual_width(self.config), self.backbone.neighbours)
             return
         width = GATES[gate].width
         if width is None and "hidden_dim" in self.chosen and self.backbone.hidden_dim != 1:
@@ -277,7 +278,7 @@ class TrainingRun:
                 f"--hidden-dim {self.backbone.hidden_dim} changes nothing of --gate {gate}, which has no hidden layer; "
                 "leave it out"
             )
-        if "hidden_dim" not in self.chosen:
+        if self.backbone.hidden_dim is None:
             self._take_shape(gate, width or 1)
         if self.head_ranks > 1:
             raise ValueError(

@@ -41,6 +41,15 @@ _WORD = re.compile(r"[\w.+/-]{1,200}")
 _CACHED = re.compile(r"models--(.+?)--(.+?)[/\\]snapshots[/\\]([0-9a-f]{40})")
 
 
+def usual_width(model_or_config: Any) -> int:
+    """Return the width of heads for which none was asked: half the backbone's, down to a power of two, at most 1,024.
+
+    The paper's 1,024 (section 4.1) is for backbones 3,072 and 4,096 wide; heads of 1,024 weigh a fifth of one of 576.
+    """
+    width: int = min(PAPER_WIDTH, 1 << ((max(2, hidden_size(model_or_config)) // 2).bit_length() - 1))
+    return width
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
     """Everything about retaining heads except their weights."""
@@ -240,7 +249,7 @@ class HeadsConfig:
 
         Args:
             model_or_config: The backbone or its config.
-            hidden_dim: Width between a head's layers; None for that of the paper.
+            hidden_dim: Width between a head's layers; None: that of a gate's paper, else `usual_width`.
             gate: "locret", or one of `locret.heads.gates.GATES`.
             neighbours: Tokens before each one that one of Locret's heads looks at too.
             numbers: The gate's own, where they are others than usual.
@@ -254,7 +263,7 @@ class HeadsConfig:
         if kind is not None and kind.width is None and hidden_dim is not None:
             raise ValueError(f"hidden_dim={hidden_dim} changes nothing of a gate {gate}, which has no hidden layer")
         if hidden_dim is None:
-            hidden_dim = PAPER_WIDTH if kind is None else kind.width or 1
+            hidden_dim = usual_width(model_or_config) if kind is None else kind.width or 1
         made = None
         if kind is not None:
             made = {"name": gate, "hidden_size": hidden_size(model_or_config), **kind.numbers, **numbers}

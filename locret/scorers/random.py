@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from locret.backbone.adapters import ranks_of
 from locret.backbone.chunk import Chunk
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_seed
+from locret.scorers.option_checks import check_at_least, check_seed
 
 _MASK = (1 << 31) - 1
 
@@ -29,10 +29,17 @@ class RandomScorer(Scorer):
 
     seed: int = 0
     """Seed of the draw."""
+    sinks: int = 0
+    """First tokens of the text that always stay: with 4, the protection that other methods come with."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seed(self.name, self.seed)
+        check_at_least(self.name, 0, sinks=self.sinks)
+
+    def sink_tokens(self, budget: int, recent: int) -> int:
+        """Return the sinks."""
+        return self.sinks
 
     def prepare(self, model: nn.Module) -> int:
         """Return which process this is of those that share the KV heads, from 0."""

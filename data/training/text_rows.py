@@ -1,0 +1,222 @@
+"""Training rows for retaining heads from ordinary texts: pieces of them, and what may be asked of each.
+
+Heads must keep what any question may need, so each row asks for much: the whole piece again (KVzip, arXiv 2505.23416),
+some of its sentences by a few of their words, and what people asked whose answer stands in the piece. The rows are in
+the shared-document schema, for `locret-train --answers each`, whose label is the largest of all answers.
+
+    python -m locret.data.training.text_rows --texts manuals --output rows.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from locret.files import write_text
+
+REQUEST = "Repeat the text above."
+CUES = (
+    'What does the text say about "{}"?',
+    "What does the text say about {}?",
+    'Which sentence mentions "{}"?',
+    "What is said about {}?",
+)
+_SENTENCE = (40, 320)
+"""Characters of a sentence that is asked for: shorter ones are headings, longer ones tables."""
+_LEAST = 200
+"""Characters of a file that is read."""
+_MOST_ASKED = 6
+"""Questions of people in a row."""
+_MARKS = re.compile(r":\w+:`[~!]?([^`<]*?)(?:\s*<[^`]*>)?`|``([^`]*)``|\*")
+"""reStructuredText's marks, which an answer may be without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRowsOptions:
+    """Options of `python -m locret.data.training.text_rows`."""
+
+    texts: str
+    """Folder of texts, read with its folders: every .txt, .md and .rst file."""
+    output: str
+    """JSONL file to write; an existing one is replaced."""
+    questions: str | list[str] = ""
+    """JSONL files of people's questions, with context (a path in --texts), question and answer."""
+    until: float = 1.0
+    """Of a file with questions, the share from its beginning that rows are made of; the rest is for evaluation."""
+    leave_out: str | list[str] = ""
+    """Files of --texts that no row is made of."""
+    rows: int = 1000
+    """Rows to write."""
+    characters: str = "1600-7000"
+    """Least and most characters of a piece, drawn evenly on a logarithmic scale."""
+    sentences: int = 3
+    """Sentences of each piece that are asked for."""
+    seed: int = 0
+    """Same seed and texts, same rows."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("rows", 1), ("sentences", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} {getattr(self, name)} is too small; give {least} or more")
+        if not 0 < self.until <= 1:
+            raise ValueError(f"--until {self.until} is not a share of a file; give more than 0, up to 1")
+        if not Path(self.texts).is_dir():
+            raise ValueError(f"--texts {self.texts} is not a folder; give one with .txt, .md or .rst files")
+        if Path(self.output).suffix != ".jsonl":
+            raise ValueError(f"--output {self.output} has another ending than .jsonl; rename it")
+        self.lengths()
+
+    def lengths(self) -> tuple[int, int]:
+        """Return the least and most characters of a piece.
+
+        Raises:
+            ValueError: If they are not two numbers, the smaller one first.
+        """
+        found = re.fullmatch(r"(\d+)-(\d+)", self.characters)
+        if not found or not _LEAST <= int(found[1]) <= int(found[2]):
+            raise ValueError(
+                f"--characters {self.characters} is not a range of {_LEAST} or more; give such as 1600-7000"
+            )
+        return int(found[1]), int(found[2])
+
+
+def _names(given: str | list[str]) -> list[str]:
+    return [name.strip() for name in (given.split(",") if isinstance(given, str) else given) if name.strip()]
+
+
+def flat(text: str) -> str:
+    """Return a text with one space for all white space."""
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def unmarked(text: str) -> str:
+    """Return a text without reStructuredText's marks, its white space folded."""
+    return flat(_MARKS.sub(lambda found: found[1] or found[2] or "", text))
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a text that can be asked for."""
+    least, most = _SENTENCE
+    parts = (flat(part) for part in re.split(r"(?<=[.!?])\s+(?=[A-Z\"'(])", text))
+    return [part for part in parts if least <= len(part) <= most and part[0].isalpha()]
+
+
+def asked_for(sentence: str, draw: random.Random) -> dict[str, str]:
+    """Return a question that names two to four words of a sentence, with the sentence as its answer."""
+    words, count = sentence.split(), draw.randint(2, 4)
+    first = draw.randrange(max(1, len(words) - count))
+    cue = " ".join(words[first : first + count]).strip(",.;:()\"'")
+    return {"question": draw.choice(CUES).format(cue), "answer": sentence}
+
+
+def people_asked(piece: str, questions: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return the questions whose answers stand in a piece of their text, from beginning to end."""
+    text = unmarked(piece)
+    found = []
+    for one in questions:
+        answer = unmarked(one["answer"])
+        if len(answer.split()) > 3 and answer[:50] in text and answer[-15:] in text:
+            found.append({"question": one["question"], "answer": one["answer"]})
+    return found
+
+
+def text_rows(options: TextRowsOptions) -> Iterator[dict[str, Any]]:
+    """Yield rows with the keys `document` and `questions`, a list of `question` and `answer`.
+
+    A third of the rows are of files with questions, where there are any; every other row has its white space folded.
+
+    Raises:
+        ValueError: If there is no text long enough, or a file of questions is not what it should be.
+    """
+    draw, root = random.Random(options.seed), Path(options.texts)
+    left_out = set(_names(options.leave_out))
+    files = {
+        path.relative_to(root).as_posix(): path
+        for path in sorted(root.rglob("*"))
+        if path.suffix in (".txt", ".md", ".rst") and path.stat().st_size >= _LEAST
+    }
+    if unknown := sorted(left_out - set(files)):
+        raise ValueError(f"--leave-out {unknown[0]} is not a file of --texts {options.texts}; give its path in it")
+    questions = _questions(options, files)
+    folders: dict[str, list[str]] = {}
+    for name in files:
+        if name not in left_out:
+            folders.setdefault(str(Path(name).parent), []).append(name)
+    if not folders:
+        raise ValueError(f"--texts {options.texts} holds no text of {_LEAST} bytes or more; give another folder")
+    with_questions = [name for name in questions if name not in left_out]
+    for index in range(options.rows):
+        if with_questions and index % 3 == 0:
+            name = draw.choices(with_questions, [len(questions[name]) for name in with_questions])[0]
+        else:
+            name = draw.choice(draw.choice(list(folders.values())))
+        text = files[name].read_text(encoding="utf-8", errors="replace")
+        if name in questions:
+            text = text[: int(options.until * len(text))]
+        least, most = options.lengths()
+        size = round(math.exp(draw.uniform(math.log(least), math.log(most))))
+        start = draw.randint(0, max(0, len(text) - size))
+        piece = text[start : start + size].strip()
+        people = people_asked(piece, questions.get(name, ()))
+        draw.shuffle(people)
+        told = sentences(piece)
+        draw.shuffle(told)
+        piece = flat(piece) if index % 2 else piece
+        if not piece:
+            continue
+        cued = [asked_for(sentence, draw) for sentence in told[: options.sentences]]
+        yield {
+            "document": piece,
+            "questions": [*people[:_MOST_ASKED], *cued, {"question": REQUEST, "answer": piece}],
+        }
+
+
+def _questions(options: TextRowsOptions, files: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in _names(options.questions):
+        for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                one = json.loads(line)
+                name = str(one["context"])
+                if not all(isinstance(one[key], str) for key in ("question", "answer")):
+                    raise TypeError("question and answer are not both text")
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"--questions {file}:{number} is not an object with context, question and answer ({error}); mend it"
+                ) from None
+            if name not in files:
+                raise ValueError(f"--questions {file}:{number} is about {name}, which is not in --texts {options.texts}")
+            found.setdefault(name, []).append(one)
+    return found
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Write training rows; return 0.
+
+    Raises:
+        ValueError: For what the user must change.
+        OSError: If a file cannot be read or written.
+    """
+    from locret.cli.command import parse_options
+
+    (options,), _ = parse_options(
+        "python -m locret.data.training.text_rows", (__doc__ or "").split("\n")[0], [TextRowsOptions], argv
+    )
+    rows = list(text_rows(options))
+    write_text(options.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), parents=True)
+    asked = sum(len(row["questions"]) for row in rows)
+    print(f"wrote {len(rows):,} rows with {asked:,} questions to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    from locret.cli.command import run
+
+    run(command, prog="python -m locret.data.training.text_rows")

@@ -1,0 +1,492 @@
+"""`locret-eval --suite real`: how likely the right answers to people's questions are, from what was kept of real texts.
+
+    locret-eval --suite real --model smollm2 --heads checkpoints/smollm2-heads --output runs/real
+
+A text is read before any question about it is known; then each question is asked of a copy of what was kept, and the
+answer that stands in the text is scored. Likelihood tells methods apart where a model is too small to write the answer:
+everything kept and nothing read are two to three nats per token apart. All rows hold the same number of units.
+
+Protocol: the text is cut into pieces of `--tokens` tokens; a share of S percent means that S percent of a piece's tokens
+stay in every KV head once it is read, its newest ones included. Training may use the first 60 % of the files with
+questions (`until` in recipes/train/smollm2.yaml); only what stands behind that is asked here, and all of
+`postgres_glossary`, of which no piece is ever trained on.
+"""
+# N tokens of a piece, A of an answer, V words of the vocabulary
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locret.cli.command import parse_options, print_json
+from locret.data import real
+from locret.files import LOCK, locked, write_text
+from locret.infer.infer_options import PlacedModelOptions
+from locret.load_options import ScorerOptions
+from locret.tables import markdown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from locret import LongContextModel
+    from locret.policy.policy import RetentionPolicy
+
+HEADS, FULL, NOTHING, ORACLE = "locret", "full", "nothing", "oracle_agnostic"
+METHODS = (
+    FULL,
+    NOTHING,
+    HEADS,
+    f"{HEADS}+recall",
+    "random",
+    "random:sinks=4",
+    "streaming",
+    "snapkv",
+    "h2o",
+    "tova",
+    "expected_attention",
+    "key_difference",
+    ORACLE,
+)
+TIER_SHARE, RECALLED = 25.0, 16
+"""Of a text's tokens, the share that the second tier of `+recall` holds, in percent; and what each query recalls."""
+RECORD, RESULTS, TABLE = "answers.jsonl", "results.json", "table.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealOptions:
+    """What is asked, of which texts, and what stays of them."""
+
+    suite: str
+    """real."""
+    output: str
+    """Folder for the record of every answer, the results and their table; a run in it with these options goes on."""
+    methods: str | list[str] = ",".join(METHODS)
+    """Rows of the table: full, nothing, locret (--heads), any scorer, and oracle_agnostic, the answers' own attention."""
+    sets: str | list[str] = ",".join(real.SETS)
+    """Sets of questions."""
+    keep: str | list[float] = "50,25,12.5,6.25,3.1"
+    """Shares of a text's tokens that stay in every KV head, in percent."""
+    tokens: str | int | list[int] = "1024"
+    """Lengths of the pieces that texts are cut into."""
+    questions: int | None = None
+    """Most questions about a piece; all if none."""
+    pieces: int | None = None
+    """Most pieces of a set; all if none."""
+    chunk_size: int = 256
+    """Tokens per forward pass."""
+    local_len: int = 32
+    """Newest tokens that always stay, of a budget of twice as many; else half of it."""
+    overwrite: bool = False
+    """Delete an earlier run in the output folder first."""
+    json: bool = False
+    """Print the results as one JSON object."""
+    quiet: bool = False
+    """Show no progress."""
+
+    def __post_init__(self) -> None:
+        if self.suite != "real":
+            raise ValueError(f"--suite {self.suite} is unknown; choose real")
+        for name in self.names("sets"):
+            if name not in real.SETS:
+                raise ValueError(f"--sets {name} is unknown; choose one of {', '.join(real.SETS)}")
+        for name in self.names("methods"):
+            if name in ("", "+"):
+                raise ValueError("--methods is empty; name one, such as locret")
+        if not all(0 < share <= 100 for share in self.shares()):
+            raise ValueError(f"--keep {self.keep} is not a share of a text; give percents such as 25,12.5")
+        if not all(length >= 64 for length in self.lengths()):
+            raise ValueError(f"--tokens {self.tokens} is too short for a piece of a text; give 64 or more")
+        for name in ("questions", "pieces", "chunk_size", "local_len"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")
+
+    def names(self, field: str) -> list[str]:
+        """Return the parts of `methods` or `sets`."""
+        given = getattr(self, field)
+        return [part.strip() for part in (given.split(",") if isinstance(given, str) else given) if str(part).strip()]
+
+    def shares(self) -> list[float]:
+        """Return the shares, in percent.
+
+        Raises:
+            ValueError: If one is no number.
+        """
+        return [float(part) for part in (self.keep.split(",") if isinstance(self.keep, str) else self.keep)]
+
+    def lengths(self) -> list[int]:
+        """Return the lengths of pieces, in tokens.
+
+        Raises:
+            ValueError: If one is no number.
+        """
+        return [int(part) for part in (self.tokens if isinstance(self.tokens, list) else str(self.tokens).split(","))]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method, at one share, on pieces of one length."""
+
+    method: str
+    share: float | None
+    """Percent; None where nothing is evicted."""
+    tokens: int
+
+
+def cells(options: RealOptions) -> Iterator[Cell]:
+    """Yield what is measured, cheapest first within a length."""
+    for tokens in options.lengths():
+        for method in options.names("methods"):
+            for share in [None] if method in (FULL, NOTHING) else options.shares():
+                yield Cell(method, share, tokens)
+
+
+def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptions) -> list[dict[str, Any]]:
+    """Measure all cells that the record lacks, and return the records of all answers.
+
+    Raises:
+        ValueError: If the folder holds a run with other options, or a method cannot be made.
+        OSError: If it cannot be written.
+    """
+    from tqdm import tqdm
+
+    from locret import LongContextModel
+
+    folder = Path(options.output)
+    settings = {**asdict(replace(options, output="", overwrite=False, json=False, quiet=False)), **_source(model, scorer)}
+    records = _begun(folder, settings, options.overwrite)
+    done = {(one["method"], one["share"], one["tokens"]) for one in records if one["last"]}
+    records = [one for one in records if (one["method"], one["share"], one["tokens"]) in done]
+    write_text(folder / RECORD, "".join(json.dumps(one) + "\n" for one in records))
+    waiting = [cell for cell in cells(options) if (cell.method, cell.share, cell.tokens) not in done]
+    if not waiting:
+        return records
+    lm = LongContextModel.from_pretrained(
+        model.model,
+        scorer="random",
+        revision=model.revision,
+        dtype=model.dtype,
+        device=model.device,
+        gguf_file=model.gguf_file,
+    )
+    with tqdm(total=len(waiting), unit="cell", disable=True if options.quiet else None) as bar:
+        for cell in waiting:
+            bar.set_description(f"{cell.method} {'' if cell.share is None else f'{cell.share:g} %'} of {cell.tokens:,}")
+            found = list(_cell(lm, cell, options, scorer))
+            found[-1]["last"] = True
+            with (folder / RECORD).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(one) + "\n" for one in found)
+            records += found
+            bar.update()
+    return records
+
+
+def _source(model: PlacedModelOptions, scorer: ScorerOptions) -> dict[str, Any]:
+    return {"model": model.model, "revision": model.revision, "dtype": model.dtype, "heads": scorer.heads}
+
+
+def _begun(folder: Path, settings: dict[str, Any], overwrite: bool) -> list[dict[str, Any]]:
+    """Return what a folder holds of this run; settle what it is about.
+
+    Raises:
+        ValueError: If it holds another run.
+    """
+    config = folder / "config.json"
+    if config.is_file() and not overwrite:
+        found = json.loads(config.read_text(encoding="utf-8"))
+        known = json.loads(json.dumps(settings))
+        # More methods and shares go on with a run; anything else is another one.
+        different = [name for name in known if name not in ("methods", "keep", "tokens") and found.get(name) != known[name]]
+        if different:
+            raise ValueError(
+                f"--output {folder} holds a run with {different[0]}={found.get(different[0])!r}, not "
+                f"{known[different[0]]!r}; choose another folder, or add --overwrite"
+            )
+    elif not config.is_file() and any(path.name != LOCK for path in folder.iterdir()):
+        raise ValueError(f"--output {folder} holds other files; choose another folder")
+    write_text(config, json.dumps(settings, indent=1) + "\n", parents=True)
+    record = folder / RECORD
+    if overwrite or not record.is_file():
+        return []
+    lines = record.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _cell(lm: LongContextModel, cell: Cell, options: RealOptions, scorer: ScorerOptions) -> Iterator[dict[str, Any]]:
+    """Yield a record of every answer."""
+    for name in options.names("sets"):
+        pieces = real.pieces(name, lm.tokenizer, cell.tokens)[: options.pieces]
+        for number, piece in enumerate(pieces):
+            asked = piece.asked[: options.questions]
+            started = time.perf_counter()
+            ask, facts = _reader(lm, cell, piece, asked, options, scorer)
+            seconds = time.perf_counter() - started
+            for index, one in enumerate(asked):
+                nats, hits, length = ask(one)
+                yield {
+                    "method": cell.method,
+                    "share": cell.share,
+                    "tokens": cell.tokens,
+                    "set": name,
+                    "piece": number,
+                    "question": index,
+                    "nats": nats,
+                    "hits": hits,
+                    "answer_tokens": length,
+                    "read_seconds": seconds,
+                    "last": False,
+                    **facts,
+                }
+
+
+def _reader(
+    lm: LongContextModel,
+    cell: Cell,
+    piece: real.Piece,
+    asked: Sequence[real.Asked],
+    options: RealOptions,
+    scorer: ScorerOptions,
+) -> tuple[Any, dict[str, Any]]:
+    """Read a piece; return what scores an answer about it, and what is held."""
+    from transformers import DynamicCache
+
+    if cell.share is None:
+        cache = DynamicCache() if cell.method == FULL else None
+        ids = [] if cache is None else _opening(lm, piece)
+        if cache is not None:
+            _forward(lm, ids, cache, 1)
+        held = {"units": len(ids), "cache_bytes": 0 if cache is None else _bytes(cache)}
+        return (lambda one: _score_plain(lm, cache, one)), held
+    own = _with_method(lm, cell, piece, asked, options, scorer)
+    context = own.read(piece.text, progress=False)
+    memory = context.memory()
+    return (lambda one: _score(own, context, one)), {"units": memory.units, "cache_bytes": memory.actual}
+
+
+def _with_method(
+    lm: LongContextModel,
+    cell: Cell,
+    piece: real.Piece,
+    asked: Sequence[real.Asked],
+    options: RealOptions,
+    scorer: ScorerOptions,
+) -> LongContextModel:
+    """Return the model with a method's scorer and policy."""
+    from locret import LongContextModel, method_spec, scorers
+    from locret.scorers.oracle import OracleScorer
+
+    spec = method_spec.parse(cell.method, "--methods")
+    total = max(8, round(piece.tokens * float(cell.share or 0) / 100))
+    if spec.name == ORACLE:
+        chosen: Any = OracleScorer(labels=_labels(lm, piece, asked))
+    elif spec.name == HEADS:
+        if scorer.heads is None:
+            raise ValueError(f"--methods {cell.method} needs trained heads; give --heads, or leave it out")
+        chosen = _heads(scorer)
+    else:
+        chosen = scorers.make(spec, {})
+    changes = {key: value for key, value in spec.changes.items() if key != "positions"}
+    if changes.get("host_budget"):
+        changes |= {"host_budget": max(RECALLED, round(piece.tokens * TIER_SHARE / 100)), "recall": RECALLED}
+    return LongContextModel(lm.model, lm.tokenizer, chosen, policy(total, options, changes))
+
+
+def policy(units: int, options: RealOptions, changes: dict[str, Any]) -> RetentionPolicy:
+    """Return the policy under which so many units are held once a text has been read, its newest ones included."""
+    from locret import RetentionPolicy
+
+    local = min(options.local_len, units // 2)
+    budget = units - local
+    return RetentionPolicy(
+        budget=budget,
+        chunk_size=options.chunk_size,
+        stabilizers=min(64, budget // 4),
+        local_len=local,
+        positions="compact",
+        **changes,
+    )
+
+
+_LOADED: dict[str, Any] = {}
+
+
+def _heads(scorer: ScorerOptions) -> Any:
+    from locret import loading
+
+    if str(scorer.heads) not in _LOADED:
+        _LOADED[str(scorer.heads)] = loading.load_scorer(scorer)[0]
+    return _LOADED[str(scorer.heads)]
+
+
+def _opening(lm: LongContextModel, piece: real.Piece) -> list[int]:
+    from locret.conversation.document import open_document
+
+    return [token for block in lm.tokens(open_document(piece.text, "piece")) for token in block]
+
+
+def _turn(lm: LongContextModel, question: str, first: bool) -> list[int]:
+    """Return the tokens of a question that follows a text, or of one that is asked without any."""
+    text = f"\n\n{question}" if not first else question
+    mark = "LocretQuestion"
+    written = lm.tokenizer.apply_chat_template(
+        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
+    )
+    before, after = written.split(mark)
+    return list(lm.tokenizer((before if first else "") + text + after, add_special_tokens=False)["input_ids"])
+
+
+def _labels(lm: LongContextModel, piece: real.Piece, asked: Sequence[real.Asked]) -> Tensor:
+    import torch
+
+    from locret.labels.many_answers import labels_of_answers
+
+    pairs = [
+        (torch.tensor(_turn(lm, one.question, False)), torch.tensor(_answer(lm, one))) for one in asked
+    ]
+    return labels_of_answers(lm.model, torch.tensor(_opening(lm, piece)), pairs, "log_attention", True)
+
+
+def _answer(lm: LongContextModel, one: real.Asked) -> list[int]:
+    return list(lm.tokenizer(one.answer, add_special_tokens=False)["input_ids"])
+
+
+def _forward(lm: LongContextModel, ids: Sequence[int], cache: Any, logits: int) -> Tensor:
+    import torch
+
+    from locret.backbone.adapters import input_device
+
+    with torch.inference_mode():
+        tokens = torch.tensor([list(ids)], device=input_device(lm.model))
+        out = lm.model(input_ids=tokens, past_key_values=cache, use_cache=cache is not None, logits_to_keep=logits)
+    return out.logits[0]  # type: ignore[no-any-return]
+
+
+def _score_plain(lm: LongContextModel, cache: Any, one: real.Asked) -> tuple[float, int, int]:
+    import copy
+
+    answer = _answer(lm, one)
+    ids = _turn(lm, one.question, cache is None) + answer
+    return _verdict(_forward(lm, ids, copy.deepcopy(cache), len(answer) + 1), answer)
+
+
+def _score(lm: LongContextModel, context: Any, one: real.Asked) -> tuple[float, int, int]:
+    from locret.cache.reader import answering
+
+    answer, twin = _answer(lm, one), context.cache.copy()
+    ids = context.question_ids(one.question)[0].tolist() + answer
+    twin.reserve(0, len(ids))
+    with answering(lm.model, twin):
+        return _verdict(_forward(lm, ids, twin, len(answer) + 1), answer)
+
+
+def _verdict(logits_AV: Tensor, answer: Sequence[int]) -> tuple[float, int, int]:
+    """Return the nats of an answer, how many of its tokens are the likeliest, and how many there are."""
+    import torch
+
+    logs_AV = logits_AV[:-1].float().log_softmax(-1)
+    targets_A = torch.tensor(list(answer), device=logs_AV.device)
+    nats = -float(logs_AV.gather(1, targets_A[:, None]).double().sum())
+    return nats, int((logs_AV.argmax(-1) == targets_A).sum()), len(answer)
+
+
+def _bytes(cache: Any) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per method, share, length and set, and one over all sets: nats and hits per token of an answer."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for one in records:
+        for name in (one["set"], "all"):
+            groups.setdefault((one["method"], one["share"], one["tokens"], name), []).append(one)
+    rows = []
+    for (method, share, tokens, name), found in groups.items():
+        count = sum(one["answer_tokens"] for one in found)
+        nats = sum(one["nats"] for one in found) / count
+        # The standard error of a ratio of sums: answers are drawn, not tokens.
+        spread = sum((one["nats"] - nats * one["answer_tokens"]) ** 2 for one in found)
+        rows.append(
+            {
+                "method": method,
+                "share": share,
+                "tokens": tokens,
+                "set": name,
+                "answers": len(found),
+                "nats": nats,
+                "error": math.sqrt(spread) / count,
+                "hits": 100 * sum(one["hits"] for one in found) / count,
+                "units": sum(one["units"] for one in found) / len(found),
+                "cache_bytes": max(one["cache_bytes"] for one in found),
+            }
+        )
+    return rows
+
+
+def recovered(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> float | None:
+    """Return how much of the distance from nothing to everything a row goes, in percent; None if an end is unknown."""
+    ends = {
+        one["method"]: one["nats"]
+        for one in rows
+        if one["share"] is None and (one["tokens"], one["set"]) == (row["tokens"], row["set"])
+    }
+    if not {FULL, NOTHING} <= set(ends):
+        return None
+    return 100 * (ends[NOTHING] - row["nats"]) / (ends[NOTHING] - ends[FULL])
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the page of a run: for each length and set a row per method, a column per share."""
+    lines: list[str] = []
+    for tokens, name in sorted({(row["tokens"], row["set"]) for row in rows}, key=lambda one: (one[0], one[1] != "all")):
+        own = [row for row in rows if (row["tokens"], row["set"]) == (tokens, name)]
+        shares = sorted({row["share"] for row in own if row["share"] is not None}, reverse=True)
+        ends = {row["method"]: row for row in own if row["share"] is None}
+        said = ", ".join(f"{m} {r['nats']:.2f} ({r['hits']:.0f} % hits)" for m, r in ends.items())
+        answers = max(row["answers"] for row in own)
+        lines += [f"**{name}, pieces of {tokens:,} tokens**, {answers} answers; {said}", ""]
+        body = []
+        for method in dict.fromkeys(row["method"] for row in own if row["share"] is not None):
+            cell = [method]
+            for share in shares:
+                found = [row for row in own if (row["method"], row["share"]) == (method, share)]
+                if not found:
+                    cell.append("")
+                    continue
+                won = recovered(own, found[0])
+                cell.append(
+                    f"{found[0]['nats']:.2f} ± {found[0]['error']:.2f}" + ("" if won is None else f" ({won:.0f} %)")
+                )
+            body.append(cell)
+        lines += [*markdown(["kept", *(f"{share:g} %" for share in shares)], body), ""]
+    return "\n".join(lines)
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run the suite and return its exit code.
+
+    Raises:
+        ValueError: For anything the user must change.
+        OSError: If a Hub or a disk fails.
+    """
+    (options, model, scorer), _ = parse_options(
+        "locret-eval",
+        "Measure how likely right answers are from what was kept of real texts.",
+        [RealOptions, PlacedModelOptions, ScorerOptions],
+        argv,
+    )
+    folder = Path(os.path.expanduser(options.output))
+    with locked(folder, f"--output {options.output}"):
+        rows = summary(measure(options, model, scorer))
+        write_text(folder / RESULTS, json.dumps({"source": _source(model, scorer), "rows": rows}, indent=1) + "\n")
+        write_text(folder / TABLE, tables(rows))
+    if options.json:
+        print_json({"output": options.output, "rows": rows})
+    else:
+        sys.stdout.write(tables(rows))
+    return 0
