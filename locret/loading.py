@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from locret import hub, method_spec, scorers
+from locret import backbone_names, hub, method_spec, scorers, shipped
 from locret.backbone.adapters import describe
 from locret.distributed.sharding import load_sharded, whole
 from locret.field_values import shown
@@ -120,10 +120,10 @@ def _source(options: BackboneSource) -> _Source:
         OSError: If the Hub refuses or cannot be reached.
     """
     folder = options.local_folder()
-    name = folder or options.model
+    name = folder or options.place
     if options.gguf is not None:
         return _Source(name, options.revision, options.adapter, name)
-    found = os.path.isfile(os.path.join(folder, CONFIG)) if folder else _fetch_config(name, options.revision)
+    found = os.path.isfile(os.path.join(folder, CONFIG)) if folder else _fetch_config(name, options)
     if found:
         return _Source(name, options.revision, options.adapter, name)
     return _under_adapter(name, options)
@@ -172,12 +172,15 @@ def load_config(options: BackboneSource) -> Any:
                 f"--model {options.model} holds retaining heads; give them as --heads {options.model}, and their "
                 "backbone as --model"
             )
-    read = f"--gguf-file {options.gguf}" if gguf else f"--model {source.model} has a config.json that"
-    with _one_sentence(f"{read} cannot be read"):
+    read = options.gguf_flag if gguf else f"--model {source.model} has a config.json that"
+    with _one_sentence(f"{read} cannot be read", backbone_names.repair(options.model)):
         config = AutoConfig.from_pretrained(
             source.model, revision=source.revision, trust_remote_code=options.trust_remote_code, **gguf
         )
         _check_config(config)
+    if gguf and config.dtype is None:
+        config.dtype = torch.bfloat16  # a block's numbers have fewer bits than that
+    _name(config, options)
     try:
         describe(config)
     except (AttributeError, TypeError) as error:
@@ -189,6 +192,12 @@ def load_config(options: BackboneSource) -> Any:
     return config
 
 
+def _name(config: Any, options: BackboneSource) -> None:
+    """Let a backbone with a short name be known by its name on the Hub, in whichever form it is."""
+    if name := backbone_names.hub_id(options.model):
+        config.name_or_path = name
+
+
 def _gguf(options: BackboneSource) -> dict[str, str]:
     """Return what tells transformers of a GGUF file, if one is loaded.
 
@@ -198,7 +207,7 @@ def _gguf(options: BackboneSource) -> dict[str, str]:
     if options.gguf is None:
         return {}
     if find_spec("gguf") is None:
-        raise ValueError(f"--gguf-file {options.gguf} needs the package gguf; run pip install 'locret[llamacpp]'")
+        raise ValueError(f"{options.gguf_flag} needs the package gguf; run pip install 'locret[gguf]'")
     return {"gguf_file": options.gguf}
 
 
@@ -238,7 +247,7 @@ def _check_rope(rope: dict[str, Any]) -> None:
                     raise ValueError(f"{name} of the rotary embedding is {shown(number)}, which is out of range")
 
 
-def _fetch_config(name: str, revision: str | None) -> bool:
+def _fetch_config(name: str, options: BackboneSource) -> bool:
     """Download the config alone, because huggingface_hub's errors are clearer than what transformers makes of them.
 
     Returns:
@@ -246,16 +255,27 @@ def _fetch_config(name: str, revision: str | None) -> bool:
     """
     from huggingface_hub import errors, hf_hub_download
 
-    with hub.one_sentence("load", name):
+    with _all_places(options.model), hub.one_sentence("load", name):
         for file in ("config.json", ADAPTER_CONFIG):
             try:
-                hf_hub_download(name, file, revision=revision)
+                hf_hub_download(name, file, revision=options.revision)
                 return file == "config.json"
             except errors.LocalEntryNotFoundError:
                 raise
             except errors.EntryNotFoundError:
                 continue
         raise ValueError("it has no config.json, so it is not a backbone; check --model")
+
+
+@contextmanager
+def _all_places(model: str) -> Iterator[None]:
+    """Say of a short name that the Hub does not give where else it was looked for."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if model not in backbone_names.NAMES:
+            raise
+        raise type(error)(f"{backbone_names.elsewhere(model)}; {error}") from error
 
 
 def load_tokenizer(options: BackboneSource) -> Any:
@@ -271,10 +291,27 @@ def load_tokenizer(options: BackboneSource) -> Any:
     # A tokenizer beside a GGUF file is the original, which the file describes in its own way.
     beside = os.path.isfile(os.path.join(source.tokenizer, "tokenizer_config.json"))
     inside = {} if beside else _gguf(options)
-    with _one_sentence(f"--model {options.model} has no tokenizer that can be read"):
+    with _one_sentence(
+        f"--model {options.model} has no tokenizer that can be read", backbone_names.repair(options.model)
+    ):
         return AutoTokenizer.from_pretrained(
             source.tokenizer, revision=revision, trust_remote_code=options.trust_remote_code, **inside
         )
+
+
+def tokenizer_of(name: str) -> Any:
+    """Load the tokenizer of a backbone by its name, or of a folder or repository that holds nothing else.
+
+    Raises:
+        ValueError: If a GGUF file has none that can be read.
+        OSError: If there is none.
+    """
+    from transformers import AutoTokenizer
+
+    found = backbone_names.find(name)
+    if found.lower().endswith(backbone_names.GGUF):
+        return load_tokenizer(BackboneSource(model=name))
+    return AutoTokenizer.from_pretrained(shipped.find(found))
 
 
 def load_model(options: BackboneSource, config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -292,8 +329,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             "--shard fsdp"
         )
     where = _where(source, options, config, device, dtype)
-    room = where.get("offload_folder")
-    with placement.removed_unless_loaded(room), _one_sentence(f"--model {options.model} cannot be loaded"):
+    room, repair = where.get("offload_folder"), backbone_names.repair(options.model)
+    with placement.removed_unless_loaded(room), _one_sentence(f"--model {options.model} cannot be loaded", repair):
         model: nn.Module
         read = partial(
             AutoModelForCausalLM.from_pretrained,
@@ -320,6 +357,9 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             f"{foreign[0]}",
             stacklevel=2,
         )
+    _name(model.config, options)
+    if options.gguf and not where["quantization_config"].dequantize:
+        quantisation.check_blocks(options, model)
     if source.adapter:
         model = _with_adapter(model, source)
     if options.shard in ("fsdp", "zero3"):
@@ -352,6 +392,8 @@ def _where(
     Raises:
         ValueError: If that does not go together, or with the backbone; or its files are no match for its config.
     """
+    from transformers import GgufConfig
+
     folder, sketch = Path(source.model), None
     if folder.is_dir():
         with _one_sentence(f"--model {options.model} cannot be loaded"):
@@ -361,6 +403,8 @@ def _where(
     quantised = quantisation.config_of(options, dtype)
     if quantised is not None:
         where["quantization_config"] = quantised
+    elif where:
+        where["quantization_config"] = GgufConfig(dequantize=True)
     if options.device_map is not None:
         plan = plan_weights(options, config, device, dtype, sketch)
         assert plan.device_map is not None
@@ -486,7 +530,7 @@ def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, confi
 
 
 @contextmanager
-def _one_sentence(what: str) -> Iterator[None]:
+def _one_sentence(what: str, way_out: str = "check that it is whole and of the right kind") -> Iterator[None]:
     """Turn the paragraphs that loaders raise into the first line that says something."""
     try:
         yield
@@ -500,4 +544,4 @@ def _one_sentence(what: str) -> Iterator[None]:
         if isinstance(error, (KeyError, IndexError, AttributeError)):
             reason = f"{type(error).__name__}: {reason}"
         reason = "".join(letter if letter.isprintable() else "?" for letter in reason)
-        raise ValueError(f"{what} ({reason}); check that it is whole and of the right kind") from error
+        raise ValueError(f"{what} ({reason}); {way_out}") from error

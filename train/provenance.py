@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from locret import shipped
+from locret import backbone_names, shipped
 from locret.train.training_options import BackboneOptions, DataOptions, LossOptions, OptimizerOptions
 
 
@@ -54,6 +54,7 @@ def training_notes(
         "dataset": published.repo if published else _public(data.dataset),
         "dataset_revision": data.dataset_revision or pinned,
         "backbone": _public(backbone.model),
+        **({"weights": f"dequantised from {backbone.gguf}, so rounded as that file is"} if backbone.gguf else {}),
         "adapter": backbone.adapter and _public(backbone.adapter),
         "template": data.template,
         "max_prompt_tokens": data.max_prompt_tokens,
@@ -73,5 +74,5 @@ def training_notes(
 
 def _public(name: str) -> str:
     """Return a Hub id as it is, and the last part of a path, which tells nothing about this machine."""
-    name = shipped.find(name)
+    name = shipped.find(backbone_names.find(name))
     return Path(name).name if os.path.exists(name) or name.count("/") > 1 else name

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from locret import shipped
 from locret.data import tasks
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.generated.mixture import mixture
@@ -255,9 +254,9 @@ def command(argv: Sequence[str] | None = None) -> int:
         argv,
     )
     if options.tokenizer:
-        from transformers import AutoTokenizer
+        from locret.loading import tokenizer_of
 
-        tokenizer = AutoTokenizer.from_pretrained(shipped.find(options.tokenizer))
+        tokenizer = tokenizer_of(options.tokenizer)
     else:
         tokenizer = build_tokenizer()
     if options.texts == "tasks":

@@ -11,12 +11,12 @@ from typing import Any
 from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 
-from locret import shipped
 from locret.data import tasks
 from locret.data.tasks import Sample
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.task import Wanted
 from locret.infer.evaluation.eval_options import words
+from locret.loading import tokenizer_of
 
 LENGTHS, SAMPLES, SEED = (4096,), 100, 0
 
@@ -197,6 +197,4 @@ def _tokenizer_name(metadata: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=2)
 def _tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(shipped.find(name))
+    return tokenizer_of(name)

@@ -140,7 +140,8 @@ class LongContextModel:
         """Load a backbone with its tokenizer, and heads or a scorer for it.
 
         Args:
-            model: Folder of the backbone, or its Hub id; `checkpoints/tiny` is embedded, with `checkpoints/tiny-heads`.
+            model: Folder of the backbone, its Hub id, or a GGUF file; `checkpoints/tiny` is embedded, with
+                `checkpoints/tiny-heads`; `smollm2` is a real one that a package brings.
             heads: Retaining heads: a folder, a Hub id, loaded ones; "auto" takes the best on the Hub for this backbone.
             scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides.
             policy: How many units stay, also as a mapping of its numbers; if None, what the heads recommend, else the

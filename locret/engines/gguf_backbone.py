@@ -57,7 +57,7 @@ def write_gguf(checkpoint: str | Path, out: str | Path) -> None:
     try:
         import gguf
     except ImportError:
-        raise ValueError('writing GGUF needs gguf; install it with pip install "locret[llamacpp]"') from None
+        raise ValueError('writing GGUF needs gguf; install it with pip install "locret[gguf]"') from None
     from safetensors.numpy import load_file
 
     folder = Path(checkpoint)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locret import hub, shipped
+from locret import backbone_names, hub, shipped
 
 TAG = "retaining-heads"
 _MOST = 200
@@ -44,7 +44,7 @@ def find_heads(model: str) -> Found:
     """
     if embedded := shipped.embedded_heads(model):
         return Found(embedded, "shipped with the embedded backbone")
-    name = _hub_name(model)
+    name = backbone_names.hub_id(model) or _hub_name(model)
     candidates = _on_hub(name)
     if not candidates:
         raise ValueError(

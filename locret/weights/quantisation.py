@@ -122,11 +122,27 @@ def check(source: BackboneSource, config: Any) -> None:
         _require(method_of(stored), f"--model {source.model}")
     if wanted is None:
         return
+    if (method_of(wanted) == "gguf") != (source.gguf is not None):
+        kind = "a GGUF file, which only quant_method gguf" if source.gguf else "no GGUF file, as quant_method gguf"
+        raise ValueError(f"{flag}: --model {source.model} is {kind} is for; drop {flag}")
     _require(method_of(wanted), flag)
     if stored is not None and label(stored) != label(wanted):
         raise ValueError(
             f"{flag}: --model {source.model} is quantised already ({label(stored)}), and cannot be quantised again "
             f"({label(wanted)}); drop {flag}, or give the backbone that it was made from"
+        )
+
+
+def check_blocks(source: WeightOptions, model: torch.nn.Module) -> None:
+    """Refuse a GGUF file whose blocks were to be kept and were not: transformers decides, by architecture and device.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    if all(weight.dtype.is_floating_point for weight in model.parameters()):
+        raise ValueError(
+            f"--quantization-config: transformers cannot keep the blocks of {source.gguf} here (it has products for a "
+            "few architectures, with the package kernels, on some devices); drop it for plain weights"
         )
 
 

@@ -17,6 +17,7 @@ MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": 
 STOREYS = (
     (
         "shipped",
+        "backbone_names",
         "on_demand",
         "__main__",
         "_version",

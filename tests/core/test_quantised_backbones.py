@@ -1,8 +1,8 @@
 """Backbones in few bits, by the packages themselves: training, reading and answering, and bytes as planned.
 
-bitsandbytes, torchao, optimum-quanto and gguf are not in the test environment; to run these:
+bitsandbytes, torchao and optimum-quanto are not in the test environment; to run these:
 
-    pip install --no-deps --target DIR bitsandbytes torchao optimum-quanto gguf
+    pip install --no-deps --target DIR bitsandbytes torchao optimum-quanto
     PYTHONPATH=DIR python -m pytest tests/core/test_quantised_backbones.py
 """
 

@@ -23,7 +23,7 @@ REFUSED = [
     ({"shard": "zero4"}, "--shard zero4 is unknown; choose one of fsdp, zero3, tp"),
     ({"shard": "fsdp", "device_map": "auto"}, "--shard fsdp and --device-map both say where weights are"),
     ({"shard": "fsdp", "load_in_4bit": True}, "--load-in-4bit changes them; drop one of them"),
-    ({"shard": "fsdp", "gguf_file": "x.gguf"}, "--gguf-file changes them; drop one of them"),
+    ({"shard": "fsdp", "gguf_file": "x.gguf"}, "--gguf-file x.gguf changes them; drop one of them"),
 ]
 
 

