@@ -74,7 +74,9 @@ class RunLog:
         now = time.perf_counter()
         if step == self.first_step + 2 and step < self.steps:
             left = self._bar.format_interval((now - self._stepped) * (self.steps - step))
-            self._bar.write(f"a step takes {now - self._stepped:.1f} s, all {self.steps:,} about {left} more", sys.stderr)
+            self._bar.write(
+                f"a step takes {now - self._stepped:.1f} s, all {self.steps:,} about {left} more", sys.stderr
+            )
         self._stepped = now
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -96,12 +98,14 @@ class RunLog:
             values[f"overlap/layer_{layer:02d}"] = overlap
         evaluated = [f"eval_{name}" for name in ("total", *OBJECTIVES, "smoothness", "overlap")]
         values |= {name.replace("_", "/", 1): record[name] for name in evaluated if name in record}
+        values |= {name.replace("_", "/", 1): record[name] for name in record if name.startswith("probe_")}
         return values | {f"run/{name}": record[name] for name in _RUN if name in record}
 
     def _show(self, record: Mapping[str, Any]) -> None:
         parts = [f"loss {record['total']:.4f}, overlap {record['overlap']:.3f}"] if "total" in record else []
         if "eval_overlap" in record:
             parts.append(f"held-out overlap {record['eval_overlap']:.3f}")
+        parts += [f"probe {record[name]:.2f} nats" for name in sorted(record) if name.startswith("probe_nats")][:1]
         if not self._bar.disable:
             return self._bar.set_postfix_str(", ".join(parts))
         if "total" in record:

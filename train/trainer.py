@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from locret.data.training.stream import TrainingExample, TrainingStream
+    from locret.train.probe import Probe
 
 
 @contextmanager
@@ -82,6 +83,7 @@ class Trainer:
         eval_every: Steps between two evaluations.
         folder: Output folder, which exists.
         config: The options that must not change when the run is resumed; stored with every checkpoint.
+        probe: What to measure besides the held-out rows, where one process trains.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Trainer:
         eval_every: int,
         folder: Path,
         config: Mapping[str, Any],
+        probe: Probe | None = None,
     ) -> None:
         self.model, self.heads, self.stream, self.accelerator = model, heads, stream, accelerator
         self.row_ranks, self.data_size = row_ranks, data_size
@@ -108,6 +111,7 @@ class Trainer:
         self.head_ranks = shared_by(heads)
         """The processes that share the heads, each of which trains its own part of them."""
         self.held_out, self.eval_every = held_out, eval_every
+        self.probe = probe if accelerator.num_processes == 1 else None
         self.loss, self.optimizer_options, self.run = loss, optimizer, run
         self.max_prompt_tokens, self.folder, self.config = max_prompt_tokens, folder, dict(config)
         self.step = self.rows = self.tokens = 0
@@ -242,7 +246,10 @@ class Trainer:
                 values[row] = torch.stack([result.total, result.fit, result.smoothness, result.overlap.mean()])
         shared: Tensor = self.accelerator.reduce(values, reduction="sum")  # type: ignore[assignment]
         shared /= alike  # those who work on the same row all found the same
-        return eval_record(shared.tolist(), self.loss.objective)
+        record = eval_record(shared.tolist(), self.loss.objective)
+        if self.probe is not None:
+            record |= self.probe.measure(self.model, self.heads)
+        return record
 
     def _chance(self, example: TrainingExample) -> float:
         return chance_overlap(min(example.prompt_ids.shape[-1], self.max_prompt_tokens))

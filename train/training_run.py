@@ -452,6 +452,7 @@ class TrainingRun:
             accelerator: Made with the mixed precision and gradient accumulation that the options say.
             row_ranks: The processes that share a row with this one.
         """
+        from locret.train.probe import Probe, verdict
         from locret.train.trainer import Trainer
 
         own = self.ranks(accelerator.state)
@@ -476,6 +477,7 @@ class TrainingRun:
                 options, processes = self.resolved_options(), accelerator.num_processes
                 record = run_folder.run_record(options, self.chosen, processes, str(accelerator.device))
                 run_folder.prepare(self.folder, record, overwrite=self.run.overwrite)
+        probe = None if self.backbone.shard is not None else Probe.of(model, self.stream.tokenizer)
         trainer = Trainer(
             model,
             heads,
@@ -491,6 +493,7 @@ class TrainingRun:
             eval_every=self.eval_every,
             folder=self.folder,
             config=fixed,
+            probe=probe,
         )
         with own.together():
             if state is not None and checkpoint is not None:
@@ -509,6 +512,13 @@ class TrainingRun:
             summary |= {"overlap_before": mean(trainer.before), "chance_overlap": trainer.chance(), "outcome": words}
             if warning and accelerator.is_main_process:
                 logger.warning(warning)
+            if probe is not None and accelerator.is_main_process:
+                if trainer.probe is None or not self.held_out:
+                    summary |= probe.measure(model, heads)
+                words, warning = verdict(summary)
+                summary["outcome"] += f"; {words}"
+                if warning:
+                    logger.warning(warning)
         heads = heads.whole() if isinstance(heads, ShardedHeads) else heads
         if not stopped:
             with in_step(model):  # the first process alone measures the shares of the layers

@@ -105,7 +105,7 @@ class TrainingStream(Iterator[TrainingExample]):
         """Rows of the data set; None if they are streamed."""
         if self.size == 0:
             raise ValueError(f"--dataset {source}: there are no rows; it needs at least one")
-        self._tokenizer, self._source, self._template = tokenizer, source, template
+        self.tokenizer, self._source, self._template = tokenizer, source, template
         self._max_length, self._min_tokens, self._max_tokens = max_length, min_tokens, max_tokens
         self._skip, self._rank, self._world = skip_bad_rows, rank, world
         self._reconstruct, self._answers = reconstruct, answers
@@ -306,11 +306,11 @@ class TrainingStream(Iterator[TrainingExample]):
         if self._answers == "each":
             return self._tokenise_apart(row, entry)
         try:
-            prompt_ids, answer_ids = tokenise_row(self._tokenizer, row, self._template)
+            prompt_ids, answer_ids = tokenise_row(self.tokenizer, row, self._template)
             self._check_lengths(len(prompt_ids), len(answer_ids), entry)
             earlier: tuple[tuple[int, int], ...] = ()
             if self._answers == "all":
-                earlier = earlier_answers(self._tokenizer, row, self._template, prompt_ids)
+                earlier = earlier_answers(self.tokenizer, row, self._template, prompt_ids)
         except BadRow:
             raise
         except ValueError as error:
@@ -320,7 +320,7 @@ class TrainingStream(Iterator[TrainingExample]):
 
     def _tokenise_apart(self, row: Row, entry: Entry) -> TrainingExample:
         try:
-            document, pairs = tokenise_questions(self._tokenizer, row, self._template)
+            document, pairs = tokenise_questions(self.tokenizer, row, self._template)
         except ValueError as error:
             detail = f"has questions that do not fit ({error})"
             raise BadRow(self._where(entry), "refused by template", detail) from None

@@ -1,8 +1,9 @@
 """Training rows for retaining heads from ordinary texts: pieces of them, and what may be asked of each.
 
-Heads must keep what any question may need, so each row asks for much: the whole piece again (KVzip, arXiv 2505.23416),
-some of its sentences by a few of their words, and what people asked whose answer stands in the piece. The rows are in
-the shared-document schema, for `locret-train --answers each`, whose label is the largest of all answers.
+Two rows of three ask for sentences of their piece by a few of their words, and what people asked whose answer stands in
+it; the third asks for the whole piece again (KVzip, arXiv 2505.23416). Heads that learn from both kinds in turns hold
+better at large budgets than those of questions alone, and better at small ones than those of repetition. The rows are
+in the shared-document schema, for `locret-train --answers each`, whose label is the largest of a row's answers.
 
     python -m locret.data.training.text_rows --texts manuals --output rows.jsonl
 """
@@ -171,11 +172,10 @@ def text_rows(options: TextRowsOptions) -> Iterator[dict[str, Any]]:
         piece = flat(piece) if index % 2 else piece
         if not piece:
             continue
-        cued = [asked_for(sentence, draw) for sentence in told[: options.sentences]]
-        yield {
-            "document": piece,
-            "questions": [*people[:_MOST_ASKED], *cued, {"question": REQUEST, "answer": piece}],
-        }
+        asked = [*people[:_MOST_ASKED], *(asked_for(sentence, draw) for sentence in told[: options.sentences])]
+        if index % 3 == 2 or not asked:
+            asked = [{"question": REQUEST, "answer": piece}]
+        yield {"document": piece, "questions": asked}
 
 
 def _questions(options: TextRowsOptions, files: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
@@ -192,7 +192,9 @@ def _questions(options: TextRowsOptions, files: dict[str, Path]) -> dict[str, li
                     f"--questions {file}:{number} is not an object with context, question and answer ({error}); mend it"
                 ) from None
             if name not in files:
-                raise ValueError(f"--questions {file}:{number} is about {name}, which is not in --texts {options.texts}")
+                raise ValueError(
+                    f"--questions {file}:{number} is about {name}, which is not in --texts {options.texts}; mend it"
+                )
             found.setdefault(name, []).append(one)
     return found
 
@@ -212,7 +214,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     rows = list(text_rows(options))
     write_text(options.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), parents=True)
     asked = sum(len(row["questions"]) for row in rows)
-    print(f"wrote {len(rows):,} rows with {asked:,} questions to {options.output}")
+    sys.stderr.write(f"wrote {len(rows):,} rows with {asked:,} questions to {options.output}\n")
     return 0
 
 

@@ -11,7 +11,6 @@ stay in every KV head once it is read, its newest ones included. Training may us
 questions (`until` in recipes/train/smollm2.yaml); only what stands behind that is asked here, and all of
 `postgres_glossary`, of which no piece is ever trained on.
 """
-# N tokens of a piece, A of an answer, V words of the vocabulary
 
 from __future__ import annotations
 
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.cli.command import parse_options, print_json
+from locret.conversation.likelihood import Likelihood, after, ids_of, likelihood, policy_of_share
 from locret.data import real
 from locret.files import LOCK, locked, write_text
 from locret.infer.infer_options import PlacedModelOptions
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from locret import LongContextModel
-    from locret.policy.policy import RetentionPolicy
 
 HEADS, FULL, NOTHING, ORACLE = "locret", "full", "nothing", "oracle_agnostic"
 METHODS = (
@@ -159,7 +158,10 @@ def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptio
     from locret import LongContextModel
 
     folder = Path(options.output)
-    settings = {**asdict(replace(options, output="", overwrite=False, json=False, quiet=False)), **_source(model, scorer)}
+    settings = {
+        **asdict(replace(options, output="", overwrite=False, json=False, quiet=False)),
+        **_source(model, scorer),
+    }
     records = _begun(folder, settings, options.overwrite)
     done = {(one["method"], one["share"], one["tokens"]) for one in records if one["last"]}
     records = [one for one in records if (one["method"], one["share"], one["tokens"]) in done]
@@ -202,7 +204,9 @@ def _begun(folder: Path, settings: dict[str, Any], overwrite: bool) -> list[dict
         found = json.loads(config.read_text(encoding="utf-8"))
         known = json.loads(json.dumps(settings))
         # More methods and shares go on with a run; anything else is another one.
-        different = [name for name in known if name not in ("methods", "keep", "tokens") and found.get(name) != known[name]]
+        different = [
+            name for name in known if name not in ("methods", "keep", "tokens") and found.get(name) != known[name]
+        ]
         if different:
             raise ValueError(
                 f"--output {folder} holds a run with {different[0]}={found.get(different[0])!r}, not "
@@ -260,13 +264,16 @@ def _reader(
         cache = DynamicCache() if cell.method == FULL else None
         ids = [] if cache is None else _opening(lm, piece)
         if cache is not None:
-            _forward(lm, ids, cache, 1)
+            after(lm.model, ids, 0, cache)
         held = {"units": len(ids), "cache_bytes": 0 if cache is None else _bytes(cache)}
         return (lambda one: _score_plain(lm, cache, one)), held
     own = _with_method(lm, cell, piece, asked, options, scorer)
     context = own.read(piece.text, progress=False)
     memory = context.memory()
-    return (lambda one: _score(own, context, one)), {"units": memory.units, "cache_bytes": memory.actual}
+    return (lambda one: likelihood(context, one.question, one.answer)), {
+        "units": memory.units,
+        "cache_bytes": memory.actual,
+    }
 
 
 def _with_method(
@@ -282,7 +289,6 @@ def _with_method(
     from locret.scorers.oracle import OracleScorer
 
     spec = method_spec.parse(cell.method, "--methods")
-    total = max(8, round(piece.tokens * float(cell.share or 0) / 100))
     if spec.name == ORACLE:
         chosen: Any = OracleScorer(labels=_labels(lm, piece, asked))
     elif spec.name == HEADS:
@@ -294,23 +300,14 @@ def _with_method(
     changes = {key: value for key, value in spec.changes.items() if key != "positions"}
     if changes.get("host_budget"):
         changes |= {"host_budget": max(RECALLED, round(piece.tokens * TIER_SHARE / 100)), "recall": RECALLED}
-    return LongContextModel(lm.model, lm.tokenizer, chosen, policy(total, options, changes))
-
-
-def policy(units: int, options: RealOptions, changes: dict[str, Any]) -> RetentionPolicy:
-    """Return the policy under which so many units are held once a text has been read, its newest ones included."""
-    from locret import RetentionPolicy
-
-    local = min(options.local_len, units // 2)
-    budget = units - local
-    return RetentionPolicy(
-        budget=budget,
+    kept = policy_of_share(
+        piece.tokens,
+        float(cell.share or 0) / 100,
         chunk_size=options.chunk_size,
-        stabilizers=min(64, budget // 4),
-        local_len=local,
-        positions="compact",
+        local_len=options.local_len,
         **changes,
     )
+    return LongContextModel(lm.model, lm.tokenizer, chosen, kept)
 
 
 _LOADED: dict[str, Any] = {}
@@ -330,15 +327,14 @@ def _opening(lm: LongContextModel, piece: real.Piece) -> list[int]:
     return [token for block in lm.tokens(open_document(piece.text, "piece")) for token in block]
 
 
-def _turn(lm: LongContextModel, question: str, first: bool) -> list[int]:
+def _turn(lm: LongContextModel, question: str, *, alone: bool = False) -> list[int]:
     """Return the tokens of a question that follows a text, or of one that is asked without any."""
-    text = f"\n\n{question}" if not first else question
     mark = "LocretQuestion"
     written = lm.tokenizer.apply_chat_template(
         [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
     )
     before, after = written.split(mark)
-    return list(lm.tokenizer((before if first else "") + text + after, add_special_tokens=False)["input_ids"])
+    return ids_of(lm.tokenizer, f"{before}{question}{after}" if alone else f"\n\n{question}{after}")
 
 
 def _labels(lm: LongContextModel, piece: real.Piece, asked: Sequence[real.Asked]) -> Tensor:
@@ -346,53 +342,16 @@ def _labels(lm: LongContextModel, piece: real.Piece, asked: Sequence[real.Asked]
 
     from locret.labels.many_answers import labels_of_answers
 
-    pairs = [
-        (torch.tensor(_turn(lm, one.question, False)), torch.tensor(_answer(lm, one))) for one in asked
-    ]
+    pairs = [(torch.tensor(_turn(lm, one.question)), torch.tensor(ids_of(lm.tokenizer, one.answer))) for one in asked]
     return labels_of_answers(lm.model, torch.tensor(_opening(lm, piece)), pairs, "log_attention", True)
 
 
-def _answer(lm: LongContextModel, one: real.Asked) -> list[int]:
-    return list(lm.tokenizer(one.answer, add_special_tokens=False)["input_ids"])
-
-
-def _forward(lm: LongContextModel, ids: Sequence[int], cache: Any, logits: int) -> Tensor:
-    import torch
-
-    from locret.backbone.adapters import input_device
-
-    with torch.inference_mode():
-        tokens = torch.tensor([list(ids)], device=input_device(lm.model))
-        out = lm.model(input_ids=tokens, past_key_values=cache, use_cache=cache is not None, logits_to_keep=logits)
-    return out.logits[0]  # type: ignore[no-any-return]
-
-
-def _score_plain(lm: LongContextModel, cache: Any, one: real.Asked) -> tuple[float, int, int]:
+def _score_plain(lm: LongContextModel, cache: Any, one: real.Asked) -> Likelihood:
     import copy
 
-    answer = _answer(lm, one)
-    ids = _turn(lm, one.question, cache is None) + answer
-    return _verdict(_forward(lm, ids, copy.deepcopy(cache), len(answer) + 1), answer)
-
-
-def _score(lm: LongContextModel, context: Any, one: real.Asked) -> tuple[float, int, int]:
-    from locret.cache.reader import answering
-
-    answer, twin = _answer(lm, one), context.cache.copy()
-    ids = context.question_ids(one.question)[0].tolist() + answer
-    twin.reserve(0, len(ids))
-    with answering(lm.model, twin):
-        return _verdict(_forward(lm, ids, twin, len(answer) + 1), answer)
-
-
-def _verdict(logits_AV: Tensor, answer: Sequence[int]) -> tuple[float, int, int]:
-    """Return the nats of an answer, how many of its tokens are the likeliest, and how many there are."""
-    import torch
-
-    logs_AV = logits_AV[:-1].float().log_softmax(-1)
-    targets_A = torch.tensor(list(answer), device=logs_AV.device)
-    nats = -float(logs_AV.gather(1, targets_A[:, None]).double().sum())
-    return nats, int((logs_AV.argmax(-1) == targets_A).sum()), len(answer)
+    answer = ids_of(lm.tokenizer, one.answer)
+    ids = _turn(lm, one.question, alone=cache is None) + answer
+    return after(lm.model, ids, len(answer), copy.deepcopy(cache))
 
 
 def _bytes(cache: Any) -> int:
@@ -443,7 +402,9 @@ def recovered(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> float | No
 def tables(rows: Sequence[dict[str, Any]]) -> str:
     """Return the page of a run: for each length and set a row per method, a column per share."""
     lines: list[str] = []
-    for tokens, name in sorted({(row["tokens"], row["set"]) for row in rows}, key=lambda one: (one[0], one[1] != "all")):
+    for tokens, name in sorted(
+        {(row["tokens"], row["set"]) for row in rows}, key=lambda one: (one[0], one[1] != "all")
+    ):
         own = [row for row in rows if (row["tokens"], row["set"]) == (tokens, name)]
         shares = sorted({row["share"] for row in own if row["share"] is not None}, reverse=True)
         ends = {row["method"]: row for row in own if row["share"] is None}

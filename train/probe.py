@@ -1,0 +1,84 @@
+"""Whether heads hold on a text and questions that no run has seen: a passage of SQLite's FAQ that comes with the package.
+
+The overlap on held-out rows says how well labels are predicted, not whether answers survive. Here a passage is read at
+two shares with its questions unknown, and the answers that stand in it are scored; scores drawn at random, with the
+same protected ends, are what heads must beat.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from locret import LongContextModel
+from locret.backbone.adapters import describe
+from locret.conversation.likelihood import likelihood, policy_of_share
+from locret.data import real
+from locret.heads.heads import RetainingHeads
+from locret.scorers.random import RandomScorer
+
+SHARES = (0.25, 0.0625)
+"""Of the passage's tokens, those that stay."""
+_TOKENS, _ROOM = 1024, 512
+_QUESTIONS = 6
+_SINKS = 4
+
+
+class Probe:
+    """The passage and its questions, as one backbone's tokenizer writes them.
+
+    Args:
+        tokenizer: The backbone's.
+        piece: The passage.
+    """
+
+    def __init__(self, tokenizer: Any, piece: real.Piece) -> None:
+        self.tokenizer, self.piece, self._others = tokenizer, piece, dict[float, float]()
+
+    @classmethod
+    def of(cls, model: nn.Module, tokenizer: Any) -> Probe | None:
+        """Return the probe; None where the tokenizer cannot write the passage, or the backbone not hold it."""
+        if not getattr(tokenizer, "is_fast", False) or describe(model).max_positions < _TOKENS + _ROOM:
+            return None
+        piece = real.pieces("sqlite_faq", tokenizer, _TOKENS)[0]
+        ids = tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"]
+        if tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() != piece.text:
+            return None
+        return cls(tokenizer, piece)
+
+    def measure(self, model: nn.Module, heads: RetainingHeads) -> dict[str, float]:
+        """Return the nats per token of the right answers by `SHARES`, of these heads and of scores at random.
+
+        Args:
+            model: The backbone.
+            heads: Whole heads, on its device.
+        """
+        record: dict[str, float] = {}
+        for share in SHARES:
+            if share not in self._others:
+                self._others[share] = self._nats(model, RandomScorer(sinks=_SINKS), share)
+            record[f"probe_nats_{share:g}"] = self._nats(model, heads, share)
+            record[f"probe_random_{share:g}"] = self._others[share]
+        return record
+
+    def _nats(self, model: nn.Module, scorer: Any, share: float) -> float:
+        lm = LongContextModel(model, self.tokenizer, scorer, policy_of_share(self.piece.tokens, share))
+        context = lm.read(self.piece.text, progress=False)
+        found = [likelihood(context, one.question, one.answer) for one in self.piece.asked[:_QUESTIONS]]
+        return sum(one.nats for one in found) / sum(one.tokens for one in found)
+
+
+def verdict(record: dict[str, Any]) -> tuple[str, str | None]:
+    """Return what a run's probe says in words, and a warning if random scores do as well; both of `Probe.measure`."""
+    pairs = [(share, record[f"probe_nats_{share:g}"], record[f"probe_random_{share:g}"]) for share in SHARES]
+    words = ", ".join(
+        f"{heads:.2f} nats at {share:.3g} of a text (random {other:.2f})" for share, heads, other in pairs
+    )
+    worse = [share for share, heads, other in pairs if heads >= other]
+    if not worse:
+        return words, None
+    return words, (
+        f"on a passage that was not trained on, these heads lose to random scores at {worse[0]:.3g} of the text "
+        f"({words}); use more rows, of more kinds, or --objective ranking --label-kind log_attention"
+    )
