@@ -24,10 +24,8 @@ types: $(VENV)/installed
 	rm -rf build/types && mkdir -p build/types
 	cp -r locret build/types/locret
 	cp -r train infer data build/types/locret/
-	mkdir build/types/checkpoints && cp -r checkpoints/build build/types/checkpoints/build
-	touch build/types/checkpoints/__init__.py
 	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --strict --allow-subclassing-any --exclude 'locret/(train|infer|data)/' locret
-	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --check-untyped-defs -p locret.train -p locret.infer -p locret.data -p checkpoints.build
+	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --check-untyped-defs -p locret.train -p locret.infer -p locret.data
 
 # The documentation site, in build/site; a warning is an error.
 docs: $(VENV)/installed

@@ -8,7 +8,7 @@ import shutil
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-# What times ideas, and what trains the embedded backbone (checkpoints/build), stays in the repository.
+# What times ideas stays in the repository.
 CODE = {"train": (), "infer": ("speed.lab*",), "data": ()}
 FILES = {"recipes": ["*/*.yaml", "*/*.txt"], "checkpoints": ["tiny/*", "tiny-heads/*", "world/*", "world-heads/*"]}
 

@@ -53,11 +53,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-FILES = {
-    module_of(path): path
-    for folder in (*PACKAGES, "checkpoints/build")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
+FILES = {module_of(path): path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
 def imported(module: str) -> Iterator[str]:
@@ -91,8 +87,6 @@ def objection(module: str, name: str) -> str | None:
         return "the oracle is for tests"
     if within(name, "infer.speed.lab") and not within(module, "infer.speed.lab"):
         return "the lab is not in the wheel"
-    if target == "checkpoints" and package in PACKAGES:
-        return "what builds the embedded backbone is not in the wheel"
     lab = within(module, "infer.speed.lab") and target == "train"  # it compares both
     if not lab and package in MAY_IMPORT and target in MAY_IMPORT and target not in (package, *MAY_IMPORT[package]):
         return f"{package} is below {target}, or beside it"

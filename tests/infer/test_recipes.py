@@ -33,14 +33,10 @@ def option_classes(job: str, name: str) -> tuple[type, ...]:
         from locret.infer.command import OPTION_CLASSES
 
         return OPTION_CLASSES
-    if job == "train":
-        from locret.train.training_options import OPTION_CLASSES as TRAIN
+    assert job == "train", f"recipes/{job} belongs to no command that this test knows"
+    from locret.train.training_options import OPTION_CLASSES as TRAIN
 
-        return TRAIN
-    assert job == "backbone", f"recipes/{job} belongs to no command that this test knows"
-    from checkpoints.build.options import BackboneTraining
-
-    return (BackboneTraining,)
+    return TRAIN
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -48,7 +48,7 @@ def test_the_source_archive_makes_the_same_wheel(
     (archive,) = tmp_path.iterdir()
     with tarfile.open(archive) as held:
         inside = {name.partition("/")[2] for name in held.getnames()}
-    assert {"checkpoints/build/model.py", "tests/conftest.py", "docs/heads.md", "constraints.txt", "Makefile"} <= inside
+    assert {"tests/conftest.py", "docs/heads.md", "constraints.txt", "Makefile"} <= inside
     assert names(build(archive)) == names(wheel)
 
 
