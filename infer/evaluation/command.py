@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from locret.cli import interrupts
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
-from locret.data.tasks.published.suites import WORLD
 from locret.files import locked
 
 if TYPE_CHECKING:
@@ -70,9 +69,6 @@ def _command(processes: Ranks, arguments: list[str]) -> None:
     from locret.infer.evaluation import job  # imports torch
 
     with warnings_as_lines("locret-eval", quiet=report.quiet or not processes.is_main):
-        if evaluation.suite == WORLD:
-            _world(model, evaluation, budgets, report, chosen, processes)
-            return
         with processes.together():
             prepared = job.prepare(model, evaluation, budgets, report, chosen, processes)
         if report.dry_run:
@@ -87,46 +83,6 @@ def _command(processes: Ranks, arguments: list[str]) -> None:
                     output = prepared.report.output
                     held.enter_context(locked(output, f"--output {output}"))
             _execute(prepared)
-
-
-def checked(arguments: Sequence[str]) -> tuple[Job, Any]:
-    """Do all that `command` does before it loads weights: options are resolved, and every text is made once.
-
-    Returns:
-        What would be done, and the backbone's tokenizer.
-
-    Raises:
-        ValueError: For anything the user must change.
-        OSError: If a Hub or a disk fails.
-    """
-    from locret import loading
-    from locret.distributed.ranks import Ranks
-    from locret.infer.evaluation import job
-    from locret.infer.evaluation.eval_options import OPTION_CLASSES
-
-    (model, evaluation, budgets, report), chosen = parse_options("locret-eval", DESCRIPTION, OPTION_CLASSES, arguments)
-    prepared, tokenizer = (
-        job.prepare(model, evaluation, budgets, report, chosen, Ranks()),
-        loading.load_tokenizer(model),
-    )
-    prepared.check(tokenizer)
-    return prepared, tokenizer
-
-
-def _world(model: Any, evaluation: Any, budgets: Any, report: Any, chosen: set[str], processes: Ranks) -> None:
-    """Run the suite whose parts are evaluations of their own, and print its page."""
-    from locret.infer.evaluation.world import page, run
-
-    world = run.prepare(model, evaluation, budgets, report, chosen, processes)
-    if report.dry_run:
-        print_json(run.described(world))
-        return
-    with interrupts.unwinding():
-        found = run.run(world)
-    if report.json:
-        print_json(found)
-    else:
-        print(page.text(found, figures=world.report.figures == "all"), end="")
 
 
 def _agreed(*groups: Any) -> dict[str, Any]:

@@ -73,8 +73,6 @@ class Job:
     dtype: torch.dtype
     unmade: list[Unmade] = field(default_factory=list)
     """Tasks of the suite that cannot be made at a length."""
-    protected: dict[str, list[tuple[int, dict[str, tuple[Span, ...]]]]] = field(default_factory=dict)
-    """By task, the tokens of each prompt and what of it is protected, once known; jobs that are alike share it."""
     notes: list[str] = field(default_factory=list)
     """What the user may not have expected, in sentences."""
 
@@ -83,27 +81,21 @@ class Job:
         """The device of this process."""
         return self.processes.own_device(self.device)
 
-    def check(self, tokenizer: Any, alike: Job | None = None) -> None:
+    def check(self, tokenizer: Any) -> None:
         """Make all texts once, and refuse what cannot be asked of them: nothing is found out after hours.
 
         A suite leaves out a task at a length at which one of its samples cannot be made, and says so.
 
         Args:
             tokenizer: The backbone's.
-            alike: A job of the same texts that has been checked: they are not made again.
 
         Raises:
             ValueError: If a text cannot be made, the tokenizer cannot express a task or its turns, the library of a
                 metric is missing, or a protocol or method means nothing to a task; saying what to change.
         """
-        if alike is None:
-            for one in self.selections:
-                one.task.check(tokenizer)
-            self.cases, self.unmade = runner.settled(self.cases, tokenizer)
-        else:
-            self.selections, self.cases, self.unmade = [*alike.selections], [*alike.cases], [*alike.unmade]
-            if self._protecting() == alike._protecting():
-                self.protected = alike.protected
+        for one in self.selections:
+            one.task.check(tokenizer)
+        self.cases, self.unmade = runner.settled(self.cases, tokenizer)
         if self.unmade and (self.evaluation.suite is None or not self.cases):
             raise ValueError(f"{self.unmade[0]}; raise --lengths, or leave the task out")
         left = {case.task.name for case in self.cases}
@@ -141,19 +133,12 @@ class Job:
                 f"{', '.join(sorted(left))} has more than one; drop it, or add such a task (multikey, say)"
             )
 
-    def _protecting(self) -> Any:
-        """Return what decides which units of a prompt are protected."""
-        return list(self.evaluation.protect), self.evaluation.chosen_protocols()
-
     def _check_protected(self, tokenizer: Any, cases: Sequence[Case]) -> None:
         """Refuse more protected units of a task's prompts than some layer may keep.
 
         Where prompts have the same budget, the one with most of them stands for the others.
         """
-        name = cases[0].task.name
-        if name not in self.protected:
-            self.protected[name] = [self._protected(tokenizer, case) for case in cases]
-        found = self.protected[name]
+        found = [self._protected(tokenizer, case) for case in cases]
         for protocol in self.evaluation.chosen_protocols():
             protected = [spans[protocol] for _, spans in found]
             most: dict[int, list[int]] = {}

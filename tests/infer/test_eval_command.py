@@ -484,7 +484,6 @@ def test_shares_that_mean_nothing_are_refused(evaluate: Any, flags: Any, message
         (("--max-new-tokens", 10**12), "and 1,000,000,000,000 new tokens: its cache takes at least"),
         (("--tasks", "ruler/vt", "--lengths", 10**10), "--lengths 10000000000: the text of a prompt takes at least"),
         (("--questions", 10**12), "--questions 1000000000000 are more than any text has; give 10000 or less"),
-        (("--suite", "world", "--seeds", 10**8), "--seeds 100000000 take a suite days and more; give 20 or less"),
         (("--tasks", "niah/needle", "--samples", 10**8), "comes to 200,000,000 answers, which would take months"),
     ],
 )

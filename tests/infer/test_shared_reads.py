@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +16,9 @@ from locret.data import tasks
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.task import Sample, Wanted
 from locret.infer.evaluation import methods, presses, runner
-from locret.infer.evaluation.capacity import CapacityOptions, recipe
-from locret.infer.evaluation.command import command
-from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions
 from locret.infer.evaluation.methods import Prompt, Setup
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.shared_text import SharedText, document_tokens
-from locret.infer.evaluation.world import plan
-from locret.infer.evaluation.world import run as world_run
-from locret.infer.infer_options import ModelOptions
 
 POLICY = RetentionPolicy(budget=48, chunk_size=64, stabilizers=8, local_len=8)
 QUESTIONS = ("Which number?", "Which number is in the red vault that was named in the text before?", "Which?")
@@ -150,30 +144,3 @@ def test_a_press_reads_the_beginning_of_a_text_that_ends_in_what_stays(tokens: i
     assert len(request["context"]) == max(tokens - 64, 2)
     assert 1 <= request["window"] < len(request["context"])
     assert answer["kept_units"] == 1 + len(request["asked"][0])
-
-
-def test_every_part_of_the_world_is_run_with_what_the_user_gave() -> None:
-    given = {"heads": "heads", "max_new_tokens": 3, "allow_other_base": True}
-    evaluation = EvalOptions(suite="world", **given)  # type: ignore[arg-type]
-    world: Any = SimpleNamespace(model=ModelOptions(model="backbone", dtype="float32"), evaluation=evaluation)
-    options = world_run._of_model(world)
-    assert given.items() <= options.items()
-    known = {one.name for kind in (ModelOptions, CapacityOptions, BudgetOptions) for one in fields(kind)}
-    assert set(options) <= known  # the capacity curve is one of the parts
-    own = {name: value for name, value in options.items() if name in given}
-    assert given.items() <= recipe(CapacityOptions(output="out", **own), {}, 4).items()
-    # What is protected follows the part: the question where it is known, no system message in the curve's texts.
-    rules, shipped = ["system", "tokens:0-8"], "checkpoints/world-heads"
-    protecting = EvalOptions(suite="world", heads=shipped, protect=rules)
-    units, _ = plan.units(plan.asked(protecting, BudgetOptions(), {"protect"}))
-    held = {unit.part.name: unit.options["protect"] for unit in units}
-    assert held["field"] == held["budgets"] == rules
-    assert held["field_aware"] == [*rules, "question"]
-    assert held["capacity"] == recipe(CapacityOptions(output="out", protect=["tokens:0-8"]), {}, 4)["protect"]
-
-
-@pytest.mark.parametrize("flag", ["--tiers", "--published"])
-def test_what_the_world_has_no_table_for_is_refused(flag: str, backbone: Path, tmp_path: Path) -> None:
-    line = ["--model", str(backbone), "--suite", "world", "--methods", "full", "--output", str(tmp_path / "out")]
-    with pytest.raises(ValueError, match=f"{flag} changes nothing in --suite world"):
-        command([*line, flag])
