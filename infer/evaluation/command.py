@@ -10,7 +10,6 @@ samples of a run: `torchrun --nproc-per-node 2 -m locret.infer.evaluation.comman
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -123,7 +122,6 @@ def _say(job: Job, named: bool) -> None:
 
 def _execute(job: Job) -> None:
     """Load everything, open the output folder, measure, report."""
-    from locret.backbone.passes import in_step
     from locret.infer.evaluation.report import order_of
 
     processes = job.processes
@@ -140,10 +138,9 @@ def _execute(job: Job) -> None:
         if log is not None:
             _keep(job, log, settings)
         raise
-    with in_step(setup.model):  # pictures are of the backbone at work, and only the first process draws them
-        if log is not None:
-            log.merge(order_of(job.cases, job.runs))
-            _report(job, setup, log, settings, draw)
+    if log is not None:
+        log.merge(order_of(job.cases, job.runs))
+        _report(job, log, settings, draw)
 
 
 def _keep(job: Job, log: SampleLog, settings: dict[str, Any]) -> None:
@@ -168,9 +165,6 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     tokenizer = loading.load_tokenizer(job.model)
     job.check(tokenizer)
     draw = report.figures == "all" and job.processes.is_main and can_draw("--figures all")
-    if draw and job.model.shard == "tp":
-        warnings.warn("--figures all draws a backbone at work in one process, not one of --shard tp", stacklevel=2)
-        draw = False
     model = loading.load_model(job.model, job.config, job.own_device, job.dtype)
     trained = job.heads.follow(model) if job.evaluation.heads else None
     # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.
@@ -255,26 +249,20 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
             ) from error
 
 
-def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], draw: bool) -> None:
+def _report(job: Job, log: SampleLog, settings: dict[str, Any], draw: bool) -> None:
     """Write results and pictures, and print them."""
     from locret.infer.evaluation import report
-    from locret.infer.evaluation.left_out import left_out
 
     output = Path(job.report.output)
     results = report.write_results(output, log, settings, job)
     if draw:
-        if not job.report.quiet:
-            sys.stderr.write("locret-eval: all answers are known; drawing pictures, which can take minutes\n")
-        report.write_figures(output, log, results, setup, job.cases, job.runs, quiet=job.report.quiet)
-        if not job.report.quiet:
-            for line in left_out(results["figures"], job.cases, job.runs):
-                sys.stderr.write(f"locret-eval: {line}\n")
+        report.write_figures(output, log, results, job.cases, job.runs)
     if job.report.json:
         print_json(results)
         return
     print(report.tables(results), end="")
     for name in results["figures"]:
-        print(f"{'picture' if name.endswith('.png') else 'numbers'}: {output / name}")
+        print(f"picture: {output / name}")
 
 
 def main() -> None:

@@ -285,9 +285,6 @@ class ReportOptions:
     """Replace what an earlier run left in the output folder."""
     figures: str = "all"
     """all or none. Pictures need locret[eval]; without it the rest is written all the same."""
-    tiers: bool = False
-    """Add a table, and a picture where pictures are drawn, of score against bytes held in the fast tier and in all,
-    with what no other method beats."""
     score_predictions: Names | None = None
     """Score files of answers that another program wrote, and stop; needs no --model. --tasks names the task of each."""
     list: bool = False
