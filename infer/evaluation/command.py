@@ -41,9 +41,6 @@ def command(argv: Sequence[str] | None = None) -> int:
     if "--list" in arguments:
         _list(as_json="--json" in arguments)
         return 0
-    if any(word.split("=")[0].replace("_", "-") == "--score-predictions" for word in arguments):
-        _score(arguments)
-        return 0
     from locret.distributed import ranks
 
     with ranks.joined("locret-eval", way_out=_GO_ON) as own:
@@ -99,18 +96,6 @@ def _list(as_json: bool) -> None:
         print(listing.as_text(), end="")
 
 
-def _score(arguments: list[str]) -> None:
-    """Score answers of other programs, and print the scores."""
-    from locret.infer.evaluation import predictions
-
-    (options,), _ = parse_options("locret-eval", DESCRIPTION, (predictions.PredictionOptions,), arguments)
-    cells = predictions.score_files(options)
-    if options.json:
-        print_json({"cells": cells})
-    else:
-        print(predictions.table(cells), end="")
-
-
 def _say(job: Job, named: bool) -> None:
     """Write what may not have been expected, and where results go unless the user named that."""
     tokens = sum(case.tokens for case in job.cases) * len(job.runs)
@@ -157,7 +142,7 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     """Return the loaded backbone with what belongs to it, all settings, and whether pictures can be drawn."""
     from locret import loading
     from locret.heads.fingerprint import weight_fingerprint
-    from locret.infer.evaluation import output_folder, presses
+    from locret.infer.evaluation import output_folder
     from locret.infer.evaluation.methods import Setup, gate_identities
     from locret.pictures import can_draw
 
@@ -170,17 +155,15 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.
     weights = {"model": weight_fingerprint(model), "heads": trained and weight_fingerprint(trained)}
     gates = gate_identities((run.method for run in job.runs), model)
-    kvpress = presses.started(job)
     settings = {
         **job.settings(),
         "weights": weights,
         **({output_folder.GATES: gates} if gates else {}),
         "tokenizer": output_folder.tokenizer_facts(tokenizer),
-        **({} if kvpress is None else {"kvpress": kvpress.versions}),
     }
     output_folder.check_output(report.output, settings, resume=report.resume, overwrite=report.overwrite)
     protect = job.evaluation.protected_rules()
-    return Setup(model, tokenizer, trained, job.evaluation.seed, kvpress, protect), settings, draw
+    return Setup(model, tokenizer, trained, job.evaluation.seed, protect), settings, draw
 
 
 def _open(job: Job, settings: dict[str, Any]) -> SampleLog:

@@ -106,10 +106,8 @@ class EvalOptions(PublishedOptions):
     else the one that is the sample's own."""
     batch_size: int = 1
     """Most answers that are written side by side, of one task and method: faster where one does not keep the processor
-    busy, for the room of as many forks. Each is read by itself; transformers' own cache, presses and answers that are
+    busy, for the room of as many forks. Each is read by itself; transformers' own cache and answers that are
     evicted while they are written take one at a time. The seconds of an answer are its share."""
-    kvpress_python: str | None = None
-    """The python of an environment with kvpress, whose presses are then methods, as in kvpress/snapkv (--list)."""
     protocol: Names = AWARE
     """aware: the question stands in the prompt while that is read; agnostic: the document is read and evicted to the
     budget first, and each question comes afterwards, on a fork; or both, aware,agnostic."""
@@ -285,8 +283,6 @@ class ReportOptions:
     """Replace what an earlier run left in the output folder."""
     figures: str = "all"
     """all or none. Pictures need locret[eval]; without it the rest is written all the same."""
-    score_predictions: Names | None = None
-    """Score files of answers that another program wrote, and stop; needs no --model. --tasks names the task of each."""
     list: bool = False
     """Print the tasks and methods there are, and stop."""
     json: bool = False

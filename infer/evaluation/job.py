@@ -19,7 +19,7 @@ from locret.conversation.rules import QUESTION, SYSTEM
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
 from locret.distributed.ranks import Ranks
-from locret.infer.evaluation import feasible, output_folder, presses, runner
+from locret.infer.evaluation import feasible, output_folder, runner
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions
 from locret.infer.evaluation.methods import (
@@ -260,7 +260,6 @@ def prepare(
     if not evaluation.heads and "methods" not in chosen:
         evaluation, left = evaluation.without_heads()
     methods = evaluation.chosen_methods()
-    presses.check(methods, evaluation.kvpress_python, model)
     if report.threads:
         torch.set_num_threads(report.threads)
     device = loading.device_of_source(model)
@@ -365,8 +364,8 @@ def _with_floor(
 
 
 def _evicts(method: Method) -> bool:
-    """Return whether a method can evict what is written; a press prunes once, before anything is."""
-    return not (method.keeps_all or method.plain or presses.is_press(method))
+    """Return whether a method can evict what is written."""
+    return not (method.keeps_all or method.plain)
 
 
 def _default_output(job: Job) -> str:
@@ -493,8 +492,6 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
             raise ValueError(
                 f"method {min(oracles)} knows the answer to one prompt, and {task.name} is a session; leave one out"
             )
-        if pressed := [method.name for method in evaluation.named_methods() if presses.is_press(method)]:
-            raise ValueError(f"method {pressed[0]} reads one prompt, and {task.name} is a session; leave one out")
         if evaluation.protect:
             raise ValueError(
                 f"--protect {evaluation.protect[0]} is part of one prompt, and {task.name} is a session; leave one out"

@@ -195,6 +195,10 @@ def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (
+            ("--methods", "kvpress/snapkv"),
+            'method "kvpress/snapkv" was retired; release 0.1.0 (git tag lab-frozen) is the',
+        ),
         (("--methods", "streeming"), 'method "streeming" is unknown; did you mean streaming'),
         (("--tasks", "passky"), 'task "passky" is unknown; did you mean passkey'),
         (
