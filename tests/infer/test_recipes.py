@@ -15,12 +15,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 
-def option_classes(job: str, name: str) -> tuple[type, ...]:
+def option_classes(job: str) -> tuple[type, ...]:
     """Return the options of the command that reads a recipe."""
-    if name.startswith("compare_"):
-        from locret.train.compare import CompareOptions
-
-        return (CompareOptions,)
     if job == "eval":
         from locret.infer.evaluation.eval_options import OPTION_CLASSES as EVAL
 
@@ -46,7 +42,7 @@ def test_recipe_parses_and_says_how_to_run_it(path: Path) -> None:
     missing = {"infer": {"heads": "HEADS"}, "train": {"output": "OUTPUT"}}.get(job, {})
     content = yaml.safe_load(path.read_text())
     extra = [part for key, value in missing.items() if key not in content for part in (f"--{key}", value)]
-    _, chosen = parse_options("test", "", option_classes(job, path.name), ["--config", str(path), *extra])
+    _, chosen = parse_options("test", "", option_classes(job), ["--config", str(path), *extra])
     assert set(content) <= chosen
     assert name in path.read_text(), "its header holds the command, ready to paste"
 
@@ -65,7 +61,7 @@ def test_evaluation_recipes_name_tasks_methods_and_policies_that_exist(path: Pat
     content = yaml.safe_load(path.read_text())
     heads = [] if "heads" in content else ["--heads", "HEADS"]
     (_, evaluation, budgets, _), chosen = parse_options(
-        "test", "", option_classes("eval", path.name), ["--config", str(path), *heads]
+        "test", "", option_classes("eval"), ["--config", str(path), *heads]
     )
     assert evaluation.chosen_methods()
     assert evaluation.chosen_tasks()
