@@ -10,11 +10,11 @@ from setuptools.command.build_py import build_py
 
 # What times ideas stays in the repository.
 CODE = {"train": (), "infer": ("speed.lab*",), "data": ()}
-FILES = {"recipes": ["*/*.yaml", "*/*.txt"], "checkpoints": ["tiny/*", "tiny-heads/*", "world/*", "world-heads/*"]}
+FILES = {"recipes": ["*/*.yaml", "*/*.txt"], "checkpoints": ["tiny/*", "tiny-heads/*"]}
 
 
 class BuildPy(build_py):
-    """Copies one package, `locret`, with code, recipes and the embedded backbones."""
+    """Copies one package, `locret`, with code, recipes and the embedded backbone."""
 
     def finalize_options(self) -> None:
         """Add the folders to the packages of setup.cfg."""

@@ -31,7 +31,10 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(one for form in close for one in forms[form]))[:3]
 
 
-_RETIRED = ("--suite world", "method kvpress/", "locret compare")
+_RETIRED = (
+    *("--suite world", "--suite lookalikes", "task world/", "task lookalikes/", "method kvpress/", "locret compare"),
+    *("folder checkpoints/world", "folder checkpoints/world-heads"),
+)
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
 _LAST = "release 0.1.0 (git tag lab-frozen)"
 

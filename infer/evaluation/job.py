@@ -121,7 +121,7 @@ class Job:
         if not systems and any(rule.what == SYSTEM for rule in self.evaluation.protected_rules()):
             raise ValueError(
                 f"--protect {SYSTEM} changes nothing, for no text of {', '.join(sorted(left))} has a system message; "
-                "drop it, or add such a task (world/secret, say)"
+                "drop it, or add such a task (niah/needle, say)"
             )
         if self.evaluation.protect:
             for one in self.selections:

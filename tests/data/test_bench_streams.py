@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from embedded import tiny_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from locret import RetentionCache, RetentionPolicy, prefill
 from locret.data.tasks.published.infinitebench_generated import TASKS
 from locret.data.tasks.published.niah import NEEDLE
-from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.text.essays import filler_sentences
 from locret.infer.speed.lab.streamed_prompts import LongPrompt, stream_needle, stream_number
 
@@ -25,7 +25,7 @@ SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return build_tokenizer()
+    return tiny_tokenizer()
 
 
 def whole(prompt: LongPrompt) -> list[int]:
@@ -85,7 +85,7 @@ def trained_tokenizer(marks: str) -> Any:
     )
     bpe.train_from_iterator(itertools.islice(filler_sentences(0), 2000), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe)
-    fast.chat_template = build_tokenizer().chat_template.replace("bos_token", "'[S]'").replace("eos_token", "'[E]'")
+    fast.chat_template = tiny_tokenizer().chat_template.replace("bos_token", "'[S]'").replace("eos_token", "'[E]'")
     return fast
 
 

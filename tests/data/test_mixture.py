@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+from embedded import tiny_tokenizer
 
 from locret.data import tasks
 from locret.data.tasks.generated.mixture import mixture
-from locret.data.text.embedded_tokenizer import NAMES, VARIABLES, build_tokenizer
 from locret.data.text.haystack import prompt_length
+from locret.data.text.words import NAMES, VARIABLES
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tiny_tokenizer()
 ALL = tasks.names()
 
 
