@@ -3,17 +3,13 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test gpu lint types docs check clean
+.PHONY: demo test lint types docs check clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m locret.infer.demo
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2
-
-# Everything that only a GPU can say, into build/gpu; a piece that has ended well is not run again.
-gpu: $(VENV)/installed
-	$(BIN)/python -m locret.infer.speed.lab.gpu --output build/gpu
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -109,13 +109,6 @@ def test_the_tutorial_runs_as_it_stands(
     assert "| locret | 128 |" in (tmp_path / "runs" / "evaluation" / "results.md").read_text()
 
 
-def test_pages_say_which_programs_need_a_clone() -> None:
-    beside = "locret.infer.speed.lab"
-    pages = [page for page in PAGES if any(words[0].startswith(beside) for words in commands_of(page))]
-    assert len(pages) >= 3
-    assert [page.name for page in pages if "needs a clone" not in page.read_text(encoding="utf-8")] == []
-
-
 def test_every_link_leads_to_a_file_and_a_heading() -> None:
     broken = []
     for page in PAGES:
