@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from embedded import tiny_tokenizer
@@ -38,7 +39,8 @@ def test_the_same_seed_gives_the_same_text_in_another_process() -> None:
         "from locret.data import tasks; from embedded import tiny_tokenizer; import sys;"
         "sys.stdout.write(tasks.get('multikey').sample(tiny_tokenizer(), 512, seed=3).content)"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(paths)}
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert other.stdout == tasks.get("multikey").sample(TOKENIZER, 512, seed=3).content
 

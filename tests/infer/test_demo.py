@@ -55,7 +55,7 @@ def test_demo_trains_heads_and_fails_where_the_backbone_finds_nothing(
     assert RetainingHeads.from_pretrained(output / "training").config.policy["budget"] == 32
     table = (output / "evaluation" / "results.md").read_text()
     assert all(f"| {method} |" in table for method in ("full", "locret", "untrained"))
-    assert (output / "evaluation" / "accuracy_by_budget.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "evaluation" / "heat_map_passkey.png").read_bytes().startswith(b"\x89PNG")
     assert "pass key" in (output / "text.txt").read_text()
 
 
