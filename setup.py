@@ -8,21 +8,19 @@ import shutil
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-# What times ideas, and what trains the embedded backbone (checkpoints/build), stays in the repository.
-CODE = {"train": (), "infer": ("speed.lab*",), "data": ()}
-FILES = {"recipes": ["*/*.yaml", "*/*.txt"], "checkpoints": ["tiny/*", "tiny-heads/*", "world/*", "world-heads/*"]}
+CODE = ("train", "infer", "data")
+FILES = {"recipes": ["*/*.yaml", "*/*.txt"], "checkpoints": ["tiny/*", "tiny-heads/*"]}
 
 
 class BuildPy(build_py):
-    """Copies one package, `locret`, with code, recipes and the embedded backbones."""
+    """Copies one package, `locret`, with code, recipes and the embedded backbone."""
 
     def finalize_options(self) -> None:
         """Add the folders to the packages of setup.cfg."""
         super().finalize_options()
         self.packages = list(self.packages)
-        for folder, left_out in CODE.items():
-            inner = find_packages(folder, exclude=left_out)
-            self.packages += [f"locret.{folder}", *(f"locret.{folder}.{name}" for name in inner)]
+        for folder in CODE:
+            self.packages += [f"locret.{folder}", *(f"locret.{folder}.{name}" for name in find_packages(folder))]
         self.packages += [f"locret.{folder}" for folder in FILES]
         self.package_data = {**self.package_data, **{f"locret.{folder}": names for folder, names in FILES.items()}}
         self.package_dir.update({f"locret.{folder}": folder for folder in (*CODE, *FILES)})

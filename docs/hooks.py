@@ -18,7 +18,7 @@ def on_startup(**settings: Any) -> None:
     packages = ROOT / "build" / "packages"
     shutil.rmtree(packages, ignore_errors=True)
     for source, target in {"locret": "", "train": "train", "infer": "infer", "data": "data"}.items():
-        ignored = shutil.ignore_patterns("__pycache__", "records", "lab")
+        ignored = shutil.ignore_patterns("__pycache__", "records")
         shutil.copytree(ROOT / source, packages / "locret" / target, ignore=ignored, dirs_exist_ok=True)
 
 

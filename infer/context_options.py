@@ -111,7 +111,7 @@ class ShrinkOptions(ContextFile, ReportOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What is written, and for which engine. vLLM, SGLang and transformers take the file of a context itself."""
+    """What is written, and for which engine. vLLM and transformers take the file of a context itself."""
 
     context: str
     """A saved context, or its repository on the Hub."""

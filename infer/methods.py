@@ -17,7 +17,7 @@ from typing import Any
 from locret import lookups, method_spec, plugins, scorers
 from locret.cache.limits import check_pair
 from locret.method_spec import MethodSpec
-from locret.nearest import nearest
+from locret.nearest import check_retired, nearest
 from locret.policy.policy import FOLLOWING, RetentionPolicy
 from locret.scorers import Scorer
 
@@ -116,6 +116,7 @@ def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
             raise ValueError(
                 f'{where} "{spec.name}" is a modifier; write it behind a method, such as {LOCRET}+{spec.name}'
             )
+        check_retired("method", spec.name)
         near = nearest(spec.name, known) or known
         raise ValueError(f'{where} "{spec.name}" is unknown; did you mean {" or ".join(near)}?')
     return modified(_of_scorer(spec), spec, where)

@@ -24,7 +24,6 @@ COMMANDS = {
     "env": ("locret.cli.system_report", "show versions and devices, for a report of a problem"),
     "demo": ("locret.infer.demo", "train, evaluate and ask on this machine, from what came with locret"),
     "rows": ("locret.data.training.question_rows", "write training rows for the embedded backbone"),
-    "compare": ("locret.train.compare", "train and evaluate heads with different options, in one table"),
 }
 """What may follow `locret`: the module whose `command` it runs, and what that does."""
 

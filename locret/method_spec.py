@@ -163,11 +163,6 @@ def split(methods: str | Sequence[Any]) -> list[Any]:
     return [one for nth, one in enumerate(found) if one not in found[:nth]]
 
 
-def file_name(method: str) -> str:
-    """Return a method's spelling as part of a file's name."""
-    return re.sub(r"[^\w.+=-]+", "-", method)
-
-
 def _from_text(text: str, where: str) -> MethodSpec:
     if not text.isprintable():
         raise ValueError(f"{where} {shown(text)} has characters that are not printed; write it like snapkv:kernel=7")

@@ -29,3 +29,26 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     alike = [wanted] if wanted in forms else get_close_matches(wanted, forms, n=3)
     close = alike or [form for form in forms if wanted in form]
     return list(dict.fromkeys(one for form in close for one in forms[form]))[:3]
+
+
+_RETIRED = (
+    *("--suite world", "--suite lookalikes", "task world/", "task lookalikes/", "method kvpress/", "locret compare"),
+    *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means"),
+)
+"""What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
+_LAST = "release 0.1.0 (git tag lab-frozen)"
+
+
+def check_retired(kind: str, name: str) -> None:
+    """Refuse a name that an earlier release had.
+
+    Args:
+        kind: What messages call such a choice, as "--suite".
+        name: What somebody wrote, which is none of today's names.
+
+    Raises:
+        ValueError: If there was one, naming the last release that has it.
+    """
+    asked = f"{kind} {name}"
+    if any(asked == one or (one.endswith("/") and asked.startswith(one)) for one in _RETIRED):
+        raise ValueError(f'{kind} "{name}" was retired; {_LAST} is the last that has it')

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from locret import method_spec
 from locret.field_values import check_fields, checked
-from locret.nearest import nearest
+from locret.nearest import check_retired, nearest
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def get(kind: str, classes: Sequence[type[T]], spec: str) -> T:
     Args:
         kind: What messages call it, such as "lookup".
         classes: Frozen dataclasses with a class variable `name`.
-        spec: Such as "pages" or "pages:page=16".
+        spec: Such as "codes" or "codes:bits=2".
 
     Raises:
         ValueError: If there is none of that name (the message lists the nearest), or an option is unfit.
@@ -52,6 +52,7 @@ def get(kind: str, classes: Sequence[type[T]], spec: str) -> T:
         raise ValueError(f'{kind} "{spec}": +{parsed.modifiers[0]} is for the whole method; write it there')
     known = {one.name: one for one in classes}  # type: ignore[attr-defined]
     if parsed.name not in known:
+        check_retired(kind, parsed.name)
         near = nearest(parsed.name, known) or list(known)
         raise ValueError(f'{kind} "{parsed.name}" is unknown; did you mean {" or ".join(near)}?')
     return build(kind, parsed.name, known[parsed.name], parsed.options)

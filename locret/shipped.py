@@ -1,4 +1,4 @@
-"""What the wheel holds inside locret/ and a checkout next to it: train, infer and data, recipes, embedded backbones.
+"""What the wheel holds inside locret/ and a checkout next to it: train, infer and data, recipes, the embedded backbone.
 
 Only this module and setup.py know both arrangements.
 """
@@ -11,27 +11,33 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path, PurePath
 
+from locret.nearest import check_retired
+
 _INSIDE = Path(__file__).parent
 _ROOT = _INSIDE if (_INSIDE / "train").is_dir() else _INSIDE.parent
-_BACKBONES = (PurePath("checkpoints/tiny"), PurePath("checkpoints/world"))
-_HEADS = {path: path.with_name(f"{path.name}-heads") for path in _BACKBONES}
-_EMBEDDED = (*_BACKBONES, *_HEADS.values())
+_BACKBONE, _HEADS = PurePath("checkpoints/tiny"), PurePath("checkpoints/tiny-heads")
+_EMBEDDED = (_BACKBONE, _HEADS)
 TEXT = PurePath("recipes/infer/pass_key.txt")
 
 
 def find(name: str) -> str:
-    """Return where a recipe, its text, an embedded backbone or its heads are: the user's, else those shipped.
+    """Return where a recipe, its text, the embedded backbone or its heads are: the user's, else those shipped.
 
     So `recipes/infer/tiny.yaml` and `checkpoints/tiny` mean the same in every folder, and neither is looked for on the
     Hub. Every other name is returned as it is.
 
     Args:
         name: What the user gave: a file, a folder, or a repository on the Hub.
+
+    Raises:
+        ValueError: If it is that of a backbone that an earlier release had.
     """
     path = PurePath(name)
     recipe = path.parts[:1] == ("recipes",) and path.suffix in (".yaml", ".txt") and ".." not in path.parts
     if (recipe or path in _EMBEDDED) and not os.path.exists(name) and (_ROOT / path).exists():
         return str(_ROOT / path)
+    if not os.path.exists(name):
+        check_retired("folder", name)
     return name
 
 
@@ -41,23 +47,23 @@ def recipes() -> list[str]:
 
 
 def is_embedded_backbone(name: str) -> bool:
-    """Return whether a name, or the path it was found at, is that of an embedded backbone."""
-    return bool(name) and os.path.realpath(find(name)) in {os.path.realpath(_ROOT / path) for path in _BACKBONES}
+    """Return whether a name, or the path it was found at, is that of the embedded backbone."""
+    return bool(name) and os.path.realpath(find(name)) == os.path.realpath(_ROOT / _BACKBONE)
 
 
 def embedded_heads(backbone: str) -> str | None:
-    """Return where the heads of an embedded backbone are, by its name or path; None for every other backbone."""
+    """Return where the heads of the embedded backbone are, by its name or path; None for every other backbone."""
     at = os.path.realpath(find(backbone))
-    return next((find(str(own)) for path, own in _HEADS.items() if at == os.path.realpath(find(str(path)))), None)
+    return find(str(_HEADS)) if at == os.path.realpath(find(str(_BACKBONE))) else None
 
 
 def is_embedded_text(name: str | os.PathLike[str] | None) -> bool:
-    """Return whether a name, or the path it was found at, is that of the text which embedded backbones know."""
+    """Return whether a name, or the path it was found at, is that of the text which the embedded backbone knows."""
     return bool(name) and os.path.realpath(find(str(name))) == os.path.realpath(_ROOT / TEXT)
 
 
 def folder(path: PurePath) -> Path | None:
-    """Return a folder that locret came with which holds embedded backbones or their heads; None for every other one."""
+    """Return a folder that locret came with which holds the embedded backbone or its heads, else None."""
     return _ROOT / path if any(path == embedded.parent for embedded in _EMBEDDED) else None
 
 

@@ -52,7 +52,7 @@ def commands_of(page: Path) -> list[tuple[str, ...]]:
         words = words[: words.index(">")] if ">" in words else words
         if words and words[0] in MODULES:
             found.append((MODULES[words[0]], *words[1:]))
-        elif "-m" in words and words[words.index("-m") + 1].split(".")[0] in ("locret", "checkpoints"):
+        elif "-m" in words and words[words.index("-m") + 1].split(".")[0] == "locret":
             found.append(tuple(words[words.index("-m") + 1 :]))
     return found
 
@@ -107,13 +107,6 @@ def test_the_tutorial_runs_as_it_stands(
     answers = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The pass key")]
     assert answers == ["The pass key is 71432."] * 3
     assert "| locret | 128 |" in (tmp_path / "runs" / "evaluation" / "results.md").read_text()
-
-
-def test_pages_say_which_programs_need_a_clone() -> None:
-    beside = ("locret.infer.speed.lab", "checkpoints.build")
-    pages = [page for page in PAGES if any(words[0].startswith(beside) for words in commands_of(page))]
-    assert len(pages) >= 3
-    assert [page.name for page in pages if "needs a clone" not in page.read_text(encoding="utf-8")] == []
 
 
 def test_every_link_leads_to_a_file_and_a_heading() -> None:

@@ -16,15 +16,13 @@ from typing import Any
 
 from locret import plugins
 from locret.data.tasks.task import Sample, Task
-from locret.nearest import nearest
+from locret.nearest import check_retired, nearest
 
 __all__ = ["Sample", "Task", "families", "get", "names"]
 
 # Family -> the module whose `TASKS` are its tasks, in the order of tables.
 _FAMILIES = {
     "generated": "locret.data.tasks.generated",
-    "lookalikes": "locret.data.tasks.lookalikes",
-    "world": "locret.data.tasks.world",
     "infinitebench": "locret.data.tasks.published.infinitebench",
     "leval": "locret.data.tasks.published.leval",
     "longbench": "locret.data.tasks.published.longbench",
@@ -42,7 +40,7 @@ _FAMILIES = {
 
 
 def families() -> list[str]:
-    """Return the names of the families: "generated" and "lookalikes" need no data, others are published benchmarks."""
+    """Return the names of the families: "generated" needs no data, others are published benchmarks."""
     return list(_FAMILIES)
 
 
@@ -75,6 +73,7 @@ def get(name: str, **options: Any) -> Task:
     if (found := _of_others(name)) is not None:
         _check_options(found, options)
         return replace(found, **options)
+    check_retired("task", name)
     known = names(None)
     near = nearest(name, known) or (families() if "/" in name else names())
     raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')

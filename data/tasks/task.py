@@ -349,18 +349,6 @@ class Task(ABC):
         """
         return sum(scores) / len(scores) if scores else 0.0
 
-    def answers_in(self, prediction: str, targets: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
-        """Return the answers, each with its references, that a line of the benchmark's own program holds.
-
-        Args:
-            prediction: What the line says as the model's answer.
-            targets: What it says as the references.
-
-        Raises:
-            ValueError: If one of several answers is missing.
-        """
-        return [(prediction, targets)]
-
     def follow_up(self, sample: Sample, prediction: str) -> tuple[Sample, int] | None:
         """Return a second prompt, with the tokens of its answer, where that answer counts instead of the first.
 

@@ -76,13 +76,6 @@ def filler_sentences(seed: int) -> Iterator[str]:
         yield filler.sentence()
 
 
-def essay_sentences(data_dir: Path | None, seed: int) -> Iterator[str]:
-    """Yield the haystack sentence by sentence, without end and in bounded memory; see `essay_words`."""
-    if data_dir is None:
-        return filler_sentences(seed)
-    return cycle(sentence for text in read_essays(data_dir) for sentence in sentences(" ".join(text.split())))
-
-
 def sentences(text: str) -> list[str]:
     """Split a text at white space after a full stop, question or exclamation mark."""
     return [sentence for sentence in _SENTENCE_END.split(text.strip()) if sentence]

@@ -11,18 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from locret.data.text.embedded_tokenizer import (
-    ADJECTIVES,
-    COLORS,
-    NAMES,
-    NOUNS,
-    PLACES,
-    ROOMS,
-    THINGS,
-    TIMES,
-    VARIABLES,
-    VERBS,
-)
+from locret.data.text.words import ADJECTIVES, COLORS, NAMES, NOUNS, PLACES, ROOMS, THINGS, TIMES, VARIABLES, VERBS
 
 Split = Literal["train", "eval"]
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")

@@ -16,10 +16,9 @@ def count_tokens(tokenizer: Any, text: str) -> int:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def prompt_length(tokenizer: Any, content: str, system: str = "") -> int:
-    """Return the tokens of the whole chat prompt with one user turn, after a system turn if there is one."""
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": content})
+def prompt_length(tokenizer: Any, content: str) -> int:
+    """Return the tokens of the whole chat prompt with one user turn."""
+    messages = [{"role": "user", "content": content}]
     return len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
@@ -31,7 +30,6 @@ def hide(
     filler: Filler,
     tokens: int,
     around: Callable[[str], str],
-    system: str = "",
 ) -> str:
     """Return a text in which statement i starts at share `depths[i]` of the filler, as long as the prompt allows.
 
@@ -42,7 +40,6 @@ def hide(
         filler: Where the other sentences come from.
         tokens: Length of the whole chat prompt (text, what is around it, template), never exceeded.
         around: Gives the user's turn that a text belongs to; only its length counts here.
-        system: The system turn, if there is one.
 
     Raises:
         ValueError: Where a depth is outside 0 to 1, or the statements and the question alone are longer than `tokens`.
@@ -53,7 +50,7 @@ def hide(
     sentences: list[str] = []
 
     def length() -> int:
-        return prompt_length(tokenizer, around(_insert(sentences, statements, depths)), system)
+        return prompt_length(tokenizer, around(_insert(sentences, statements, depths)))
 
     used = length()
     if used > tokens:

@@ -24,7 +24,6 @@ from typing import Any, Literal
 from locret.data import tasks
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.generated.mixture import mixture
-from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.text.filler import FillerOptions
 from locret.files import write_text
 
@@ -43,7 +42,7 @@ def question_rows(
     questions: int | None = None,
     lookalikes: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows in the LongAlpaca schema, or of messages if one of the tasks has a system turn.
+    """Yield rows in the LongAlpaca schema.
 
     Args:
         tokenizer: Any tokenizer with a chat template.
@@ -56,14 +55,12 @@ def question_rows(
         lookalikes: Largest share of filler sentences with a fact's own marks that nobody asks about; rows take turns.
 
     Yields:
-        Dicts with the keys `instruction` (text and questions), `input` (empty), `output` (the replies) and `file`; or
-        with the key `messages`.
+        Dicts with the keys `instruction` (text and questions), `input` (empty), `output` (the replies) and `file`.
 
     Raises:
         ValueError: For an unknown task, or too few tokens for one task.
     """
     chosen = names or tasks.names()
-    in_turns = any(isinstance(task := tasks.get(name), GeneratedTask) and task.system_turn for name in chosen)
     for index in range(rows):
         sample = mixture(
             tokenizer,
@@ -75,12 +72,7 @@ def question_rows(
             questions=questions,
             filler=_filler(index, lookalikes, len(tokens)),
         )
-        if in_turns:
-            turns = [("system", sample.system)] if sample.system else []
-            turns += [("user", sample.content), ("assistant", sample.reply)]
-            yield {"messages": [{"role": role, "content": content} for role, content in turns]}
-        else:
-            yield {"instruction": sample.content, "input": "", "output": sample.reply, "file": ""}
+        yield {"instruction": sample.content, "input": "", "output": sample.reply, "file": ""}
 
 
 def _filler(index: int, lookalikes: float, lengths: int) -> FillerOptions:
@@ -152,8 +144,7 @@ class QuestionRowsOptions:
     tokens: str | int | list[int] = 1024
     """Length of each row's chat prompt in tokens, or several, such as 512,1024,2048, that take turns."""
     tasks: str | list[str] = ""
-    """Tasks whose facts are hidden and asked for, such as passkey,multikey, or a family of them, such as world; the
-    family generated if empty."""
+    """Tasks whose facts are hidden and asked for, such as passkey,multikey; all that are generated if empty."""
     texts: Literal["mixed", "tasks"] = "mixed"
     """What a row is: facts of several tasks in one text, with questions about all of them in one turn (mixed); or a
     text of one task, the tasks in turns, its questions apart from it, for locret-train --answers each (tasks)."""
@@ -166,8 +157,8 @@ class QuestionRowsOptions:
     """Largest share of filler sentences that look like a fact that nobody asks about, from 0 to 1."""
     seed: int = 0
     """Seed of the texts; evaluation texts differ from these whatever the seed."""
-    tokenizer: str = ""
-    """Folder or hub id of the tokenizer that counts; the embedded one if empty."""
+    tokenizer: str = "checkpoints/tiny"
+    """Folder or hub id of the tokenizer that counts; the embedded backbone's."""
 
     def __post_init__(self) -> None:
         for name, value in [("rows", self.rows), ("questions", self.questions)]:
@@ -253,12 +244,9 @@ def command(argv: Sequence[str] | None = None) -> int:
         [QuestionRowsOptions],
         argv,
     )
-    if options.tokenizer:
-        from locret.loading import tokenizer_of
+    from locret.loading import tokenizer_of
 
-        tokenizer = tokenizer_of(options.tokenizer)
-    else:
-        tokenizer = build_tokenizer()
+    tokenizer = tokenizer_of(options.tokenizer)
     if options.texts == "tasks":
         made: Iterator[dict[str, Any]] = task_rows(
             tokenizer,

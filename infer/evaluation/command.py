@@ -10,7 +10,6 @@ samples of a run: `torchrun --nproc-per-node 2 -m locret.infer.evaluation.comman
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from locret.cli import interrupts
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
-from locret.data.tasks.published.suites import WORLD
 from locret.files import locked
 
 if TYPE_CHECKING:
@@ -42,9 +40,6 @@ def command(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--list" in arguments:
         _list(as_json="--json" in arguments)
-        return 0
-    if any(word.split("=")[0].replace("_", "-") == "--score-predictions" for word in arguments):
-        _score(arguments)
         return 0
     from locret.distributed import ranks
 
@@ -70,9 +65,6 @@ def _command(processes: Ranks, arguments: list[str]) -> None:
     from locret.infer.evaluation import job  # imports torch
 
     with warnings_as_lines("locret-eval", quiet=report.quiet or not processes.is_main):
-        if evaluation.suite == WORLD:
-            _world(model, evaluation, budgets, report, chosen, processes)
-            return
         with processes.together():
             prepared = job.prepare(model, evaluation, budgets, report, chosen, processes)
         if report.dry_run:
@@ -87,46 +79,6 @@ def _command(processes: Ranks, arguments: list[str]) -> None:
                     output = prepared.report.output
                     held.enter_context(locked(output, f"--output {output}"))
             _execute(prepared)
-
-
-def checked(arguments: Sequence[str]) -> tuple[Job, Any]:
-    """Do all that `command` does before it loads weights: options are resolved, and every text is made once.
-
-    Returns:
-        What would be done, and the backbone's tokenizer.
-
-    Raises:
-        ValueError: For anything the user must change.
-        OSError: If a Hub or a disk fails.
-    """
-    from locret import loading
-    from locret.distributed.ranks import Ranks
-    from locret.infer.evaluation import job
-    from locret.infer.evaluation.eval_options import OPTION_CLASSES
-
-    (model, evaluation, budgets, report), chosen = parse_options("locret-eval", DESCRIPTION, OPTION_CLASSES, arguments)
-    prepared, tokenizer = (
-        job.prepare(model, evaluation, budgets, report, chosen, Ranks()),
-        loading.load_tokenizer(model),
-    )
-    prepared.check(tokenizer)
-    return prepared, tokenizer
-
-
-def _world(model: Any, evaluation: Any, budgets: Any, report: Any, chosen: set[str], processes: Ranks) -> None:
-    """Run the suite whose parts are evaluations of their own, and print its page."""
-    from locret.infer.evaluation.world import page, run
-
-    world = run.prepare(model, evaluation, budgets, report, chosen, processes)
-    if report.dry_run:
-        print_json(run.described(world))
-        return
-    with interrupts.unwinding():
-        found = run.run(world)
-    if report.json:
-        print_json(found)
-    else:
-        print(page.text(found, figures=world.report.figures == "all"), end="")
 
 
 def _agreed(*groups: Any) -> dict[str, Any]:
@@ -144,18 +96,6 @@ def _list(as_json: bool) -> None:
         print(listing.as_text(), end="")
 
 
-def _score(arguments: list[str]) -> None:
-    """Score answers of other programs, and print the scores."""
-    from locret.infer.evaluation import predictions
-
-    (options,), _ = parse_options("locret-eval", DESCRIPTION, (predictions.PredictionOptions,), arguments)
-    cells = predictions.score_files(options)
-    if options.json:
-        print_json({"cells": cells})
-    else:
-        print(predictions.table(cells), end="")
-
-
 def _say(job: Job, named: bool) -> None:
     """Write what may not have been expected, and where results go unless the user named that."""
     tokens = sum(case.tokens for case in job.cases) * len(job.runs)
@@ -167,7 +107,6 @@ def _say(job: Job, named: bool) -> None:
 
 def _execute(job: Job) -> None:
     """Load everything, open the output folder, measure, report."""
-    from locret.backbone.passes import in_step
     from locret.infer.evaluation.report import order_of
 
     processes = job.processes
@@ -184,10 +123,9 @@ def _execute(job: Job) -> None:
         if log is not None:
             _keep(job, log, settings)
         raise
-    with in_step(setup.model):  # pictures are of the backbone at work, and only the first process draws them
-        if log is not None:
-            log.merge(order_of(job.cases, job.runs))
-            _report(job, setup, log, settings, draw)
+    if log is not None:
+        log.merge(order_of(job.cases, job.runs))
+        _report(job, log, settings, draw)
 
 
 def _keep(job: Job, log: SampleLog, settings: dict[str, Any]) -> None:
@@ -204,7 +142,7 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     """Return the loaded backbone with what belongs to it, all settings, and whether pictures can be drawn."""
     from locret import loading
     from locret.heads.fingerprint import weight_fingerprint
-    from locret.infer.evaluation import output_folder, presses
+    from locret.infer.evaluation import output_folder
     from locret.infer.evaluation.methods import Setup, gate_identities
     from locret.pictures import can_draw
 
@@ -212,25 +150,20 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     tokenizer = loading.load_tokenizer(job.model)
     job.check(tokenizer)
     draw = report.figures == "all" and job.processes.is_main and can_draw("--figures all")
-    if draw and job.model.shard == "tp":
-        warnings.warn("--figures all draws a backbone at work in one process, not one of --shard tp", stacklevel=2)
-        draw = False
     model = loading.load_model(job.model, job.config, job.own_device, job.dtype)
     trained = job.heads.follow(model) if job.evaluation.heads else None
     # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.
     weights = {"model": weight_fingerprint(model), "heads": trained and weight_fingerprint(trained)}
     gates = gate_identities((run.method for run in job.runs), model)
-    kvpress = presses.started(job)
     settings = {
         **job.settings(),
         "weights": weights,
         **({output_folder.GATES: gates} if gates else {}),
         "tokenizer": output_folder.tokenizer_facts(tokenizer),
-        **({} if kvpress is None else {"kvpress": kvpress.versions}),
     }
     output_folder.check_output(report.output, settings, resume=report.resume, overwrite=report.overwrite)
     protect = job.evaluation.protected_rules()
-    return Setup(model, tokenizer, trained, job.evaluation.seed, kvpress, protect), settings, draw
+    return Setup(model, tokenizer, trained, job.evaluation.seed, protect), settings, draw
 
 
 def _open(job: Job, settings: dict[str, Any]) -> SampleLog:
@@ -299,26 +232,20 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
             ) from error
 
 
-def _report(job: Job, setup: Setup, log: SampleLog, settings: dict[str, Any], draw: bool) -> None:
+def _report(job: Job, log: SampleLog, settings: dict[str, Any], draw: bool) -> None:
     """Write results and pictures, and print them."""
     from locret.infer.evaluation import report
-    from locret.infer.evaluation.left_out import left_out
 
     output = Path(job.report.output)
     results = report.write_results(output, log, settings, job)
     if draw:
-        if not job.report.quiet:
-            sys.stderr.write("locret-eval: all answers are known; drawing pictures, which can take minutes\n")
-        report.write_figures(output, log, results, setup, job.cases, job.runs, quiet=job.report.quiet)
-        if not job.report.quiet:
-            for line in left_out(results["figures"], job.cases, job.runs):
-                sys.stderr.write(f"locret-eval: {line}\n")
+        report.write_figures(output, log, results, job.cases, job.runs)
     if job.report.json:
         print_json(results)
         return
     print(report.tables(results), end="")
     for name in results["figures"]:
-        print(f"{'picture' if name.endswith('.png') else 'numbers'}: {output / name}")
+        print(f"picture: {output / name}")
 
 
 def main() -> None:

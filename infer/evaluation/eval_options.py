@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 MOST_QUESTIONS = 10_000
 """Of a text; those that are made here have some 40, one full of facts as many as it has lines."""
-MOST_SEEDS = 20
-"""Of a suite, whose field takes over an hour of a core for each, and whose texts are all made before it begins."""
 
 Numbers = int | str | list[int]
 Shares = float | str | list[float]
@@ -108,15 +106,8 @@ class EvalOptions(PublishedOptions):
     else the one that is the sample's own."""
     batch_size: int = 1
     """Most answers that are written side by side, of one task and method: faster where one does not keep the processor
-    busy, for the room of as many forks. Each is read by itself; transformers' own cache, presses and answers that are
+    busy, for the room of as many forks. Each is read by itself; transformers' own cache and answers that are
     evicted while they are written take one at a time. The seconds of an answer are its share."""
-    parts: Names = "all"
-    """Parts of --suite world, such as field,presses; --dry-run shows them, with what each would take."""
-    seeds: int | None = None
-    """Seeds that --suite world asks its field with, which say whether the order of the methods is stable, and the most
-    that any part of it is asked with; none: three."""
-    kvpress_python: str | None = None
-    """The python of an environment with kvpress, whose presses are then methods, as in kvpress/snapkv (--list)."""
     protocol: Names = AWARE
     """aware: the question stands in the prompt while that is read; agnostic: the document is read and evicted to the
     budget first, and each question comes afterwards, on a fork; or both, aware,agnostic."""
@@ -134,14 +125,6 @@ class EvalOptions(PublishedOptions):
             raise ValueError(f"--samples {self.samples} leaves nothing to measure; give 1 or more")
         if min(numbers(self.lengths, "--lengths")) < 1:
             raise ValueError(f"--lengths {self.lengths} holds a text without tokens; give 1 or more")
-        if self.parts != "all" and self.suite != suites.WORLD:
-            raise ValueError(f"--parts {self.parts} is for --suite {suites.WORLD}; add that, or drop it")
-        if self.seeds is not None and self.suite != suites.WORLD:
-            raise ValueError(f"--seeds {self.seeds} is for --suite {suites.WORLD}; add that, or give one --seed")
-        if self.seeds is not None and self.seeds < 1:
-            raise ValueError(f"--seeds {self.seeds} asks nothing; give 1 or more, or leave it out")
-        if self.seeds is not None and self.seeds > MOST_SEEDS:
-            raise ValueError(f"--seeds {self.seeds} take a suite days and more; give {MOST_SEEDS} or less")
         if self.batch_size < 1:
             raise ValueError(f"--batch-size {self.batch_size} answers nothing; give 1 or more")
         if self.questions is not None and self.questions < 1:
@@ -253,11 +236,6 @@ class BudgetOptions(PolicyFlags):
     stabilizers: Numbers | None = None  # type: ignore[assignment]
     """Newest units kept unconditionally after every chunk but the last; several make an ablation."""
 
-    @property
-    def writes_alone(self) -> bool:
-        """Whether each answer is written by itself, since units are evicted or counted for it."""
-        return self.decode_budget is not None or bool(self.ledger)
-
     def fitted(self, recommended: dict[str, Any], shortest: int) -> BudgetOptions:
         """Return the options with a budget that fits prompts of `shortest` tokens, where nobody gave one.
 
@@ -305,11 +283,6 @@ class ReportOptions:
     """Replace what an earlier run left in the output folder."""
     figures: str = "all"
     """all or none. Pictures need locret[eval]; without it the rest is written all the same."""
-    tiers: bool = False
-    """Add a table, and a picture where pictures are drawn, of score against bytes held in the fast tier and in all,
-    with what no other method beats."""
-    score_predictions: Names | None = None
-    """Score files of answers that another program wrote, and stop; needs no --model. --tasks names the task of each."""
     list: bool = False
     """Print the tasks and methods there are, and stop."""
     json: bool = False

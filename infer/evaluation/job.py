@@ -19,7 +19,7 @@ from locret.conversation.rules import QUESTION, SYSTEM
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
 from locret.distributed.ranks import Ranks
-from locret.infer.evaluation import feasible, output_folder, presses, runner
+from locret.infer.evaluation import feasible, output_folder, runner
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions, ReportOptions
 from locret.infer.evaluation.methods import (
@@ -73,8 +73,6 @@ class Job:
     dtype: torch.dtype
     unmade: list[Unmade] = field(default_factory=list)
     """Tasks of the suite that cannot be made at a length."""
-    protected: dict[str, list[tuple[int, dict[str, tuple[Span, ...]]]]] = field(default_factory=dict)
-    """By task, the tokens of each prompt and what of it is protected, once known; jobs that are alike share it."""
     notes: list[str] = field(default_factory=list)
     """What the user may not have expected, in sentences."""
 
@@ -83,27 +81,21 @@ class Job:
         """The device of this process."""
         return self.processes.own_device(self.device)
 
-    def check(self, tokenizer: Any, alike: Job | None = None) -> None:
+    def check(self, tokenizer: Any) -> None:
         """Make all texts once, and refuse what cannot be asked of them: nothing is found out after hours.
 
         A suite leaves out a task at a length at which one of its samples cannot be made, and says so.
 
         Args:
             tokenizer: The backbone's.
-            alike: A job of the same texts that has been checked: they are not made again.
 
         Raises:
             ValueError: If a text cannot be made, the tokenizer cannot express a task or its turns, the library of a
                 metric is missing, or a protocol or method means nothing to a task; saying what to change.
         """
-        if alike is None:
-            for one in self.selections:
-                one.task.check(tokenizer)
-            self.cases, self.unmade = runner.settled(self.cases, tokenizer)
-        else:
-            self.selections, self.cases, self.unmade = [*alike.selections], [*alike.cases], [*alike.unmade]
-            if self._protecting() == alike._protecting():
-                self.protected = alike.protected
+        for one in self.selections:
+            one.task.check(tokenizer)
+        self.cases, self.unmade = runner.settled(self.cases, tokenizer)
         if self.unmade and (self.evaluation.suite is None or not self.cases):
             raise ValueError(f"{self.unmade[0]}; raise --lengths, or leave the task out")
         left = {case.task.name for case in self.cases}
@@ -129,7 +121,7 @@ class Job:
         if not systems and any(rule.what == SYSTEM for rule in self.evaluation.protected_rules()):
             raise ValueError(
                 f"--protect {SYSTEM} changes nothing, for no text of {', '.join(sorted(left))} has a system message; "
-                "drop it, or add such a task (world/secret, say)"
+                "drop it, or add such a task (niah/needle, say)"
             )
         if self.evaluation.protect:
             for one in self.selections:
@@ -141,19 +133,12 @@ class Job:
                 f"{', '.join(sorted(left))} has more than one; drop it, or add such a task (multikey, say)"
             )
 
-    def _protecting(self) -> Any:
-        """Return what decides which units of a prompt are protected."""
-        return list(self.evaluation.protect), self.evaluation.chosen_protocols()
-
     def _check_protected(self, tokenizer: Any, cases: Sequence[Case]) -> None:
         """Refuse more protected units of a task's prompts than some layer may keep.
 
         Where prompts have the same budget, the one with most of them stands for the others.
         """
-        name = cases[0].task.name
-        if name not in self.protected:
-            self.protected[name] = [self._protected(tokenizer, case) for case in cases]
-        found = self.protected[name]
+        found = [self._protected(tokenizer, case) for case in cases]
         for protocol in self.evaluation.chosen_protocols():
             protected = [spans[protocol] for _, spans in found]
             most: dict[int, list[int]] = {}
@@ -275,7 +260,6 @@ def prepare(
     if not evaluation.heads and "methods" not in chosen:
         evaluation, left = evaluation.without_heads()
     methods = evaluation.chosen_methods()
-    presses.check(methods, evaluation.kvpress_python, model)
     if report.threads:
         torch.set_num_threads(report.threads)
     device = loading.device_of_source(model)
@@ -380,8 +364,8 @@ def _with_floor(
 
 
 def _evicts(method: Method) -> bool:
-    """Return whether a method can evict what is written; a press prunes once, before anything is."""
-    return not (method.keeps_all or method.plain or presses.is_press(method))
+    """Return whether a method can evict what is written."""
+    return not (method.keeps_all or method.plain)
 
 
 def _default_output(job: Job) -> str:
@@ -508,8 +492,6 @@ def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[
             raise ValueError(
                 f"method {min(oracles)} knows the answer to one prompt, and {task.name} is a session; leave one out"
             )
-        if pressed := [method.name for method in evaluation.named_methods() if presses.is_press(method)]:
-            raise ValueError(f"method {pressed[0]} reads one prompt, and {task.name} is a session; leave one out")
         if evaluation.protect:
             raise ValueError(
                 f"--protect {evaluation.protect[0]} is part of one prompt, and {task.name} is a session; leave one out"

@@ -16,7 +16,6 @@ from locret.conversation.templates import TEMPLATES, encode, leading_special_ids
 from locret.conversation.transcript import Transcript
 from locret.conversation.turns import Turn, spans_of
 from locret.data.tasks import Sample
-from locret.infer.evaluation import presses
 from locret.infer.evaluation.shared_text import SharedText, reply_ids
 from locret.infer.methods import FULL, LOCRET, Method, find, modified
 from locret.infer.methods import names as shared_names
@@ -43,8 +42,6 @@ class Setup:
     tokenizer: Any
     heads: RetainingHeads | None
     seed: int
-    kvpress: presses.Presses | None = None
-    """Runs the methods `kvpress/...`, if there are some."""
     protect: Sequence[Rule] = ()
     """What of each prompt stays whatever its scores."""
 
@@ -152,12 +149,12 @@ def protects(method: Method) -> bool:
     Those that recall by a rule of their own lose nothing: they move units to another tier.
     """
     rule = method_spec.parse(method.name).name
-    return not (method.keeps_all or method.plain or rule in lookups.names() or presses.is_press(method))
+    return not (method.keeps_all or method.plain or rule in lookups.names())
 
 
 def writes_beside(method: Method) -> bool:
     """Return whether several of a method's answers can be written side by side, each from a bounded cache of ours."""
-    return not (method.plain or presses.is_press(method))
+    return not method.plain
 
 
 def get(method: str | Mapping[str, Any]) -> Method:
@@ -167,8 +164,6 @@ def get(method: str | Mapping[str, Any]) -> Method:
         ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
     """
     spec = method_spec.parse(method)
-    if spec.name.startswith(presses.PREFIX):
-        return presses.find(spec)
     for own in _OWN:
         if own.name == spec.name:
             return modified(own, spec, "method")

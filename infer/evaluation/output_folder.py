@@ -148,7 +148,7 @@ def _broken(path: Path) -> ValueError:
 
 
 def _add_methods(folder: Path, settings: dict[str, Any]) -> None:
-    """Put methods on record that are asked from now on, and what was nowhere without them, as kvpress's versions."""
+    """Put methods on record that are asked from now on, and what was nowhere without them, as gates."""
     state = folder / CONFIGURATION
     stored = _configuration(state)
     if METHODS in settings and stored.get(METHODS) != settings[METHODS]:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from locret.files import write_text
-from locret.infer.evaluation import budget_table, output_folder, suite_table, summary, tiers
+from locret.infer.evaluation import budget_table, output_folder, suite_table, summary
 from locret.infer.evaluation.job import Job
-from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.protocols import shown
 from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key
 from locret.infer.evaluation.runner import Case, Run, Unmade
@@ -46,8 +45,6 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
         "cells": found_cells,
         "figures": [],
     }
-    if job.report.tiers:
-        results["frontier"] = tiers.results(named)
     if suite := job.evaluation.chosen_suite():
         published = job.evaluation.published
         results["suite"] = suite_table.results(suite, named, job.missing, settings, published)
@@ -59,22 +56,13 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown: a suite's table first, budgets side by side last."""
     suite = suite_table.table(results["suite"]) + "\n" if "suite" in results else ""
-    named = shown(results["cells"])
-    beside = budget_table.table(named)
-    held = tiers.table(named) if "frontier" in results else ""
+    beside = budget_table.table(shown(results["cells"]))
     left = [f"Left out: {Unmade(**one)}.\n" for one in results.get("left_out", ())]
-    return "\n".join([suite + summary.table(results["cells"]), *filter(None, (beside, held)), *left])
+    return "\n".join([suite + summary.table(results["cells"]), *([beside] if beside else []), *left])
 
 
 def write_figures(
-    output: Path,
-    log: SampleLog,
-    results: dict[str, Any],
-    setup: Setup,
-    cases: Sequence[Case],
-    runs: Sequence[Run],
-    *,
-    quiet: bool = False,
+    output: Path, log: SampleLog, results: dict[str, Any], cases: Sequence[Case], runs: Sequence[Run]
 ) -> None:
     """Draw all pictures and add their names to results.json; numbers are on disk before the first one is drawn.
 
@@ -82,12 +70,10 @@ def write_figures(
         ValueError: If matplotlib is not installed.
         OSError: If one cannot be written.
     """
-    from locret.infer.evaluation import figures, insight, tiers_figure
+    from locret.infer.evaluation import figures
 
     named = shown(results["cells"])
-    names: list[str] = figures.write_all(output, shown(ordered(log, cases, runs)), {**results, "cells": named})
-    names += tiers_figure.write(output, named) if "frontier" in results else []
-    results["figures"] = names + insight.write(setup, output, cases, runs, quiet=quiet)
+    results["figures"] = figures.write_all(output, shown(ordered(log, cases, runs)), {**results, "cells": named})
     write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
 
 

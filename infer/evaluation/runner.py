@@ -16,7 +16,6 @@ from locret.backbone.adapters import input_device, ranks_of
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import SampleSet, Selection
-from locret.infer.evaluation import presses
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.answering import answer, answers, answers_on_forks
 from locret.infer.evaluation.conversations import answer_conversation
@@ -65,8 +64,6 @@ class Run:
         }
         if self.method.keeps_all:
             numbers |= {"budget": None, "stabilizers": None}
-        if presses.is_press(self.method):
-            numbers |= {"chunk_size": None, "stabilizers": None}
         return {
             "method": self.method.name,
             "protocol": self.protocol,
@@ -141,8 +138,7 @@ def plan_runs(
     chosen: Collection[str] = (),
     protocols: Sequence[str] = (AWARE,),
 ) -> list[Run]:
-    """Return the runs of every sample; what keeps every unit is run once per protocol, whatever the budgets, and a
-    press once per budget.
+    """Return the runs of every sample; what keeps every unit is run once per protocol, whatever the budgets.
 
     Args:
         methods: The methods.
@@ -163,9 +159,7 @@ def plan_runs(
             runs.append(Run(method, method.policy(asked, chosen), shared, tuple(chosen), adapted, protocol))
     found: list[Run] = []
     for run in runs:
-        # A press reads a text in one pass, whatever the chunks and stabilizers of the others.
-        again = presses.is_press(run.method) and any(run.axes == earlier.axes for earlier in found)
-        if not again and not (run.method.keeps_all and run in found):
+        if not (run.method.keeps_all and run in found):
             found.append(run)
     return found
 
@@ -331,7 +325,7 @@ def _answers_at_once(asked: Sequence[Asked], run: Run, batch: int) -> Iterator[d
     if not asked:
         return
     task, prompts = asked[0][0].task, [one[2] for one in asked]
-    if batch == 1 or prompts[0].sample.turns or presses.is_press(run.method):
+    if batch == 1 or prompts[0].sample.turns:
         found: Iterable[dict[str, Any]] = (_answered(prompt, run, task) for prompt in prompts)
     else:
         found = (
@@ -347,13 +341,7 @@ def _answers_later(setup: Setup, texts: Sequence[Sequence[Asked]], run: Run, bat
     if not texts:
         return
     task, prompts = texts[0][0][0].task, [[one[2] for one in asked] for asked in texts]
-    if presses.is_press(run.method):
-        press = _pressed(setup)
-        found: Iterable[dict[str, Any]] = (
-            one for own in prompts for one in press.answers(own, _document(own[0]), run, task)
-        )
-    else:
-        found = answers_on_forks(prompts, run, task, batch)
+    found = answers_on_forks(prompts, run, task, batch)
     for (case, _, prompt, facts), measured in zip((one for asked in texts for one in asked), found, strict=True):
         facts = {**facts, "document_tokens": _document(prompt)}
         yield _record(case, run, prompt, facts, _finished(prompt, run, task, measured))
@@ -410,14 +398,7 @@ def _answered(prompt: Prompt, run: Run, task: Task) -> dict[str, Any]:
 
 
 def _once(prompt: Prompt, run: Run, task: Task) -> dict[str, Any]:
-    if presses.is_press(run.method):
-        return next(_pressed(prompt.setup).answers([prompt], None, run, task))
     return answer(prompt, run, task.max_new_tokens, task.stop, task.min_new_tokens)
-
-
-def _pressed(setup: Setup) -> presses.Presses:
-    assert setup.kvpress is not None
-    return setup.kvpress
 
 
 def _finished(prompt: Prompt, run: Run, task: Task, measured: dict[str, Any]) -> dict[str, Any]:

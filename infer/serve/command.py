@@ -28,9 +28,6 @@ from locret.policy.resolve import PolicyFlags
 
 if TYPE_CHECKING:
     from locret import LongContextModel
-    from locret.infer.serve.engine import Engine
-    from locret.infer.serve.library import Library
-    from locret.infer.serve.plan import MemoryPlan
     from locret.infer.serve.state import ServerState
     from locret.weights.plan import WeightPlan
 
@@ -62,8 +59,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         lm, weights = _load(model, scorer, policy, options, chosen)
         from locret.infer.serve.plan import MemoryPlan
 
-        elsewhere = options.engine == "vllm"
-        plan = MemoryPlan.of(lm, options.kv_memory, readers=options.readers, engine_tokens=0 if elsewhere else None)
+        plan = MemoryPlan.of(lm, options.kv_memory, readers=options.readers)
         if listening is None:
             if options.json:
                 print_json({**plan.to_dict(), "weights": weights.to_dict()})
@@ -158,10 +154,10 @@ def _load(
     loading.check_matches(scorer, rates, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
     tokenizer, weights = loading.load_tokenizer(model), plan_weights(model, config, device, dtype)
-    if options.engine == "transformers" and weights.places.keys() <= {DISK}:
+    if weights.places.keys() <= {DISK}:
         raise ValueError(
             f"--device-map {model.device_map} leaves all weights on disk, and transformers' continuous batching asks "
-            "the first of them for its device; keep the embeddings in memory, or give --engine vllm"
+            "the first of them for its device; keep the embeddings in memory"
         )
     backbone = loading.load_model(model, config, device, dtype)
     return LongContextModel(backbone, tokenizer, rates, final, template=options.template), weights
@@ -187,12 +183,14 @@ def _state(
     """Return a server that is ready to answer."""
     from locret.infer.serve.library import Library
     from locret.infer.serve.state import ServerState
+    from locret.infer.serve.transformers_engine import TransformersEngine
+    from locret.infer.serve.turns import Beside
 
     library = Library(
         Path(options.contexts), lm, plan, auto_bytes=sizes["auto_contexts"], max_upload=sizes["max_upload"]
     )
     try:
-        engine = _engine(lm, plan, options, library)
+        engine = Beside(TransformersEngine(lm.model, kv_bytes=plan.engine), library.turns)
         engine.start()
     except BaseException:
         library.close()
@@ -210,19 +208,6 @@ def _state(
         max_new_tokens=options.max_new_tokens,
         timeout=options.timeout,
     )
-
-
-def _engine(lm: LongContextModel, plan: MemoryPlan, options: ServeOptions, library: Library) -> Engine:
-    """Return what writes the answers; it has not started."""
-    if options.engine == "vllm":
-        from locret.infer.serve.vllm_engine import VllmEngine
-
-        key = options.engine_api_key
-        return VllmEngine(str(options.engine_url), unit_bytes=plan.unit, model=options.engine_model, api_key=key)
-    from locret.infer.serve.transformers_engine import TransformersEngine
-    from locret.infer.serve.turns import Beside
-
-    return Beside(TransformersEngine(lm.model, kv_bytes=plan.engine), library.turns)
 
 
 def _hosts(host: str) -> frozenset[str] | None:

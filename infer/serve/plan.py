@@ -47,17 +47,13 @@ class MemoryPlan:
     """One unit in all heads and layers, as an engine takes it."""
 
     @classmethod
-    def of(
-        cls, lm: LongContextModel, kv_memory: int | str, *, readers: int = 2, engine_tokens: int | None = None
-    ) -> MemoryPlan:
+    def of(cls, lm: LongContextModel, kv_memory: int | str, *, readers: int = 2) -> MemoryPlan:
         """Divide an amount of memory.
 
         Args:
             lm: The backbone, and how it reads.
             kv_memory: Bytes, or a text such as "2GiB".
             readers: Texts that are read side by side.
-            engine_tokens: Fewest positions that the engine can work with; None: a context, a question of one chunk and
-                an answer; 0 where another process writes the answers.
 
         Raises:
             ValueError: If the amount is too small, readers are none, or what is read would be no prefix for an engine.
@@ -72,8 +68,8 @@ class MemoryPlan:
         shape = backbone.check_alike("locret-serve")
         token = backbone.num_layers * shape.num_kv_heads * shape.unit_dim * size
         stored = host_bytes(backbone, [units] * backbone.num_layers, size, column_bytes=column_bytes(lm.scorer))
-        if engine_tokens is None:
-            engine_tokens = units + policy.chunk_size + LONGEST_ANSWER
+        # The least that the engine can work with: a context, a question of one chunk and an answer.
+        engine_tokens = units + policy.chunk_size + LONGEST_ANSWER
         reader = reader_bytes(lm, policy)
         moving = _COPIES * stored
         working = _working_bytes(lm, policy)
@@ -85,7 +81,7 @@ class MemoryPlan:
                 f"{working + moving:,} to work with, {least_loaded:,} for a context in memory and {least_engine:,} for "
                 f"one answer take {total - left:,} bytes; give as much, or lower --readers, --budget or --chunk-size"
             )
-        loaded = least_loaded + (left // _LOADED if engine_tokens else left)
+        loaded = least_loaded + left // _LOADED
         return cls(
             kv_memory=total,
             engine=total - fixed - loaded,

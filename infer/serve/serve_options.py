@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
 
 from locret.conversation.templates import TEMPLATES
 from locret.field_values import check_finite
@@ -22,14 +21,6 @@ class ServeOptions:
     """Bytes for everything beside the weights: texts that are read, contexts, questions and answers."""
     readers: int = 2
     """Texts that are read side by side, in turns; more wait."""
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """What writes the answers: transformers, in this process, or a running vLLM that sees --contexts."""
-    engine_url: str | None = None
-    """Where vLLM answers, such as http://127.0.0.1:8001."""
-    engine_model: str | None = None
-    """Name of the model there; needed if it serves several."""
-    engine_api_key: str | None = None
-    """What vLLM was started with as --api-key, if it was."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 takes requests of other machines, for which --api-key is meant."""
     port: int = 8000
@@ -67,7 +58,6 @@ class ServeOptions:
         check_finite(self)
         if self.template not in TEMPLATES:
             raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
-        self._check_engine()
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"--port {self.port} is no port; give 1 to 65535, or 0 for a free one")
         if not self.host:
@@ -81,26 +71,6 @@ class ServeOptions:
             raise ValueError(f"--drain {self.drain:g} is negative; give 0 seconds or more")
         if self.api_key is not None:
             check_key("--api-key", self.api_key)
-
-    def _check_engine(self) -> None:
-        """Refuse a vLLM without an address, and what only vLLM has a use for.
-
-        Raises:
-            ValueError: Naming the setting.
-        """
-        if self.engine == "vllm":
-            if not (self.engine_url or "").startswith(("http://", "https://")):
-                shown = "--engine vllm" if self.engine_url is None else f"--engine-url {self.engine_url}"
-                raise ValueError(
-                    f"{shown} says not where vLLM answers; give --engine-url, such as http://127.0.0.1:8001"
-                )
-            return
-        for name in ("engine_url", "engine_model", "engine_api_key"):
-            if getattr(self, name) is not None:
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"{flag} has no effect with --engine {self.engine}; leave it out, or take --engine vllm"
-                )
 
     @property
     def key(self) -> str | None:

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-_MARK = "locret-marked"
 _PHASE = "locret-phase "
 
 
@@ -26,16 +25,9 @@ _PHASE = "locret-phase "
 class Peaks:
     """Most bytes alive at one moment of a run on the CPU."""
 
-    marked: int
-    """Of what was allocated inside `marked()`, wherever it was freed."""
     everything: int
     phases: dict[str, int] = field(default_factory=dict)
     """Of everything, during each `phase()`; what the run allocated before it and still holds counts too."""
-
-
-def marked() -> AbstractContextManager[object]:
-    """Return a context whose allocations are counted on their own. Contexts must not be nested."""
-    return record_function(_MARK)
 
 
 def phase(name: str) -> AbstractContextManager[object]:
@@ -78,37 +70,30 @@ def silent() -> Iterator[None]:
 def _wanted(part: dict[str, Any]) -> dict[str, Any] | None:
     """Drop, while a trace is read, the events that say nothing about memory: a long run has millions."""
     name = part.get("name")
-    if "ph" not in part or name in ("[memory]", _MARK) or (isinstance(name, str) and name.startswith(_PHASE)):
+    if "ph" not in part or name == "[memory]" or (isinstance(name, str) and name.startswith(_PHASE)):
         return part
     return None
 
 
 def _peaks(events: Iterable[dict[str, Any]]) -> Peaks:
-    spans, changes, phases = [], [], {}
+    changes, phases = [], {}
     for event in events:
         if event["name"] == "[memory]":
             changes.append((event["ts"], event["args"]["Addr"], event["args"]["Bytes"]))
-        elif event["ph"] == "X" and event["name"] == _MARK:
-            spans.append((event["ts"], event["ts"] + event["dur"]))
         elif event["ph"] == "X" and event["name"].startswith(_PHASE):
             phases[event["name"].removeprefix(_PHASE)] = (event["ts"], event["ts"] + event["dur"])
-    spans.sort()
-    starts = [start for start, _ in spans]
-    alive: dict[int, tuple[int, bool]] = {}
-    total = inside = most_total = most_inside = 0
+    alive: dict[int, int] = {}
+    total = most = 0
     moments, totals = [], [0]
     for moment, address, size in sorted(changes, key=lambda change: change[0]):
         if size > 0:
-            span = bisect_right(starts, moment) - 1
-            mark = span >= 0 and moment <= spans[span][1]
-            alive[address] = (size, mark)
+            alive[address] = size
         elif address in alive:
-            size, mark = -alive[address][0], alive.pop(address)[1]
+            size = -alive.pop(address)
         else:  # memory from before
             continue
         total += size
-        inside += size if mark else 0
-        most_total, most_inside = max(most_total, total), max(most_inside, inside)
+        most = max(most, total)
         moments.append(moment)
         totals.append(total)
     # totals[i] is alive from change i - 1 on, so a phase begins with what its first index finds.
@@ -116,4 +101,4 @@ def _peaks(events: Iterable[dict[str, Any]]) -> Peaks:
         name: max(totals[bisect_right(moments, start) : bisect_right(moments, end) + 1])
         for name, (start, end) in phases.items()
     }
-    return Peaks(most_inside, most_total, peaks)
+    return Peaks(most, peaks)

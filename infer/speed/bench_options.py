@@ -49,7 +49,7 @@ class BenchOptions(WeightOptions, PolicyFlags):
     """Tokens generated after every prompt."""
     compile: bool = False
     """Write the answers of locret by one compiled program per token, made before anything is timed; full and floor run
-    as written, and so does every side of --vs."""
+    as written."""
     repeats: int = 10
     """Rounds in which everything is measured once."""
     threads: int | None = None
@@ -62,13 +62,6 @@ class BenchOptions(WeightOptions, PolicyFlags):
     """Device memory that the process may take, such as 24GB; what does not fit is reported as out of memory."""
     seed: int = 0
     """Of random weights, fresh heads and prompts."""
-    vs: Names | None = None
-    """Peers to run as well, each in an environment and process of its own: kvpress, transformers."""
-    peer_python: Names | None = None
-    """Python of a peer's environment, as kvpress=/path/to/python."""
-    peer_timeout: float = 3600.0
-    """Seconds after which a side of --vs that has not finished a run (or has not loaded, or counted a run's bytes) is
-    ended; its row says so, and the others go on."""
     exclusive: ClassVar = (("shape", "model"),)
 
     def __post_init__(self) -> None:
@@ -83,8 +76,6 @@ class BenchOptions(WeightOptions, PolicyFlags):
                 raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")
             if value is not None and most is not None and value > most:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is too large; give at most {most}")
-        if not 0 < self.peer_timeout < 1e9:
-            raise ValueError(f"--peer-timeout {self.peer_timeout:g} is not a time to wait; give seconds above 0")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         self.check_weights()
@@ -92,11 +83,6 @@ class BenchOptions(WeightOptions, PolicyFlags):
             raise ValueError(
                 f"{', '.join('--' + name.replace('_', '-') for name in self.given())}: the weights of --shape are "
                 "random and made here; give a backbone with --model, or drop it"
-            )
-        if self.given() and self.vs:
-            raise ValueError(
-                f"--vs {self.vs}: peers load the backbone as it is, so times would not compare; drop it, or "
-                f"{', '.join('--' + name.replace('_', '-') for name in self.given())}"
             )
         if self.memory_cap is not None:
             self.cap_bytes()
@@ -124,26 +110,6 @@ class BenchOptions(WeightOptions, PolicyFlags):
             raise ValueError("--methods is empty; name at least one, such as full,floor,locret")
         return found
 
-    def peer_names(self) -> list[str]:
-        """Return the peers, in the order given."""
-        return _names(self.vs or "")
-
-    def peer_pythons(self) -> dict[str, str]:
-        """Return each peer's Python.
-
-        Raises:
-            ValueError: For what is no `peer=path`, or the path of a peer that is not run.
-        """
-        found = {}
-        for part in _names(self.peer_python or ""):
-            peer, equals, path = part.partition("=")
-            if not equals or not path:
-                raise ValueError(f"--peer-python {part} is not peer=path; write it like kvpress=/path/to/python")
-            if peer not in self.peer_names():
-                raise ValueError(f"--peer-python {part}: {peer} is not run; add it to --vs, or drop this")
-            found[peer] = path
-        return found
-
     def cap_bytes(self) -> int | None:
         """Return the bytes of `--memory-cap`.
 
@@ -163,7 +129,7 @@ class BenchOutput:
     """Where the record goes."""
 
     output: str | None = None
-    """Write the record as BASE.json, BASE.md and, where matplotlib is installed, the roofline BASE.png."""
+    """Write the record as BASE.json and BASE.md."""
     overwrite: bool = False
     """Replace the files of an earlier record of that name."""
     json: bool = False
@@ -190,7 +156,7 @@ class BenchOutput:
         if not os.access(base.parent, os.W_OK):
             raise OSError(f"--output {self.output}: {base.parent} cannot be written; choose another folder")
         # Not with_suffix: a dot in BASE, as in llama-3.1-8b, is part of the name.
-        files = {kind: base.with_name(f"{base.name}.{kind}") for kind in ("json", "md", "png")}
+        files = {kind: base.with_name(f"{base.name}.{kind}") for kind in ("json", "md")}
         there = [file for file in files.values() if file.exists()]
         if there and not (self.overwrite or self.dry_run):
             raise ValueError(f"--output {self.output}: there is {there[0]}; choose another name, or give --overwrite")
@@ -216,11 +182,6 @@ class BenchOutput:
 
 
 OPTION_CLASSES = (BenchOptions, BenchOutput)
-
-
-def _names(value: Names) -> list[str]:
-    parts = value.split(",") if isinstance(value, str) else value
-    return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
 
 def _length(text: str, given: Numbers) -> int:

@@ -2,7 +2,7 @@
 
     locret-bench --shape cpu-512 --lengths 8K,16K --methods full,floor,locret --output bench
 
-Backbones of random weights need no download. With --vs, peers run next to ours in environments of their own.
+Backbones of random weights need no download.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from locret.cli import interrupts
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.files import write_text
 from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from locret.infer.speed.plan import BenchPlan
 
 DESCRIPTION = "Measure how fast a backbone reads and writes, in how much memory, against what the machine can do."
-_OWN_PATHS = ("--output", "--peer-python")
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -51,10 +49,10 @@ def _execute(options: BenchOptions, output: BenchOutput, chosen: set[str], line:
         elif not chosen:
             _propose(plan)
         else:
-            _measure(options, output, plan, line, paths)
+            _measure(output, plan, line, paths)
 
 
-def _measure(options: BenchOptions, output: BenchOutput, plan: BenchPlan, line: str, paths: Mapping[str, Path]) -> None:
+def _measure(output: BenchOutput, plan: BenchPlan, line: str, paths: Mapping[str, Path]) -> None:
     """Measure a plan; print and write the record."""
     from locret.infer.speed import report
     from locret.infer.speed.measure import measure
@@ -62,19 +60,18 @@ def _measure(options: BenchOptions, output: BenchOutput, plan: BenchPlan, line: 
 
     if plan.device is None:
         warnings.warn("there is no CUDA device here: all that would be measured is unknown", stacklevel=2)
-    # Peers first: an environment that does not work shows before everything else is measured.
-    others = _compare(plan, options.peer_pythons())
     if plan.device is not None and not output.quiet:
         _announce(plan)
     found = None if plan.device is None else measure(plan, quiet=output.quiet)
-    record = {"command": line, **make_record(plan, found), "peers": others}
+    record = {"command": line, **make_record(plan, found)}
     page = report.page(record, line)
     if output.json:
         print_json(record)
     else:
         print(page, end="")
     if paths:
-        _write(record, page, paths)
+        write_text(paths["json"], json.dumps(record, indent=1) + "\n")
+        write_text(paths["md"], page)
 
 
 def _announce(plan: BenchPlan) -> None:
@@ -107,33 +104,6 @@ def _propose(plan: BenchPlan) -> None:
     )
 
 
-def _compare(plan: BenchPlan, pythons: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return what peers came to; None without peers, or without a device."""
-    if not plan.peers or plan.device is None:
-        return None
-    from locret.infer.speed import peers
-
-    with interrupts.unwinding():  # their processes end with ours
-        return peers.compare(plan, pythons)
-
-
-def _write(record: Mapping[str, Any], page: str, paths: Mapping[str, Path]) -> None:
-    """Write the record in every form that is possible here."""
-    from locret.infer.speed import roofline
-    from locret.pictures import require_matplotlib
-
-    write_text(paths["json"], json.dumps(record, indent=1) + "\n")
-    write_text(paths["md"], page)
-    if not roofline.points(record):
-        return
-    try:
-        require_matplotlib(f"the roofline {paths['png']}")
-    except ValueError as error:
-        warnings.warn(f"{error}; everything else is written", stacklevel=2)
-        return
-    roofline.draw(record, paths["png"])
-
-
 def _print_plan(plan: BenchPlan, output: BenchOutput) -> None:
     """Print what would be measured: JSON for programs, a table for people."""
     from locret.infer.sizing import follow_line
@@ -147,14 +117,14 @@ def _print_plan(plan: BenchPlan, output: BenchOutput) -> None:
 
 
 def _line(arguments: Sequence[str]) -> str:
-    """Return the command for others to repeat, without what belongs to one machine: paths of outputs and of pythons."""
+    """Return the command for others to repeat, without what belongs to one machine: the path of the output."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
         if skip:
             skip = False
-        elif name in _OWN_PATHS:
+        elif name == "--output":
             skip = "=" not in argument
         elif name != "--overwrite":
             kept.append(argument)

@@ -44,11 +44,6 @@ class Cost:
     flops: int
     bytes: int
 
-    @property
-    def intensity(self) -> float:
-        """Operations per byte."""
-        return self.flops / self.bytes
-
 
 @dataclass(frozen=True)
 class Sizes:

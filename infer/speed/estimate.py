@@ -12,7 +12,7 @@ _UNTIMED = 2
 
 
 def estimated_seconds(plan: BenchPlan, rates: MachineRates) -> float:
-    """Return the seconds that a plan takes, without peers; good to about a factor of two.
+    """Return the seconds that a plan takes, good to about a factor of two.
 
     Args:
         plan: What is to be measured.

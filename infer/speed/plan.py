@@ -1,4 +1,4 @@
-"""What a benchmark is about to measure, resolved to the last number: our methods and peers read the same plan."""
+"""What a benchmark is about to measure, resolved to the last number: all methods read the same plan."""
 
 from __future__ import annotations
 
@@ -66,9 +66,6 @@ class BenchPlan:
     """Bytes of device memory that the process may take."""
     source: BackboneSource | None
     """How the weights of `model` are loaded."""
-    peers: tuple[str, ...]
-    peer_timeout: float
-    """Seconds that one request to a side of a comparison may take."""
 
     @property
     def dtype_name(self) -> str:
@@ -130,8 +127,6 @@ class BenchPlan:
             "device": None if self.device is None else str(self.device),
             "seed": self.seed,
             "memory_cap": self.memory_cap,
-            "vs": list(self.peers),
-            "peer_timeout": self.peer_timeout,
         }
 
     def rows(self) -> list[dict[str, Any]]:

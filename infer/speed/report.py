@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from locret.infer.speed.peers import lines as peer_lines
 from locret.tables import UNKNOWN, Columns, Row, number, of_rows
 
 COMPILED = (
@@ -67,8 +66,6 @@ def tables(record: Mapping[str, Any]) -> list[str]:
     if record["growth"]:
         lines += ["How prefill seconds grow with the prompt.", ""]
         lines += [*of_rows(_GROWTH, record["growth"]), ""]
-    if record.get("peers") is not None:
-        lines += [*peer_lines(record["peers"])]
     missing = [
         f"* {row['method']}, {row['length']:,} tokens: {row['error']}." for row in rows if row["error"] is not None
     ]

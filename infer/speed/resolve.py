@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -20,7 +19,6 @@ from locret.infer.methods import Method, check_heard
 from locret.infer.sizing import AUTO, PlannedRun
 from locret.infer.speed import methods
 from locret.infer.speed.bench_options import MOST_PASSES, BenchOptions
-from locret.infer.speed.peers import PEERS, find_pythons
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
 from locret.load_options import BackboneSource, ScorerOptions, WeightOptions
@@ -53,14 +51,11 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     compared = tuple(methods.get(name, own) for name in options.method_names())
     if options.heads is not None and not any(_with_heads(method) for method in compared):
         raise ValueError(f"--heads {options.heads}: no method of --methods uses them; add locret, or drop them")
-    fresh = options.heads is None and (bool(options.peer_names()) or any(map(_with_heads, compared)))
+    fresh = options.heads is None and any(map(_with_heads, compared))
     if options.hidden_dim is not None and not fresh:
         why = "--methods has none; add locret" if options.heads is None else "--heads have their own; drop one of them"
         raise ValueError(f"--hidden-dim {options.hidden_dim} is the width of fresh heads, but {why}, or drop it")
     policy_of = partial(_policy, options, preset, own)
-    peers = _peers(options)
-    if "peer_timeout" in chosen and not peers:
-        raise ValueError(f"--peer-timeout {options.peer_timeout:g} is for peers, but none is run; add --vs, or drop it")
     plan = BenchPlan(
         shape=None if options.model is not None else options.shape,
         model=options.model,
@@ -80,8 +75,6 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         seed=options.seed,
         memory_cap=options.cap_bytes(),
         source=source,
-        peers=peers,
-        peer_timeout=options.peer_timeout,
     )
     if options.chunk_size == AUTO:
         plan = with_chosen_chunk(plan, policy_of)
@@ -148,15 +141,6 @@ def _width(options: BenchOptions, preset: Preset) -> int:
     return options.hidden_dim or preset.hidden_dim
 
 
-def _peers(options: BenchOptions) -> tuple[str, ...]:
-    found = options.peer_names()
-    for name in found:
-        if name not in PEERS:
-            raise ValueError(f"--vs {name} is unknown; choose from {', '.join(PEERS)}")
-    find_pythons(found, options.peer_pythons())
-    return tuple(found)
-
-
 def with_chosen_chunk(plan: BenchPlan, policy_of: Callable[[int], RetentionPolicy]) -> BenchPlan:
     """Return a plan with the chunk that `locret-infer` would take here, the same for all methods so that they compare.
 
@@ -181,7 +165,7 @@ def with_chosen_chunk(plan: BenchPlan, policy_of: Callable[[int], RetentionPolic
         policy_of,
         needed,
         device=f"{plan.device or 'cuda'}{'' if plan.memory_cap is None else ' within --memory-cap'}",
-        free=_free_bytes(plan, weights),
+        free=_free_bytes(plan),
         least=max(run.least_chunk(method.policy(draft)) for method, run in runs),
     )
     return replace(plan, policy=policy_of(choice.chunk_size), chunk_choice=choice)
@@ -227,11 +211,9 @@ def _scorer(plan: BenchPlan, method: methods.Bounded) -> RetainingHeads | Scorer
         return RetainingHeads.for_model(plan.config, plan.hidden_dim)
 
 
-def _free_bytes(plan: BenchPlan, weights: int) -> int | None:
+def _free_bytes(plan: BenchPlan) -> int | None:
     """Return the bytes that a run may take; None where that is unknown, as for a GPU that is not here."""
     free = None if plan.device is None else chunk_size.free_bytes(plan.device)
-    if free is not None:  # peers run next to ours, each with weights of its own
-        free = max(0, free - len(plan.peers) * weights)
     return min((count for count in (free, plan.memory_cap) if count is not None), default=None)
 
 
@@ -271,8 +253,6 @@ def _check_compiled(plan: BenchPlan) -> None:
                 raise ValueError(
                     f"--methods {method.name} cannot be compiled here: {reason}; leave it out, or drop --compile"
                 )
-    if plan.peers:
-        warnings.warn("--compile does not reach --vs: every side there runs as written", stacklevel=2)
 
 
 def _check_length(plan: BenchPlan, length: int) -> None:

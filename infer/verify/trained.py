@@ -12,13 +12,35 @@ from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache
 from locret.backbone.chunk import Attended
-from locret.infer.evaluation.consistency import SHARE, overlap
 from locret.infer.verify.findings import Finding, NotHere
 from locret.infer.verify.noise import FACTOR
 from locret.infer.verify.subject import Subject, scores_by_head
 from locret.labels import kinds
 from locret.labels.labels import layer_labels, observe
 from locret.scorers import RetainingHeadScorer
+
+SHARE = 0.1
+"""What part of the units counts as the best."""
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Return a bool mask over the last dimension: the `count` best scores, newer units first among equals."""
+    order = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    return mask.scatter(-1, scores.shape[-1] - 1 - order[..., :count], True)
+
+
+def overlap(one: Tensor, other: Tensor, share: float = SHARE) -> float:
+    """Return the share of the best units that two scores of the same units agree on, averaged over heads.
+
+    Args:
+        one: (L, K, n) scores.
+        other: (L, K, n) scores.
+        share: What part of the units counts as best.
+    """
+    count = math.ceil(share * one.shape[-1])
+    both = best(one, count) & best(other, count)
+    return float(both.sum(-1).double().mean() / count)
 
 
 def training_scores(subject: Subject) -> Iterator[Finding]:

@@ -76,7 +76,7 @@ _ADVICE: dict[str, str] = {
     "max_model_len": "texts may have any length, and --budget says how much of them stays; drop it",
     "gpu_memory_utilization": "memory is given in bytes, as --kv-memory",
     "max_num_seqs": "as many answers go on as --kv-memory has room for; drop it",
-    "tensor_parallel_size": "the backbone is loaded on one device; locret-serve --engine vllm answers from several",
+    "tensor_parallel_size": "the backbone is loaded on one device; vLLM answers from several (docs/engines.md)",
     "cache_dir": "set HF_HOME, as for any tool of the Hub",
     "token": "set HF_TOKEN, as for any tool of the Hub",
     "hub_token": "set HF_TOKEN, as for any tool of the Hub",

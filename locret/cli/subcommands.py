@@ -10,7 +10,7 @@ from typing import Any
 from locret._version import __version__
 from locret.cli import command as cli
 from locret.cli import option_values
-from locret.nearest import nearest
+from locret.nearest import check_retired, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,7 @@ def chosen(prog: str, about: Mapping[str, str], arguments: Sequence[str]) -> tup
         sys.stdout.write(f"{prog} {__version__}\n")
         raise SystemExit(0)
     if name not in about:
+        check_retired(prog, name)
         near = nearest(name, about)
         hint = f"did you mean {' or '.join(near)}?" if near else f"`{prog}` lists all"
         raise ValueError(f"there is no command {option_values.shown(name)!r}; {hint}")

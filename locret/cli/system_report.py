@@ -14,7 +14,7 @@ from locret.cli.command import parse_options, print_json, run
 _PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "huggingface_hub", "peft", "safetensors", "tokenizers"),
     *("lm_eval", "matplotlib", "flash_attn", "deepspeed"),
-    *("fastapi", "uvicorn", "vllm", "sglang", "llama_cpp_python", "gguf"),
+    *("fastapi", "uvicorn", "vllm", "llama_cpp_python", "gguf"),
 )
 
 

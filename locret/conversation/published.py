@@ -67,7 +67,7 @@ Written by locret {{ version }}.
 """
 _ENGINES = """
 Other engines take it as the prefix of a prompt, {{ units }} tokens long:
-[vLLM, SGLang, transformers](https://github.com/locret/locret/blob/main/docs/engines.md), and llama.cpp:
+[vLLM, transformers](https://github.com/locret/locret/blob/main/docs/engines.md), and llama.cpp:
 
 ```bash
 locret-context export book.ctx --to llamacpp --output book.bin

@@ -10,9 +10,7 @@ from locret.lookups.base import Ask, Lookup
 from locret.lookups.codes import CodesLookup
 from locret.lookups.exact import ExactLookup
 from locret.lookups.infllm import InfLLM
-from locret.lookups.means import MeansLookup
 from locret.lookups.omnikv import OmniKVLookup
-from locret.lookups.pages import PagesLookup
 from locret.lookups.quest import QuestLookup
 
 __all__ = [
@@ -21,9 +19,7 @@ __all__ = [
     "ExactLookup",
     "InfLLM",
     "Lookup",
-    "MeansLookup",
     "OmniKVLookup",
-    "PagesLookup",
     "QuestLookup",
     "find",
     "get",
@@ -34,9 +30,7 @@ __all__ = [
 _LOOKUPS: tuple[type[Lookup], ...] = (
     CodesLookup,
     ExactLookup,
-    MeansLookup,
     OmniKVLookup,
-    PagesLookup,
     QuestLookup,
 )
 
@@ -47,7 +41,7 @@ def names() -> list[str]:
 
 
 def get(spec: str) -> Lookup:
-    """Return the lookup that a spec names, such as "exact" or "pages:page=16".
+    """Return the lookup that a spec names, such as "exact" or "codes:bits=2".
 
     Raises:
         ValueError: If there is none (the message lists the nearest names), or an option is unfit.

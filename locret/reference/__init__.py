@@ -31,7 +31,7 @@ from locret.reference.omnikv import (
 )
 from locret.reference.protected import kept_with_protection
 from locret.reference.quest import page_bounds, quest_kept, quest_pages, quest_visible, upper_bound
-from locret.reference.recall import answer_with_recall, best_units, into_host, units_of_pages
+from locret.reference.recall import answer_with_recall, best_units, into_host
 from locret.reference.refit import refitted_values
 from locret.reference.replay import read_whole
 from locret.reference.retaining import (
@@ -119,7 +119,6 @@ __all__ = [
     "surprisal",
     "surprisal_of_the_release",
     "tova",
-    "units_of_pages",
     "upper_bound",
     "window_weights",
 ]

@@ -153,30 +153,3 @@ def _recalling(
         for n, asked in zip(range(k * group, (k + 1) * group), asking, strict=True):
             out[n] = torch.softmax(keys @ asked * attention.scaling, dim=0) @ values
     return attention.o_proj(out.flatten()[None])[0]  # type: ignore[no-any-return]
-
-
-def units_of_pages(query_GD: Tensor, key_UD: Tensor, is_unit_U: Tensor, page: int, count: int, kind: str) -> list[int]:
-    """Return the units of one KV head's best pages, the best page first, until there are as many as asked for.
-
-    Args:
-        query_GD: Queries of the group, for one token.
-        key_UD: Keys of the second tier.
-        is_unit_U: Which of them are units.
-        page: Units of a page.
-        count: How many are wanted.
-        kind: "pages", a page is rated by the largest logit that any key within its bounds could have (Quest); or
-            "means", by its mean key's.
-    """
-    pages = []
-    every = [unit for unit in range(len(key_UD)) if bool(is_unit_U[unit])]
-    for start in range(0, len(every), page):
-        units = every[start : start + page]
-        keys, rating = key_UD[units], -float("inf")
-        for query_D in query_GD:
-            if kind == "means":
-                own = float(query_D @ keys.mean(0))
-            else:
-                own = float(torch.maximum(query_D * keys.amin(0), query_D * keys.amax(0)).sum())
-            rating = max(rating, own)
-        pages.append((rating, units))
-    return [unit for _, units in sorted(pages, key=lambda one: -one[0]) for unit in units][:count]

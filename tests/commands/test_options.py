@@ -256,7 +256,6 @@ PRINTED = {
     "patterns": ["--model", "checkpoints/tiny", "--text", "book.txt", "--out", "patterns.json", "--share", "0.25"],
     "push": ["--heads", "checkpoints/tiny-heads", "--repo", "org/name", "--private"],
     "rows": ["--output", "rows.json", "--tokens", "512,1024"],
-    "compare": ["--config", "recipes/train/compare_tiny.yaml", "--output", "out"],
     "kernels": [
         "--model",
         "checkpoints/tiny",
@@ -393,6 +392,9 @@ def test_locret_lists_and_runs_every_command() -> None:
     assert all(f"locret {name} " in listing for name in COMMANDS)
     assert call("--version").stdout == call("infer", "--version").stdout.replace("-infer", "")
     assert call("infr").stderr == "locret: there is no command 'infr'; did you mean infer?\n"
+    assert call("compare").stderr.startswith(
+        'locret: locret "compare" was retired; release 0.1.0 (git tag lab-frozen) is'
+    )
     assert call("bench", "--repeets", "1").stderr == "locret bench: --repeets is unknown; did you mean --repeats?\n"
     report = json.loads(call("env", "--json").stdout)
     assert {"locret", "torch", "transformers", "python", "gpus"} <= report.keys()

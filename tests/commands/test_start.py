@@ -16,7 +16,6 @@ COMMANDS = {
     "locret-push": "locret.heads.push",
     "locret-context": "locret.infer.context_command",
     "locret-serve": "locret.infer.serve.command",
-    "compare": "locret.train.compare",
     "question_rows": "locret.data.training.question_rows",
 }
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft", "numpy", "tensorboard", "matplotlib", "fastapi")

@@ -54,11 +54,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-FILES = {
-    module_of(path): path
-    for folder in (*PACKAGES, "checkpoints/build")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
+FILES = {module_of(path): path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
 def imported(module: str) -> Iterator[str]:
@@ -90,12 +86,7 @@ def objection(module: str, name: str) -> str | None:
         return None if torch_only else "the oracle needs only torch"
     if within(name, "locret.reference"):
         return "the oracle is for tests"
-    if within(name, "infer.speed.lab") and not within(module, "infer.speed.lab"):
-        return "the lab is not in the wheel"
-    if target == "checkpoints" and package in PACKAGES:
-        return "what builds the embedded backbone is not in the wheel"
-    lab = within(module, "infer.speed.lab") and target == "train"  # it compares both
-    if not lab and package in MAY_IMPORT and target in MAY_IMPORT and target not in (package, *MAY_IMPORT[package]):
+    if package in MAY_IMPORT and target in MAY_IMPORT and target not in (package, *MAY_IMPORT[package]):
         return f"{package} is below {target}, or beside it"
     if package == target == "locret" and inner:
         room, other = inner.split(".")[0], wanted.split(".")[0]
@@ -115,7 +106,6 @@ def test_imports_point_down() -> None:
 def test_an_import_that_points_up_is_seen() -> None:
     assert objection("locret.backbone.rotary", "locret.cache.cache.RetentionCache") == "backbone is below cache"
     assert objection("data.tasks", "infer.command.main") == "data is below infer, or beside it"
-    assert objection("infer.speed.report", "infer.speed.lab.stages.MARK") == "the lab is not in the wheel"
     assert objection("locret.reference.retaining", "locret.nearest.nearest") == "the oracle needs only torch"
     assert {"locret.policy.policy.RetentionPolicy", "data.training.row_order.SHUFFLE_BUFFER"} <= set(
         imported("train.training_options")

@@ -19,10 +19,6 @@ from locret.shipped import find
 
 SPECS = [
     "exact",
-    "pages",
-    "pages:page=5",
-    "means",
-    "means:page=1",
     "codes",
     "codes:bits=2,oversample=3",
     "codes:bits=8",
@@ -76,21 +72,6 @@ def test_every_query_gets_as_many_units_as_it_asked_for(spec: str, units: int, c
     assert (found[1].sum(-1) == min(count, units - empty)).all()  # every unit that there is before what is none
 
 
-@pytest.mark.parametrize("units", [7, 32, 33, 61])
-@pytest.mark.parametrize("count", [3, 6])
-@pytest.mark.parametrize("kind", ["pages", "means"])
-@pytest.mark.parametrize("page", [1, 4, 5])
-def test_pages_are_those_of_the_slow_version(units: int, count: int, kind: str, page: int) -> None:
-    query, keys, positions = drawn(units, empty=2)
-    ranks = choose(lookups.get(f"{kind}:page={page}"), query, keys, positions, count)
-    for row in range(2):
-        for head in range(2):
-            for one in range(3):
-                own = query[row, 2 * head : 2 * head + 2, one]
-                wanted = reference.units_of_pages(own, keys[row, head], positions[row, head] >= 0, page, count, kind)
-                assert ranks[row, head, one].tolist()[: len(wanted)] == wanted
-
-
 @pytest.mark.parametrize("units", [9, 200])
 def test_exact_is_the_slow_choice(units: int) -> None:
     query, keys, positions = drawn(units)
@@ -119,10 +100,6 @@ def test_an_index_has_the_bytes_it_says(bits: int, dim: int) -> None:
     assert sum(part.nbytes for part in (coded.packed, coded.step, coded.low, coded.mean)) == 6 * lookup.index_bytes(
         70, dim, 4
     )
-    for spec in ("pages:page=16", "means:page=7"):
-        index = lookups.get(spec).index(keys, torch.zeros(2, 3, 70))
-        tensors = [index] if isinstance(index, Tensor) else index
-        assert sum(tensor.nbytes for tensor in tensors) == 6 * lookups.get(spec).index_bytes(70, dim, 4)
 
 
 @OURS
@@ -169,7 +146,7 @@ def test_with_everything_recalled_every_lookup_is_full_attention(spec: str, posi
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("spec", ["pages:page=5", "means:page=7", "codes:bits=2"])
+@pytest.mark.parametrize("spec", ["exact", "codes:bits=2"])
 def test_rows_of_a_batch_recall_what_they_recall_alone(spec: str) -> None:
     model = build("llama")
     ids, mask = prompt(61, batch=2), torch.ones(2, 61, dtype=torch.long)
@@ -189,13 +166,12 @@ def test_rows_of_a_batch_recall_what_they_recall_alone(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("pages:page=0", "lookup pages: page=0 is too small; it must be 1 or more"),
-        ("means:page=-1", "lookup means: page=-1 is too small"),
         ("codes:bits=3", "lookup codes: bits=3 is unknown; choose one of 2, 4, 8"),
         ("codes:oversample=0", "lookup codes: oversample=0 is too small"),
         ("codes:bit=2", 'lookup codes: it has no option "bit"; did you mean bits'),
-        ("page", 'lookup "page" is unknown; did you mean pages'),
-        ("pages:page=2.5", "is not a whole number"),
+        ("code", 'lookup "code" is unknown; did you mean codes'),
+        ("codes:oversample=2.5", "is not a whole number"),
+        ("pages", 'lookup "pages" was retired; release 0.1.0'),
     ],
 )
 def test_a_lookup_that_makes_no_sense_is_refused(spec: str, says: str) -> None:
@@ -256,9 +232,6 @@ def asked() -> list[Ask]:
         ("exact", 8, 1.0),
         ("codes", 8, 0.99),
         ("codes:bits=2,oversample=4", 8, 0.89),
-        ("means", 64, 0.65),
-        ("pages:page=4", 64, 0.65),
-        ("pages", 64, 0.32),
     ],
 )
 def test_how_many_of_the_best_eight_are_among_those_found(

@@ -170,8 +170,8 @@ def test_numbers_are_rounded_and_facts_have_names(heads):
     assert "dapter" not in text.split("## Training")[1].split("##")[0]
 
 
-@pytest.mark.parametrize("name", ["checkpoints/tiny-heads", "checkpoints/world-heads"])
-def test_the_card_of_the_shipped_heads_is_what_this_version_writes(name):
+def test_the_card_of_the_shipped_heads_is_what_this_version_writes():
+    name = "checkpoints/tiny-heads"
     heads = RetainingHeads.from_pretrained(name)
     assert (Path(shipped.find(name)) / "README.md").read_text() == str(heads.generate_model_card())
 

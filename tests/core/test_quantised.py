@@ -506,7 +506,7 @@ def of_second_tier(model: Any, tokens: int = 90, rows: int = 1, disk: Any = None
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
-@pytest.mark.parametrize("spec", ["exact", "codes:oversample=3", "pages:page=5", "means", "quest:page=5", "omnikv"])
+@pytest.mark.parametrize("spec", ["exact", "codes:oversample=3", "quest:page=5", "omnikv"])
 def test_keys_in_codes_are_scanned_in_blocks_for_the_choice_of_all_at_once(
     spec: str, positions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,7 @@ def test_a_random_llama_is_quantised_and_written_with(way: str, tmp_path: Path) 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_gguf_file_holds_the_weights_that_were_written(named: bool, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed")
-    from locret.engines.gguf_backbone import write_gguf
+    from tiny_gguf import write_gguf
 
     write_gguf(TINY, tmp_path / "tiny.gguf")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from bench_cases import load, made
+from embedded import tiny_tokenizer
 
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.published import infinitebench_generated, niah, omnikv
 from locret.data.tasks.published.infinitebench_generated import LINES, draw_answer, needle_line
-from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.training.json_rows import stream_entries
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -26,7 +26,7 @@ KV, TWO_STAGE = TASKS["infinitebench_generated/kv_retrieval"], TASKS["twostage/2
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return build_tokenizer()
+    return tiny_tokenizer()
 
 
 rows = made

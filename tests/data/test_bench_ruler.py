@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from bench_cases import made
+from embedded import tiny_tokenizer
 
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.published.row_maker import largest
 from locret.data.tasks.ruler import TASKS
 from locret.data.tasks.ruler.counting import _zeta
-from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.training.json_rows import BadRow, stream_entries
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -28,7 +28,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return build_tokenizer()
+    return tiny_tokenizer()
 
 
 @pytest.mark.slow

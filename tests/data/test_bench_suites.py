@@ -66,3 +66,10 @@ def test_rulers_reference_averages_stand_at_their_lengths() -> None:
 def test_an_unknown_suite_names_the_nearest() -> None:
     with pytest.raises(ValueError, match='--suite "infinitebench-lockret" is unknown; did you mean infinitebench-loc'):
         suites.get("infinitebench-lockret")
+
+
+def test_a_retired_suite_names_the_last_release_that_has_it() -> None:
+    with pytest.raises(
+        ValueError, match=r'--suite "world" was retired; release 0\.1\.0 \(git tag lab-frozen\) is the last'
+    ):
+        suites.get("world")

@@ -6,12 +6,12 @@ import random
 import re
 
 import pytest
+from embedded import tiny_tokenizer
 
-from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.text.filler import Filler, FillerOptions
 from locret.data.text.haystack import count_tokens, hide, prompt_length
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tiny_tokenizer()
 
 
 def hidden(statements: list[str], depths: list[float], tokens: int = 400, question: str = "Where is it?") -> str:

@@ -7,15 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+from embedded import tiny_tokenizer
 
 from locret.data import tasks
-from locret.data.text.embedded_tokenizer import NAMES, build_tokenizer
 from locret.data.text.haystack import prompt_length
+from locret.data.text.words import NAMES
 from locret.data.training.question_rows import QuestionRowsOptions, command, question_rows
-from locret.data.training.rows import detect_schema, read_row
 from locret.data.training.sources import load_rows
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tiny_tokenizer()
 
 
 def test_the_same_seed_gives_the_same_rows_and_another_seed_others() -> None:
@@ -115,18 +115,6 @@ def test_a_missing_folder_is_made_and_one_that_cannot_be_is_refused_before_anyth
         QuestionRowsOptions(output=str(tmp_path / "file" / "rows.json"), rows=10**9)
 
 
-def test_rows_of_tasks_with_a_system_turn_are_messages_that_training_reads(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    assert (
-        command(["--tasks", "world", "--rows", "6", "--tokens", "700", "--lookalikes", "0.5", "--output", str(path)])
-        == 0
-    )
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
-    assert any(row["messages"][0]["role"] == "system" for row in rows)
-    schema = detect_schema(rows[0], "rows")
-    assert [read_row(row, schema, where="rows").answer for row in rows] == [
-        row["messages"][-1]["content"] for row in rows
-    ]
+def test_a_share_of_look_alikes_is_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--lookalikes 2.0 is not a share; give a number from 0 to 1"):
-        QuestionRowsOptions(output=str(path), lookalikes=2.0)
+        QuestionRowsOptions(output=str(tmp_path / "rows.jsonl"), lookalikes=2.0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from embedded import tiny_tokenizer
 
 from locret.conversation.templates import Message
-from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.training.reconstruction import REQUEST, reconstruction
 from locret.data.training.rows import Row
 from locret.data.training.stream import TrainingStream
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tiny_tokenizer()
 
 
 def stream(rows: list[dict[str, str]], **options: object) -> TrainingStream:

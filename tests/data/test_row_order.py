@@ -6,13 +6,13 @@ import itertools
 import json
 
 import pytest
+from embedded import tiny_tokenizer
 
-from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.training.row_order import Buffered, StreamedRows
 from locret.data.training.sources import load_rows
 from locret.data.training.stream import TrainingStream
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tiny_tokenizer()
 ROWS = [{"prompt": "the house " * (index + 1), "answer": "Oslo"} for index in range(12)]
 
 

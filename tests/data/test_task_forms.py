@@ -6,12 +6,13 @@ import re
 from typing import Any
 
 import pytest
+from embedded import tiny_tokenizer
 
 from locret.data import tasks
 from locret.data.tasks.metrics.retrieval import all_contained, first_integer
-from locret.data.text.embedded_tokenizer import COLORS, VARIABLES, build_tokenizer
+from locret.data.text.words import COLORS, VARIABLES
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tiny_tokenizer()
 ALL = tasks.names()
 
 

@@ -7,8 +7,10 @@ import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from embedded import tiny_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -16,11 +18,11 @@ from locret.data import tasks
 from locret.data.tasks.generated.base import Draw
 from locret.data.tasks.generated.mixture import mixture
 from locret.data.tasks.metrics.retrieval import all_contained, first_integer
-from locret.data.text.embedded_tokenizer import NAMES, VARIABLES, build_tokenizer
 from locret.data.text.filler import NOISE, Filler, FillerOptions, generator
 from locret.data.text.haystack import count_tokens, hide, prompt_length
+from locret.data.text.words import NAMES, VARIABLES
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tiny_tokenizer()
 KEYS = {*NAMES, *VARIABLES}
 
 
@@ -34,10 +36,11 @@ def test_the_same_seed_gives_the_same_sample_and_another_seed_another(name: str)
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_in_another_process() -> None:
     code = (
-        "from locret.data import tasks; from locret.data.text.embedded_tokenizer import build_tokenizer; import sys;"
-        "sys.stdout.write(tasks.get('multikey').sample(build_tokenizer(), 512, seed=3).content)"
+        "from locret.data import tasks; from embedded import tiny_tokenizer; import sys;"
+        "sys.stdout.write(tasks.get('multikey').sample(tiny_tokenizer(), 512, seed=3).content)"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": "77"}
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(paths)}
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert other.stdout == tasks.get("multikey").sample(TOKENIZER, 512, seed=3).content
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from locret import LongContextModel, RetentionPolicy
-from locret.engines import gguf_backbone, llamacpp
+from locret.engines import llamacpp
 from locret.engines.llamacpp import INTERLEAVED, Layout, encoded, export, hadamard, sequence_state, slot_file
 from locret.engines.prefix import Prefix
 
@@ -387,10 +387,3 @@ def test_units_that_bfloat16_cannot_hold_are_refused() -> None:
     with pytest.raises(ValueError, match="beyond the range of bfloat16; give cache_type=f32"):
         sequence_state(prefix, Layout(cache_type="bf16"))
     assert sequence_state(prefix, Layout(cache_type="f32"))
-
-
-def test_the_embedded_backbone_is_written_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gguf")
-    monkeypatch.chdir(tmp_path)
-    gguf_backbone.command(["--checkpoint", "checkpoints/tiny", "--out", "tiny.gguf"])
-    assert (tmp_path / "tiny.gguf").read_bytes()[:4] == b"GGUF"

@@ -30,13 +30,13 @@ import llama_cpp
 import numpy as np
 import torch
 from llamacpp_runs import OLD, Engine, Model, Server, served
+from tiny_gguf import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, prefill
 from locret.cache.cache_file import save_cache
 from locret.data import tasks
 from locret.engines import llamacpp
-from locret.engines.gguf_backbone import write_gguf
 from locret.engines.llamacpp import INTERLEAVED, Layout, export, sequence_state, slot_file
 from locret.engines.prefix import Prefix
 

@@ -1,6 +1,6 @@
 """Time one question on a text of 8,144 tokens in llama.cpp, from the whole text and from its units.
 
-    PYTHONPATH=. python tests/engines/time_llamacpp.py
+    PYTHONPATH=.:tests python tests/engines/time_llamacpp.py
 
 Prints the table of docs/llamacpp.md; one thread, through the C API.
 """
@@ -16,9 +16,9 @@ import llama_cpp
 import torch
 from llamacpp_runs import Engine, Model
 from test_llamacpp_engine import POLICY, book
+from tiny_gguf import write_gguf
 
 from locret import LongContextModel
-from locret.engines.gguf_backbone import write_gguf
 from locret.engines.llamacpp import Layout, slot_file
 
 MORE = 64

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from embedded import tiny_tokenizer
 from infer_cases import write_text
 
 from locret import RetainingHeads, loading
 from locret.cli.command import run
-from locret.data.text.embedded_tokenizer import build_tokenizer
 
 POLICY = {"budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8, "positions": "compact"}
 
@@ -34,7 +34,7 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a Llama of random weights, large enough that its answers vary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,

@@ -14,7 +14,7 @@ from locret.cli.command import run
 from locret.infer.evaluation import runner
 from locret.infer.evaluation.command import command
 
-BACKBONE, HEADS = shipped.find("checkpoints/world"), shipped.find("checkpoints/world-heads")
+BACKBONE, HEADS = shipped.find("checkpoints/tiny"), shipped.find("checkpoints/tiny-heads")
 SMALL = (
     *("--model", BACKBONE, "--heads", HEADS, "--tasks", "multikey,variable_tracking", "--lengths", "300"),
     *("--samples", "2", "--questions", "3", "--protocol", "aware,agnostic", "--chunk-size", "64"),

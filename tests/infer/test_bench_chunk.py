@@ -17,8 +17,6 @@ from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.report import numbers
 from locret.infer.speed.resolve import make_plan
 from locret.infer.speed.runs import make_setup, new_run
-from locret.load_options import WeightOptions
-from locret.weights.plan import plan_weights
 
 NUMBERS = {"shape": "tiny", "budget": 1200, "stabilizers": 16, "local_len": 8, "new_tokens": 4, "dtype": "float32"}
 
@@ -90,17 +88,13 @@ def test_runs_read_in_chunks_of_the_chosen_size(monkeypatch: pytest.MonkeyPatch)
         assert passes[:2] == [256, 256]
 
 
-def test_heads_and_the_weights_of_peers_take_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_take_room(monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 10**9)
     small, large = (plan_of(hidden_dim=size).chunk_choice for size in (8, 2048))
     assert small is not None
     assert large is not None
     features = (8 + 2 * 4) * 32
     assert large.needed_bytes - small.needed_bytes >= 4 * (2048 - 8) * (features + 4) * 4
-    beside = plan_of(vs="transformers")
-    assert beside.chunk_choice is not None
-    weights = plan_weights(WeightOptions(), beside.config, torch.device("cpu"), torch.float32)
-    assert beside.chunk_choice.free_bytes == 10**9 - weights.total
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from locret.infer.speed import machine, measure
 from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.command import command
 from locret.infer.speed.measure import Measurements, Seconds
-from locret.infer.speed.peers import lines
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.record import make_record
 from locret.infer.speed.report import COMPILED, page
@@ -120,14 +119,3 @@ def test_what_cannot_be_compiled_is_refused_before_weights_are_made(methods: str
         plan_of(methods=methods)
     assert "\n" not in str(raised.value)
     plan_of(methods=methods, compile=False)
-
-
-def test_sides_beside_peers_are_not_compiled_and_that_is_said() -> None:
-    with pytest.warns(UserWarning, match="--compile does not reach --vs: every side there runs as written"):
-        plan_of(vs="transformers")
-    row = {
-        "side": "locret", "method": "locret", "tokens": 9, "held": None, "error": "x", "seconds": {}, "ratios": {},
-        "rounds": [], "peak_bytes": {"allocated": None, "process": None},
-    }  # fmt: skip
-    job = {"new_tokens": 3, "budget": 4, "local_len": 2}
-    assert "nothing is compiled" in lines({"job": job, "rows": [row], "versions": {"locret": {"torch": "2"}}})[0]

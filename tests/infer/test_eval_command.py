@@ -195,6 +195,10 @@ def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (
+            ("--methods", "kvpress/snapkv"),
+            'method "kvpress/snapkv" was retired; release 0.1.0 (git tag lab-frozen) is the',
+        ),
         (("--methods", "streeming"), 'method "streeming" is unknown; did you mean streaming'),
         (("--tasks", "passky"), 'task "passky" is unknown; did you mean passkey'),
         (
@@ -376,11 +380,9 @@ def test_pictures_are_drawn_and_named(evaluate: Any, tmp_path: Path) -> None:
     code, _, err = evaluate(*arguments, "--samples", 2, "--chunk-size", 32, "--output", tmp_path / "out")
     assert code == 0, err
     figures = json.loads((tmp_path / "out" / "results.json").read_text())["figures"]
-    wanted = {"accuracy_by_budget.png", "heat_map_passkey.png", "retention_steps_locret.png", "consistency.png"}
-    assert wanted <= set(figures)
+    assert figures == ["accuracy_by_budget.png", "heat_map_passkey.png"]
     for name in figures:
-        if name.endswith(".png"):
-            assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plan_that_depends_on_the_length_is_made_for_the_longest_prompt(evaluate: Any, tmp_path: Path) -> None:
@@ -484,7 +486,6 @@ def test_shares_that_mean_nothing_are_refused(evaluate: Any, flags: Any, message
         (("--max-new-tokens", 10**12), "and 1,000,000,000,000 new tokens: its cache takes at least"),
         (("--tasks", "ruler/vt", "--lengths", 10**10), "--lengths 10000000000: the text of a prompt takes at least"),
         (("--questions", 10**12), "--questions 1000000000000 are more than any text has; give 10000 or less"),
-        (("--suite", "world", "--seeds", 10**8), "--seeds 100000000 take a suite days and more; give 20 or less"),
         (("--tasks", "niah/needle", "--samples", 10**8), "comes to 200,000,000 answers, which would take months"),
     ],
 )

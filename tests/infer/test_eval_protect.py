@@ -22,16 +22,16 @@ BACKBONE = shipped.find("checkpoints/tiny")
 HEADS = shipped.find("checkpoints/tiny-heads")
 
 
-@pytest.mark.parametrize("name", ["world/secret", "world/rules"])
+@pytest.mark.parametrize("name", ["niah/needle", "niah/passkey"])
 def test_the_system_message_of_a_prompt_is_found(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BACKBONE)
     task = tasks.get(name)
     sample = task.sample(tokenizer, 1024, seed=0)
     ids = build_prompt(task, sample, tokenizer).ids
-    setup: Any = Setup(None, tokenizer, None, 0, protect=rules_of(["system", "tokens:900-99999=0.25"]))  # type: ignore[arg-type]
+    setup: Any = Setup(None, tokenizer, None, 0, protect=rules_of(["system", "tokens:800-99999=0.25"]))  # type: ignore[arg-type]
     prompt = Prompt(torch.tensor([ids]), sample, setup)
     ranges, system = prompt.protected()
-    assert (ranges.start, ranges.end, ranges.share) == (900, len(ids), 0.25)
+    assert (ranges.start, ranges.end, ranges.share) == (800, len(ids), 0.25)
     assert (system.start, system.share) == (0, None)
     held = tokenizer.decode(ids[: system.end]).replace(" ", "")
     assert held.endswith(sample.system.replace(" ", "") + tokenizer.eos_token)
@@ -73,12 +73,12 @@ def test_protected_questions_stay_in_methods_that_evict(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
-    arguments = ["--model", BACKBONE, "--tasks", "world/secret,passkey", "--lengths", "768", "--samples", "1"]
+    arguments = ["--model", BACKBONE, "--tasks", "niah/needle,passkey", "--lengths", "768", "--samples", "1"]
     arguments += ["--methods", "full,random", "--budget", "192", "--output", str(tmp_path), "--quiet"]
     assert command([*arguments, "--protect", "system"]) == 0
     found = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     protected = {(one["task"], one["method"]): one.get("protected", 0) for one in found}
-    assert protected["world/secret", "random"] > 0
+    assert protected["niah/needle", "random"] > 0
     assert not any(count for (task, method), count in protected.items() if task == "passkey" or method == "full")
     with pytest.raises(ValueError, match="protect"):  # another evaluation than the one that is there
         command([*arguments, "--resume"])
@@ -93,7 +93,6 @@ def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
             "--protect user is no part that every prompt has; give system, question, or tokens:A-B",
         ),
         (["--protect", "question", "--protocol", "agnostic"], "agnostic asks when all has been evicted; add aware"),
-        (["--protect", "question", "--suite", "world"], "--suite world does so wherever it is known; drop it"),
         (
             ["--protect", "question", "--tasks", "passkey", "--lengths", "512", "--methods", "random", "--budget", "4"],
             "--protect, method random, text 0 of task passkey: the protected spans need .* raise budget, or",
@@ -109,7 +108,7 @@ def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
                 "--protect",
                 "system",
                 "--tasks",
-                "world/rules",
+                "niah/needle",
                 "--lengths",
                 "512",
                 "--budget",
@@ -118,12 +117,12 @@ def test_an_evaluation_says_how_much_it_protects(tmp_path: Path) -> None:
                 "linear",
             ]
             + ["--chunk-size", "64", "--stabilizers", "4", "--local-len", "8", "--methods", "streaming"],
-            "--protect, method streaming, text 0 of task world/rules: .* after chunk 1 memory holds 8",
+            "--protect, method streaming, text 0 of task niah/needle: .* after chunk 1 memory holds 10",
         ),
         (
-            ["--protect", "system", "--tasks", "world/rules", "--lengths", "320,1024", "--budget-share", "0.1"]
+            ["--protect", "system", "--tasks", "niah/needle", "--lengths", "320,1024", "--budget-share", "0.1"]
             + ["--local-len", "8", "--samples", "1", "--seed", "8", "--methods", "streaming"],
-            "--protect, method streaming, text 0 of task world/rules: .* but budget=32 holds 32",
+            "--protect, method streaming, text 0 of task niah/needle: .* but budget=19 holds 19",
         ),
         (
             ["--protect", "tokens:500-600", "--tasks", "passkey", "--lengths", "512", "--methods", "random"],

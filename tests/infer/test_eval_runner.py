@@ -149,10 +149,10 @@ def test_labels_are_computed_once_per_sample_and_only_for_the_oracle(
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("name", tasks.names("generated") + tasks.names("lookalikes") + tasks.names("world"))
+@pytest.mark.parametrize("name", tasks.names("generated"))
 def test_a_depth_on_record_is_that_of_the_first_statement(setup: Setup, name: str) -> None:
     task = tasks.get(name)
-    ordered = name in ("variable_tracking", "world/latest", "world/qa1", "world/qa2", "world/qa3", "world/qa5")
+    ordered = name == "variable_tracking"
     for case in cases([task], [1024], 3, 0):
         depth = case.axes.get("depth")
         assert (depth is None) == ordered

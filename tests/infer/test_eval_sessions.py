@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from embedded import tiny_tokenizer
 from eval_runs import records
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from locret import RetentionCache, RetentionPolicy
 from locret.data import tasks
 from locret.data.tasks.published import sirllm
-from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.infer.evaluation import command
 from locret.infer.evaluation.sessions import Session, likeliest
 
 MODEL = Path(__file__).parents[2] / "checkpoints"
 ARGUMENTS = ["--model", str(MODEL / "tiny"), "--heads", str(MODEL / "tiny-heads"), "--quiet", "--figures", "none"]
 ARGUMENTS += ["--budget", "64", "--chunk-size", "64", "--stabilizers", "8", "--local-len", "16", "--threads", "1"]
-TOKENIZER = build_tokenizer()
+TOKENIZER = tiny_tokenizer()
 
 
 def run(output: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from embedded import tiny_tokenizer
 from published_cases import leval, longbench
 
 from locret.cli.command import run
 from locret.data import tasks
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.task import MadeSamples, Wanted
-from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.infer.evaluation.command import command
 
 
@@ -59,7 +59,7 @@ def test_with_essays_the_name_is_the_published_one(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "one.txt").write_text("A house stands near the river. " * 2000)
     task = tasks.get("niah/needle")
-    wanted = Wanted(tokenizer=build_tokenizer, lengths=[2048], samples=1, folders=[str(tmp_path / "essays")])
+    wanted = Wanted(tokenizer=tiny_tokenizer, lengths=[2048], samples=1, folders=[str(tmp_path / "essays")])
     made = task.select(wanted).samples[2048]
     assert made.label(1) == "niah/needle"
     assert made.facts()["source"] == "essays in essays"
@@ -95,7 +95,7 @@ PUBLISHED = ["leval/natural_question", "leval/meeting_summ", "longbench/qasper",
 @pytest.mark.parametrize("bound", [40, 120, 400, 700])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_max_prompt_bounds_the_whole_prompt(tmp_path: Path, name: str, bound: int) -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     folder = leval(longbench(tmp_path))
     wanted = Wanted(tokenizer=lambda: tokenizer, lengths=[], folders=[str(folder)], max_prompt=bound)
     selection = tasks.get(name).select(wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +15,10 @@ from locret import RetentionPolicy
 from locret.data import tasks
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.task import Sample, Wanted
-from locret.infer.evaluation import methods, presses, runner
-from locret.infer.evaluation.capacity import CapacityOptions, recipe
-from locret.infer.evaluation.command import command
-from locret.infer.evaluation.eval_options import BudgetOptions, EvalOptions
+from locret.infer.evaluation import methods, runner
 from locret.infer.evaluation.methods import Prompt, Setup
 from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
 from locret.infer.evaluation.shared_text import SharedText, document_tokens
-from locret.infer.evaluation.world import plan
-from locret.infer.evaluation.world import run as world_run
-from locret.infer.infer_options import ModelOptions
 
 POLICY = RetentionPolicy(budget=48, chunk_size=64, stabilizers=8, local_len=8)
 QUESTIONS = ("Which number?", "Which number is in the red vault that was named in the text before?", "Which?")
@@ -104,76 +98,3 @@ def test_no_more_than_one_question_holds_its_labels(name: str, setup: Setup, mon
     held = [sum(one._labels is not None for one in made) for _ in runner.evaluate(setup, places, runs, set())]
     assert len(held) == 8
     assert max(held) == 1
-
-
-def pressing(asked: list[dict[str, Any]]) -> presses.Presses:
-    """Return what notes what kvpress is asked, and answers at once."""
-
-    def answered(_do: str, **request: Any) -> dict[str, Any]:
-        asked.append(request)
-        read = {"kept_units": {"held": 1.0, "attended": 1.0}, "cache_bytes": 1, "peak_bytes": 1, "prefill_seconds": 0.0}
-        return {**read, "answers": [{"ids": [5], "prefill_seconds": 0.0, "decode_seconds": 0.0, "bytes": 1}]}
-
-    side = presses.Presses("python", "backbone", 1, "float32", "cpu")
-    side.__dict__ |= {"versions": {"kvpress": "0"}, "_process": SimpleNamespace(ask=answered)}
-    return side
-
-
-@pytest.mark.parametrize("protocol", [AWARE, AGNOSTIC])
-def test_a_press_keeps_its_share_of_each_text(protocol: str, setup: Setup) -> None:
-    shared = runner.Allotment({"chunk_size": 64, "local_len": 8}, share=0.25)
-    (run,) = runner.plan_runs([methods.get("kvpress/knorm")], [shared], 4000, ("local_len",), [protocol])
-    asked: list[dict[str, Any]] = []
-    prompt = Prompt(torch.arange(5, 405)[None], Sample(content="x", targets=("1",), reply="1"), setup)
-    list(pressing(asked).answers([prompt], None if protocol == AWARE else 360, run, tasks.get("multikey")))
-    assert asked[0]["keep"] == (100 if protocol == AWARE else 90 + 8)
-
-
-def test_a_press_is_asked_once_whatever_the_chunks_of_the_others() -> None:
-    chunks = [{"budget": budget, "chunk_size": size, "local_len": 8} for budget in (16, 32) for size in (64, 128)]
-    named = [methods.get("random"), methods.get("kvpress/knorm")]
-    runs = runner.plan_runs(named, [runner.Allotment(one) for one in chunks], 4000, ("local_len",))
-    assert [run.method.name for run in runs] == ["random"] * 4 + ["kvpress/knorm"] * 2
-    assert [run.axes["budget"] for run in runs[4:]] == [16, 32]
-
-
-@pytest.mark.parametrize("tokens", [3, 40, 64, 65, 66, 67])
-def test_a_press_reads_the_beginning_of_a_text_that_ends_in_what_stays(tokens: int, setup: Setup) -> None:
-    allotment = runner.Allotment({"budget": 16, "chunk_size": 64, "local_len": 64})
-    (run,) = runner.plan_runs([methods.get("kvpress/snapkv")], [allotment], 4000, ("local_len",), [AWARE])
-    asked: list[dict[str, Any]] = []
-    ids = torch.arange(5, 5 + tokens)
-    prompt = Prompt(ids[None], Sample(content="x", targets=("1",), reply="1"), setup)
-    (answer,) = pressing(asked).answers([prompt], None, run, tasks.get("multikey"))
-    (request,) = asked
-    assert [*request["context"], *request["asked"][0]] == ids.tolist()
-    assert len(request["context"]) == max(tokens - 64, 2)
-    assert 1 <= request["window"] < len(request["context"])
-    assert answer["kept_units"] == 1 + len(request["asked"][0])
-
-
-def test_every_part_of_the_world_is_run_with_what_the_user_gave() -> None:
-    given = {"heads": "heads", "max_new_tokens": 3, "allow_other_base": True}
-    evaluation = EvalOptions(suite="world", **given)  # type: ignore[arg-type]
-    world: Any = SimpleNamespace(model=ModelOptions(model="backbone", dtype="float32"), evaluation=evaluation)
-    options = world_run._of_model(world)
-    assert given.items() <= options.items()
-    known = {one.name for kind in (ModelOptions, CapacityOptions, BudgetOptions) for one in fields(kind)}
-    assert set(options) <= known  # the capacity curve is one of the parts
-    own = {name: value for name, value in options.items() if name in given}
-    assert given.items() <= recipe(CapacityOptions(output="out", **own), {}, 4).items()
-    # What is protected follows the part: the question where it is known, no system message in the curve's texts.
-    rules, shipped = ["system", "tokens:0-8"], "checkpoints/world-heads"
-    protecting = EvalOptions(suite="world", heads=shipped, protect=rules)
-    units, _ = plan.units(plan.asked(protecting, BudgetOptions(), {"protect"}))
-    held = {unit.part.name: unit.options["protect"] for unit in units}
-    assert held["field"] == held["budgets"] == rules
-    assert held["field_aware"] == [*rules, "question"]
-    assert held["capacity"] == recipe(CapacityOptions(output="out", protect=["tokens:0-8"]), {}, 4)["protect"]
-
-
-@pytest.mark.parametrize("flag", ["--tiers", "--published"])
-def test_what_the_world_has_no_table_for_is_refused(flag: str, backbone: Path, tmp_path: Path) -> None:
-    line = ["--model", str(backbone), "--suite", "world", "--methods", "full", "--output", str(tmp_path / "out")]
-    with pytest.raises(ValueError, match=f"{flag} changes nothing in --suite world"):
-        command([*line, flag])

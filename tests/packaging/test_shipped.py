@@ -13,7 +13,7 @@ from locret.infer.infer_options import PlacedModelOptions
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ["recipes/infer/tiny.yaml", "recipes/infer/pass_key.txt"]
-SHIPPED = [*RECIPES, "checkpoints/tiny", "checkpoints/tiny-heads", "checkpoints/world", "checkpoints/world-heads"]
+SHIPPED = [*RECIPES, "checkpoints/tiny", "checkpoints/tiny-heads"]
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +60,8 @@ def test_commands_and_heads_find_the_pair_without_asking_the_hub() -> None:
         RetainingHeads.from_pretrained("checkpoints/tiny-too")
 
 
-@pytest.mark.parametrize("name", ["tiny", "world"])
-def test_embedded_backbones_have_their_own_heads(name: str, elsewhere: Path) -> None:
+def test_the_embedded_backbone_has_its_own_heads(elsewhere: Path) -> None:
+    name = "tiny"
     heads = ROOT / "checkpoints" / f"{name}-heads"
     assert shipped.embedded_heads(f"checkpoints/{name}") == shipped.embedded_heads(str(ROOT / "checkpoints" / name))
     assert shipped.embedded_heads(f"checkpoints/{name}") == str(heads)
@@ -74,3 +74,10 @@ def test_embedded_backbones_have_their_own_heads(name: str, elsewhere: Path) -> 
 def test_other_backbones_have_no_embedded_heads() -> None:
     assert shipped.embedded_heads("org/backbone") is None
     assert shipped.embedded_heads("checkpoints/tiny-heads") is None
+
+
+def test_a_retired_backbone_is_no_name_on_the_hub() -> None:
+    with pytest.raises(
+        ValueError, match=r'folder "checkpoints/world" was retired; release 0\.1\.0 \(git tag lab-frozen\)'
+    ):
+        loading.load_config(PlacedModelOptions(model="checkpoints/world"))

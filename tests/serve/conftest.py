@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import many_clients
 import pytest
 
 import locret
@@ -13,7 +14,6 @@ from locret import LongContextModel, RetentionPolicy
 from locret.infer.serve.entry import Entry
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
-from locret.infer.speed.lab import serve_load
 
 ROOT = Path(locret.__file__).resolve().parent.parent
 KV_MEMORY = 24 << 20
@@ -32,7 +32,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pat
     """Return the address of a `locret-serve` in a process of its own, and its log."""
     folder = tmp_path_factory.mktemp("process")
     options = ["--kv-memory", "32MiB", "--max-body", "64KiB", "--max-upload", "1MiB"]
-    with serve_load.serving(folder / "contexts", options) as (url, _):
+    with many_clients.serving(folder / "contexts", options) as (url, _):
         yield url, folder / "server.log"
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from many_clients import Book, make_books, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-from locret.infer.speed.lab.serve_load import Book, make_books, serving  # noqa: E402
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]

@@ -304,7 +304,6 @@ def test_memory_that_is_too_small_is_refused_with_what_is_needed(serving: LongCo
     assert MemoryPlan.of(serving, needed).kv_memory == needed
     with pytest.raises(ValueError, match="is too small"):
         MemoryPlan.of(serving, needed - 1)
-    assert MemoryPlan.of(serving, needed, engine_tokens=0).engine == 0
     with pytest.raises(ValueError, match="--readers 0"):
         MemoryPlan.of(serving, needed, readers=0)
 

@@ -106,7 +106,6 @@ def test_a_server_that_drains_says_so_to_new_connections(tmp_path: Path) -> None
         (["--timeout", "0"], r"--timeout 0 leaves no time"),
         (["--drain", "-1"], r"--drain -1 is negative"),
         (["--api-key", "é"], r"--api-key is empty or has characters that no header carries"),
-        (["--engine", "sglang"], r"--engine sglang"),
         (["--turns", "text"], r"--turns text is not what engines do with a question"),
         (["--when", "prompt_end"], r"--when prompt_end"),
         (["--positions", "original"], r"leaves gaps .* \(--positions compact\)"),

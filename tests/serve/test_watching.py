@@ -6,10 +6,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from many_clients import main
 from prometheus_client.parser import text_string_to_metric_families
 from running import load, running, text_with
-
-from locret.infer.speed.lab import serve_load
 
 
 def samples(url: str) -> dict[tuple[str, ...], float]:
@@ -60,5 +59,5 @@ def test_a_server_tells_what_it_has_done_and_what_it_holds(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_many_clients_lose_nothing_and_leave_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--clients", "8", "--requests", "60", "--contexts", "2", "--shortest", "700", "--longest", "1200"]
-    code = serve_load.main([*size, "--kv-memory", "32MiB"])
+    code = main([*size, "--kv-memory", "32MiB"])
     assert code == 0, capsys.readouterr().out

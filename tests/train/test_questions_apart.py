@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from embedded import tiny_tokenizer
 from test_step import gradients
 from training_cases import backbone, loss_of, refused, token_ids, train, train_arguments
 from transformers import AutoConfig
@@ -17,7 +18,6 @@ from locret import RetainingHeads, RetentionPolicy
 from locret.backbone.adapters import describe
 from locret.conversation.templates import Message
 from locret.data.tasks.generated.base import GeneratedTask
-from locret.data.text.embedded_tokenizer import build_tokenizer
 from locret.data.training import question_rows
 from locret.data.training.rows import Row
 from locret.data.training.stream import TrainingStream
@@ -25,7 +25,7 @@ from locret.labels.labels import answer_labels, observe
 from locret.train.loss import retention_loss
 from locret.train.step import train_step
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tiny_tokenizer()
 DOCUMENT = "The tower has 10 steps. The number of Oslo is 314. The sky is blue."
 PAIRS = [("What is the number of Oslo?", "It is 314."), ("How many steps has the tower?", "10 steps.")]
 ROW = {"document": DOCUMENT, "questions": [{"question": q, "answer": a} for q, a in PAIRS]}
@@ -95,19 +95,15 @@ def test_reconstruction_repeats_the_document_alone() -> None:
 
 
 def test_rows_of_tasks_are_texts_of_the_training_split_with_all_questions() -> None:
-    rows = list(question_rows.task_rows(TOKENIZER, 4, [300, 400], names=["passkey", "lookalikes/needles"], seed=3))
-    assert rows == list(
-        question_rows.task_rows(TOKENIZER, 4, [300, 400], names=["passkey", "lookalikes/needles"], seed=3)
-    )
+    rows = list(question_rows.task_rows(TOKENIZER, 4, [300, 400], names=["passkey", "multikey"], seed=3))
+    assert rows == list(question_rows.task_rows(TOKENIZER, 4, [300, 400], names=["passkey", "multikey"], seed=3))
     assert [len(row["questions"]) for row in rows] == [1, 8, 1, 8]
     assert len(rows[1]["document"]) < len(rows[3]["document"])
     answers = [one["answer"] for row in rows for one in row["questions"]]
     assert len(set(answers)) == len(answers)
-    family = list(question_rows.task_rows(TOKENIZER, 4, [900], names=["lookalikes"], seed=3))
-    assert len({row["document"] for row in family}) == 4
-    task = question_rows._made_here(["lookalikes"])[1]
+    task = question_rows._made_here(["multikey"])[0]
     assert isinstance(task, GeneratedTask)
-    assert family[1]["document"] != task.sample(TOKENIZER, 900, seed="3/1").document
+    assert rows[1]["document"] != task.sample(TOKENIZER, 300, seed="3/1").document
 
 
 def test_each_length_has_each_share_of_look_alikes() -> None:
@@ -205,8 +201,8 @@ def test_the_command_writes_rows_and_trains_on_them(
         (["--questions=2"], "--questions 2 changes nothing with --texts tasks; leave it out"),
         (["--tasks=longbench/qasper"], "--texts tasks makes texts, and task longbench/qasper has texts of its own"),
         (
-            ["--tasks=lookalikes", "--tokens=256,512", "--rows=7"],
-            r"--rows 7 is less than one row of each \(2 lengths of --tokens, 4 tasks\), which take turns; give 8",
+            ["--tasks=generated", "--tokens=256,512", "--rows=7"],
+            r"--rows 7 is less than one row of each \(2 lengths of --tokens, 6 tasks\), which take turns; give 12",
         ),
         (["--tasks=passkey", "--rows=3", "--lookalikes=0.5"], r"--rows 3 .*, 1 tasks, 4 shares of --lookalikes\)"),
     ],

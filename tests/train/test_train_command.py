@@ -22,11 +22,7 @@ from locret.train.command import command
 from locret.train.training_options import OptimizerOptions
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPES = [
-    path
-    for path in sorted((REPOSITORY / "recipes" / "train").rglob("*.yaml"))
-    if not path.stem.startswith("compare")  # those are of locret.train.compare
-]
+RECIPES = sorted((REPOSITORY / "recipes" / "train").rglob("*.yaml"))
 
 
 def load_backbone(folder: Path, adapter: str | None = None, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

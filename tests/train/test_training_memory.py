@@ -1,27 +1,32 @@
 """A step's memory, counted byte by byte: at most three layers' activations above the weights, and what the plan says.
 
 One layer's activations are what one decoder layer of the plain backbone holds at its peak, its input included, while it
-reads the same tokens without gradients (`locret.infer.speed.lab.training_setup`).
+reads the same tokens without gradients.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from locret import RetainingHeads
+from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.chunk import Attended, Projections
 from locret.infer.speed.allocations import peak_bytes
-from locret.infer.speed.lab.training_setup import TrainingSetup, layer_activations
 from locret.infer.speed.shapes import random_model
 from locret.labels.labels import layer_labels, logit_bytes
 from locret.train.memory_plan import memory_plan
+from locret.train.optimizer import head_optimizer
+from locret.train.step import train_step
+from locret.train.training_options import Loss, OptimizerOptions
 
 TOKENS = 512
 SHAPES = {
@@ -32,9 +37,53 @@ SHAPES = {
 }
 
 
+@dataclass(frozen=True)
+class Step:
+    """One row of training on one backbone, and its parts."""
+
+    model: PreTrainedModel
+    heads: RetainingHeads
+    prompt_1T: Tensor
+    answer_1A: Tensor
+    kind: str
+
+    @cached_property
+    def both_1S(self) -> Tensor:
+        return torch.cat([self.prompt_1T, self.answer_1A], dim=1)
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return head_optimizer(self.heads, OptimizerOptions())[0]
+
+    def row(self) -> None:
+        """Read the row, and add its gradients to those of the heads."""
+        half = self.model.dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast("cpu", dtype=self.model.dtype if half else None, enabled=half):
+            train_step(self.model, self.heads, self.prompt_1T, self.answer_1A, Loss(label_kind=self.kind))
+
+    def step(self) -> None:
+        """Do all that one optimizer step of the paper's recipe does, batch 1."""
+        self.row()
+        nn.utils.clip_grad_value_(self.heads.parameters(), 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def layer_activations(model: PreTrainedModel, ids_1S: Tensor) -> int:
+    """Return the bytes of one layer's activations over these tokens, as defined above."""
+    layer: Any = find_decoder(model).layers[describe(model).layers[0]]
+    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = layer.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+    with torch.no_grad():
+        model.get_decoder()(input_ids=ids_1S, use_cache=False)
+        hook.remove()
+        (hidden, *more), options = given[0]
+        return peak_bytes(lambda: layer(hidden.clone(), *more, **options)).everything
+
+
 def row(
     name: str, kind: str, answer: int, layers: int = 3, dtype: torch.dtype = torch.float32, neighbours: int = 0
-) -> TrainingSetup:
+) -> Step:
     changes, hidden_dim = SHAPES[name]
     numbers: dict[str, Any] = {
         "vocab_size": 256,
@@ -49,7 +98,7 @@ def row(
     model = random_model(LlamaConfig(**numbers), dtype=dtype)
     heads = RetainingHeads.for_model(model, hidden_dim, seed=0, neighbours=neighbours)
     ids = torch.randint(3, 256, (1, TOKENS + answer), generator=torch.Generator().manual_seed(0))
-    return TrainingSetup(model, heads, ids[:, :TOKENS], ids[:, TOKENS:], kind)
+    return Step(model, heads, ids[:, :TOKENS], ids[:, TOKENS:], kind)
 
 
 @pytest.mark.parametrize(("kind", "answer"), [("logit", 16), ("logit", 400), ("log_attention", 400)])

@@ -76,9 +76,9 @@ def token_ids(length: int, seed: int = 0, vocabulary: int = 97) -> Tensor:
 
 def write_backbone(folder: Path, weights: bool = True, **changes: Any) -> Path:
     """Write a random one-head-wide Llama with the embedded tokenizer, as a folder that from_pretrained reads."""
-    from locret.data.text.embedded_tokenizer import build_tokenizer
+    from embedded import tiny_tokenizer
 
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     shape = {**_SHAPE, "max_position_embeddings": 2048, "num_hidden_layers": 2, **changes, "vocab_size": len(tokenizer)}
     torch.manual_seed(2)
     model = LlamaForCausalLM(LlamaConfig(**shape))

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from locret.data.tasks.generated.rulebook import Rulebook
 from locret.data.tasks.task import SAMPLES, MadeSamples, Question, Sample, Selection, Task, Wanted
-from locret.data.text.embedded_tokenizer import NAMES, VARIABLES
 from locret.data.text.filler import Filler, FillerOptions, Split, generator, things_of
 from locret.data.text.haystack import hide
+from locret.data.text.words import NAMES, VARIABLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,20 +25,11 @@ class Planted:
 
     statements: tuple[str, ...]
     questions: tuple[Question, ...]
-    system: str = ""
-    """What the system turn says."""
-    rules: Rulebook = Rulebook()
-    """Rules of the system turn, which every reply follows."""
-
-    @property
-    def asked(self) -> tuple[Question, ...]:
-        """The questions, with replies that follow the rules."""
-        return tuple(self.rules.over(question) for question in self.questions)
 
     @property
     def things(self) -> frozenset[str]:
         """What statements, questions and answers are about: look-alikes are about something else."""
-        known = [part for one in self.asked for part in (one.text, one.reply, *one.targets)]
+        known = [part for one in self.questions for part in (one.text, one.reply, *one.targets)]
         return things_of(*self.statements, *known)
 
 
@@ -55,14 +45,12 @@ class Draw:
     Names and variables are halved between the splits, so heads are never trained on the keys they are evaluated with.
     """
 
-    def __init__(self, rng: random.Random, split: Split, *, all_keys: bool = False):
+    def __init__(self, rng: random.Random, split: Split):
         self.rng = rng
-        half = slice(None) if all_keys else slice(0 if split == "train" else 1, None, 2)
-        self._half = half
+        half = slice(0 if split == "train" else 1, None, 2)
         self._names = rng.sample(NAMES[half], len(NAMES[half]))
         self._variables = rng.sample(VARIABLES[half], len(VARIABLES[half]))
         self._numbers: set[str] = set()
-        self._others: dict[tuple[str, ...], list[str]] = {}
 
     def name(self) -> str:
         """Return a name that is used by no other statement of the text.
@@ -79,21 +67,6 @@ class Draw:
             ValueError: When there is none left.
         """
         return _next(self._variables, "variables")
-
-    def word(self, words: tuple[str, ...], what: str) -> str:
-        """Return one of this split's half of `words` that is used by no other statement of the text.
-
-        Raises:
-            ValueError: When there is none left, naming `what` they are.
-        """
-        half = words[self._half]
-        # Only texts with such words draw them, so that all others stay as they are.
-        return _next(self._others.setdefault(words, self.rng.sample(half, len(half))), what)
-
-    def some(self, words: tuple[str, ...], count: int) -> list[str]:
-        """Return `count` of this split's half of `words`, which other statements may use as well."""
-        half = words[self._half]
-        return self.rng.sample(half, min(count, len(half)))
 
     def number(self, digits: int, first: int | None = None) -> str:
         """Return a number of `digits` digits, different from all drawn before; it begins with `first`, or not with 0.
@@ -125,8 +98,6 @@ class GeneratedTask(Task):
     settable: ClassVar[tuple[str, ...]] = ("lookalikes",)
     may_be_zero: ClassVar[frozenset[str]] = frozenset()
     """Options that may be 0; all others are 1 or more, and all are whole numbers."""
-    system_turn: ClassVar[bool] = False
-    """Whether its texts come after a system turn."""
 
     introduction: str = ""
     """What the text begins with."""
@@ -196,8 +167,8 @@ class GeneratedTask(Task):
         planted = self.plant(Draw(rng, split))
         depths = [rng.random() for _ in planted.statements]
         depths = self.arranged(depths if depth is None else [depth, *depths[1:]][: len(depths)])
-        asked = planted.asked[0]
-        source = self.filler(rng, filler)
+        asked = planted.questions[0]
+        source = Filler(rng, filler)
         if source.options.lookalike_share:
             source.about = planted.things
         text = hide(
@@ -207,7 +178,6 @@ class GeneratedTask(Task):
             filler=source,
             tokens=tokens,
             around=lambda text: asked_about(self.introduction, text, asked.text)[0],
-            system=planted.system,
         )
         content, end = asked_about(self.introduction, text, asked.text)
         return Sample(
@@ -217,13 +187,8 @@ class GeneratedTask(Task):
             reply=asked.reply,
             depths=tuple(depths),
             span=(0, end),
-            asked=planted.asked,
-            system=planted.system,
+            asked=planted.questions,
         )
-
-    def filler(self, rng: random.Random, options: FillerOptions | None) -> Filler:
-        """Return where the sentences around the statements come from."""
-        return Filler(rng, options)
 
     def depth(self, index: int, samples: int) -> float:
         """Return where the first statement of sample `index` is, from 0 to 1: even over the samples."""

@@ -15,16 +15,9 @@ from locret.data.tasks.generated.multikey import MultiKey
 from locret.data.tasks.generated.multivalue import MultiValue
 from locret.data.tasks.generated.number import Number
 from locret.data.tasks.generated.passkey import PassKey
-from locret.data.tasks.generated.rulebook import Rulebook
 from locret.data.tasks.generated.two_stage import TwoStage
 from locret.data.tasks.generated.variable_tracking import VariableTracking
 from locret.data.tasks.task import Sample
-from locret.data.tasks.world.keys import Latest, NearKeys, Paraphrase, Strings
-from locret.data.tasks.world.long_answers import Countdown
-from locret.data.tasks.world.long_answers import Path as WayTo
-from locret.data.tasks.world.reasoning import Count, Prices, Shots, TwoHop
-from locret.data.tasks.world.rules import Rules, Secret
-from locret.data.tasks.world.stories import Carried, CarriedBefore, Directions, Gifts, Whereabouts
 from locret.data.text.filler import Filler, FillerOptions, Split, generator
 from locret.data.text.haystack import count_tokens, hide
 
@@ -35,7 +28,6 @@ def varied(name: str, rng: random.Random) -> GeneratedTask:
     Raises:
         ValueError: For a task that cannot be mixed.
     """
-    some, number = (lambda low, high: rng.randint(low, high)), (lambda: rng.choice((3, 4, 4, 5, 6)))
     variants: dict[str, Callable[[], GeneratedTask]] = {
         "passkey": lambda: PassKey(digits=rng.choice((4, 5, 5, 6))),
         "number": lambda: Number(digits=rng.choice((8, 10, 10, 12))),
@@ -46,23 +38,6 @@ def varied(name: str, rng: random.Random) -> GeneratedTask:
             chains=rng.choice((1, 2, 2, 3, 4)), digits=rng.choice((4, 5, 5, 6))
         ),
         "two_stage": lambda: TwoStage(entries=rng.randint(8, 16), equations=rng.randint(1, 12)),
-        "world/near_keys": lambda: NearKeys(keys=some(2, 16), digits=number()),
-        "world/strings": lambda: Strings(strings=some(2, 8)),
-        "world/latest": lambda: Latest(keys=some(1, 4), changes=some(2, 3), digits=number()),
-        "world/paraphrase": lambda: Paraphrase(guests=some(2, 8), digits=number()),
-        "world/qa1": lambda: Whereabouts(people=some(1, 4), moves=some(1, 4)),
-        "world/qa2": lambda: Carried(people=some(1, 3), moves=some(1, 3)),
-        "world/qa3": lambda: CarriedBefore(people=some(1, 2), moves=some(2, 4)),
-        "world/qa4": lambda: Directions(pairs=some(2, 6)),
-        "world/qa5": lambda: Gifts(gifts=some(1, 6)),
-        "world/two_hop": lambda: TwoHop(people=some(1, 5), digits=number()),
-        "world/prices": lambda: Prices(things=some(2, 7)),
-        "world/count": lambda: Count(kinds=some(1, 3), most=some(2, 5)),
-        "world/shots": lambda: Shots(rules=some(2, 6), shots=some(2, 3)),
-        "world/rules": lambda: Rules(rules=some(1, 3), keys=some(1, 4), digits=number()),
-        "world/secret": lambda: Secret(),
-        "world/path": lambda: WayTo(hops=some(2, 10), others=some(0, 2)),
-        "world/countdown": lambda: Countdown(steps=some(3, 12)),
     }
     if name not in variants:
         raise ValueError(f'task "{name}" cannot be mixed into training rows; choose from {", ".join(variants)}')
@@ -78,7 +53,6 @@ def mixture(
     split: Split = "train",
     density: float = 0.3,
     questions: int | None = None,
-    all_keys: bool = False,
     filler: FillerOptions | None = None,
 ) -> Sample:
     """Return a text that hides facts of several tasks, with questions about them and the replies, one after the other.
@@ -91,16 +65,15 @@ def mixture(
         split: Random stream and half of the keys.
         density: Share of the prompt taken by facts and questions, as far as whole tasks fit; at least one task.
         questions: How many are asked, drawn at random; all of them if None.
-        all_keys: Draw keys from both splits' halves, as training a backbone needs.
         filler: What the text around the facts looks like.
 
     Raises:
         ValueError: For an unknown task, or `tokens` too few for one task.
     """
     rng = generator(seed, split, "mixture", tokens, *tasks)
-    planted = _plants(tokenizer, tasks, tokens, rng, Draw(rng, split, all_keys=all_keys), density)
+    planted = _plants(tokenizer, tasks, tokens, rng, Draw(rng, split), density)
     pool: list[tuple[Question, str]] = [
-        (question, plant.introduction) for plant in planted for question in plant.facts.asked
+        (question, plant.introduction) for plant in planted for question in plant.facts.questions
     ]
     wanted = rng.sample(pool, len(pool) if questions is None else min(questions, len(pool)))
     introduction = wanted[0][1] if len(wanted) == 1 else ""
@@ -115,70 +88,11 @@ def mixture(
         reply=" ".join(asked.reply for asked, _ in wanted),
         depths=tuple(depths),
         span=(0, end),
-        system=_system(planted),
     )
 
 
-_ONCE = (
-    "passkey", "number", "two_stage", "world/prices", "world/count", "world/shots", "world/rules", "world/secret",
-    "world/countdown",
-)  # fmt: skip
+_ONCE = ("passkey", "number", "two_stage")
 """Tasks of which a text holds one: a second pass key would leave the question open."""
-
-
-@dataclass(frozen=True)
-class Quiz:
-    """A text with facts, and questions that are each asked as if alone."""
-
-    document: str
-    """The user's turn up to the question, which follows on its own line."""
-    questions: tuple[tuple[str, Question], ...]
-    """Each question, with the name of its task."""
-    system: str = ""
-    """The system turn; empty for none."""
-
-
-def quiz(
-    tokenizer: Any,
-    tasks: Sequence[str],
-    tokens: int,
-    *,
-    questions: int,
-    seed: int | str = 0,
-    density: float = 0.3,
-    filler: FillerOptions | None = None,
-    bare: bool = False,
-) -> Quiz:
-    """Return a text of the training split, with keys of both halves, and up to `questions` questions about it.
-
-    Arguments are those of `mixture`; a `bare` text is nothing but its facts, if it has any, and may be shorter than
-    `tokens`. Tasks get a question in turns, so none is crowded out by those that have many, and the text is introduced
-    as that of one of its tasks.
-
-    Raises:
-        ValueError: As `mixture` does.
-    """
-    rng = generator(seed, "train", "quiz", tokens, *tasks)
-    planted = _plants(tokenizer, tasks, tokens, rng, Draw(rng, "train", all_keys=True), density)
-    introduction = rng.choice(planted).introduction
-    waiting: dict[str, list[Question]] = {}
-    for plant in planted:
-        waiting.setdefault(plant.task, []).extend(plant.facts.asked)
-    for left in waiting.values():
-        rng.shuffle(left)
-    asked: list[tuple[str, Question]] = []
-    while any(waiting.values()) and len(asked) < questions:
-        asked += [(name, left.pop()) for name, left in waiting.items() if left]
-    asked = asked[:questions]
-    statements, depths = _hidden(planted)
-    longest = max((question.text for _, question in asked), key=lambda text: count_tokens(tokenizer, text))
-    if bare and statements:
-        told = sorted(range(len(statements)), key=lambda index: depths[index])
-        text = " ".join(statements[index] for index in told)
-    else:
-        text = _surrounded(tokenizer, planted, introduction, longest, Filler(rng, filler), tokens)
-    content, end = asked_about(introduction, text, longest)
-    return Quiz(content[:end], tuple(asked), _system(planted))
 
 
 @dataclass(frozen=True)
@@ -210,18 +124,7 @@ def _plants(
         room -= cost
         depths = task.arranged([rng.random() for _ in plant.statements])
         planted.append(_Plant(name, task.introduction, tuple(depths), plant))
-    return _ruled(planted)
-
-
-def _ruled(planted: Sequence[_Plant]) -> list[_Plant]:
-    """Return the plants with replies that follow the rules of the text's system turn, if it has any."""
-    book = next((plant.facts.rules for plant in planted if plant.facts.rules != Rulebook()), Rulebook())
-    return [replace(plant, facts=replace(plant.facts, rules=book)) for plant in planted]
-
-
-def _system(planted: Sequence[_Plant]) -> str:
-    """Return the system turn of a text."""
-    return " ".join(plant.facts.system for plant in planted if plant.facts.system)
+    return planted
 
 
 def _hidden(planted: Sequence[_Plant]) -> tuple[list[str], list[float]]:
@@ -244,7 +147,6 @@ def _surrounded(
         filler=filler,
         tokens=tokens,
         around=lambda text: asked_about(introduction, text, question)[0],
-        system=_system(planted),
     )
 
 

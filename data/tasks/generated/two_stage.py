@@ -8,7 +8,7 @@ from typing import ClassVar
 from locret.data.tasks.generated.base import Draw, GeneratedTask, Planted, Question
 from locret.data.tasks.metrics.retrieval import all_contained
 from locret.data.tasks.task import Sample
-from locret.data.text.embedded_tokenizer import COLORS
+from locret.data.text.words import COLORS
 
 
 @dataclass(frozen=True, kw_only=True)

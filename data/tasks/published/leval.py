@@ -328,18 +328,6 @@ class LEvalTask(PublishedTask):
             "use prompt_style=fixed for this one"
         )
 
-    def answers_in(self, prediction: str, targets: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
-        """Return a line's answer; of sci_fi the one about the story and the one about the world.
-
-        Raises:
-            ValueError: If one of the two is missing.
-        """
-        if self.task != "sci_fi" or _FACT not in targets[0]:
-            return [(prediction, targets)]
-        if _FACT not in prediction:
-            raise ValueError(f"answers {prediction[:40]!r} without its {_FACT} ...] part, which its reference has")
-        return [(said, (right,)) for said, right in zip(_halves(prediction), _halves(targets[0]), strict=True)]
-
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the task's own metric; for ROUGE tasks it is one sample's geometric mean, see `summarise`."""
         return score(self.task, prediction, sample.targets[0])

@@ -14,11 +14,7 @@ from typing import Any
 
 import yaml
 
-from locret.data import tasks
-from locret.nearest import nearest
-
-WORLD = "world"
-"""The suite of all tasks that are made here, which has no published table."""
+from locret.nearest import check_retired, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +95,11 @@ def _suite(name: str, facts: Mapping[str, Any]) -> Suite:
         return tuple(f"{facts['family']}/{task}" for task in text.split())
 
     groups = tuple((title, named(text)) for title, text in facts.get("groups", {}).items())
-    families = [family for family in facts.get("families", ()) if family in tasks.families()]
-    made = tuple(task for family in families for task in tasks.names(family))
     own = named(facts["tasks"]) if "tasks" in facts else tuple(task for _, names in groups for task in names)
     return Suite(
         name=name,
         title=facts["title"],
-        tasks=made or own,
+        tasks=own,
         groups=groups,
         tokens=facts.get("tokens"),
         published=tuple(row for table in facts.get("published", ()) for row in _rows(**table)),
@@ -143,6 +137,7 @@ def get(name: str) -> Suite:
         ValueError: If there is none; the message lists the nearest names.
     """
     if name not in _suites():
+        check_retired("--suite", name)
         near = nearest(name, names()) or names()
         raise ValueError(f'--suite "{name}" is unknown; did you mean {" or ".join(near)}?')
     return _suites()[name]

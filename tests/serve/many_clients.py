@@ -5,9 +5,9 @@ clients in a shuffled order, mixed with uploads, answers that are broken off, bo
 malformed. Fails, with a list, if an answer is missing or another one, if a refusal is not the one expected, if the
 server's memory went above what was promised, or if a file descriptor or a thread is left.
 
-Needs a clone, and the extra `dev`. The record is JSON, on standard output if no file is named:
+Run by hand it takes more of all, and prints a record:
 
-    python -m locret.infer.speed.lab.serve_load --questions 2 --output infer/speed/records/serve_load_cpu.json
+    python tests/serve/many_clients.py --questions 2 --output load.json
 """
 
 from __future__ import annotations
@@ -437,7 +437,7 @@ def publish(record: dict[str, Any], options: argparse.Namespace) -> None:
     about = {"options": vars(options), "cores": os.cpu_count(), **versions(), "date": time.strftime("%Y-%m-%d")}
     text = json.dumps({**record, **about}, indent=1)
     if options.output is None:
-        print(text)
+        sys.stdout.write(f"{text}\n")
     else:
         write_text(Path(options.output), f"{text}\n")
 

@@ -5,13 +5,12 @@ vocabulary of llama.cpp's kind "rwkv", which takes the longest piece that fits, 
 is written with the space before it. So a text has the ids that it has here if a space is before every word, also before
 the first one of a text and of a line; the chat template in the file sees to that.
 
-    python -m locret.engines.gguf_backbone --checkpoint checkpoints/tiny --out tiny.gguf
+    python tests/tiny_gguf.py tiny.gguf
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from locret import shipped
-from locret.cli.command import parse_options, run
 from locret.files import read_json, written_whole
 
 _SCRIPT = "convert it with llama.cpp's convert_hf_to_gguf.py"
@@ -51,13 +49,10 @@ def write_gguf(checkpoint: str | Path, out: str | Path) -> None:
     """Write the embedded backbone, or another Llama with such a tokenizer, as a GGUF file in float32.
 
     Raises:
-        ValueError: If it is another backbone, or gguf is not installed.
+        ValueError: If it is another backbone.
         OSError: If a file cannot be read or written.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise ValueError('writing GGUF needs gguf; install it with pip install "locret[gguf]"') from None
+    import gguf
     from safetensors.numpy import load_file
 
     folder = Path(checkpoint)
@@ -141,25 +136,5 @@ def _tensor(name: str, weight: NDArray[np.float32], config: dict[str, Any]) -> t
     return f"blk.{layer}.{_LAYER[stem]}.{kind}", np.ascontiguousarray(weight)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GgufOptions:
-    """What to convert."""
-
-    checkpoint: str
-    """Folder of the embedded backbone."""
-
-    out: str
-    """GGUF file to write."""
-
-
-def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    (options,), _ = parse_options(
-        "locret.engines.gguf_backbone", "Write the embedded backbone as a GGUF file.", [GgufOptions], argv
-    )
-    write_gguf(shipped.find(options.checkpoint), options.out)
-    return 0
-
-
 if __name__ == "__main__":
-    run(command)
+    write_gguf(shipped.find("checkpoints/tiny"), sys.argv[1])

@@ -1,1 +1,0 @@
-"""Programs that measure one idea each; their records lie in `infer/speed/records`, the command is `locret-bench`."""
