@@ -1,4 +1,4 @@
-"""Whether heads hold on a text and questions that no run has seen: a passage of SQLite's FAQ that comes with the package.
+"""Whether heads hold on a text and questions that no run has seen: a passage of SQLite's FAQ, which is shipped.
 
 The overlap on held-out rows says how well labels are predicted, not whether answers survive. Here a passage is read at
 two shares with its questions unknown, and the answers that stand in it are scored; scores drawn at random, with the

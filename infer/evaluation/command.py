@@ -41,11 +41,23 @@ def command(argv: Sequence[str] | None = None) -> int:
     if "--list" in arguments:
         _list(as_json="--json" in arguments)
         return 0
+    if _suite(arguments) == "real":
+        from locret.infer.evaluation import real
+
+        return real.command(arguments)
     from locret.distributed import ranks
 
     with ranks.joined("locret-eval", way_out=_GO_ON) as own:
         _command(own, arguments)
     return 0
+
+
+def _suite(arguments: Sequence[str]) -> str | None:
+    """Return what follows --suite: the suite of real texts has options of its own."""
+    for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if name == "--suite" or name.startswith("--suite="):
+            return value if name == "--suite" else name.partition("=")[2]
+    return None
 
 
 def _command(processes: Ranks, arguments: list[str]) -> None:

@@ -38,7 +38,8 @@ class PublishedOptions:
     """Published tasks: where their rows lie, and what may differ from their protocols."""
 
     suite: str | None = None
-    """Instead of --tasks: the tasks of a published table with its order and average; --list names them."""
+    """Instead of --tasks: the tasks of a published table with its order and average; --list names them. The suite real
+    has options of its own: locret-eval --suite real --help."""
     published: bool = False
     """Show the rows that papers print for the suite next to ours."""
     data_dir: Names | None = None

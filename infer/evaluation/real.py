@@ -6,10 +6,10 @@ A text is read before any question about it is known; then each question is aske
 answer that stands in the text is scored. Likelihood tells methods apart where a model is too small to write the answer:
 everything kept and nothing read are two to three nats per token apart. All rows hold the same number of units.
 
-Protocol: the text is cut into pieces of `--tokens` tokens; a share of S percent means that S percent of a piece's tokens
-stay in every KV head once it is read, its newest ones included. Training may use the first 60 % of the files with
-questions (`until` in recipes/train/smollm2.yaml); only what stands behind that is asked here, and all of
-`postgres_glossary`, of which no piece is ever trained on.
+Protocol: a text is cut into pieces of `--tokens` tokens. A share kept of S percent means that S percent of a piece's
+tokens stay in every KV head once it is read, its newest ones included. Heads may be trained on the first 60 % of the
+files with questions, as those of recipes/train/smollm2.yaml are. Only what stands behind that is asked here, and all of
+`postgres_glossary`, of which nothing is ever trained on.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RealOptions:
     output: str
     """Folder for the record of every answer, the results and their table; a run in it with these options goes on."""
     methods: str | list[str] = ",".join(METHODS)
-    """Rows of the table: full, nothing, locret (--heads), any scorer, and oracle_agnostic, the answers' own attention."""
+    """Rows of the table: full, nothing, locret (--heads), any scorer, and oracle_agnostic (what answers look at)."""
     sets: str | list[str] = ",".join(real.SETS)
     """Sets of questions."""
     keep: str | list[float] = "50,25,12.5,6.25,3.1"

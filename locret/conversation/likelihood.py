@@ -1,4 +1,4 @@
-"""How likely a given answer is, from what a context has kept: a measure that needs no model large enough to write it."""
+"""How likely a given answer is, from what a context has kept: a measure for models too small to write it."""
 # A tokens of an answer, V words of the vocabulary
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class RetainingHeads(
 
         Args:
             model_or_config: A transformers causal LM or its config.
-            hidden_dim: d_R; None: half the backbone's width as a power of two, at most the paper's 1,024; of a gate, its
-                paper's.
+            hidden_dim: d_R; None: half the backbone's width as a power of two, at most the paper's 1,024; of a gate,
+                that of its paper.
             gate: Architecture: "locret", or one of `locret.heads.gates.GATES`.
             numbers: The gate's own, where they are others than usual.
             seed: Seed of the weights, which leaves torch's global generator untouched; None draws from the global one.

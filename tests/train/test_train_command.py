@@ -118,7 +118,9 @@ def test_labels_from_reconstruction_need_no_answers(
     assert ours.config.label is not None
     assert ours.config.label["source"] == "reconstruction"
     assert "maximum over the tokens of the text's repetition" in (tmp_path / "texts" / "README.md").read_text()
-    code, message = refused(capsys, train_arguments((paths[0], tmp_path / "texts.json"), tmp_path / "answers"))
+    code, message = refused(
+        capsys, train_arguments((paths[0], tmp_path / "texts.json"), tmp_path / "answers", "--skip-bad-rows=false")
+    )
     assert (code, "has no answer (text schema, text, for --label-source reconstruction)" in message) == (2, True)
 
 
@@ -151,7 +153,7 @@ def test_paper_recipes_change_nothing_of_the_papers_training() -> None:
     for name in ("llama_3.1_8b", "phi_3_mini_128k"):
         recipe = REPOSITORY / "recipes" / "train" / f"{name}.yaml"
         training = TrainingRun(*parse([f"--config={recipe}", "--output=somewhere"]))
-        assert training.chosen == {"model", "dataset", "skip_bad_rows", "policy", "output"}
+        assert training.chosen == {"model", "dataset", "policy", "output"}
         o = training.optimizer
         assert (o.steps, o.lr, o.betas, o.warmup, o.clip, o.clip_limit) == (
             3000,
@@ -162,7 +164,10 @@ def test_paper_recipes_change_nothing_of_the_papers_training() -> None:
             0.5,
         )
         assert (training.loss.alpha, training.loss.label_kind) == (2.5e-3, "logit")
-        assert (training.data.max_prompt_tokens, training.backbone.hidden_dim) == (10240, 1024)
+        assert training.data.max_prompt_tokens == 10240
+        if name.startswith("phi"):  # the config of the paper's own backbone is known without the Hub
+            training.resolve(torch.device("cpu"))
+            assert training.backbone.hidden_dim == 1024
 
 
 # -- adapters and second stages --------------------------------------------------------------------------------------

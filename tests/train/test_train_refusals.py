@@ -202,7 +202,10 @@ def test_a_bad_last_row_is_refused_before_anything_is_written(
     rows = json.loads(paths[1].read_text())
     rows[-1]["output"] = ""
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    code, message = refused(capsys, train_arguments((paths[0], tmp_path / "rows.json"), tmp_path / "run", "--steps=1"))
+    code, message = refused(
+        capsys,
+        train_arguments((paths[0], tmp_path / "rows.json"), tmp_path / "run", "--steps=1", "--skip-bad-rows=false"),
+    )
     assert code == 2
     assert "rows.json:1 (row 5 from 0) has no answer" in message
     assert "--skip-bad-rows" in message

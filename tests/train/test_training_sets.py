@@ -70,18 +70,20 @@ def test_a_bad_line_stops_training_with_file_and_line(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(b"\n".join([GOOD, BAD_LINES[reason]]))
-    code, message = refused(capsys, train_arguments((paths[0], rows), tmp_path / "run", "--steps=2"))
+    code, message = refused(
+        capsys, train_arguments((paths[0], rows), tmp_path / "run", "--steps=2", "--skip-bad-rows=false")
+    )
     assert (code, f"{rows}:2 (row 1 from 0) " in message) == (2, True), message
     assert message.endswith("or pass --skip-bad-rows to leave out such rows")
 
 
 @pytest.mark.parametrize("streaming", [[], ["--streaming"]], ids=["indexed", "streamed"])
-def test_bad_lines_are_left_out_and_reported_only_on_request(
+def test_bad_lines_are_left_out_and_reported(
     paths: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, streaming: list[str]
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(b"\n".join([GOOD, *BAD_LINES.values(), GOOD]))
-    assert train((paths[0], rows), tmp_path / "run", "--skip-bad-rows", "--steps=3", *streaming) == 0
+    assert train((paths[0], rows), tmp_path / "run", "--steps=3", *streaming) == 0
     report = json.loads((tmp_path / "run" / "dropped_rows.json").read_text())
     assert (report["read"], report["used"], report["rows"]) == (9, 2, None if streaming else 9)
     assert report["dropped"] == {
