@@ -1,188 +1,159 @@
-"""A demonstration in minutes on a CPU: train retaining heads, then compare them with everything else within one budget.
+"""A demonstration in three minutes on a CPU: a real model reads a real text, and is asked about it from what was kept.
 
     locret demo
 
-Asks the embedded backbone about a shipped text first, within seconds. Then trains heads of its own with `locret-train`,
-and runs `locret-eval` on texts of many times the budget: the full cache, the trained heads, untrained ones, and what
-keeps the first and last tokens. Ends with the table and the pictures. Exits 1 if the trained heads do not keep what the
-full cache finds.
+SmolLM2-135M-Instruct reads a page of SQLite's manual three times: with everything kept, with retaining heads, and with
+the newest units only, in the same bytes. Each answers the same questions, which were unknown while it read. Then the
+text is drawn with kept words dark and forgotten ones pale.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shlex
-import shutil
 import sys
-import warnings
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from locret import shipped
-from locret.cli import interrupts
-from locret.cli.command import parse_options, run
-from locret.data import tasks
-from locret.data.training.question_rows import question_rows, write_rows
+from locret.cli.command import parse_options, print_json, run
 from locret.field_values import check_threads
-from locret.files import write_text
 
-MODEL, HEADS, TEXT = "checkpoints/tiny", "checkpoints/tiny-heads", "recipes/infer/pass_key.txt"
-QUESTION = "What is the pass key?"
+if TYPE_CHECKING:
+    from locret import Context, LongContextModel
+
+MODEL, HEADS, TEXT = "smollm2", "checkpoints/smollm2-heads", "recipes/infer/sqlite_limits.txt"
+QUESTIONS = {
+    "What is the default maximum depth of an expression tree?": "1000",
+    "What is the default maximum number of terms in a compound SELECT statement?": "500",
+    "What is the default maximum trigger recursion depth?": "1000",
+    "What is the theoretical maximum number of rows in a table?": "264|1844674",
+    "What is the maximum page size?": "65536",
+    "When was this page last modified?": "2022-01-20",
+    "Which interface lowers limits at run-time?": "sqlite3_limit",
+}
+"""What is asked, and what a right answer holds: of twenty questions that were tried, all that the model answers with
+everything kept."""
+LONGEST = 28
+"""Tokens of an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What the demonstration trains and reads."""
+    """What the demonstration reads, and how much of it stays."""
 
     model: str = MODEL
-    """Backbone; the embedded one."""
+    """Backbone."""
+    heads: str = HEADS
+    """Its retaining heads."""
+    text: str = TEXT
+    """Text to read."""
+    question: list[str] | None = None
+    """What to ask of another text; --question TEXT for each."""
+    keep: float = 25.0
+    """Share of the text's tokens that stays in every KV head, in percent."""
     output: str = "runs/demo"
-    """Folder for rows, heads, logs, results and pictures; an earlier demonstration in it is replaced."""
-    recipe: str = "recipes/train/tiny.yaml"
-    """How to train; its policy is the one that texts are read with."""
-    evaluation: str = "recipes/eval/demo.yaml"
-    """What is compared, and on which texts."""
-    heads: str | None = None
-    """Heads to use instead of training some."""
-    rows: int = 80
-    """Generated texts to train on."""
-    steps: int = 80
-    """Training steps; far fewer than the recipe's, and enough for easy texts."""
-    row_tokens: int = 1024
-    """Length of each text."""
-    samples: int = 3
-    """Texts to read per task."""
-    required: float = 0.5
-    """Share of the full cache's score that trained heads must keep; also more than untrained ones do."""
-    threads: int = 1
-    """CPU threads; a backbone this small gains nothing from more."""
+    """Folder for the drawn text, kept.html and kept.png; files of an earlier demonstration are replaced."""
+    threads: int | None = None
+    """CPU threads; those that PyTorch takes if none."""
+    json: bool = False
+    """Print one JSON object at the end."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "steps", "samples", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)} is too small; give 1 or more")
-        check_threads(self.threads)
+        if not 0 < self.keep <= 100:
+            raise ValueError(f"--keep {self.keep:g} is not a share of a text; give percents such as 25")
+        if self.text != TEXT and not self.question:
+            raise ValueError(f"--text {self.text} needs questions of its own; add --question TEXT for each")
+        if self.threads is not None:
+            check_threads(self.threads)
 
 
-def first_answer() -> None:
-    """Ask about the shipped text with the shipped heads, and print the answer with the bytes that it took."""
-    from locret import LongContextModel
-    from locret.backbone.adapters import compute_dtype
-    from locret.conversation.long_context_model import EMBEDDED_KNOWS
+@dataclass(frozen=True)
+class Asked:
+    """What one way of reading kept, and what it answered."""
 
-    print(f"reading {TEXT} with the heads that come with the package", flush=True)
-    lm = LongContextModel.from_pretrained(MODEL, heads=HEADS)
-    with warnings.catch_warnings():
-        # What this backbone is for is what the demonstration shows.
-        warnings.filterwarnings("ignore", message=re.escape(EMBEDDED_KNOWS))
-        context = lm.read(TEXT)
-        answer = context.ask(QUESTION)
-    backbone, tokens = lm.backbone, context.cache.seen
-    shapes = map(backbone.shape, range(backbone.num_layers))
-    numbers = sum(shape.num_kv_heads * shape.unit_dim for shape in shapes)
-    full = tokens * numbers * compute_dtype(lm.model).itemsize
-    print(f"{QUESTION} {answer}")
-    print(
-        f"{tokens:,} tokens in {context.memory().peak / 2**20:.1f} MiB of cache; keeping all of them takes "
-        f"{full / 2**20:.1f} MiB. Next: heads of our own, and what they keep compared with other methods.",
-        flush=True,
-    )
+    name: str
+    context: Context
+    seconds: float
+    answers: dict[str, str]
+
+    def right(self) -> int | None:
+        """Return how many answers are right; None where that is not known."""
+        if set(self.answers) != set(QUESTIONS):
+            return None
+        return sum(bool(re.search(rf"(?<!\d)(?:{QUESTIONS[one]})", text)) for one, text in self.answers.items())
 
 
-def train(options: DemoOptions, tokenizer: Any) -> str:
-    """Train heads on generated rows with the `locret-train` command and return their folder.
-
-    Raises:
-        ValueError: If the command fails; it has said why.
-    """
-    folder = Path(options.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows, heads = folder / "rows.json", folder / "training"
-    write_rows(list(question_rows(tokenizer, options.rows, [options.row_tokens], seed=1)), rows)
-    flags = ["--model", options.model, "--dataset", str(rows), "--steps", str(options.steps), "--output", str(heads)]
-    flags += ["--warmup-steps", str(min(10, options.steps - 1)), "--log-every", "10"]
-    flags += ["--eval-rows", "0"]  # what the heads are worth is what the evaluation says
-    _call("locret-train", "locret.train.command", ["--config", options.recipe, *flags, "--overwrite"], options.threads)
-    return str(heads)
-
-
-def evaluate(options: DemoOptions, heads: str) -> dict[str, Any]:
-    """Compare with the `locret-eval` command and return its results.
-
-    Raises:
-        ValueError: If the command fails; it has said why.
-    """
-    output = Path(options.output) / "evaluation"
-    flags = ["--model", options.model, "--heads", heads, "--samples", str(options.samples), "--output", str(output)]
-    line = ["--config", options.evaluation, *flags, "--overwrite"]
-    _call("locret-eval", "locret.infer.evaluation.command", line, options.threads)
-    results: dict[str, Any] = json.loads((output / "results.json").read_text(encoding="utf-8"))
-    return results
-
-
-def _call(name: str, module: str, arguments: Sequence[str], threads: int) -> None:
-    print(f"$ {name} {' '.join(arguments)}", flush=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    if interrupts.call([sys.executable, "-m", module, *arguments], env=environment):
-        raise ValueError(f"{name} failed, so there is nothing to show; see above")
-
-
-def typed(name: str) -> str:
-    """Return how to type a command here: with its folder if that is next to this Python, but not on PATH."""
-    script = Path(sys.executable).with_name(name)
-    return name if shutil.which(name) or not script.exists() else shlex.quote(os.path.relpath(script))
-
-
-def shares(results: dict[str, Any]) -> dict[str, float]:
-    """Return the mean score of every method over tasks and lengths, 0 to 100."""
-    scores: dict[str, list[float]] = {}
-    for cell in results["cells"]:
-        scores.setdefault(cell["method"], []).append(cell["score"])
-    return {method: sum(values) / len(values) for method, values in scores.items()}
-
-
-def verdict(scores: dict[str, float], required: float) -> str | None:
-    """Return what is wrong with the scores, None if trained heads keep enough."""
-    kept, full, untrained = scores["locret"], scores["full"], scores["untrained"]
-    if full and kept >= required * full and kept > untrained:
-        return None
-    return (
-        f"trained heads score {kept:.0f}, the full cache {full:.0f}, untrained heads {untrained:.0f}; trained heads "
-        f"should keep at least {required:.0%} of the full cache's score, and more than untrained ones do"
-    )
+def ask(name: str, lm: LongContextModel, text: str, questions: Sequence[str]) -> Asked:
+    """Read a text one way and ask about it."""
+    started = time.perf_counter()
+    context = lm.read(text, name=Path(text).name)
+    seconds = time.perf_counter() - started
+    answers = {one: " ".join(context.ask(one, max_new_tokens=LONGEST).split()) for one in questions}
+    return Asked(name, context, seconds, answers)
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the demonstration and return its exit code: 1 if the trained heads do not keep enough.
+    """Run the demonstration; return 0.
 
     Raises:
-        ValueError: If the backbone or the heads are missing, or a command fails.
+        ValueError: If the backbone, its heads or the text are missing.
+        OSError: If a Hub or a disk fails.
     """
-    from transformers import AutoTokenizer
-
     (options,), _ = parse_options("locret demo", (__doc__ or "").split("\n")[0], [DemoOptions], argv)
-    backbone = Path(shipped.find(options.model))
-    if not (backbone / "config.json").is_file():
-        raise ValueError(f"--model {options.model} holds no backbone; give a folder with one, or leave --model out")
-    if options.model == MODEL:
-        first_answer()
-    tokenizer = AutoTokenizer.from_pretrained(backbone)
-    heads = options.heads or train(options, tokenizer)
-    results = evaluate(options, heads)
-    sample = tasks.get("passkey").sample(tokenizer, 4096, depth=0.3, seed=0)
-    text = Path(options.output) / "text.txt"
-    write_text(text, sample.document + "\n")
-    print(
-        f"ask it yourself: {typed('locret-infer')} --model {options.model} --heads {heads} --prompt-file {text} "
-        f'--question "{sample.question}"'
-    )
-    if problem := verdict(shares(results), options.required):
-        print(problem)
-        return 1
+    import torch
+
+    from locret import LongContextModel, RetentionPolicy, shipped
+    from locret.conversation.likelihood import policy_of_share
+    from locret.infer import kept_page
+    from locret.infer.kept_text import share_of_heads
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    path = shipped.find(options.text)
+    sys.stderr.write(f"loading {options.model}\n")
+    lm = LongContextModel.from_pretrained(options.model, heads=options.heads)
+    words = Path(path).read_text(encoding="utf-8")
+    tokens = len(lm.tokenizer(words, verbose=False)["input_ids"])
+    chunk = 512 if tokens >= 2048 else 256
+    kept = policy_of_share(tokens, options.keep / 100, chunk_size=chunk)
+    own = replace(kept, head_budgets="shares") if lm.scorer.head_shares else kept
+    every = RetentionPolicy(budget=tokens + chunk, chunk_size=chunk)
+    ways = {
+        "everything": (lm.scorer, every),
+        "retaining heads": (lm.scorer, own),
+        "newest only": ("streaming", kept),
+    }
+    questions, found = options.question or list(QUESTIONS), []
+    for name, (scorer, policy) in ways.items():
+        reader = LongContextModel(lm.model, lm.tokenizer, scorer, policy)
+        found.append(ask(name, reader, path, questions))
+        memory, right = found[-1].context.memory(), found[-1].right()
+        said = "" if right is None else f", {right} of {len(questions)} answers right"
+        sys.stderr.write(
+            f"{name}: {memory.units:,} of {found[-1].context.cache.seen:,} units per KV head, "
+            f"{memory.actual / 2**20:.1f} MiB, read in {found[-1].seconds:.0f} s{said}\n"
+        )
+    folder, heads = Path(options.output), found[1]
+    share = share_of_heads(heads.context.cache)
+    pieces = kept_page.marked(words, share, lm.tokenizer, lm.template)
+    title = f"What heads kept of {Path(path).name}"
+    note = f"{options.keep:g} % of the units of every KV head. The darker a word, the more of the heads hold it."
+    for ending in kept_page.ENDINGS:
+        kept_page.write(folder / f"kept{ending}", pieces, title, note)
+    if options.json:
+        rows = {
+            one.name: {"bytes": one.context.memory().actual, "right": one.right(), "answers": one.answers}
+            for one in found
+        }
+        print_json({"tokens": tokens, "rows": rows, "output": options.output})
+        return 0
+    for question in questions:
+        print(f"\n{question}")
+        for one in found:
+            print(f"  {one.name:<16} {one.answers[question]}")
+    print(f"\nthe text with what heads kept of it: {folder / 'kept.html'}, {folder / 'kept.png'}")
     return 0
 
 

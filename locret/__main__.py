@@ -22,7 +22,7 @@ COMMANDS = {
     "patterns": ("locret.infer.pattern_search", "find which sparse pattern serves each head when a text is read"),
     "push": ("locret.heads.push", "publish heads on the Hugging Face Hub"),
     "env": ("locret.cli.system_report", "show versions and devices, for a report of a problem"),
-    "demo": ("locret.infer.demo", "train, evaluate and ask on this machine, from what came with locret"),
+    "demo": ("locret.infer.demo", "ask a real model about a real text from all of it, what heads kept, and its end"),
     "rows": ("locret.data.training.question_rows", "write training rows for the embedded backbone"),
 }
 """What may follow `locret`: the module whose `command` it runs, and what that does."""

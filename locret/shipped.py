@@ -11,12 +11,15 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path, PurePath
 
+from locret import backbone_names
 from locret.nearest import check_retired
 
 _INSIDE = Path(__file__).parent
 _ROOT = _INSIDE if (_INSIDE / "train").is_dir() else _INSIDE.parent
 _BACKBONE, _HEADS = PurePath("checkpoints/tiny"), PurePath("checkpoints/tiny-heads")
-_EMBEDDED = (_BACKBONE, _HEADS)
+_PACKAGED = {"smollm2": PurePath("checkpoints/smollm2-heads")}
+"""Heads of backbones that packages bring, by the short names of those."""
+_EMBEDDED = (_BACKBONE, _HEADS, *_PACKAGED.values())
 TEXT = PurePath("recipes/infer/pass_key.txt")
 
 
@@ -52,7 +55,10 @@ def is_embedded_backbone(name: str) -> bool:
 
 
 def embedded_heads(backbone: str) -> str | None:
-    """Return where the heads of the embedded backbone are, by its name or path; None for every other backbone."""
+    """Return where shipped heads of a backbone are, by its name or path; None for one that has none."""
+    for name, heads in _PACKAGED.items():
+        if backbone in (name, backbone_names.hub_id(name)) and not os.path.exists(backbone):
+            return find(str(heads))
     at = os.path.realpath(find(backbone))
     return find(str(_HEADS)) if at == os.path.realpath(find(str(_BACKBONE))) else None
 

@@ -39,13 +39,9 @@ class Probe:
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any) -> Probe | None:
         """Return the probe; None where the tokenizer cannot write the passage, or the backbone not hold it."""
-        if not getattr(tokenizer, "is_fast", False) or describe(model).max_positions < _TOKENS + _ROOM:
+        if not real.readable(tokenizer) or describe(model).max_positions < _TOKENS + _ROOM:
             return None
-        piece = real.pieces("sqlite_faq", tokenizer, _TOKENS)[0]
-        ids = tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"]
-        if tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() != piece.text:
-            return None
-        return cls(tokenizer, piece)
+        return cls(tokenizer, real.pieces("sqlite_faq", tokenizer, _TOKENS)[0])
 
     def measure(self, model: nn.Module, heads: RetainingHeads) -> dict[str, float]:
         """Return the nats per token of the right answers by `SHARES`, of these heads and of scores at random.

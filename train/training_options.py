@@ -24,8 +24,6 @@ from locret.train import resumed
 
 PAPER_STEPS, PAPER_WARMUP = 3000, 2000
 TRACKERS = ("tensorboard", "wandb", "none")
-_LEAST_SHARED = 8
-"""Units of --layer-shares, of which a quarter still has two."""
 _LARGEST = 2**63 - 1
 """PyTorch holds numbers in eight bytes."""
 
@@ -278,9 +276,6 @@ class RunOptions:
     policy: RetentionPolicy = field(default_factory=PolicyFlags)
     """Retention policy to recommend with the heads; none is recorded if left out. What it leaves out follows from its
     budget."""
-    layer_shares: int | None = None
-    """Measure on the held-out rows what right answers lose by each layer that keeps a quarter of so many units and not
-    so many, and record with --policy which share of a budget that gives it, for layer_budgets="shares"; 8 or more."""
     push_to_hub: str | None = None
     """Repository (org/name) to upload the heads to at the end."""
     private: bool = False
@@ -298,12 +293,7 @@ class RunOptions:
     """Print one JSON object at the end."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "save_every", "keep_checkpoints", "log_every", "layer_shares")
-        if self.layer_shares is not None and self.layer_shares < _LEAST_SHARED:
-            raise ValueError(
-                f"--layer-shares {self.layer_shares} is too small to measure with a quarter of it; give "
-                f"{_LEAST_SHARED} or more"
-            )
+        _check_positive(self, "save_every", "keep_checkpoints", "log_every")
         check_license(self.license)
         if self.output is not None and not self.output.strip():
             raise ValueError("--output is empty; give a folder")

@@ -36,7 +36,6 @@ from locret.policy.policy import RetentionPolicy
 from locret.scorers.retaining_heads import recommended_shares
 from locret.train import checkpointing, launch, run_folder
 from locret.train.devices_plan import Choice, Devices, PlannedRow, choices
-from locret.train.layer_shares import check_longer, layer_shares
 from locret.train.memory_plan import (
     backbone_parameters,
     check_fits,
@@ -133,7 +132,6 @@ class TrainingRun:
         check_shared(describe(self.config), self.backbone.sp_size)
         self._settle_width()
         self._check_label_kind()
-        self._check_layer_shares()
         if self.loss.answers == "each" and self.backbone.sp_size > 1:
             raise ValueError(
                 f"--answers each reads a document once and goes on from there, which --sp-size {self.backbone.sp_size} "
@@ -182,31 +180,14 @@ class TrainingRun:
         shares = policy.layer_shares or shares
         if shares is not None:
             check_share_count(shares, layers)
-        elif self.run.layer_shares is None or self.loss.evict_while_training:
+        else:
             raise ValueError(
-                "--policy.layer-budgets shares needs a share of each layer; measure them with --layer-shares 64 at the "
-                "end of a run without --evict-while-training, or give --policy.layer-shares"
+                "--policy.layer-budgets shares needs a share of each layer; give --policy.layer-shares, or use "
+                "--policy.head-budgets shares, whose shares are measured"
             )
-        if self.run.layer_shares is None and policy.layer_shares is None:
+        if policy.layer_shares is None:
             self.run = replace(self.run, policy=replace(policy, layer_shares=shares))
             self.options["policy"] = self.run.policy.to_dict()
-
-    def _check_layer_shares(self) -> None:
-        if self.run.layer_shares is None:
-            return
-        if "policy" not in self.chosen:
-            raise ValueError(
-                f"--layer-shares {self.run.layer_shares} is recorded with a policy; add --policy.budget and so on"
-            )
-        if self.run.policy.layer_shares is not None:
-            raise ValueError(
-                f"--layer-shares {self.run.layer_shares} measures what --policy.layer-shares gives; drop one of them"
-            )
-        if max(self.backbone.sp_size, self.head_ranks) > 1:
-            raise ValueError(
-                "--layer-shares compares all layers and heads, which one process must have; drop --sp-size and "
-                "--shard tp"
-            )
 
     def fetch(self) -> None:
         """Read what may have to be fetched and is small: the config of the backbone itself, and the initial heads.
@@ -347,13 +328,6 @@ class TrainingRun:
             )
         if not found and asked is None:
             logger.warning("no rows are left to hold out; --eval-rows N keeps N from being trained on, to evaluate on")
-        if self.run.layer_shares is not None and not found:
-            raise ValueError(
-                f"--layer-shares {self.run.layer_shares} measures on held-out rows, and there are none; give "
-                "--eval-rows 8"
-            )
-        if self.run.layer_shares is not None:
-            check_longer(self.held_out, self.run.layer_shares, self.run.policy.local_len)
         self.options["eval_rows"] = found
         self.eval_every = steps_between(self.validation.eval_every, steps, rows_per_step, found)
 
@@ -406,7 +380,7 @@ class TrainingRun:
             "tokens": self.planned_tokens(),
             "trained_tokens": min(self.data.max_prompt_tokens, describe(self.config).max_positions),
             "kept_features": self.loss.evict_while_training or self.loss.answers == "each",
-            "asked_apart": self.loss.answers == "each" or self.run.layer_shares is not None,
+            "asked_apart": self.loss.answers == "each",
             "weighed_labels": kinds.get(self.loss.label_kind).terms is not None,
         }
 
@@ -466,6 +440,7 @@ class TrainingRun:
                 checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
                 records_until(self.folder / run_folder.LOG, state["step"])
         model = load_model(self.backbone, self.config, self.device, self.dtype)
+        self._check_head_shares(model)
         new_heads = self._new_heads(model)
         with own.together():
             begun = {"the weights of --init-from": weight_fingerprint(new_heads)}
@@ -546,7 +521,23 @@ class TrainingRun:
             heads.check_matches(model)
         return heads.requires_grad_(True)
 
+    def _measures_shares(self, model: torch.nn.Module) -> bool:
+        from locret.train.head_shares import measurable
+
+        return self.backbone.shard is None and measurable(model, self.stream.tokenizer)
+
+    def _check_head_shares(self, model: torch.nn.Module) -> None:
+        policy = self.run.policy
+        if policy.head_budgets == "shares" and policy.head_shares is None and not self._measures_shares(model):
+            raise ValueError(
+                "--policy.head-budgets shares needs a share of each KV head, which cannot be measured here (the "
+                "backbone is in parts, holds too few tokens, or its tokenizer cannot write English text); give "
+                "--policy.head-shares, or leave it out"
+            )
+
     def _annotate(self, heads: RetainingHeads, model: torch.nn.Module, summary: dict[str, Any]) -> RetainingHeads:
+        from locret.train.head_shares import head_shares
+
         final = {f"final_{name}": summary[name] for name in ("total", self.loss.objective, "smoothness", "overlap")}
         numbers = ", ".join(
             filter(None, [str(self.dtype).removeprefix("torch."), quantisation.label_of(unwrap(model))])
@@ -562,9 +553,8 @@ class TrainingRun:
         facts |= {"precision": precision, "earlier": heads.config.training}
         notes = training_notes(self.backbone, self.data, self.loss, self.optimizer, **facts)
         policy = self.run.policy.to_dict() if "policy" in self.chosen else None
-        if self.run.layer_shares is not None and policy is not None:
-            measured = layer_shares(model, heads, self.held_out, self.run.layer_shares, self.run.policy)
-            policy["layer_shares"] = list(measured)
+        if policy is not None and policy["head_shares"] is None and self._measures_shares(model):
+            policy["head_shares"] = list(head_shares(model, self.stream.tokenizer, self.data.template))
         if self.backbone.base_model is not None:
             heads.annotate(base_model=self.backbone.base_model, base_model_revision=self.backbone.revision)
         heads.annotate(base_weights=None if heads.config.base_model else weight_fingerprint(model))

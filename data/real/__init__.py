@@ -40,24 +40,35 @@ def texts() -> Path:
     return FOLDER / "texts"
 
 
+def readable(tokenizer: Any) -> bool:
+    """Return whether a tokenizer is fast and can write English text back as it was."""
+    text = (texts() / "sqlite_docs" / "faq.txt").read_text(encoding="utf-8", errors="replace")[:2000].strip()
+    if not getattr(tokenizer, "is_fast", False):
+        return False
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return bool(tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() == text)
+
+
 @cache
 def _questions(name: str) -> tuple[dict[str, Any], ...]:
     file = FOLDER / "questions" / f"{name}.jsonl"
     return tuple(json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
 
 
-def pieces(name: str, tokenizer: Any, tokens: int) -> list[Piece]:
+def pieces(name: str, tokenizer: Any, tokens: int, *, seen: bool = False) -> list[Piece]:
     """Return the pieces of a set's texts of so many tokens, white space folded, that have questions.
 
     Args:
         name: One of `SETS`.
         tokenizer: A fast tokenizer.
         tokens: Length of a piece; the last one of a text has half as many or more.
+        seen: Those of the parts that heads may be trained on, instead of the others.
     """
     found = []
     for file in dict.fromkeys(one["context"] for one in _questions(name)):
         raw = (texts() / file).read_text(encoding="utf-8", errors="replace")
-        text = flat(raw if name == UNSEEN else raw[int(UNTIL * len(raw)) :])
+        until = 0 if name == UNSEEN else int(UNTIL * len(raw))
+        text = flat(raw[:until] if seen else raw[until:])
         questions = [one for one in _questions(name) if one["context"] == file]
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         places = encoded["offset_mapping"]

@@ -333,8 +333,8 @@ def _limits(method: Method, policy: RetentionPolicy, heads: Any, config: Any) ->
     scorer = as_scorer(heads) if method.needs_heads else method.scorer
     if scorer is None:  # it is made of each prompt, and keeps nothing of its own by right
         policy, scorer = replace(policy, ledger=0), scorers.get(BLOCK_SCORER)
-    layers = len(describe(config).layers)
-    return Limits(with_shares(policy, scorer, layers), scorer, layers)
+    shapes = describe(config).full_shapes
+    return Limits(with_shares(policy, scorer, [shape.num_kv_heads for shape in shapes]), scorer, len(shapes))
 
 
 def _with_floor(

@@ -42,9 +42,11 @@ METHODS = (
     FULL,
     NOTHING,
     HEADS,
+    f"{HEADS}+head_shares",
     f"{HEADS}+recall",
     "random",
     "random:sinks=4",
+    "random:sinks=4+head_shares",
     "streaming",
     "snapkv",
     "h2o",
@@ -81,7 +83,7 @@ class RealOptions:
     chunk_size: int = 256
     """Tokens per forward pass."""
     local_len: int = 32
-    """Newest tokens that always stay, of a budget of twice as many; else half of it."""
+    """Newest tokens that always stay; at most an eighth of what stays."""
     overwrite: bool = False
     """Delete an earlier run in the output folder first."""
     json: bool = False
@@ -264,7 +266,7 @@ def _reader(
         cache = DynamicCache() if cell.method == FULL else None
         ids = [] if cache is None else _opening(lm, piece)
         if cache is not None:
-            after(lm.model, ids, 0, cache)
+            after(lm.model, ids, 1, cache)  # reads it; its last token's likelihood is of no interest
         held = {"units": len(ids), "cache_bytes": 0 if cache is None else _bytes(cache)}
         return (lambda one: _score_plain(lm, cache, one)), held
     own = _with_method(lm, cell, piece, asked, options, scorer)
@@ -287,6 +289,7 @@ def _with_method(
     """Return the model with a method's scorer and policy."""
     from locret import LongContextModel, method_spec, scorers
     from locret.scorers.oracle import OracleScorer
+    from locret.scorers.retaining_heads import recommended_shares
 
     spec = method_spec.parse(cell.method, "--methods")
     if spec.name == ORACLE:
@@ -300,6 +303,8 @@ def _with_method(
     changes = {key: value for key, value in spec.changes.items() if key != "positions"}
     if changes.get("host_budget"):
         changes |= {"host_budget": max(RECALLED, round(piece.tokens * TIER_SHARE / 100)), "recall": RECALLED}
+    if changes.get("head_budgets") == "shares" and spec.name != HEADS:
+        changes["head_shares"] = recommended_shares(_heads(scorer).config, "head_shares")  # what scores alone are worth
     kept = policy_of_share(
         piece.tokens,
         float(cell.share or 0) / 100,

@@ -125,7 +125,9 @@ class RetentionCache(Cache):
         """The backbone with the KV heads of all processes."""
         self.ranks = ranks_of(model)
         """The processes that share the KV heads; what the cache holds are those of this one."""
-        self.policy = with_shares(policy or RetentionPolicy(), scorer, len(backbone.layers))
+        self.policy = with_shares(
+            policy or RetentionPolicy(), scorer, [shape.num_kv_heads for shape in backbone.full_shapes]
+        )
         self.store = None if store is None else find_store(store)
         """What holds the units, if it is not ours."""
         self.prepared = scorer.prepare(model)

@@ -343,7 +343,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
     near = next((trail.tokens for trail in cache.trails.values()), 0)
     reading = Reading(
         backbone=cache.whole,
-        ragged=cache.policy.head_budgets == "adaptive",
+        ragged=cache.policy.head_budgets != "uniform",
         compact=cache.policy.positions == "compact",
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -441,7 +441,7 @@ def _reading_alone(path: str | Path, policy: RetentionPolicy, backbone: Backbone
         }
     return Reading(
         backbone=backbone,
-        ragged=policy.head_budgets == "adaptive",
+        ragged=policy.head_budgets != "uniform",
         compact=policy.positions == "compact",
         vocab_size=state["vocab_size"],
         hidden_size=wide,

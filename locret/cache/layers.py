@@ -25,7 +25,7 @@ from locret.cache.store import DenseStore, Store, Workspace
 from locret.mergers import Merger
 from locret.nearest import nearest
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
-from locret.policy.selectors import OverHeads, PerHead, Selector
+from locret.policy.selectors import ByShares, OverHeads, PerHead, Selector
 from locret.scorers import Scorer
 
 STORES: dict[str, type[Store]] = {store.name: store for store in (DenseStore, RaggedStore)}
@@ -152,6 +152,11 @@ class LayerMaker:
         selector: Selector = PerHead()
         if self.policy.head_budgets == "adaptive":
             selector = OverHeads(self.policy.head_floor, self.scorer.relative(self.prepared))
+        elif self.policy.head_budgets == "shares":
+            assert self.policy.head_shares is not None
+            heads = [shape.num_kv_heads for shape in self.backbone.full_shapes]
+            first = sum(heads[: self.backbone.layers.index(index)])
+            selector = ByShares(self.policy.head_shares[first : first + self.backbone.shape(index).num_kv_heads])
         kind = self.store or STORES[selector.store]
         if kind.holds != selector.store:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -41,10 +42,10 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             f"recall_by={policy.recall_by} keeps the first and the most recent tokens by a rule of its own, but the "
             f"scorer is {scorer.name}; take scorer {BLOCK_SCORER} without options, and set init and local in recall_by"
         )
-    if policy.head_budgets == "adaptive" and not (scorer.causal or scorer.by_head):
+    if policy.head_budgets != "uniform" and not (scorer.causal or scorer.by_head):
         raise ValueError(
-            f'head_budgets="adaptive" lets the heads of a layer compete, but scorer {scorer.name} selects equally many '
-            'units for every head itself; use head_budgets="uniform" or another scorer'
+            f'head_budgets="{policy.head_budgets}" gives the heads of a layer different numbers of units, but scorer '
+            f'{scorer.name} selects equally many for every head itself; use head_budgets="uniform" or another scorer'
         )
     if policy.recall:
         try:
@@ -63,12 +64,20 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
         )
 
 
-def with_shares(policy: RetentionPolicy, scorer: Scorer, layers: int) -> RetentionPolicy:
-    """Return a policy that says the share of every layer, where layers have shares.
+def with_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -> RetentionPolicy:
+    """Return a policy that says the share of every layer, and of every KV head, where those have shares.
+
+    Args:
+        policy: What may leave them to the scorer.
+        scorer: What may recommend some.
+        heads: KV heads of each full-attention layer.
 
     Raises:
-        ValueError: If nobody says them, or they are of another number of layers.
+        ValueError: If nobody says them, or they are of another number of layers or heads.
     """
+    layers = len(heads)
+    if policy.head_budgets == "shares":
+        return _with_head_shares(policy, scorer, heads)
     if policy.layer_budgets != "shares":
         return policy
     shares = policy.layer_shares or scorer.layer_shares
@@ -79,6 +88,23 @@ def with_shares(policy: RetentionPolicy, scorer: Scorer, layers: int) -> Retenti
         )
     check_share_count(shares, layers)
     return replace(policy, layer_shares=tuple(shares))
+
+
+def _with_head_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -> RetentionPolicy:
+    shares = policy.head_shares or scorer.head_shares
+    if shares is None:
+        raise ValueError(
+            f'head_budgets="shares" needs a share of each KV head, and scorer {scorer.name} recommends none; give '
+            "head_shares, or retaining heads that locret-train has measured them for"
+        )
+    if len(shares) != sum(heads):
+        raise ValueError(
+            f"head_shares has {len(shares)} numbers for {sum(heads)} KV heads in {len(heads)} layers with full "
+            "attention; give one for each"
+        )
+    ends = list(accumulate(heads))
+    means = [sum(shares[end - own : end]) / own for end, own in zip(ends, heads, strict=True)]
+    return replace(policy, head_shares=tuple(shares), layer_shares=tuple(means))
 
 
 def check_named(policy: RetentionPolicy) -> None:
@@ -232,6 +258,11 @@ class Limits:
     def protect(self, rows: Rows) -> None:
         """Keep the spans of each row, or of all rows alike, whatever the scores."""
         policy = self.policy
+        if rows and policy.head_budgets == "shares":
+            raise ValueError(
+                'protect keeps units in every KV head, but head_budgets="shares" leaves some heads no room for them; '
+                'use head_budgets="uniform", or leave protect out'
+            )
         own = layer_budgets(policy, self.layers, None, self._recent(policy.budget))
         self._protected = Protected(rows, policy.budget, own)
 

@@ -33,10 +33,10 @@ def check_over_ranks(cache: RetentionCache) -> None:
                 f"{one.kind} {one.name} does not say that it can rate the KV heads of one process alone (over_ranks), "
                 f"but tensor parallelism gives each process some of them; choose another {one.kind}, {_WITHOUT}"
             )
-    if policy.head_budgets == "adaptive":
+    if policy.head_budgets != "uniform":
         raise ValueError(
-            'head_budgets="adaptive" lets all heads of a layer compete, so under tensor parallelism one process could '
-            f'come to hold the units of all; use head_budgets="uniform", {_WITHOUT}'
+            f'head_budgets="{policy.head_budgets}" lets heads hold different numbers of units, so under tensor '
+            f'parallelism one process could come to hold the units of all; use head_budgets="uniform", {_WITHOUT}'
         )
     if policy.ledger:
         raise ValueError(

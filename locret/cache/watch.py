@@ -24,11 +24,15 @@ from locret.backbone.chunk import Attended
 from locret.backbone.learned_sinks import attention_weights
 from locret.cache.layer import RetentionLayer
 from locret.cache.store import POSITIONS
-from locret.policy.growth import LEAST_SHARE, check_share_count, check_shares
+from locret.policy.growth import check_share_count, check_shares
 
 _MOST = 100.0
 """Largest factor r: beyond that a head has kept next to nothing of a segment, and guesses."""
 _NEAR = (0.5, 1.0, 0.5)
+
+
+LEAST_SHARE = 0.5
+"""Part of the mean that every layer counts with, whatever its share."""
 
 
 class Watch:

@@ -66,11 +66,11 @@ def policy_of_share(
         tokens: Of the text.
         share: 0 to 1.
         chunk_size: Tokens of a forward pass.
-        local_len: Newest tokens that always stay; at most half of what stays.
+        local_len: Newest tokens that always stay; at most an eighth of what stays.
         changes: Other numbers of the policy.
     """
     units = max(8, round(tokens * share))
-    local = min(local_len, units // 2)
+    local = min(local_len, max(1, units // 8))
     budget = units - local
     numbers: dict[str, Any] = {"stabilizers": min(64, budget // 4), "positions": "compact", **changes}
     return RetentionPolicy(budget=budget, chunk_size=chunk_size, local_len=local, **numbers)

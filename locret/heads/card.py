@@ -30,6 +30,7 @@ _TITLES = {
     "memory": "Growth of memory",
     "pyramid_beta": "Beta of the pyramid",
     "layer_shares": "Shares of the layers, for layer budgets by shares",
+    "head_shares": "Shares of the KV heads, for head budgets by shares",
     "head_floor": "Least share of a KV head",
     "decremental": "Shrinking chunks",
     "min_chunk": "Smallest chunk (tokens)",

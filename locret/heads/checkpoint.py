@@ -136,11 +136,11 @@ def as_float32(weight: Tensor, name: str, where: str) -> Tensor:
         return weight.to(torch.float32, copy=True).contiguous()
 
 
-def write(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor]) -> None:
+def write(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
     """Write weights and config into a folder that exists; call inside `replacing`, which names what goes wrong."""
     text = json.dumps(config.to_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
-    tensors = {name: weight.detach().to("cpu", torch.float32).contiguous() for name, weight in weights.items()}
+    tensors = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 

@@ -295,6 +295,7 @@ class RetainingHeads(
         self,
         save_directory: str | Path,
         *,
+        dtype: torch.dtype | str = torch.float32,
         repo_id: str | None = None,
         push_to_hub: bool = False,
         model_card_kwargs: dict[str, Any] | None = None,
@@ -304,6 +305,8 @@ class RetainingHeads(
 
         Args:
             save_directory: A new folder, or one of heads, whose files are then replaced one by one.
+            dtype: Of the weights in the file, which are float32 again once loaded: float32; or bfloat16 or float16, in
+                half the bytes.
             repo_id: Repository for `push_to_hub`; the folder's name if None.
             push_to_hub: Also upload.
             model_card_kwargs: More values for the card's template.
@@ -313,12 +316,16 @@ class RetainingHeads(
             The URL of the commit if uploaded.
 
         Raises:
-            ValueError: If the folder holds another model.
+            ValueError: If the folder holds another model, or for another dtype.
             OSError: If it cannot be written; the message names it.
         """
-        target = Path(save_directory)
+        name, target = str(dtype).removeprefix("torch."), Path(save_directory)
+        if name not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype={name} is not one that heads are written in; give float32, bfloat16 or float16")
         with checkpoint.replacing(target) as staging:
             super().save_pretrained(staging, model_card_kwargs=model_card_kwargs)
+            if name != "float32":
+                checkpoint.write(staging, self.config, self.state_dict(), getattr(torch, name))
         if not push_to_hub:
             return None
         return self.push_to_hub(repo_id or target.name, model_card_kwargs=model_card_kwargs, **push_to_hub_kwargs)

@@ -43,7 +43,7 @@ def find_heads(model: str) -> Found:
         OSError: If the Hub refuses or cannot be reached.
     """
     if embedded := shipped.embedded_heads(model):
-        return Found(embedded, "shipped with the embedded backbone")
+        return Found(embedded, "which are shipped with this toolkit")
     name = backbone_names.hub_id(model) or _hub_name(model)
     candidates = _on_hub(name)
     if not candidates:

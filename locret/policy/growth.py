@@ -13,9 +13,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import isfinite, isqrt
 
-LEAST_SHARE = 0.5
-"""Part of the mean that every layer gets where shares are measured (`locret.train.layer_shares`)."""
-
 
 def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 0, beta: int = 20) -> tuple[int, ...]:
     """Return units per layer, falling linearly from the first layer to the last (PyramidKV's code).
@@ -45,7 +42,7 @@ def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 
     return tuple(max(1, most - layer * slope + window) for layer in range(layers))
 
 
-def check_shares(shares: Sequence[float]) -> None:
+def check_shares(shares: Sequence[float], name: str = "layer_shares", of: str = "full-attention layer") -> None:
     """Refuse numbers that are no shares.
 
     Raises:
@@ -53,8 +50,7 @@ def check_shares(shares: Sequence[float]) -> None:
     """
     if not (shares and all(isfinite(share) and share > 0 for share in shares)):
         raise ValueError(
-            f"layer_shares={list(shares)} are no shares; give a number above 0 for every full-attention layer, such as "
-            "[0.5, 1.5]"
+            f"{name}={list(shares)} are no shares; give a number above 0 for every {of}, such as [0.5, 1.5]"
         )
 
 
@@ -96,6 +92,39 @@ def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None, win
     for layer in order[: mean * layers - sum(units)]:
         units[layer] += 1
     return tuple(window + one for one in units)
+
+
+def head_quotas(units: int, shares: Sequence[float], held: Sequence[int]) -> list[int]:
+    """Return the units that each KV head of a layer keeps, in proportion to shares, and none more than it holds.
+
+    What a head has no use for goes to the others, in the same proportion.
+
+    Args:
+        units: Units of all heads together.
+        shares: Of each head.
+        held: Units that each head holds.
+
+    Returns:
+        Units of each head, in all min(units, sum of held); at least one of every head that holds any, if there are as
+        many.
+    """
+    quotas, left = [0] * len(held), min(units, sum(held))
+    if left >= len(held):
+        quotas = [min(1, most) for most in held]
+        left -= sum(quotas)
+    while left:
+        free = [nth for nth, most in enumerate(held) if quotas[nth] < most]
+        total = sum(Fraction(shares[nth]) for nth in free)
+        own = {nth: left * Fraction(shares[nth]) / total for nth in free}
+        given = {nth: min(int(own[nth]), held[nth] - quotas[nth]) for nth in free}
+        if not any(given.values()):  # less than a unit for each: the largest parts have one
+            for nth in sorted(free, key=lambda one: (-own[one], one))[:left]:
+                quotas[nth] += 1
+            break
+        for nth, more in given.items():
+            quotas[nth] += more
+        left -= sum(given.values())
+    return quotas
 
 
 def memory_sizes(growth: str, steps: int, most: int, first: int | None = None) -> tuple[int, ...]:

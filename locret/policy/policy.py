@@ -17,7 +17,7 @@ MOMENTS = ("chunk", "prompt_end")
 TURNS = ("local", "text")
 LAYER_BUDGETS = ("uniform", "pyramid", "shares")
 MEMORIES = ("fixed", "linear", "sqrt", "square", "square_sqrt", "adaptive")
-HEAD_BUDGETS = ("uniform", "adaptive")
+HEAD_BUDGETS = ("uniform", "adaptive", "shares")
 HOST_ORDERS = ("score", "recency")
 EVERYTHING = "all"
 """A second tier that keeps all that is evicted."""
@@ -110,7 +110,12 @@ class RetentionPolicy:
     """With layer_budgets="shares": the share of each full-attention layer in the units that compete; none: what the
     heads recommend."""
     head_budgets: str = "uniform"
-    """The budget of each KV head: "uniform"; or "adaptive", a layer keeps the best units of all its heads (Ada-KV)."""
+    """The budget of each KV head: "uniform"; "adaptive", a layer keeps the best units of all its heads (Ada-KV); or
+    "shares", in proportion to numbers that the heads' training has measured, over all layers: few KV heads find what is
+    asked, and need most of the units."""
+    head_shares: tuple[float, ...] | None = None
+    """With head_budgets="shares": the share of each KV head of each full-attention layer, layer by layer, in all units;
+    none: what the retaining heads recommend."""
     head_floor: float = 0.2
     """With head_budgets="adaptive": share of the budget that every head keeps at least, protected units included
     (Ada-KV's alpha); 1 splits uniformly."""
@@ -208,6 +213,13 @@ class RetentionPolicy:
             )
         if self.layer_shares is not None:
             check_shares(self.layer_shares)
+        if self.head_shares is not None:
+            check_shares(self.head_shares, "head_shares", "KV head of every full-attention layer")
+        if self.head_budgets == "shares" and self.layer_budgets != "uniform":
+            raise ValueError(
+                f'head_budgets="shares" shares out the layers too, so layer_budgets="{self.layer_budgets}" has no '
+                "effect; leave layer_budgets out"
+            )
         if self.head_budgets not in HEAD_BUDGETS:
             raise ValueError(f'head_budgets="{self.head_budgets}" is unknown; choose one of {", ".join(HEAD_BUDGETS)}')
         if not 0 <= self.head_floor <= 1:

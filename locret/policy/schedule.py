@@ -139,11 +139,15 @@ def protected(policy: RetentionPolicy, kept: int) -> int:
     """Return the stabilizers of a memory of `kept` units: all of them, or half of a memory that is still growing."""
     if policy.when == "prompt_end":  # nothing is evicted after any chunk but the last
         return 0
+    if policy.head_budgets == "shares":
+        return min(policy.stabilizers, kept // 4)
     return policy.stabilizers if policy.memory == "fixed" else min(policy.stabilizers, kept // 2)
 
 
 def layer_budgets(policy: RetentionPolicy, layers: int, tokens: int | None, recent: int = 0) -> tuple[int, ...]:
     """Return the units that each layer may keep, when `tokens` (None: many) compete for them."""
+    if policy.head_budgets == "shares":
+        return shared_budgets(policy.budget, layers, policy.layer_shares)
     if policy.layer_budgets == "uniform":
         return (policy.budget,) * layers
     window = max(recent, policy.stabilizers if policy.when == "chunk" else 0)
@@ -156,12 +160,12 @@ def decode_budgets(policy: RetentionPolicy, layers: int, recent: int = 0) -> tup
     """Return the units that each layer may hold while an answer is written; None: no limit."""
     if policy.decode_budget is None:
         return None
-    if policy.layer_budgets == "uniform":
-        return (policy.decode_budget,) * layers
     # What no layer can do without: the local tokens, and the room that an eviction makes.
     window = max(recent, policy.local_len + policy.decode_interval)
-    if policy.layer_budgets == "shares":
+    if "shares" in (policy.layer_budgets, policy.head_budgets):
         return shared_budgets(policy.decode_budget, layers, policy.layer_shares, window)
+    if policy.layer_budgets == "uniform":
+        return (policy.decode_budget,) * layers
     return pyramid_budgets(policy.decode_budget, layers, None, window, policy.pyramid_beta)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.chunk import pinned_units
+from locret.policy.growth import head_quotas
 from locret.policy.protection import Guarantee
 
 _INT32_MAX = 2**31 - 1
@@ -134,6 +135,35 @@ class OverHeads:
             )
             kept.append(units_U)
             counts.append(units_K.to("cpu"))
+            held.append(len(scores))
+        return KeptOverHeads(tuple(kept), torch.stack(counts), tuple(held))
+
+
+@dataclass(frozen=True)
+class ByShares:
+    """Every KV head keeps its own best units, as many as its share of the layer's budget says.
+
+    Finding what is asked is the work of a few heads (DuoAttention, arXiv 2410.10819); the others need little of a text.
+    The newest units that stay whatever their score are at most a quarter of what a head keeps.
+    """
+
+    store: ClassVar[str] = "ragged"
+
+    shares: tuple[float, ...]
+    """Of each head of the layer."""
+
+    def select(self, units: _RaggedUnits, stay: Stay) -> KeptOverHeads:
+        """See `Selector`."""
+        kept, counts, held = [], [], []
+        for row, (scores, positions, numbers) in enumerate(units.rows()):
+            own, quotas = stay.of_row(row), head_quotas(stay.budget * len(numbers), self.shares, numbers)
+            parts = []
+            for span, quota in zip(_spans(numbers), quotas, strict=True):
+                scores_11S, positions_11S = scores[None, None, span], positions[None, None, span]
+                pinned = staying(scores_11S, positions_11S, own._replace(recent=min(own.recent, quota // 4)))
+                parts.append(select_kept(scores_11S, quota, pinned)[0, 0] + span.start)
+            kept.append(torch.cat(parts))
+            counts.append(torch.tensor(quotas))
             held.append(len(scores))
         return KeptOverHeads(tuple(kept), torch.stack(counts), tuple(held))
 

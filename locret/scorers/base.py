@@ -84,6 +84,11 @@ class Scorer(Chosen):
         return None
 
     @property
+    def head_shares(self) -> tuple[float, ...] | None:
+        """Shares of the KV heads of all layers that the method has measured; None: it has none to recommend."""
+        return None
+
+    @property
     def neighbours(self) -> int:
         """Tokens before each one whose features its score needs too; the cache holds those of the newest tokens."""
         return 0

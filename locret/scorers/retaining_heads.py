@@ -56,6 +56,11 @@ class RetainingHeadScorer(Scorer):
         """Those of the policy that the heads recommend."""
         return recommended_shares(self._config)
 
+    @property
+    def head_shares(self) -> tuple[float, ...] | None:
+        """Those of the policy that the heads recommend."""
+        return recommended_shares(self._config, "head_shares")
+
     def prepare(self, model: nn.Module) -> RetainingHeads:
         """Return the heads, loaded if need be, each on its layer's device; where processes share heads, its part.
 
@@ -97,9 +102,9 @@ class RetainingHeadScorer(Scorer):
         return scores_BLK.transpose(1, 2)
 
 
-def recommended_shares(config: HeadsConfig) -> tuple[float, ...] | None:
-    """Return the shares of the layers in the policy that heads recommend; None: none."""
-    found = (config.policy or {}).get("layer_shares")
+def recommended_shares(config: HeadsConfig, name: str = "layer_shares") -> tuple[float, ...] | None:
+    """Return the shares of the layers, or `head_shares`, in the policy that heads recommend; None: none."""
+    found = (config.policy or {}).get(name)
     return None if found is None else tuple(found)
 
 

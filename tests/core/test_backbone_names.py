@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from tiny_gguf import write_gguf
 
 from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_names, loading
-from locret.engines.gguf_backbone import write_gguf
 from locret.heads.config import base_identity
 from locret.infer.infer_options import ModelOptions
 from locret.load_options import BackboneSource, ScorerOptions

@@ -1,33 +1,28 @@
-"""Budgets of layers by shares: how many units each has, where the shares come from, and what training measures."""
+"""Budgets of layers and of KV heads by shares: how many units each has, and where the shares come from."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from locret import (
     RetainingHeads,
     RetentionCache,
     RetentionPolicy,
+    Span,
     load_cache,
     method_spec,
     prefill,
     save_cache,
-    shipped,
 )
-from locret.cache.reader import answering
-from locret.data.training import question_rows
-from locret.data.training.stream import TrainingStream
-from locret.policy.growth import LEAST_SHARE, shared_budgets
-from locret.train import layer_shares as measured
-from locret.train.layer_shares import _alone, _loss, _read, layer_shares, shares_of
+from locret.policy.growth import head_quotas, shared_budgets
+from locret.scorers.oracle import OracleScorer
+from locret.train.head_shares import counted
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 4}
 
@@ -104,75 +99,77 @@ def test_another_number_of_layers_is_refused(model: nn.Module) -> None:
     assert method_spec.parse("locret+shares").changes == {"layer_budgets": "shares"}
 
 
-def test_half_of_a_budget_is_shared_out_by_what_answers_lose() -> None:
-    assert shares_of(torch.tensor([0.0, 3.0, 1.0])) == (0.5, 1.625, 0.875)
-    assert shares_of(torch.tensor([-0.2, 0.3])) == (0.5, 1.5), "a layer without which answers are better needs no more"
-    assert shares_of(torch.tensor([8e-5, -4e-3])) == (1.0, 1.0), "next to nothing is lost, which tells nothing apart"
+def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
+    assert head_quotas(12, (1.0, 1.0, 4.0), (9, 9, 9)) == [2, 2, 8]
+    assert head_quotas(12, (1.0, 1.0, 4.0), (9, 9, 3)) == [5, 4, 3]  # the rest, in the same proportion
+    assert head_quotas(99, (1.0, 5.0), (3, 4)) == [3, 4]
+    assert head_quotas(2, (1.0, 1000.0), (8, 8)) == [1, 1]  # every head keeps one
+    assert head_quotas(1, (1.0, 2.0), (8, 8)) == [0, 1]
+    for units in range(40):
+        quotas = head_quotas(units, (0.2, 3.0, 0.7, 1.1), (11, 5, 7, 9))
+        assert sum(quotas) == min(units, 32)
+        assert all(own <= most for own, most in zip(quotas, (11, 5, 7, 9), strict=True))
 
 
-def test_shares_are_measured_on_rows_that_a_budget_cannot_hold(
-    model: nn.Module, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Row:
-        prompt_ids, answer_ids, asked, earlier_answers = ids_of(60), ids_of(5), (), ()
-
-    class Short(Row):
-        prompt_ids = ids_of(9)
-
-    heads, policy = RetainingHeads.for_model(model, 16, seed=0), RetentionPolicy(**NUMBERS)
-    found = layer_shares(model, heads, [Row(), Row()], 8, policy)  # type: ignore[list-item]
-    assert sum(found) == pytest.approx(2, abs=0.01)
-    assert min(found) >= LEAST_SHARE
-    assert layer_shares(model, heads, [Row(), Short(), Row()], 8, policy) == found  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="--layer-shares 8 holds every held-out row whole with the 4 local tokens"):
-        layer_shares(model, heads, [Short()], 8, policy)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="the longest of which has 59, so all layers would be alike; lower it or"):
-        layer_shares(model, heads, [Row()], 8, replace(policy, local_len=51))  # type: ignore[list-item]
-    caplog.clear()
-    assert layer_shares(model, heads, [Row()], 54, policy) == (1, 1)  # type: ignore[list-item]
-    assert "--layer-shares 54: right answers lose next to nothing by it" in caplog.text
-
-
-def test_local_tokens_that_nobody_gave_are_the_same_in_both_reads(model: nn.Module) -> None:
-    heads, policy, ids = RetainingHeads.for_model(model, 16, seed=0), RetentionPolicy(budget=32), ids_of(61)
-    few, enough = (_read(model, heads, ids, _alone(0, 2, units, 61), policy) for units in (8, 32))
-    assert few.policy.local_len == enough.policy.local_len == policy.local_len
+@pytest.mark.parametrize("chunk_size", [7, 16, 90])
+def test_heads_keep_their_own_best_units_by_shares(model: nn.Module, tmp_path: Path, chunk_size: int) -> None:
+    """The oracle chooses, in one go at the end of the text, what each head rates best among what chunks left."""
+    shares = (0.5, 1.5, 3.0, 1.0)
+    numbers = {**NUMBERS, "chunk_size": chunk_size, "stabilizers": 0, "head_budgets": "shares", "head_shares": shares}
+    labels = torch.rand(2, 2, 86, generator=torch.Generator().manual_seed(3))
+    cache = RetentionCache(model, OracleScorer(labels=labels), RetentionPolicy(**numbers))
+    prefill(model, ids_of(90), cache)
+    assert cache.memory().actual == cache.memory().planned
+    layers = shared_budgets(24, 2, (1.0, 2.0))
+    for layer, own in enumerate([shares[:2], shares[2:]]):
+        quotas = head_quotas(2 * layers[layer], own, (86, 86))
+        kept = cache.kept_positions(layer)[0]
+        for head, quota in enumerate(quotas):
+            positions = kept[head][kept[head] >= 0]
+            best = labels[layer, head].topk(quota).indices.sort().values
+            assert positions.tolist() == [*best.tolist(), *range(86, 90)]
+    save_cache(cache, tmp_path / "kept.safetensors")
+    again = load_cache(tmp_path / "kept.safetensors", model, scorer=OracleScorer(labels=labels))
+    assert again.policy.head_shares == shares
+    assert again.kept_positions(1).equal(cache.kept_positions(1))
 
 
-def test_long_answers_lose_the_same_by_blocks(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads, pair = RetainingHeads.for_model(model, 16, seed=0), (ids_of(7), ids_of(41))
-    cache = _read(model, heads, ids_of(61), _alone(0, 2, 8, 61), RetentionPolicy(**NUMBERS))
-    found = []
-    for size in (256, 16, 7, 5, 1):
-        monkeypatch.setattr(measured, "BLOCK", size)
-        found.append(_loss(model, cache, [pair]))
-    assert found == pytest.approx([found[0]] * 5, rel=1e-5)
-    whole = cache.copy()
-    with answering(model, whole):
-        logits = model(input_ids=torch.cat(pair, dim=1), past_key_values=whole, use_cache=True).logits
-    assert found[0] == pytest.approx(float(cross_entropy(logits[0, 6:-1], pair[1][0])), rel=1e-5)
+def test_newest_units_of_a_small_head_leave_room_for_its_best(model: nn.Module) -> None:
+    shares = (0.2, 1.8, 1.0, 1.0)
+    policy = RetentionPolicy(**{**NUMBERS, "stabilizers": 12}, head_budgets="shares", head_shares=shares)
+    labels = torch.zeros(2, 2, 86)
+    labels[..., 0] = 1.0  # the first token is what all heads look at
+    cache = RetentionCache(model, OracleScorer(labels=labels), policy)
+    prefill(model, ids_of(90), cache)
+    assert (cache.kept_positions(0)[0] == 0).sum(dim=-1).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("units", [2, 8, 33])
-def test_one_layer_alone_is_bounded_while_shares_are_measured(model: nn.Module, units: int) -> None:
-    heads, policy, ids = RetainingHeads.for_model(model, 16, seed=0), RetentionPolicy(**NUMBERS), ids_of(61)
-    for nth in (0, 1):
-        cache = _read(model, heads, ids, _alone(nth, 2, units, 61), policy)
-        kept = [cache.kept_positions(layer).shape[-1] for layer in (0, 1)]
-        assert kept[nth] == units + NUMBERS["local_len"]
-        assert kept[1 - nth] == 61
+def test_head_shares_come_from_the_heads_or_are_asked_for(model: nn.Module) -> None:
+    heads, policy = RetainingHeads.for_model(model, 16, seed=0), RetentionPolicy(**NUMBERS, head_budgets="shares")
+    with pytest.raises(ValueError, match="needs a share of each KV head, and scorer retaining_heads recommends none"):
+        RetentionCache(model, heads, policy)
+    heads.annotate(policy={**RetentionPolicy(**NUMBERS).to_dict(), "head_shares": [0.5, 1.5, 1.0, 1.0]})
+    assert RetentionCache(model, heads, policy).policy.head_shares == (0.5, 1.5, 1.0, 1.0)
+    with pytest.raises(ValueError, match="head_shares has 3 numbers for 4 KV heads in 2 layers"):
+        RetentionCache(model, "random", RetentionPolicy(**NUMBERS, head_budgets="shares", head_shares=(1.0, 1.0, 2.0)))
+    with pytest.raises(ValueError, match="shares out the layers too"):
+        RetentionPolicy(**NUMBERS, head_budgets="shares", layer_budgets="pyramid")
+    with pytest.raises(ValueError, match="are no shares; give a number above 0 for every KV head"):
+        RetentionPolicy(**NUMBERS, head_budgets="shares", head_shares=(0.0, 1.0))
+    cache = RetentionCache(model, heads, policy)
+    with pytest.raises(ValueError, match='head_budgets="shares" leaves some heads no room'):
+        cache.protect([Span(0, 4)])
+    assert method_spec.parse("locret+head_shares").changes == {"head_budgets": "shares"}
 
 
-def test_the_layer_in_which_a_backbone_finds_what_is_asked_gets_what_there_is_to_share() -> None:
-    folder = shipped.find("checkpoints/tiny")
-    backbone, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    made = question_rows.task_rows(tokenizer, 3, [700], names=["multikey"], seed=5)
-    stream = TrainingStream(list(made), tokenizer, seed=0, max_length=None, answers="each")
-    heads = RetainingHeads.from_pretrained(str(shipped.find("checkpoints/tiny-heads")))
-    found = layer_shares(backbone, heads, [next(stream) for _ in range(3)], 64, RetentionPolicy(budget=64))
-    assert found.index(max(found)) == 3
-    assert max(found) > 2
-    assert sum(found) == pytest.approx(5, abs=0.01)
+def test_heads_that_are_looked_at_most_are_counted_with_a_floor_for_all() -> None:
+    labels = torch.full((2, 2, 80), -9.0)
+    labels[1, 0] = -0.1  # one head finds everything
+    shares = counted(labels)
+    assert float(shares.mean()) == pytest.approx(1.0)
+    assert shares[1, 0] == shares.max() == pytest.approx(4 - 3 * 0.2, abs=0.2)
+    labels[0, 1] = -torch.inf  # a layer with one head
+    assert counted(labels)[0, 1] == 0
 
 
 @pytest.mark.parametrize("size", [1e308, 5e-324])

@@ -292,4 +292,4 @@ def test_heads_auto_are_the_shipped_ones_for_the_embedded_backbone(infer: Infer,
     outcome = infer(*options, "--json", "--max-new-tokens", 2)
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["scorer"].endswith("checkpoints/tiny-heads")
-    assert "tiny-heads, shipped with the embedded backbone" in outcome.err
+    assert "tiny-heads, which are shipped with this toolkit" in outcome.err

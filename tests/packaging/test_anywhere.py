@@ -93,7 +93,7 @@ def test_a_wheel_alone_evaluates_the_embedded_pair(anywhere: Anywhere, tmp_path:
     anywhere.run("locret-eval", "--config", "recipes/eval/embedded.yaml", *small, "--quiet", "--output", "out")
     cells = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
     assert [cell["method"] for cell in cells] == ["full", "locret"]
-    assert "--required" in anywhere.run("-m", "locret.infer.demo", "--help")
+    assert "--keep" in anywhere.run("-m", "locret.infer.demo", "--help")
 
 
 PLUGIN = """

@@ -143,20 +143,12 @@ def test_the_command_writes_rows_and_trains_on_them(
     arguments = ["--texts=tasks", "--rows=4", "--tokens=256", "--tasks=passkey,multikey", f"--output={rows}"]
     assert question_rows.command(arguments) == 0
     both = (paths[0], rows)
-    measured = ["--neighbours=2", "--layer-shares=16", "--policy.budget=32", "--eval-rows=2"]
+    measured = ["--neighbours=2", "--policy.budget=32", "--eval-rows=2"]
     assert train(both, tmp_path / "run", "--answers=each", "--steps=3", *measured) == 0
     heads = RetainingHeads.from_pretrained(str(tmp_path / "run"))
     assert heads.config.neighbours == 2
     assert heads.config.policy is not None
-    assert sum(heads.config.policy["layer_shares"]) == pytest.approx(2, abs=0.01)
-    whole = ["--steps=3", "--eval-rows=2", "--policy.budget=32", "--dry-run", "--json"]
-    planned = []
-    for more in ([], ["--layer-shares=8"]):
-        capsys.readouterr()
-        assert train(both, tmp_path / "planned", *whole, *more) == 0
-        planned.append(json.loads(capsys.readouterr().out)["memory_bytes"])
-    assert "document" not in planned[0]
-    assert planned[1]["document"] > 0, "whole caches are held while shares are measured"
+    assert heads.config.policy["head_shares"] is None, "this tokenizer cannot write the passages"
     assert train(both, tmp_path / "next", "--answers=each", "--steps=3", f"--init-from={tmp_path / 'run'}") == 0
     assert heads.config.label is not None
     assert "each asked by itself" in heads.config.label["reduction"]
@@ -172,19 +164,8 @@ def test_the_command_writes_rows_and_trains_on_them(
         (both, ["--answers=all"], "--answers all is for turns that follow each other"),
         (
             both,
-            ["--layer-shares=8", "--policy.budget=32", "--policy.layer_budgets=shares", "--policy.layer_shares=[1, 1]"],
-            "--layer-shares 8 measures what --policy.layer-shares gives; drop one of them",
-        ),
-        (both, ["--layer-shares=8"], "--layer-shares 8 is recorded with a policy; add --policy.budget and so on"),
-        (
-            both,
-            ["--layer-shares=8", "--policy.budget=32", "--eval-rows=0"],
-            "--layer-shares 8 measures on held-out rows, and there are none; give --eval-rows 8",
-        ),
-        (
-            both,
-            ["--answers=each", "--layer-shares=999", "--policy.budget=1024", "--eval-rows=2"],
-            "--layer-shares 999 holds every held-out row whole",
+            ["--policy.budget=32", "--policy.head_budgets=shares"],
+            "--policy.head-budgets shares needs a share of each KV head, which cannot be measured here",
         ),
         (both, [f"--init-from={tmp_path / 'run'}", "--neighbours=1"], "--neighbours 1 differs from 2 of the heads in"),
         (both, ["--answers=each", "--label-source=reconstruction"], "--answers each changes nothing with"),

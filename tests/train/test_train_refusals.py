@@ -29,7 +29,7 @@ BAD_OPTIONS = [
     (["--policy.budget=0"], "budget=0 is too small; it must be 1 or more"),
     (
         ["--policy.budget=64", "--policy.layer_budgets=shares"],
-        "--policy.layer-budgets shares needs a share of each layer; measure them with --layer-shares 64",
+        "--policy.layer-budgets shares needs a share of each layer; give --policy.layer-shares, or use",
     ),
     (
         ["--policy.budget=64", "--policy.layer_budgets=shares", "--policy.layer_shares=[1, 1, 1]"],
