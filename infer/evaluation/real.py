@@ -446,6 +446,9 @@ def command(argv: Sequence[str]) -> int:
         [RealOptions, PlacedModelOptions, ScorerOptions],
         argv,
     )
+    from locret.loading import chosen_heads
+
+    scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
     folder = Path(os.path.expanduser(options.output))
     with locked(folder, f"--output {options.output}"):
         rows = summary(measure(options, model, scorer))

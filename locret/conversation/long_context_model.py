@@ -72,7 +72,8 @@ class LongContextModel:
         scorer: Retaining heads, a scorer object, or the name of a training-free scorer.
         policy: How many units stay, also as a mapping of its numbers; if None, what the heads recommend, else the
             defaults.
-        budget: Instead of a policy: the units that stay per layer and KV head, with the defaults of all else.
+        budget: Instead of a policy: the units that stay per layer and KV head, on average; all else as the heads
+            recommend it, or the defaults.
         template: How turns become text: "chat" (the tokenizer's chat template), "original" (the one the original heads
             were trained on) or "none" (plain text); if None, the chat template where there is one, else plain text.
         store: What holds the units, as in `RetentionCache`; if None, ours.
@@ -101,7 +102,8 @@ class LongContextModel:
         disk: Disk | str | Path | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        empty = RetentionCache(model, scorer, policy_of(policy, budget), store=store, disk=disk)
+        policy = _with_budget(policy_of(policy, budget), budget, scorer)
+        empty = RetentionCache(model, scorer, policy, store=store, disk=disk)
         self.scorer, self.policy, self.backbone = empty.scorer, empty.policy, empty.backbone
         self.store, self.disk = empty.store, empty.disk
         self.template = template or ("chat" if tokenizer.chat_template else "none")
@@ -146,7 +148,8 @@ class LongContextModel:
             scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides.
             policy: How many units stay, also as a mapping of its numbers; if None, what the heads recommend, else the
                 defaults.
-            budget: Instead of a policy: the units that stay per layer and KV head, with the defaults of all else.
+            budget: Instead of a policy: the units that stay per layer and KV head, on average; all else as the heads
+                recommend it, or the defaults.
             adapter: LoRA adapter (PEFT) to put on the backbone.
             revision: Branch, tag or commit of the backbone.
             device: "cpu", "cuda", "cuda:N" or "mps"; "auto" takes the first of CUDA, mps and cpu that there is.
@@ -214,6 +217,7 @@ class LongContextModel:
             config = loading.load_config(source)
             if isinstance(found, RetainingHeads):
                 loading.check_matches(named, found, config)
+                policy = _with_budget(policy, budget, found)
             tokenizer = loading.load_tokenizer(source)
             backbone = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
         assert isinstance(found, (RetainingHeads, Scorer))
@@ -548,6 +552,13 @@ def _users_level() -> int:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("locret", "torch"):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _with_budget(policy: RetentionPolicy | None, budget: int | None, scorer: Any) -> RetentionPolicy | None:
+    """Return what heads recommend, at another budget, where a budget alone was given."""
+    if budget is None or not isinstance(scorer, RetainingHeads) or not scorer.config.policy:
+        return policy
+    return resolve({"budget": budget}, RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy").to_dict())
 
 
 def _with_changes(policy: RetentionPolicy | None, recommended: dict[str, Any]) -> RetentionPolicy:

@@ -1,0 +1,105 @@
+"""Rows of ordinary texts: what is asked of a piece, what is left out, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from locret.data.training import text_rows
+from locret.data.training.rows import detect_schema, read_row
+
+TEXT = (
+    "A {0} is a small animal that lives in the garden of the house. "
+    "It is {0} number {1} of the village, and it eats apples.\n"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("manuals/one.txt", "manuals/two.md", "novels/three.txt", "novels/test.txt"):
+        file = tmp_path / "texts" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(TEXT.format(Path(name).stem, number) for number in range(60)))
+    (tmp_path / "texts" / "picture.png").write_bytes(b"\x89PNG" * 100)
+    asked = [
+        {
+            "context": "manuals/one.txt",
+            "question": f"Who is number {n}?",
+            "answer": f"It is one number {n} of the village",
+        }
+        for n in range(60)
+    ]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    return tmp_path
+
+
+def made(folder: Path, *more: str) -> list[dict[str, Any]]:
+    output = folder / "rows.jsonl"
+    arguments = ["--texts", str(folder / "texts"), "--output", str(output), "--characters", "300-900", *more]
+    assert text_rows.command(arguments) == 0
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_rows_ask_for_sentences_for_peoples_answers_and_for_the_whole_piece(folder: Path) -> None:
+    rows = made(folder, "--questions", str(folder / "asked.jsonl"), "--rows", "30", "--leave-out", "novels/test.txt")
+    schema = detect_schema(rows[0], "rows.jsonl")
+    assert schema.name == "shared document"
+    for index, row in enumerate(rows):
+        assert read_row(row, schema, where="here").asked
+        flat = text_rows.flat(row["document"])
+        repeats = [one for one in row["questions"] if one["question"] == text_rows.REQUEST]
+        assert len(repeats) == (index % 3 == 2)
+        assert all(text_rows.flat(one["answer"]) in flat for one in row["questions"])
+        assert "test number" not in flat
+    people = [one for row in rows for one in row["questions"] if one["question"].startswith("Who is number")]
+    assert people
+    assert made(folder, "--rows", "4", "--seed", "3") == made(folder, "--rows", "4", "--seed", "3")
+
+
+def test_what_is_for_evaluation_is_never_in_a_row(folder: Path) -> None:
+    rows = made(folder, "--questions", str(folder / "asked.jsonl"), "--rows", "60", "--until", "0.5")
+    whole = (folder / "texts" / "manuals" / "one.txt").read_text()
+    late = [f"one number {n} of" for n in range(60) if whole.index(f"one number {n} of") >= len(whole) // 2]
+    assert late
+    assert not [one for one in late for row in rows if one in row["document"]]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--leave-out", "novels/tset.txt"], "--leave-out novels/tset.txt is not a file of --texts"),
+        (["--until", "0"], "--until 0.0 is not a share of a file; give more than 0, up to 1"),
+        (["--characters", "many"], "--characters many is not a range of 200 or more; give such as 1600-7000"),
+        (["--rows", "0"], "--rows 0 is too small; give 1 or more"),
+        (["--output", "rows.csv"], "--output rows.csv has another ending than .jsonl; rename it"),
+        (["--texts", "nowhere"], "--texts nowhere is not a folder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(folder: Path, more: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(folder, *more)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"asked.jsonl:1 is not an object with context, question and answer"),
+        ('{"context": "manuals/one.txt", "question": "Who?"}', "asked.jsonl:1 is not an object with context"),
+        ('{"context": "manuals/one.txt", "question": 1, "answer": "x"}', "question and answer are not both text"),
+        ('{"context": "no.txt", "question": "Who?", "answer": "x"}', "asked.jsonl:1 is about no.txt, which is not in"),
+    ],
+)
+def test_bad_questions_are_refused_with_file_and_line(folder: Path, line: str, message: str) -> None:
+    (folder / "asked.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        made(folder, "--questions", str(folder / "asked.jsonl"))
+
+
+def test_marks_of_restructured_text_do_not_hide_an_answer() -> None:
+    piece = "   awaitable\n      An object that can be used in an :keyword:`await` expression.\n   Or a :term:`task`."
+    asked = [{"question": "What?", "answer": "An object that can be used in an await expression."}]
+    assert text_rows.people_asked(piece, asked) == asked
+    assert text_rows.people_asked(piece, [{"question": "What?", "answer": ".."}]) == []

@@ -1,0 +1,155 @@
+"""`locret-eval --suite real`: answers scored from what was kept, a record that goes on, tables, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from locret import LongContextModel, shipped
+from locret.conversation.likelihood import likelihood, policy_of_share
+from locret.data import real
+from locret.infer.evaluation import command as locret_eval
+from locret.infer.evaluation.real import Cell, recovered, summary, tables
+
+TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
+SMALL = [
+    "--sets",
+    "sqlite_faq",
+    "--tokens",
+    "128",
+    "--pieces",
+    "1",
+    "--questions",
+    "2",
+    "--chunk-size",
+    "64",
+    "--quiet",
+]
+
+
+def run(output: Path, *more: str) -> int:
+    return locret_eval.command(["--suite", "real", *TINY, *SMALL, "--output", str(output), *more])
+
+
+def record(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "answers.jsonl").read_text().splitlines()]
+
+
+def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, capsys: Any) -> None:
+    methods = "full,nothing,locret,random:sinks=4,key_difference,oracle_agnostic"
+    assert run(tmp_path / "run", "--methods", methods, "--keep", "25", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = record(tmp_path / "run")
+    asked = {(one["piece"], one["question"]): one["answer_tokens"] for one in found if one["method"] == "full"}
+    for name in methods.split(","):
+        own = [one for one in found if one["method"] == name]
+        assert {(one["piece"], one["question"]): one["answer_tokens"] for one in own} == asked
+    bounded = {one["method"]: one["units"] for one in found if one["share"] is not None}
+    assert len(set(bounded.values())) == 1, "all rows hold the same number of units"
+    assert {row["set"] for row in rows} == {"all", "sqlite_faq"}
+    before = (tmp_path / "run" / "answers.jsonl").read_text()
+    assert run(tmp_path / "run", "--methods", f"{methods},streaming", "--keep", "25") == 0
+    assert (tmp_path / "run" / "answers.jsonl").read_text().startswith(before), "what is known is not measured again"
+    assert "| streaming |" in (tmp_path / "run" / "table.md").read_text()
+
+
+def test_what_is_left_of_an_interrupted_cell_is_measured_again(tmp_path: Path) -> None:
+    assert run(tmp_path / "run", "--methods", "full", "--keep", "25") == 0
+    file = tmp_path / "run" / "answers.jsonl"
+    whole = file.read_text()
+    file.write_text(whole[: len(whole) // 2])
+    assert run(tmp_path / "run", "--methods", "full", "--keep", "25") == 0
+    timeless = [
+        [{**one, "read_seconds": 0} for one in map(json.loads, text.splitlines())] for text in (whole, file.read_text())
+    ]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--keep", "0"], "--keep 0 is not a share of a text; give percents such as 25,12.5"),
+        (["--sets", "poems"], "--sets poems is unknown; choose one of postgres_glossary, python_glossary"),
+        (["--pieces", "0"], "--pieces 0 is too small; give 1 or more"),
+        (["--tokens", "8"], "--tokens 8 is too short for a piece of a text; give 64 or more"),
+        (["--methods", "snapkw"], "snapkv"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, more: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", *more)
+
+
+def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    assert run(tmp_path / "run", "--methods", "nothing") == 0
+    with pytest.raises(ValueError, match="holds a run with pieces=1, not 2; choose another folder, or add --overwrite"):
+        run(tmp_path / "run", "--methods", "nothing", "--pieces", "2")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "book.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds other files; choose another folder"):
+        run(tmp_path / "other", "--methods", "nothing")
+
+
+def test_a_likelihood_is_that_of_the_whole_prompt_where_everything_is_kept() -> None:
+    lm = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", budget=4096)
+    text = "The grass is green. " * 20 + "The pass key is 71432. " + "The sky is blue. " * 20
+    context = lm.read(text, progress=False)
+    question, answer = "What is the pass key?", "The pass key is 71432."
+    found = likelihood(context, question, answer)
+    prompt = [token for block in lm.tokens(_document(text)) for token in block]
+    wanted = lm.tokenizer(answer, add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([[*prompt, *context.question_ids(question)[0].tolist(), *wanted]])
+    logs = lm.model(ids).logits[0, -len(wanted) - 1 : -1].log_softmax(-1)
+    assert found.tokens == len(wanted)
+    assert found.nats == pytest.approx(-float(logs.gather(1, torch.tensor(wanted)[:, None]).sum()), abs=1e-3)
+    assert found.hits == int((logs.argmax(-1) == torch.tensor(wanted)).sum())
+
+
+def _document(text: str) -> Any:
+    from locret.conversation.document import open_document
+
+    return open_document(text, "text")
+
+
+def test_a_share_counts_the_newest_tokens_too() -> None:
+    for tokens, share in [(1000, 0.25), (1000, 0.0625), (100, 0.06)]:
+        policy = policy_of_share(tokens, share)
+        assert policy.budget + policy.local_len == max(8, round(tokens * share))
+        assert policy.local_len <= max(1, (policy.budget + policy.local_len) // 8)
+
+
+def test_held_out_pieces_and_those_of_training_share_nothing() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shipped.find("checkpoints/tiny"))
+    for name in real.SETS[1:]:
+        seen, unseen = (real.pieces(name, tokenizer, 256, seen=one) for one in (True, False))
+        questions = [{one.question for piece in found for one in piece.asked} for found in (seen, unseen)]
+        assert seen
+        assert unseen
+        assert not questions[0] & questions[1]
+    assert real.pieces(real.UNSEEN, tokenizer, 256, seen=True) == []
+
+
+def test_the_table_says_how_much_of_the_distance_is_left() -> None:
+    def rows(method: str, share: float | None, nats: float) -> list[dict[str, Any]]:
+        one = {"method": method, "share": share, "tokens": 9, "set": "faq", "nats": 4 * nats, "hits": 2}
+        return [{**one, "answer_tokens": 4, "units": 3, "cache_bytes": 5}] * 2
+
+    found = summary([*rows("full", None, 1.0), *rows("nothing", None, 3.0), *rows("locret", 25.0, 1.5)])
+    (row,) = [one for one in found if one["method"] == "locret" and one["set"] == "all"]
+    assert recovered(found, row) == pytest.approx(75)
+    assert row["error"] == 0
+    assert "| locret | 1.50 ± 0.00 (75 %) |" in tables(found)
+    assert Cell("locret", 25.0, 9).share == 25.0
+
+
+def test_the_page_of_numbers_shows_its_record() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    found = json.loads((docs / "numbers.json").read_text())
+    page = (docs / "numbers.md").read_text()
+    for line in tables(found["rows"]).splitlines():
+        assert line in page
