@@ -43,6 +43,8 @@ from locret.publish_options import ContextPushOptions
 
 if TYPE_CHECKING:
     from locret import Context
+    from locret.conversation.saved_context import SavedContext
+    from locret.pictures import Retention
 
 PROG = "locret-context"
 
@@ -86,11 +88,13 @@ def show(options: ShowOptions, given: frozenset[str]) -> int:
     from locret.conversation.saved_context import SavedContext
     from locret.conversation.turns import as_table
 
-    if options.plot is not None:
+    if options.plot is not None and not (options.text and options.plot.endswith(".html")):
         infer.check_picture("--plot", options.plot)
     found = [SavedContext.open(find_context(path)) for path in options.context]
     retentions = [one.retention(one.path.name) for one in found]
-    if options.plot is not None:
+    if options.plot is not None and options.text is not None:
+        _draw_text(found[0], retentions[0], options)
+    elif options.plot is not None:
         pictures.retention_map(retentions, options.plot)
     if options.json:
         print_json({"contexts": [one.facts() for one in found]})
@@ -106,6 +110,27 @@ def show(options: ShowOptions, given: frozenset[str]) -> int:
         if (kept := one.kept_by_message()) is not None:
             print(f"\nunits per KV head that stayed of each message\n{as_table(kept)}")
     return 0
+
+
+def _draw_text(context: SavedContext, retention: Retention, options: ShowOptions) -> None:
+    """Draw the text of a context, kept words dark and forgotten ones pale.
+
+    Raises:
+        ValueError: If it is another text than the one that was read.
+        OSError: If a file cannot be read or written.
+    """
+    from locret import shipped
+    from locret.infer import kept_page
+    from locret.infer.kept_text import share_of_positions
+    from locret.loading import tokenizer_of
+
+    words = Path(shipped.find(str(options.text))).read_text(encoding="utf-8")
+    notes, tokenizer = context.conversation, tokenizer_of(str(options.model))
+    share = share_of_positions(retention)
+    template, system = str(notes.get("template", "none")), notes.get("system")
+    pieces = kept_page.marked(words, share, tokenizer, template, system)
+    note = "The darker a word, the more KV heads hold it."
+    kept_page.write(str(options.plot), pieces, f"What {context.path.name} kept of {context.shown_name}", note)
 
 
 def ask(

@@ -31,11 +31,25 @@ class ShowOptions:
     plot: str | None = None
     """PNG file to write: which positions of the text each layer kept, of several contexts one below the other. Needs
     locret[eval]."""
+    text: str | None = None
+    """The text file that a context was read from: --plot, a PNG or HTML file, draws it instead, the words that heads
+    hold dark and forgotten ones pale. Needs --model."""
+    model: str | None = None
+    """Backbone whose tokenizer tells the words of --text: a folder, its Hub id, a GGUF file, or smollm2."""
     json: bool = False
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
         _check_named(self.context)
+        if self.text is None:
+            if self.model is not None:
+                raise ValueError(f"--model {self.model} tells the words of --text, which is not given; drop it")
+            return
+        for name, needed in (("model", "the backbone's tokenizer"), ("plot", "a file to draw it in")):
+            if getattr(self, name) is None:
+                raise ValueError(f"--text {self.text} needs {needed}; add --{name}")
+        if len(self.context) > 1:
+            raise ValueError(f"--text {self.text} is that of one context, and {len(self.context)} are given; give one")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from locret import RetentionCache
 from locret.conversation.templates import decode
-from locret.pictures import BARS
+from locret.pictures import BARS, Retention
 
 _WIDTH = 12
 """Tokens of a passage."""
@@ -23,6 +23,13 @@ def share_of_heads(cache: RetentionCache) -> Tensor:
         positions = cache.kept_positions(layer)[0].flatten().cpu()
         counts += torch.bincount(positions[positions >= 0], minlength=cache.seen)[: cache.seen]
     return counts / sum(shape.num_kv_heads for shape in cache.backbone.full_shapes)
+
+
+def share_of_positions(retention: Retention) -> Tensor:
+    """Return (N,) which share of all KV heads holds the unit of each token, of what was taken down of a cache."""
+    heads = [positions for layer in retention.kept.values() for positions in layer]
+    counts = sum(torch.bincount(one, minlength=retention.prompt_tokens)[: retention.prompt_tokens] for one in heads)
+    return torch.as_tensor(counts).float() / len(heads)
 
 
 def by_tenths(share: Tensor) -> str:
