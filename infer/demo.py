@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from locret.cli.command import parse_options, print_json, run
 from locret.field_values import check_threads
@@ -120,7 +120,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     kept = policy_of_share(tokens, options.keep / 100, chunk_size=chunk)
     own = replace(kept, head_budgets="shares") if lm.scorer.head_shares else kept
     every = RetentionPolicy(budget=tokens + chunk, chunk_size=chunk)
-    ways = {
+    ways: dict[str, tuple[Any, RetentionPolicy]] = {
         "everything": (lm.scorer, every),
         "retaining heads": (lm.scorer, own),
         "newest only": ("streaming", kept),

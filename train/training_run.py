@@ -103,7 +103,7 @@ class TrainingRun:
             OSError: If the Hub refuses or cannot be reached.
         """
         self.resolve(device)
-        check_fits(self.plan(), self.device, self.backbone.hidden_dim)
+        check_fits(self.plan(), self.device, self.backbone.hidden_dim or 0)
 
     def resolve(self, device: torch.device) -> None:
         """Settle what the options come to for a device that need not be there; see `check`.
