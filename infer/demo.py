@@ -132,7 +132,8 @@ def command(argv: Sequence[str] | None = None) -> int:
         memory, right = found[-1].context.memory(), found[-1].right()
         said = "" if right is None else f", {right} of {len(questions)} answers right"
         sys.stderr.write(
-            f"{name}: {memory.units:,} of {found[-1].context.cache.seen:,} units per KV head, "
+            f"{name}: {float(share_of_heads(found[-1].context.cache).sum()):,.0f} of {found[-1].context.cache.seen:,} "
+            f"units per KV head, "
             f"{memory.actual / 2**20:.1f} MiB, read in {found[-1].seconds:.0f} s{said}\n"
         )
     folder, heads = Path(options.output), found[1]

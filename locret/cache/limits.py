@@ -45,7 +45,8 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
     if policy.head_budgets != "uniform" and not (scorer.causal or scorer.by_head):
         raise ValueError(
             f'head_budgets="{policy.head_budgets}" gives the heads of a layer different numbers of units, but scorer '
-            f'{scorer.name} selects equally many for every head itself; use head_budgets="uniform" or another scorer'
+            f'{scorer.name} selects equally many units for every head itself; use head_budgets="uniform" or another '
+            "scorer"
         )
     if policy.recall:
         try:

@@ -215,11 +215,8 @@ class RetentionPolicy:
             check_shares(self.layer_shares)
         if self.head_shares is not None:
             check_shares(self.head_shares, "head_shares", "KV head of every full-attention layer")
-        if self.head_budgets == "shares" and self.layer_budgets != "uniform":
-            raise ValueError(
-                f'head_budgets="shares" shares out the layers too, so layer_budgets="{self.layer_budgets}" has no '
-                "effect; leave layer_budgets out"
-            )
+        if self.head_budgets == "shares":
+            self._check_head_shares()
         if self.head_budgets not in HEAD_BUDGETS:
             raise ValueError(f'head_budgets="{self.head_budgets}" is unknown; choose one of {", ".join(HEAD_BUDGETS)}')
         if not 0 <= self.head_floor <= 1:
@@ -251,6 +248,20 @@ class RetentionPolicy:
                 f"min_chunk={self.min_chunk} is larger than the average chunk, chunk_size={self.chunk_size}; "
                 "lower min_chunk or raise chunk_size"
             )
+
+    def _check_head_shares(self) -> None:
+        if self.layer_budgets != "uniform":
+            raise ValueError(
+                f'head_budgets="shares" shares out the layers too, so layer_budgets="{self.layer_budgets}" has no '
+                "effect; leave layer_budgets out"
+            )
+        # Small heads hold fewer units than the newest ones that these two keep in every head.
+        for name in ("when", "decode_budget"):
+            if (value := getattr(self, name)) not in ("chunk", None):
+                raise ValueError(
+                    f'{name}={value!r} keeps the newest units of every KV head, for which head_budgets="shares" leaves '
+                    f'some no room; leave {name} out, or use head_budgets="uniform"'
+                )
 
     def _check_tiers(self) -> None:
         if self.host_by not in HOST_ORDERS:

@@ -12,11 +12,12 @@ from launches import ROOT, finish, start
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 MODULES = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "core")])
-CLOSE = 1e-5
-APART = {"two": CLOSE, "four": 10 * CLOSE}
+CLOSE = 5e-5
+"""Of logits of some tens: sums in another order differ by 1e-5 with AVX2's kernels, by 3e-5 with AVX-512's."""
+APART = {"two": CLOSE, "four": 2 * CLOSE}
 """Sums of four parts are rounded more than sums of two, and by how much depends on the processor."""
 REFUSED = {
-    "heads, adaptive heads": 'head_budgets="adaptive" lets all heads of a layer compete',
+    "heads, adaptive heads": 'head_budgets="adaptive" lets heads hold different numbers of units',
     "infllm": "recall_by=infllm chooses the same blocks for all heads of a layer",
 }
 """All that cannot be shared; the rest of every registry keeps the units of one process."""
