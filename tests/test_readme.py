@@ -36,7 +36,7 @@ def test_the_first_example_prints_what_it_says(tmp_path: Path) -> None:
 def test_every_make_target_it_names_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.findall(r"`make (\w+)`", TEXT)
-    assert targets == ["demo", "test"]
+    assert set(targets) == {"demo", "test"}
     assert [target for target in targets if f"\n{target}:" not in makefile] == []
 
 
