@@ -52,6 +52,26 @@ def test_a_text_is_read_shown_and_asked(context: Run, infer: Run, pair: list, sh
     assert context("ask", "--context", tmp_path / "a.ctx", *pair, *few).out == same
 
 
+def test_a_text_is_drawn_with_what_was_kept_of_it(
+    context: Run, backbone: Path, short: Path, file: Path, tmp_path: Path
+) -> None:
+    drawn = ["--text", short, "--model", backbone, "--plot", tmp_path / "kept.html"]
+    assert context("show", file, *drawn).code == 0
+    page = (tmp_path / "kept.html").read_text()
+    assert "opacity:1.00" in page
+    assert "opacity:0.12" in page, "nothing is pale, so nothing was evicted"
+    (tmp_path / "other.txt").write_text("Oslo has no number. " * 9)
+    for more, message in [
+        (["--text", tmp_path / "other.txt", *drawn[2:]], "so it is another one; give that one"),
+        (drawn[:2], "needs the backbone's tokenizer; add --model"),
+        (drawn[:4], "needs a file to draw it in; add --plot"),
+        (drawn[2:4], "tells the words of --text, which is not given; drop it"),
+        ([file, *drawn], "is that of one context, and 2 are given; give one"),
+    ]:
+        refused = context("show", file, *more)
+        assert (refused.code, message in refused.err) == (2, True), refused.err
+
+
 def test_reading_says_what_it_would_do_and_takes_what_is_piped_in(
     context: Run, pair: list, short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
