@@ -140,7 +140,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     share = share_of_heads(heads.context.cache)
     pieces = kept_page.marked(words, share, lm.tokenizer, lm.template)
     title = f"What heads kept of {Path(path).name}"
-    note = f"{options.keep:g} % of the units of every KV head. The darker a word, the more of the heads hold it."
+    note = f"{options.keep:g} % of the units. The darker a word, the more of the heads hold it."
     for ending in kept_page.ENDINGS:
         kept_page.write(folder / f"kept{ending}", pieces, title, note)
     if options.json:

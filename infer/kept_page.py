@@ -15,7 +15,11 @@ from locret.files import write_text, written_whole
 from locret.pictures import require_matplotlib
 
 ENDINGS = (".html", ".png")
-_PALEST, _COLUMNS, _MOST_LINES = 0.12, 110, 400
+_PALEST, _DARK, _COLUMNS, _MOST_LINES = 0.12, 0.95, 110, 400
+_SIZE, _LINE, _MARGIN = 6.6, 0.12, 0.25
+"""Of a letter, in points; of a line and the margins, in inches."""
+_LETTER = 0.602 * _SIZE / 72
+"""Width of a letter of the font, in inches."""
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font: 15px/1.5 Georgia, serif; max-width: 46em; margin: 2em auto; padding: 0 1em; white-space: pre-wrap
@@ -49,12 +53,12 @@ def marked(text: str, share_N: Tensor, tokenizer: Any, template: str, system: st
         raise ValueError(
             f"the text has {len(found):,} tokens and {read:,} were read, so it is another one; give that one"
         )
-    darkest = float(share_N.max()) or 1.0
+    darkest = float(share_N.quantile(_DARK)) or 1.0  # a few tokens that all heads hold would leave the rest pale
     pieces: Marked = []
     place = len(opening)
     for (_, end), share in zip(found, [*share_N.tolist(), *[darkest] * (len(found) - read)], strict=True):
         if end > place:
-            pieces.append(((opening + own)[place:end], share / darkest))
+            pieces.append(((opening + own)[place:end], min(1.0, share / darkest)))
             place = end
     return pieces
 
@@ -101,14 +105,16 @@ def _picture(file: str | Path, pieces: Marked, title: str, note: str) -> None:
     from matplotlib.figure import Figure
 
     lines: Sequence[Any] = [line for line in _lines(pieces) if line][:_MOST_LINES]
-    height = 0.12 * (len(lines) + 6)
-    figure = Figure(figsize=(9, height), facecolor="white")
-    figure.text(0.03, 1 - 0.2 / height, title, fontsize=10, va="top", weight="bold")
-    figure.text(0.03, 1 - 0.42 / height, note, fontsize=7, va="top", color="#555555")
+    width, height = 2 * _MARGIN + _COLUMNS * _LETTER, _LINE * (len(lines) + 6)
+    figure = Figure(figsize=(width, height), facecolor="white")
+    left = _MARGIN / width
+    figure.text(left, 1 - 0.2 / height, title, fontsize=10, va="top", weight="bold")
+    figure.text(left, 1 - 0.42 / height, note, fontsize=7, va="top", color="#555555")
     for number, line in enumerate(lines):
         for column, piece, share in line:
+            place = ((_MARGIN + column * _LETTER) / width, 1 - _LINE * (number + 6) / height)
             shade = f"{1 - _darkness(share):.3f}"
-            place = (0.03 + 0.94 * column / _COLUMNS, 1 - 0.12 * (number + 6) / height)
-            figure.text(*place, piece.replace("$", r"\$"), fontsize=6.6, family="monospace", color=shade)
+            font: dict[str, Any] = {"fontsize": _SIZE, "family": "DejaVu Sans Mono", "color": shade}
+            figure.text(*place, piece.replace("$", r"\$"), **font)
     with written_whole(Path(file), parents=True) as fresh:
         FigureCanvasAgg(figure).print_figure(str(fresh), dpi=130, format="png")
