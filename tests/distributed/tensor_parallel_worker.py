@@ -135,7 +135,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "heads, adaptive memory": {"memory": "adaptive"},
     "heads, decremental": {"memory": "sqrt", "decremental": True, "min_chunk": 16},
     "heads, 4 bits": {"key_bits": 4, "value_bits": 4},
-    "heads, rotated 8 bits": {"key_bits": 8, "value_bits": 8, "rounding": "rotated", "exact_recent": 8},
+    # Rotated codes fall either way where sums are rounded otherwise, and what is kept follows.
+    "heads, 8 bits": {"key_bits": 8, "value_bits": 8, "exact_recent": 8},
     "heads, refit": {"refit": True},
     "heads, adaptive heads": {"head_budgets": "adaptive"},
     "heads, bounded host": {"host_budget": 64, "recall": 8},
