@@ -30,7 +30,6 @@ _TITLES = {
     "memory": "Growth of memory",
     "pyramid_beta": "Beta of the pyramid",
     "layer_shares": "Shares of the layers, for layer budgets by shares",
-    "head_shares": "Shares of the KV heads, for head budgets by shares",
     "head_floor": "Least share of a KV head",
     "decremental": "Shrinking chunks",
     "min_chunk": "Smallest chunk (tokens)",
@@ -143,7 +142,7 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
             "dimensions": _table(_dimensions(config)),
             "training": _training(config.training) if config.training else "Not trained: the weights are random.",
             "label": _label(config.label),
-            "policy": _table(config.policy)
+            "policy": _table({**config.policy, "head_shares": None})
             if config.policy
             else "None recorded; the defaults of `RetentionPolicy` apply.",
             "evaluation": _evaluation(config.evaluation) if config.evaluation else "No results recorded.",
@@ -264,7 +263,13 @@ def _written(value: Any) -> str:
 
 
 def _shared_out(policy: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a policy whose shares of the layers, if it has any, are used: by themselves they change nothing."""
+    """Return a policy whose shares, if it has any, are used: by themselves they change nothing.
+
+    Those of KV heads are too many to write down; the heads bring them along.
+    """
+    if policy.get("head_shares"):
+        rest = {name: value for name, value in policy.items() if name != "head_shares"}
+        return {**rest, "head_budgets": "shares"}
     return {**policy, "layer_budgets": "shares"} if policy.get("layer_shares") else policy
 
 

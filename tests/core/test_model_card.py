@@ -185,3 +185,12 @@ def test_the_example_of_heads_with_shares_of_the_layers_uses_them(heads):
     policy = eval(f"RetentionPolicy({arguments}\n)", {"RetentionPolicy": RetentionPolicy})
     assert (policy.layer_budgets, list(policy.layer_shares)) == ("shares", shares)
     assert "layer_shares" not in policy.idle()
+
+
+def test_the_example_of_heads_with_shares_of_the_kv_heads_uses_theirs(heads):
+    shares = [1.0] * heads.config.num_key_value_heads * len(heads)
+    annotated = heads.annotate(policy={**RetentionPolicy(budget=64).to_dict(), "head_shares": shares})
+    card = str(annotated.generate_model_card())
+    assert 'head_budgets="shares"' in card
+    assert "head_shares" not in card
+    assert "1.0, 1.0" not in card
