@@ -20,7 +20,8 @@ test-all: $(VENV)/installed
 
 # The heads of checkpoints/smollm2-heads, from TEXTS (a folder) and QUESTIONS (files); an interrupted run goes on.
 heads: $(VENV)/installed
-	test -f runs/smollm2/rows.jsonl || $(BIN)/python -m locret.data.training.text_rows --config recipes/train/smollm2_rows.yaml --texts $(TEXTS) --questions $(QUESTIONS)
+	test -f runs/smollm2/rows.jsonl || $(BIN)/python -m locret.data.training.text_rows --texts $(TEXTS) --questions $(QUESTIONS) \
+		--until 0.6 --leave-out postgres_docs/glossary.txt,sqlite_docs/limits.txt --rows 1200 --seed 1 --output runs/smollm2/rows.jsonl
 	$(BIN)/locret-train --config recipes/train/smollm2.yaml --resume auto
 	$(BIN)/python -c "from locret import RetainingHeads as H; H.from_pretrained('runs/smollm2/heads').save_pretrained('runs/smollm2/smollm2-heads', dtype='bfloat16')"
 

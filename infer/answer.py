@@ -27,6 +27,7 @@ from locret.conversation.text_stream import TokenStream, trimmed
 from locret.conversation.transcript import PromptFrame, Transcript, render_prompt
 from locret.conversation.turns import Layout
 from locret.infer.infer_options import GenerationOptions, PromptOptions
+from locret.infer.kept_text import share_of_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +277,8 @@ def _measured(
         tokens = read()
         middle = _now(device)
         prompt_tokens, kept_units = cache.seen, cache.memory().units
+        if cache.policy.head_budgets == "shares" and len(cache.kept_positions(cache.backbone.layers[0])) == 1:
+            kept_units = round(float(share_of_heads(cache).sum()))  # a mean: some heads may hold the whole text
         new = write(streamer)
         end = _now(device)
     if streamer is not None:

@@ -74,7 +74,8 @@ def test_every_install_works_in_every_folder(
     files, *answer = anywhere.run("-c", IMPORTS + _readme_example(clone / "README.md", tmp_path)).splitlines()
     foreign = [file for file in json.loads(files) if not (anywhere.folder / file).resolve().is_relative_to(expected)]
     assert foreign == []
-    assert answer[-3:] == ["The pass key is 43600."] * 3
+    readme = (clone / "README.md").read_text()
+    assert answer == re.findall(r"^print\(.*\)  # (.*)$", readme, re.MULTILINE)
     assert "--density" in anywhere.run("-m", "locret.data.training.question_rows", "--help")
     script = ["-m", "locret.infer.command"] if install == "checkout" else ["locret-infer"]
     shown = anywhere.run(*script, "--config", "recipes/infer/tiny.yaml", "--print_config")
@@ -84,7 +85,7 @@ def test_every_install_works_in_every_folder(
 def _readme_example(readme: Path, folder: Path) -> str:
     """Return the first Python of the README, which reads and writes its files in a folder of the test's."""
     (block, *_) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
-    return str(block.replace('"book.ctx"', repr(str(folder / "book.ctx"))))
+    return str(block.replace('"limits.ctx"', repr(str(folder / "limits.ctx"))))
 
 
 @pytest.mark.parametrize("combination", [("wheel", "elsewhere")], ids="-".join)
@@ -113,14 +114,11 @@ class Longest(Scorer):
 
 
 @pytest.mark.parametrize("combination", [("wheel", "elsewhere")], ids="-".join)
-def test_a_wheel_alone_reads_saves_talks_and_compares_a_scorer_of_ones_own(
-    anywhere: Anywhere, clone: Path, tmp_path: Path
-) -> None:
-    shown = anywhere.run("-c", _readme_example(clone / "README.md", tmp_path)).splitlines()
-    assert shown[0].startswith("CacheMemory(planned=4448256")
+def test_a_wheel_alone_reads_saves_talks_and_compares_a_scorer_of_ones_own(anywhere: Anywhere, tmp_path: Path) -> None:
     code = """
 from locret import LongContextModel
 lm = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads")
+lm.read("recipes/infer/pass_key.txt").save("book.ctx")
 print(lm.load("book.ctx").ask("What is the pass key?"))
 """
     assert anywhere.run("-c", code) == "The pass key is 43600.\n"

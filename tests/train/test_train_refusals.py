@@ -82,7 +82,7 @@ def test_a_bad_data_set_is_one_sentence(
 ) -> None:
     rows = tmp_path / "rows.json"
     rows.write_text(text)
-    code, message = refused(capsys, train_arguments((paths[0], rows), tmp_path / "run"))
+    code, message = refused(capsys, train_arguments((paths[0], rows), tmp_path / "run", "--skip-bad-rows=false"))
     assert (code, expected in message) == (2, True), message
     assert not (tmp_path / "run").exists()
 
