@@ -13,7 +13,7 @@ from launches import ROOT, finish, start
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 MODULES = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "core")])
 CLOSE = 5e-5
-"""Of logits of some tens: sums in another order differ by 1e-5 with AVX2's kernels, by 3e-5 with AVX-512's."""
+"""Was 1e-5, which other processors hold; up to 2.6e-5 was found on one with AVX-512, and why was not looked into."""
 APART = {"two": CLOSE, "four": 2 * CLOSE}
 """Sums of four parts are rounded more than sums of two, and by how much depends on the processor."""
 REFUSED = {
