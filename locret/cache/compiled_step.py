@@ -48,13 +48,15 @@ class Step(Cache):
         batch, kv_heads, slots = self.keys[0].shape[:3]
         device, dtype = self.keys[0].device, self.keys[0].dtype
         self.rooms = reader.waiting.rooms(dtype, least=1)
-        for buffer in (*self.keys, *self.values, *self.unit_positions, *self.rooms):
-            torch._dynamo.mark_static_address(buffer)
         self.slot = torch.tensor([fill], device=device)
         self.waiting = torch.zeros(1, dtype=torch.int64, device=device)
         self.unit_position = torch.full((batch, kv_heads, 1), cache.seen, dtype=torch.int32, device=device)
         self.mask = torch.full((1, 1, 1, slots), -torch.inf, dtype=dtype, device=device)
         self.mask[..., : fill + 1] = 0
+        # A graph that writes into buffers is replayed only if they stay; what it only reads need not be copied then.
+        buffers = (*self.keys, *self.values, *self.unit_positions, *self.rooms)
+        for buffer in (*buffers, self.slot, self.waiting, self.unit_position, self.mask):
+            torch._dynamo.mark_static_address(buffer)
         self._count, self._left = 0, slots - fill
 
     def update(
