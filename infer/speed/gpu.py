@@ -141,7 +141,9 @@ class Pieces:
         """Run the tests that need a GPU."""
         line = [sys.executable, "-m", "pytest", "-q", "tests/gpu", "tests/core/test_label_kernel.py"]
         done = subprocess.run(line, capture_output=True, text=True)
-        self._note(code=done.returncode, said=done.stdout.splitlines()[-20:])
+        self._note(said=(done.stdout + done.stderr).splitlines()[-20:])
+        if done.returncode:
+            raise RuntimeError(f"pytest ended with {done.returncode}")
 
     def _read(self, budget: int, length: int = 16384) -> RetentionCache:
         plan = self.plan(length, budget=budget)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
+from locret.cache import compiled_step
+from locret.infer.speed.gpu import Captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,7 +93,12 @@ def test_the_host_never_waits_for_the_device_after_the_first_chunk(model: torch.
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_cuda_graph_writes_the_tokens_of_steps_run_as_written(model: torch.nn.Module) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_cuda_graph_writes_the_tokens_of_steps_run_as_written(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    if captured:
+        monkeypatch.setattr(compiled_step, "_program", lambda run, *_, **__: Captured(run))
     torch.backends.cuda.matmul.allow_tf32 = False
     model = model.to("cuda")
     model.generation_config.eos_token_id = None
@@ -100,7 +108,9 @@ def test_a_cuda_graph_writes_the_tokens_of_steps_run_as_written(model: torch.nn.
     compiled = plain.copy()
     options = {"max_new_tokens": 40, "do_sample": False}
     expected = generate(model, cache=plain, **options)
+    skipped = counters["inductor"]["cudagraph_skips"]
     assert torch.equal(generate(model, cache=compiled, compile=True, **options), expected)
+    assert counters["inductor"]["cudagraph_skips"] == skipped
     torch.testing.assert_close(compiled.kept_scores(0), plain.kept_scores(0), atol=1e-3, rtol=1e-3)
 
 
