@@ -13,7 +13,6 @@ from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.disk import Disk
 from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
-from locret.cache.ledger import Ledger
 from locret.cache.limits import Limits
 from locret.cache.merging import Folding
 from locret.cache.quantised import QuantisedStore
@@ -174,8 +173,7 @@ class LayerMaker:
         store = self._store(kind, rotary, forms_of(self.policy, self.limits.layers)[nth], self.workspace)
         host = self._host(kind, rotary, nth)
         folding = None if self.merger is None else Folding(self.merger, self.merging, index)
-        ledger = Ledger(self.policy.ledger) if self.policy.ledger else None
-        return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding, ledger)
+        return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
 
     def _store(self, kind: type[Store], rotary: Rotary, form: Form | None, workspace: Workspace) -> Store:
         if form is None:

@@ -260,7 +260,6 @@ class Reader:
             return
         assert view is not None
         assert self._positions is not None
-        ledger = None if self.answering else self.layers[nth].ledger
         stay = evicts_now = self._stay_now(nth)
         most = None if self._evicting else self.limits.most_answering(nth)
         if most is not None and stay is None and self.layers[nth].fill >= most:
@@ -283,8 +282,6 @@ class Reader:
         for chunk, where in self.layers[nth].chunks(layer, view, moment, self.scorer.causal):
             scores, columns = self._rated(chunk)
             self.layers[nth].rate(scores, columns, where)
-            if ledger is not None:
-                ledger.note(scores, chunk.positions)
         if evicts_now is not None and not self.scorer.needs_hidden:
             base, refit = self.cache.next_position + layer.new_tokens, None
             if layer.layer_idx in self.cache.backbone.lenders:

@@ -120,7 +120,6 @@ def refused(*line: object) -> int:
             ("--batch-size", 2, "--decode-budget", 200),
             "changes nothing, for --decode-budget 200 evicts for each answer",
         ),
-        (("--batch-size", 2, "--ledger", 8), "changes nothing, for --ledger 8 is kept for one answer"),
         (
             ("--batch-size", 10**9, "--samples", 500_000),
             "--batch-size 1000000000 of random with --lengths 300: what it holds takes at least",
