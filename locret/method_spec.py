@@ -4,7 +4,7 @@
     snapkv:kernel=7,pooling=max         with options
     snapkv:window=8+prompt_end          with options, and a modifier of the policy
     locret+pyramid+linear               several modifiers
-    h2o+2bit:rounding=rotated
+    h2o+2bit:rounding=token
     locret+recall:host_budget=512       a modifier with options: numbers of the policy that it is about
     quest+xattention:threshold=0.95     or options of what it names
     package.module:Class:power=2        a class that Python finds; its options follow a second colon

@@ -146,8 +146,8 @@ class RetentionPolicy:
     value_bits: int = 16
     """Bits of a number of a kept value, likewise."""
     rounding: str = "channel"
-    """With fewer bits, how: "channel", keys by the ranges of their channels (KIVI, KVQuant); "rotated", after a
-    Hadamard rotation; or "token", as they are. Scales are per token and group of channels: "token:group=32"."""
+    """With fewer bits, how: "channel", keys by the ranges of their channels (KIVI, KVQuant); or "token", as they are.
+    Scales are per token and group of channels: "token:group=32"."""
     exact_recent: int = 0
     """With fewer bits: newest tokens whose units are held as they are besides, until as many newer ones have come."""
     exact_layers: int = 0
@@ -477,7 +477,11 @@ def without_retired(values: Any) -> Any:
     """Return the fields of a policy in a file of any version, less those of features that are retired."""
     if not isinstance(values, Mapping):
         return values
-    return {name: value for name, value in values.items() if name not in _RETIRED}
+    kept = {name: value for name, value in values.items() if name not in _RETIRED}
+    rounding = kept.get("rounding")
+    if isinstance(rounding, str) and rounding.startswith("rotated"):  # its units are still read
+        kept["rounding"] = f"earlier_{rounding}"
+    return kept
 
 
 def policy_of(policy: Any, budget: int | None = None) -> RetentionPolicy | None:
@@ -494,6 +498,8 @@ def policy_of(policy: Any, budget: int | None = None) -> RetentionPolicy | None:
         for name, usual in _RETIRED.items():
             if policy.get(name, usual) != usual:
                 check_retired("policy field", name)
+        if str(policy.get("rounding")).startswith("rotated"):
+            check_retired("rounding", "rotated")
         return RetentionPolicy.from_dict(dict(policy), "policy")
     if policy is None or isinstance(policy, RetentionPolicy):
         return policy

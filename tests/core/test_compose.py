@@ -155,7 +155,7 @@ def test_units_are_shared_as_asked_and_openings_do_not_repeat(both: list[Context
     [
         {"head_budgets": "adaptive"},
         {"key_bits": 8, "value_bits": 8},
-        {"key_bits": 8, "value_bits": 4, "rounding": "rotated", "exact_recent": 8},
+        {"key_bits": 8, "value_bits": 4, "rounding": "token", "exact_recent": 8},
         {"key_bits": 4, "exact_layers": 1, "rounding": "token"},
         {"layer_budgets": "pyramid"},
         {"positions": "original"},
@@ -188,7 +188,7 @@ def test_every_store_and_policy_holds_both(changes: dict[str, Any], budget: int 
     prefill(whole.model, prompt(40), whole)
 
 
-@pytest.mark.parametrize("rounding", ["channel", "rotated", "token"])
+@pytest.mark.parametrize("rounding", ["channel", "token"])
 def test_codes_of_two_texts_are_nearly_the_units_that_they_stand_for(rounding: str) -> None:
     held = []
     for bits in (16, 8):

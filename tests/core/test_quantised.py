@@ -295,7 +295,7 @@ def coded(cache: RetentionCache) -> Iterator[tuple[tuple[int, int, int, int], tu
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
 @pytest.mark.parametrize("changes", [{}, TWO_TIERS, {"exact_recent": 5}])
-@pytest.mark.parametrize("rounding", ["channel", "token", "rotated"])
+@pytest.mark.parametrize("rounding", ["channel", "token"])
 def test_codes_never_change_from_the_first_chunk_to_the_last_answer(
     rounding: str, changes: dict[str, Any], positions: str
 ) -> None:
@@ -441,6 +441,7 @@ def test_half_precision_backbones_are_read_and_answered(dtype: torch.dtype) -> N
         ({"key_bits": 4, "merge": "d2o"}, "key_bits=4 and value_bits=16 round every unit once; use 16 bits, or leave"),
         ({"value_bits": 4, "refit": True}, "use value_bits=16 (keys may have fewer bits), or leave refit out"),
         ({"key_bits": 4, "rounding": "chanel"}, 'rounding "chanel" is unknown; did you mean channel?'),
+        ({"key_bits": 4, "rounding": "rotated"}, 'rounding "rotated" was retired; release 0.1.0'),
         ({"key_bits": 4, "rounding": "token:group=0"}, "group=0 is too small"),
         ({"key_bits": 4, "rounding": "token:grupo=3"}, 'it has no option "grupo"'),
     ],
@@ -557,7 +558,7 @@ def test_what_is_recalled_moves_as_codes_and_scales(positions: str, places: int)
 
 
 @pytest.mark.parametrize("tokens", [20, 90])
-@pytest.mark.parametrize("bits", [{"value_bits": 16}, {"key_bits": 3, "host_budget": 19, "rounding": "rotated"}])
+@pytest.mark.parametrize("bits", [{"value_bits": 16}, {"key_bits": 3, "host_budget": 19, "rounding": "token"}])
 @pytest.mark.parametrize("positions", ["compact", "original"])
 def test_a_disk_holds_codes_as_planned_and_changes_no_answer(
     bits: dict[str, Any], tokens: int, positions: str, tmp_path: Path

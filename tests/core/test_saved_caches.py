@@ -78,3 +78,20 @@ def test_what_retired_features_have_written_is_left_out(tmp_path: Path) -> None:
     assert torch.equal(loaded.kept_positions(0), cache.kept_positions(0))
     with pytest.raises(ValueError, match=r'policy field "ledger" was retired; release 0\.1\.0 \(git tag lab-frozen\)'):
         RetentionCache(cache.model, "streaming", {"budget": 8, "ledger": 8})
+
+
+def test_codes_of_a_retired_rounding_are_read(tmp_path: Path) -> None:
+    """A file that says "rotated" holds what today's "earlier_rotated" writes."""
+    model, path = build("llama"), tmp_path / "a.ctx"
+    codes = {"budget": 8, "key_bits": 4, "value_bits": 8, "rounding": "rotated:group=4"}
+    with pytest.raises(ValueError, match='rounding "rotated" was retired; release 0.1.0'):
+        RetentionCache(model, "streaming", codes)
+    cache = RetentionCache(model, "streaming", RetentionPolicy(**{**codes, "rounding": "earlier_rotated:group=4"}))
+    prefill(model, torch.arange(24)[None] + 3, cache)
+    save_cache(cache, path)
+    with safe_open(path, "pt") as file:
+        text = file.metadata()["state"].replace("earlier_rotated", "rotated")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, path, metadata={"state": text, "notes": "{}", "checksum": checksum(text, tensors)})
+    answers = [generate(model, cache=one, max_new_tokens=8) for one in (cache, load_cache(path, model, "streaming"))]
+    assert torch.equal(*answers)

@@ -135,7 +135,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "heads, adaptive memory": {"memory": "adaptive"},
     "heads, decremental": {"memory": "sqrt", "decremental": True, "min_chunk": 16},
     "heads, 4 bits": {"key_bits": 4, "value_bits": 4},
-    # Not with rounding="rotated": on a processor with AVX-512 it kept other units, and why was not looked into.
     "heads, 8 bits": {"key_bits": 8, "value_bits": 8, "exact_recent": 8},
     "heads, refit": {"refit": True},
     "heads, adaptive heads": {"head_budgets": "adaptive"},
