@@ -35,6 +35,8 @@ _RETIRED = (
     *("--suite world", "--suite lookalikes", "task world/", "task lookalikes/", "method kvpress/", "locret compare"),
     *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means"),
     *("option --ledger", "policy field ledger", "rounding rotated"),
+    *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
+    *("modifier +d2o", "modifier +kvmerger", "modifier +refit"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
 _LAST = "release 0.1.0 (git tag lab-frozen)"

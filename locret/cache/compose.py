@@ -42,7 +42,7 @@ FAIR, BY_SCORE = "fair", "score"
 SHARES = (FAIR, BY_SCORE)
 _HOW_IT_IS_READ = {
     *("budget", "chunk_size", "stabilizers", "local_len", "memory", "decremental", "min_chunk", "prefill_attention"),
-    *("when", "merge", "refit"),
+    *("when", "merge"),
 }
 """Fields of a policy in which texts of one cache may differ: what they decide is over when a text has been read."""
 

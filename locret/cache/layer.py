@@ -17,7 +17,6 @@ from locret.backbone.chunk import Attended, Chunk, Projections
 from locret.cache.blocks import Blocks
 from locret.cache.host import HostTier
 from locret.cache.merging import Folding
-from locret.cache.refit import Refit
 from locret.cache.store import POSITIONS, SCORES, DenseStore, Part, Store, UnitRanks, Workspace
 from locret.policy.selectors import KeptPerHead, Selector, Stay
 
@@ -201,20 +200,17 @@ class RetentionLayer(CacheLayerMixin):
         for name, values in (columns or {}).items():
             self.store.write(name, values, where)
 
-    def evict(self, stay: Stay, base: int, refit: Refit | None = None) -> None:
+    def evict(self, stay: Stay, base: int) -> None:
         """Keep the best units, as many as `stay` says.
 
         Args:
             stay: How many, and which whatever their score.
             base: Position after the newest one.
-            refit: What the values of those that stay are fitted to; None: they stay as they are.
         """
         if self.store.fill <= stay.budget:
             return
         self.evictions += 1
         kept = self.selector.select(self.store, stay)
-        if refit is not None:
-            refit.apply(self.store, kept)
         if self.host is None and self.folding is None:
             self.store.keep(kept, turned=self.rotated)
             return

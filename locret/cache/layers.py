@@ -66,7 +66,6 @@ def check_latent(policy: RetentionPolicy, model_type: str) -> None:
     """
     settings = {
         "host_budget": policy.host_budget,
-        "refit": policy.refit or None,
         "merge": None if policy.merge == NO_MERGER else policy.merge,
     }
     for name, value in settings.items():
@@ -83,12 +82,12 @@ def check_lent(policy: RetentionPolicy, backbone: Backbone) -> None:
     Raises:
         ValueError: Naming the setting.
     """
-    for name, value in (("host_budget", policy.host_budget), ("refit", policy.refit or None)):
-        if value is not None:
-            raise ValueError(
-                f"{name}={value} goes by the queries of one layer, but the last layers of {backbone.model_type} attend "
-                f"to the units of earlier ones; leave {name} out, or take another backbone"
-            )
+    if policy.host_budget is not None:
+        raise ValueError(
+            f"host_budget={policy.host_budget} goes by the queries of one layer, but the last layers of "
+            f"{backbone.model_type} attend to the units of earlier ones; leave host_budget out, or take another "
+            "backbone"
+        )
 
 
 def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Disk | None:

@@ -57,11 +57,6 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
             f"{policy.chunk_size}; raise chunk_size to at least {scorer.lookback}"
         )
-    if policy.refit and scorer.needs_hidden:
-        raise ValueError(
-            f"refit=True fits values to a layer's queries when it evicts, but scorer {scorer.name} rates tokens when "
-            "all layers are done and their queries are gone; leave refit out or choose another scorer"
-        )
 
 
 def with_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -> RetentionPolicy:

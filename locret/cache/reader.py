@@ -25,7 +25,6 @@ from locret.cache.digest import extended
 from locret.cache.host import Asking
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
-from locret.cache.refit import Refit
 from locret.cache.store import DenseStore
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
@@ -283,14 +282,11 @@ class Reader:
             scores, columns = self._rated(chunk)
             self.layers[nth].rate(scores, columns, where)
         if evicts_now is not None and not self.scorer.needs_hidden:
-            base, refit = self.cache.next_position + layer.new_tokens, None
+            base = self.cache.next_position + layer.new_tokens
             if layer.layer_idx in self.cache.backbone.lenders:
                 self._due.append((nth, evicts_now, base))
                 return
-            if self.policy.refit and (self._last or self.limits.final):
-                kv_heads, sinks = layer.projections.shape.num_kv_heads, layer.learned_sinks
-                refit = Refit(layer.query, view, layer.scaling, layer.softcap, kv_heads, sinks)
-            self.layers[nth].evict(evicts_now, base, refit)
+            self.layers[nth].evict(evicts_now, base)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what the scorer says of a chunk: scores, and the columns it declares.

@@ -153,11 +153,7 @@ class RetentionPolicy:
     exact_layers: int = 0
     """With fewer bits: first and last full-attention layers, so many each, whose units stay as they are."""
     merge: str = NO_MERGER
-    """Fold evicted units into kept ones: "none", or a merger, such as kvmerger, d2o or loco:kernels=FOLDER
-    (docs/merging.md)."""
-    refit: bool = False
-    """At the last eviction of a read, fit the values of kept units so that the queries of the last chunk read what they
-    read before (Attention Matching)."""
+    """Fold evicted units into kept ones: "none", or a merger, loco:kernels=FOLDER (docs/merging.md)."""
 
     def __post_init__(self) -> None:
         following = {name: value for name in FOLLOWING if isinstance(value := getattr(self, name), Follows)}
@@ -302,11 +298,6 @@ class RetentionPolicy:
                 f'merge="{self.merge}" changes kept units, but key_bits={self.key_bits} and value_bits='
                 f"{self.value_bits} round every unit once; use 16 bits, or leave merge out"
             )
-        if self.value_bits < 16 and self.refit:
-            raise ValueError(
-                f"refit=True changes kept values, but value_bits={self.value_bits} rounds them once; use "
-                "value_bits=16 (keys may have fewer bits), or leave refit out"
-            )
         if not self.exact_bits and self.head_budgets != "uniform":
             raise ValueError(
                 f'head_budgets="{self.head_budgets}" gives heads different numbers of units, which are held as they '
@@ -358,7 +349,6 @@ class RetentionPolicy:
             "decode_budget": (None,),
             "prefill_attention": ("dense",),
             "merge": (NO_MERGER,),
-            "refit": (False,),
         }
         for name, allowed in fixed.items():
             value = getattr(self, name)
@@ -369,21 +359,10 @@ class RetentionPolicy:
                 )
 
     def _check_merging(self) -> None:
-        for name, used in (("merge", self.merge != NO_MERGER), ("refit", self.refit)):
-            if used and self.host_budget is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} makes up for units that are lost, but host_budget="
-                    f"{self.host_budget} keeps them, and what is recalled would count twice; leave one of them out"
-                )
-        if self.refit and self.memory != "fixed":
+        if self.merge != NO_MERGER and self.host_budget is not None:
             raise ValueError(
-                f"refit=True fits values at the last eviction of a read, but where memory={self.memory} a text's last "
-                'chunk may find room without one; use memory="fixed", or leave refit out'
-            )
-        if self.refit and self.merge != NO_MERGER:
-            raise ValueError(
-                f'refit=True fits values to keys that are kept as they were, but merge="{self.merge}" changes them; '
-                "leave one of them out"
+                f"merge={self.merge} makes up for units that are lost, but host_budget={self.host_budget} keeps them, "
+                "and what is recalled would count twice; leave one of them out"
             )
 
     def __deepcopy__(self, memo: Any) -> RetentionPolicy:
@@ -469,7 +448,7 @@ FOLLOWING = ("stabilizers", "local_len", "chunk_size", "min_chunk", "decode_inte
 """Fields that follow from the budget, each after those that it depends on."""
 
 
-_RETIRED: dict[str, Any] = {"ledger": 0}
+_RETIRED: dict[str, Any] = {"ledger": 0, "refit": False}
 """Fields that files of earlier versions have, and the values that changed nothing."""
 
 
@@ -478,6 +457,8 @@ def without_retired(values: Any) -> Any:
     if not isinstance(values, Mapping):
         return values
     kept = {name: value for name, value in values.items() if name not in _RETIRED}
+    if str(kept.get("merge")).partition(":")[0] in ("d2o", "kvmerger"):
+        del kept["merge"]
     rounding = kept.get("rounding")
     if isinstance(rounding, str) and rounding.startswith("rotated"):  # its units are still read
         kept["rounding"] = f"earlier_{rounding}"
@@ -498,8 +479,8 @@ def policy_of(policy: Any, budget: int | None = None) -> RetentionPolicy | None:
         for name, usual in _RETIRED.items():
             if policy.get(name, usual) != usual:
                 check_retired("policy field", name)
-        if str(policy.get("rounding")).startswith("rotated"):
-            check_retired("rounding", "rotated")
+        for name in ("rounding", "merge"):
+            check_retired(name, str(policy.get(name)).partition(":")[0])
         return RetentionPolicy.from_dict(dict(policy), "policy")
     if policy is None or isinstance(policy, RetentionPolicy):
         return policy

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, merger, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -42,6 +42,8 @@ def both(lm: LongContextModel) -> list[Context]:
 
 def read(family: str, tokens: int, seed: int, **changes: Any) -> RetentionCache:
     model = MODELS.setdefault(family, build(family))
+    if "merge" in changes:
+        changes["merge"] = merger(family)
     cache = RetentionCache(model, changes.pop("scorer", "key_norm"), RetentionPolicy(**{**NUMBERS, **changes}))
     prefill(model, prompt(tokens, seed=seed), cache)
     return cache
@@ -160,7 +162,7 @@ def test_units_are_shared_as_asked_and_openings_do_not_repeat(both: list[Context
         {"layer_budgets": "pyramid"},
         {"positions": "original"},
         {"positions": "original", "head_budgets": "adaptive"},
-        {"merge": "kvmerger"},
+        {"merge": "loco"},
         {"decode_budget": 90, "decode_interval": 8},
     ],
 )
@@ -335,7 +337,7 @@ def test_shrinking_keys_keeps_them_what_they_were(both: list[Context]) -> None:
         {"layer_budgets": "pyramid"},
         {"when": "prompt_end"},
         {"memory": "linear"},
-        {"merge": "d2o"},
+        {"merge": "loco"},
         {"stabilizers": 23},
     ],
 )

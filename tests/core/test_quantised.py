@@ -150,7 +150,6 @@ WAYS: list[dict[str, Any]] = [
     {**TWO_TIERS, "decode_budget": 33, "decode_interval": 3},
     {"when": "prompt_end"},
     {"layer_budgets": "pyramid"},
-    {"refit": True},
 ]
 
 
@@ -438,8 +437,7 @@ def test_half_precision_backbones_are_read_and_answered(dtype: torch.dtype) -> N
         ({"key_bits": 4, "exact_recent": -1}, "exact_recent=-1 is negative; use 0 for none"),
         ({"exact_layers": -2, "value_bits": 4}, "exact_layers=-2 is negative"),
         ({"key_bits": 4, "head_budgets": "adaptive"}, 'use 16 bits, or head_budgets="uniform"'),
-        ({"key_bits": 4, "merge": "d2o"}, "key_bits=4 and value_bits=16 round every unit once; use 16 bits, or leave"),
-        ({"value_bits": 4, "refit": True}, "use value_bits=16 (keys may have fewer bits), or leave refit out"),
+        ({"key_bits": 4, "merge": "loco"}, "key_bits=4 and value_bits=16 round every unit once; use 16 bits, or leave"),
         ({"key_bits": 4, "rounding": "chanel"}, 'rounding "chanel" is unknown; did you mean channel?'),
         ({"key_bits": 4, "rounding": "rotated"}, 'rounding "rotated" was retired; release 0.1.0'),
         ({"key_bits": 4, "rounding": "token:group=0"}, "group=0 is too small"),
@@ -447,7 +445,7 @@ def test_half_precision_backbones_are_read_and_answered(dtype: torch.dtype) -> N
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match="key_bits|value_bits|exact|rounding|group|refit") as caught:
+    with pytest.raises(ValueError, match="key_bits|value_bits|exact|rounding|group") as caught:
         RetentionCache(build("llama"), "h2o", policy(**changes))
     assert sentence in str(caught.value)
 

@@ -67,7 +67,7 @@ def test_what_retired_features_have_written_is_left_out(tmp_path: Path) -> None:
     save_cache(cache, path)
     with safe_open(path, "pt") as file:
         state, tensors = json.loads(file.metadata()["state"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    state["policy"] |= {"ledger": 8}
+    state["policy"] |= {"ledger": 8, "refit": True, "merge": "d2o:threshold=0.5"}
     for index in cache.backbone.layers:
         tensors[f"layers.{index}.ledger"] = torch.full((2, 8), -torch.inf)
         state["layers"][index] |= {"ledger_width": 32, "ledger_end": 24}
@@ -76,8 +76,9 @@ def test_what_retired_features_have_written_is_left_out(tmp_path: Path) -> None:
     loaded = load_cache(path, cache.model, "streaming")
     assert loaded.policy == cache.policy
     assert torch.equal(loaded.kept_positions(0), cache.kept_positions(0))
-    with pytest.raises(ValueError, match=r'policy field "ledger" was retired; release 0\.1\.0 \(git tag lab-frozen\)'):
-        RetentionCache(cache.model, "streaming", {"budget": 8, "ledger": 8})
+    for given, what in {"ledger": (8, 'policy field "ledger"'), "merge": ("d2o:threshold=0.5", 'merge "d2o"')}.items():
+        with pytest.raises(ValueError, match=f"{what[1]} was retired; release 0.1.0"):
+            RetentionCache(cache.model, "streaming", {"budget": 8, given: what[0]})
 
 
 def test_codes_of_a_retired_rounding_are_read(tmp_path: Path) -> None:

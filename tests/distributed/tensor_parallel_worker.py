@@ -31,7 +31,6 @@ from locret import (
     generate,
     load_cache,
     lookups,
-    mergers,
     prefill,
     prefill_attention,
     save_cache,
@@ -136,7 +135,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "heads, decremental": {"memory": "sqrt", "decremental": True, "min_chunk": 16},
     "heads, 4 bits": {"key_bits": 4, "value_bits": 4},
     "heads, 8 bits": {"key_bits": 8, "value_bits": 8, "exact_recent": 8},
-    "heads, refit": {"refit": True},
     "heads, adaptive heads": {"head_budgets": "adaptive"},
     "heads, bounded host": {"host_budget": 64, "recall": 8},
     "heads, host in codes": {"host_budget": "all", "recall": 8, "key_bits": 8, "value_bits": 8},
@@ -173,8 +171,7 @@ def walk(both: Both) -> Any:
     reading["scorer"] = "streaming:sinks=0"
     cases["omnikv, sparse reading"] = {**reading, "recall": 32, "recall_by": "omnikv:prefill=1"}
     cases["quest, its paper's"] = {**reading, "recall": 32, "recall_by": "quest:page=8"}
-    for name in mergers.names():
-        cases[f"merger {name}"] = {"merge": f"loco:kernels={FOLDER / 'kernels'}" if name == "loco" else name}
+    cases["merger loco"] = {"merge": f"loco:kernels={FOLDER / 'kernels'}"}
     for name in prefill_attention.names():
         cases[f"attention {name}"] = {"prefill_attention": SPARSE.get(name, name)}
     found = {}
