@@ -42,11 +42,10 @@ def share_of_loss(
     """
     scores_KL = head(features_LF).T
     beyond_K1 = head(next_1F).T
-    targets_KL = labels_KL if loss.label_floor is None else labels_KL.clamp(min=loss.label_floor)
     if loss.objective == "ranking":
-        fit = _share_of_listwise(scores_KL, targets_KL, loss.temperature, share)
+        fit = _share_of_listwise(scores_KL, labels_KL, loss.temperature, share)
     else:
-        fit = F.smooth_l1_loss(scores_KL, targets_KL, beta=1.0, reduction="sum") / (len(labels_KL) * trained)
+        fit = F.smooth_l1_loss(scores_KL, labels_KL, beta=1.0, reduction="sum") / (len(labels_KL) * trained)
     steps = torch.cat([scores_KL, beyond_K1], dim=1).diff(dim=1).square().sum()
     smoothness = steps / (len(labels_KL) * max(1, trained - 1))
 

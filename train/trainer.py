@@ -78,7 +78,7 @@ class Trainer:
         accelerator: Made with the mixed precision and gradient accumulation that the options say.
         loss: Labels and loss.
         optimizer: Optimizer and schedule.
-        run: How often to save and to log; how rows are read where heads evict while they are trained.
+        run: How often to save and to log.
         max_prompt_tokens: First prompt tokens to train on.
         eval_every: Steps between two evaluations.
         folder: Output folder, which exists.
@@ -228,7 +228,6 @@ class Trainer:
                 example.prompt_ids,
                 example.answer_ids,
                 self.loss,
-                policy=self.run.policy if self.loss.evict_while_training else None,
                 max_prompt_tokens=self.max_prompt_tokens,
                 earlier_answers=example.earlier_answers,
                 asked=example.asked,

@@ -125,9 +125,6 @@ class Loss:
     include_last_prompt_token: bool = False
     """Count the last prompt token, which produces the answer's first token, among the answer's (Locret's index range
     does, the original code does not)."""
-    label_floor: float | None = None
-    """Labels below this are raised to it, so that nothing is spent on telling useless tokens apart; in nats, such as
-    -8 for log_attention. None leaves them as they are (original)."""
     objective: Literal["regression", "ranking"] = "regression"
     """Predict the labels (smooth L1; Locret, Eq. 3), or only their order (ListNet: the KL divergence of the scores'
     softmax over the prompt from the labels')."""
@@ -137,7 +134,7 @@ class Loss:
     """Weight of the smoothness term, which is summed over layers (Locret, section 4.1; original)."""
 
     def __post_init__(self) -> None:
-        for name in ("include_last_prompt_token", "label_floor", "temperature", "alpha"):
+        for name in ("include_last_prompt_token", "temperature", "alpha"):
             checked(Loss, name, getattr(self, name))
         if self.alpha < 0:
             raise ValueError(f"alpha={self.alpha} is negative; use 0 to leave out the smoothness term")
@@ -161,25 +158,17 @@ class LossOptions(Loss):
     """Which answers label a row's text: the last one; of several turns, each one what stands before it (all); of rows
     with a document and its questions, the largest label of all answers, each question asked by itself of the document,
     which is read once (each)."""
-    evict_while_training: bool = False
-    """Read the rows chunk by chunk with the heads' own evictions under --policy (if none, the one that --init-from's
-    heads recommend), and learn from the states this leaves: a second stage. Labels are those without eviction."""
 
     def __post_init__(self) -> None:
         check_finite(self)
         _check_positive(self, "temperature")
-        kind = kinds.get(self.label_kind)
+        kinds.get(self.label_kind)
         if self.answers != "last" and self.label_source == "reconstruction":
             raise ValueError(
                 f"--answers {self.answers} changes nothing with --label-source reconstruction; drop one of them"
             )
         if self.temperature != 1 and self.objective != "ranking":
             raise ValueError(f"--temperature {self.temperature} changes nothing here; add --objective ranking")
-        if self.label_floor is not None and self.label_floor >= kind.ceiling:
-            raise ValueError(
-                f"--label-floor {self.label_floor} raises every label: {kind.name} is never above {kind.ceiling:g}; "
-                f"use such as {kind.ceiling - 8:g}"
-            )
         if self.alpha < 0:
             raise ValueError(f"--alpha {self.alpha} is negative; use 0 to leave out the smoothness term")
 

@@ -32,9 +32,8 @@ from locret.labels import kinds
 from locret.load_options import WeightOptions
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.policy.growth import check_share_count
-from locret.policy.policy import RetentionPolicy
 from locret.scorers.retaining_heads import recommended_shares
-from locret.train import checkpointing, launch, run_folder
+from locret.train import checkpointing, launch, resumed, run_folder
 from locret.train.devices_plan import Choice, Devices, PlannedRow, choices
 from locret.train.memory_plan import (
     backbone_parameters,
@@ -137,9 +136,7 @@ class TrainingRun:
                 f"--answers each reads a document once and goes on from there, which --sp-size {self.backbone.sp_size} "
                 "does not divide among processes; drop --sp-size, or use --answers last"
             )
-        if self.loss.evict_while_training and self.backbone.init_from is None:
-            logger.warning("--evict-while-training without --init-from: untrained heads evict by chance at first")
-        elif self.backbone.init_from is not None and os.path.isdir(self.backbone.init_from):
+        if self.backbone.init_from is not None and os.path.isdir(self.backbone.init_from):
             self._take_initial_heads(self.backbone.init_from)
         if self.backbone.init_from is None:
             self._check_heads()
@@ -199,8 +196,6 @@ class TrainingRun:
         self.config = load_config(self.backbone)
         if self.backbone.init_from is not None and not os.path.isdir(self.backbone.init_from):
             self._take_initial_heads(self.backbone.init_from)
-        if self.loss.evict_while_training and "policy" not in self.chosen:
-            raise ValueError("--evict-while-training needs to know how to evict; add --policy.budget 256 and so on")
 
     def _check_push(self, repo: str) -> None:
         from huggingface_hub import get_token
@@ -232,11 +227,6 @@ class TrainingRun:
             )
         self._take_shape(gate, hidden_dim, heads.config.neighbours)
         self._check_heads(recommended_shares(heads.config))
-        if self.loss.evict_while_training and "policy" not in self.chosen and heads.config.policy:
-            policy = RetentionPolicy.from_dict(heads.config.policy, "the policy of --init-from")
-            self.run = replace(self.run, policy=policy)
-            self.options["policy"] = heads.config.policy
-            self.chosen.add("policy")
 
     def _take_shape(self, gate: str, hidden_dim: int, neighbours: int = 0) -> None:
         shape = {"gate": gate, "hidden_dim": hidden_dim, "neighbours": neighbours}
@@ -379,7 +369,7 @@ class TrainingRun:
             "autocast": self.precision != "no",
             "tokens": self.planned_tokens(),
             "trained_tokens": min(self.data.max_prompt_tokens, describe(self.config).max_positions),
-            "kept_features": self.loss.evict_while_training or self.loss.answers == "each",
+            "kept_features": self.loss.answers == "each",
             "asked_apart": self.loss.answers == "each",
             "weighed_labels": kinds.get(self.loss.label_kind).terms is not None,
         }
@@ -410,8 +400,7 @@ class TrainingRun:
 
     def fixed_options(self, ranks: Ranks) -> dict[str, Any]:
         """Return the options that a resumed run must share."""
-        free = set(_FREE) - ({"policy"} if self.loss.evict_while_training else set())
-        fixed = {name: value for name, value in self.resolved_options().items() if name not in free}
+        fixed = {name: value for name, value in self.resolved_options().items() if name not in _FREE}
         rows_per_step = fixed.pop("gradient_accumulation") * ranks.data_size
         # Those that were not given are left out: earlier runs did not have them.
         weights = {field.name for field in fields(WeightOptions)}
@@ -436,7 +425,12 @@ class TrainingRun:
             state = None if checkpoint is None else checkpointing.read(checkpoint)
             if state is not None and checkpoint is not None:
                 with checkpointing.intact(checkpoint):
-                    stored = {"eval_rows": 0, "gate": LOCRET, "neighbours": 0, **state["config"]}
+                    stored = {
+                        "eval_rows": 0,
+                        "gate": LOCRET,
+                        "neighbours": 0,
+                        **resumed.without_retired(state["config"]),
+                    }
                 checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
                 records_until(self.folder / run_folder.LOG, state["step"])
         model = load_model(self.backbone, self.config, self.device, self.dtype)

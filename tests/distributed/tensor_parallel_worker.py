@@ -296,20 +296,16 @@ def heads(both: Both) -> Any:
 
 
 def training(both: Both) -> Any:
-    """Compare losses and gradients of a row, read whole and while the heads evict."""
+    """Compare losses and gradients of a row."""
     found: dict[str, Any] = {}
-    for name, loss, policy in (
-        ("regression", Loss(alpha=0.5), None),
-        ("ranking", Loss(objective="ranking", label_kind="log_attention", alpha=0.0025), None),
-        ("evicting", Loss(), RetentionPolicy(**POLICY)),
+    for name, loss in (
+        ("regression", Loss(alpha=0.5)),
+        ("ranking", Loss(objective="ranking", label_kind="log_attention", alpha=0.0025)),
     ):
         whole = RetainingHeads.for_model(both.whole, 32, seed=0).requires_grad_(True)
         part = sharded(RetainingHeads.for_model(both.part, 32, seed=0), both.ranks)
         row = both.ids[:, :-20], both.ids[:, -20:]
-        results = [
-            train_step(model, ours, *row, loss, policy=policy)
-            for model, ours in ((both.whole, whole), (both.part, part))
-        ]
+        results = [train_step(model, ours, *row, loss) for model, ours in ((both.whole, whole), (both.part, part))]
         far = [
             float((part_of(theirs.grad, key, part.config, both.ranks) - ours.grad).abs().max())
             for (key, theirs), ours in zip(whole.named_parameters(), part.parameters(), strict=True)

@@ -36,8 +36,6 @@ STEPS = (
     "trained before the border",
     "one token",
     "earlier answers",
-    "evicting",
-    "evicting, windows",
 )
 
 

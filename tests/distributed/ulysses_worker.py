@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 from training_cases import backbone, token_ids
 from transformers import LlamaConfig
 
-from locret import RetainingHeads, RetentionPolicy
+from locret import RetainingHeads
 from locret.backbone.adapters import describe
 from locret.distributed.ulysses import RowRanks, RowShare
 from locret.infer.speed.allocations import peak_bytes
@@ -43,7 +43,6 @@ KINDS["mean"] = LabelKind(
     whole_rows=True,
     comparable=True,
 )
-STRICT = RetentionPolicy(budget=40, chunk_size=32, stabilizers=8, local_len=8)
 
 
 def differences(
@@ -80,7 +79,7 @@ def steps(ranks: RowRanks) -> dict[str, dict[str, float]]:
     cases: dict[str, tuple[Any, dict[str, Any], Loss, dict[str, Any]]] = {
         "llama": (llama, ids, Loss(), {}),
         "no groups": (backbone("llama-mha"), ids, Loss(label_kind="log_attention"), {}),
-        "q and k norms": (backbone("qwen3"), ids, Loss(label_kind="log_attention", label_floor=-4.0), {}),
+        "q and k norms": (backbone("qwen3"), ids, Loss(label_kind="log_attention"), {}),
         "windows and softcap": (gemma, ids, Loss(label_kind="log_attention"), {}),
         "fused projections, long factors": (built, ids, Loss(), {}),
         "learned sinks": (sinks, ids, Loss(label_kind="log_attention"), {}),
@@ -94,8 +93,6 @@ def steps(ranks: RowRanks) -> dict[str, dict[str, float]]:
         "trained before the border": (llama, ids, Loss(objective="ranking"), {"max_prompt_tokens": 20}),
         "one token": (llama, {"prompt": token_ids(1), "answer": token_ids(1, 1)}, Loss(), {}),
         "earlier answers": (llama, ids, Loss(), {"earlier_answers": [(20, 30), (55, 70)]}),
-        "evicting": (llama, ids, Loss(), {"policy": STRICT}),
-        "evicting, windows": (gemma, ids, Loss(alpha=1.0), {"policy": STRICT, "max_prompt_tokens": 70}),
     }
     return {
         name: differences(model, ranks, rows["prompt"], rows["answer"], loss, **more)
@@ -122,7 +119,6 @@ def sharded(ranks: RowRanks) -> dict[str, Any]:
             more = {"part": part, "loss": Loss(label_kind="log_attention")}
             found["steps"] = {
                 "sharded": differences(whole, ranks, **ids, **more),
-                "sharded, evicting": differences(whole, ranks, **ids, **more, policy=STRICT),
             }
     return found
 

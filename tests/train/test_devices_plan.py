@@ -103,11 +103,11 @@ def test_one_card_takes_four_bits_or_the_hosts_memory(llama_70b: Path, capsys: p
     assert none["choices"][-1]["shortage"] == "more than 59.60 GiB of host memory"
 
 
-def test_long_rows_and_eviction_are_counted(llama_70b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_rows_and_questions_apart_are_counted(llama_70b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long = plan(llama_70b, capsys, "--devices=8x48GB", "--max-tokens=131072")
     assert long["takes"] == "FSDP and Ulysses over 8"
     assert long["command"].endswith(" --shard fsdp --sp-size 8")
-    evicting = plan(llama_70b, capsys, "--devices=8x80GB", "--evict-while-training")
+    evicting = plan(llama_70b, capsys, "--devices=8x80GB", "--answers=each")
     ways = {way["name"]: way for way in evicting["choices"]}
     features = ways["FSDP or ZeRO-3 over 8"]["bytes_per_card"]["features"]
     assert features == LAYERS * 10240 * 80 * DIM * 2

@@ -94,8 +94,8 @@ def test_a_gate_learns_its_labels() -> None:
     assert float(results[-1].overlap) > 0.5 > float(results[0].overlap)
 
 
-def test_an_evicting_stage_and_a_resumed_run_train_gates_too(paths: tuple[Path, Path], tmp_path: Path) -> None:
-    whole, halves, evicting = tmp_path / "whole", tmp_path / "halves", tmp_path / "evicting"
+def test_a_second_run_and_a_resumed_run_train_gates_too(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    whole, halves, further = tmp_path / "whole", tmp_path / "halves", tmp_path / "further"
     flags = ["--gate=kvzap-mlp", "--warmup-steps=1", "--save-every=2", *LABELS]
     assert train(paths, whole, "--steps=4", *flags) == 0
     assert train(paths, halves, "--steps=4", *flags) == 0
@@ -103,10 +103,9 @@ def test_an_evicting_stage_and_a_resumed_run_train_gates_too(paths: tuple[Path, 
     assert train(paths, tmp_path / "again", "--steps=4", f"--resume={checkpoint}", *flags) == 0
     ends = [RetainingHeads.from_pretrained(folder).state_dict() for folder in (whole, tmp_path / "again")]
     assert all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
-    second = [f"--init-from={whole}", "--evict-while-training", "--policy.budget=24", "--policy.chunk_size=16"]
-    assert train(paths, evicting, "--steps=2", "--warmup-steps=0", *second, *LABELS) == 0
-    assert RetainingHeads.from_pretrained(evicting).config.gate == RetainingHeads.from_pretrained(whole).config.gate
-    assert (evicting / "published" / "config.json").is_file()
+    assert train(paths, further, "--steps=2", "--warmup-steps=0", f"--init-from={whole}", *LABELS) == 0
+    assert RetainingHeads.from_pretrained(further).config.gate == RetainingHeads.from_pretrained(whole).config.gate
+    assert (further / "published" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(
