@@ -36,7 +36,8 @@ _RETIRED = (
     *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means"),
     *("option --ledger", "policy field ledger", "rounding rotated"),
     *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
-    *("option --evict-while-training", "option --label-floor"),
+    *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
+    *("option --devices", "option --host-memory"),
     *("modifier +d2o", "modifier +kvmerger", "modifier +refit"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""

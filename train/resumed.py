@@ -22,11 +22,11 @@ NEWEST, AUTO = "newest", "auto"
 _RESUME, _OUTPUT = ("resume", "resume_from_checkpoint"), ("output", "output_dir")
 ONCE = ("resume", "overwrite", "output", "dry_run", "json")
 """Options of one call of the command, which the next one does not inherit."""
-SPREAD = ("shard", "shard_offload", "shard_offload_dir", "sp_size")
+SPREAD = ("shard", "shard_offload", "shard_offload_dir")
 """How a run is spread over processes, which one that goes on alone does not inherit."""
 
 
-_RETIRED = {"label_floor": None, "evict_while_training": False}
+_RETIRED = {"label_floor": None, "evict_while_training": False, "sp_size": 1, "devices": None, "host_memory": None}
 """Options that runs of earlier versions have, and the values that changed nothing."""
 
 

@@ -21,14 +21,11 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import describe, input_device
 from locret.backbone.chunk import Attended
-from locret.distributed.ulysses import RowRanks, observe_share
 from locret.heads.heads import RetainingHeads
-from locret.heads.shard import shared_by
 from locret.labels import kinds
 from locret.labels.labels import layer_labels, observe, token_row
 from locret.labels.many_answers import labels_of_answers
 from locret.train.loss import fit_and_smoothness, top_overlap
-from locret.train.shared_rows import share_of_loss
 from locret.train.training_options import DataOptions, Loss
 
 
@@ -58,7 +55,6 @@ def train_step(
     earlier_answers: Sequence[tuple[int, int]] = (),
     asked: Sequence[tuple[Tensor, Tensor]] = (),
     backward: Callable[[Tensor], None] = Tensor.backward,
-    row_ranks: RowRanks | None = None,
 ) -> StepResult:
     """Add the gradient of one row's loss to the heads' float32 gradients.
 
@@ -73,23 +69,16 @@ def train_step(
         asked: Ids of questions and their answers, each of which follows the prompt by itself: labels are the largest of
             all, and `answer_ids` is not read.
         backward: Called once per layer with the layer's share of the loss; the shares add up to the total.
-        row_ranks: Processes that share the row by its tokens; all call this with the same arguments. Each adds its part
-            of the gradient, whose sum is the row's.
 
     Returns:
-        The losses of the row, the same in all of `row_ranks`; its tokens are counted once.
+        The losses of the row.
 
     Raises:
-        ValueError: For an unknown kind of label, a prompt or answer that is empty or more than one row, or a backbone
-            whose rows cannot be shared.
+        ValueError: For an unknown kind of label, or a prompt or answer that is empty or more than one row.
     """
     loss = loss or Loss()
     if asked:
         return _apart_step(model, heads, prompt_ids, asked, loss, max_prompt_tokens, backward)
-    if row_ranks is not None and row_ranks.size > 1:
-        return _shared_step(
-            model, heads, prompt_ids, answer_ids, loss, max_prompt_tokens, earlier_answers, backward, row_ranks
-        )
     kind, last = kinds.get(loss.label_kind), loss.include_last_prompt_token
     prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
     prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)
@@ -102,8 +91,6 @@ def train_step(
 
     ids = torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model))
     observe(model, ids, on_layer)
-    if (ranks := shared_by(heads)) is not None:
-        parts = list(ranks.mean(torch.stack(parts)))
     return step_result(parts, loss, ids.shape[1])
 
 
@@ -130,49 +117,8 @@ def _apart_step(
         features_TF = features.pop(layer)
         own_KT = labels_KT[: backbone.shape(layer).num_kv_heads].to(features_TF.device)
         parts.append(learn_layer(heads, layer, features_TF, own_KT, loss, backward))
-    if (ranks := shared_by(heads)) is not None:
-        parts = list(ranks.mean(torch.stack(parts)))
     tokens = document_1D.shape[1] + sum(question.shape[-1] + answer.shape[-1] for question, answer in asked)
     return step_result(parts, loss, tokens)
-
-
-def _shared_step(
-    model: nn.Module,
-    heads: RetainingHeads,
-    prompt_ids: Tensor,
-    answer_ids: Tensor,
-    loss: Loss,
-    max_prompt_tokens: int,
-    earlier_answers: Sequence[tuple[int, int]],
-    backward: Callable[[Tensor], None],
-    row_ranks: RowRanks,
-) -> StepResult:
-    """Take the part of a step that belongs to this process's tokens of the row; see `train_step`."""
-    row_ranks.check(describe(model))
-    kind, last = kinds.get(loss.label_kind), loss.include_last_prompt_token
-    prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
-    ids = torch.cat([prompt_ids, answer_ids], dim=1)
-    prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)
-    share = row_ranks.share(ids.shape[1])
-    own, follows = share.own(trained), share.end < trained
-    parts: list[Tensor] = []
-
-    def learn(layer: int, own_LF: Tensor, next_1F: Tensor, labels_KL: Tensor) -> None:
-        with torch.enable_grad(), _without_cast_cache(own_LF.device.type):
-            fit, smoothness, overlap = share_of_loss(heads[layer], own_LF, next_1F, labels_KL, loss, share, trained)
-            backward(fit / len(heads) + loss.alpha * smoothness)
-        parts.append(torch.stack([fit.detach(), smoothness.detach(), overlap()]))
-
-    def on_layer(chunk: Attended) -> None:
-        # Of all tokens in this process's heads; then of its own tokens in all heads.
-        labels_KT = layer_labels(chunk, prompt, kind, last, labelled=trained, earlier_answers=earlier_answers)
-        labels_KL = share.tokens(labels_KT[None, :, :, None])[0, :, :, 0]
-        own_LF = heads.features(chunk, own)[0]
-        next_1F = share.next_token(own_LF)
-        learn(chunk.layer_idx, own_LF, next_1F if follows else next_1F[:0], labels_KL)
-
-    observe_share(model, share, ids, on_layer)
-    return step_result(list(share.total(torch.stack(parts))), loss, ids.shape[1])
 
 
 def learn_layer(
@@ -184,13 +130,11 @@ def learn_layer(
     backward: Callable[[Tensor], None],
 ) -> Tensor:
     """Call `backward` with one layer's share of the total; return (3,) its fit, smoothness and overlap, detached."""
-    ranks = shared_by(heads)
     with torch.enable_grad(), _without_cast_cache(features_TF.device.type):
         scores_KT = heads[layer_idx](features_TF).T
         fit, smoothness = fit_and_smoothness(scores_KT, labels_KT, loss)
         # The fit is a mean over layers, smoothness a sum over them.
-        # Both are means over KV heads: where processes share those, each adds its part of the mean.
-        backward((fit / len(heads) + loss.alpha * smoothness) / (1 if ranks is None else ranks.size))
+        backward(fit / len(heads) + loss.alpha * smoothness)
     overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
     # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
     return torch.stack([fit.detach(), smoothness.detach(), overlap])

@@ -16,8 +16,7 @@ from locret.data.training.row_order import SHUFFLE_BUFFER
 from locret.field_values import check_finite, check_license, checked
 from locret.labels import kinds
 from locret.load_options import BackboneSource
-from locret.nearest import nearest
-from locret.policy.budget import parse_bytes
+from locret.nearest import check_retired, nearest
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import PolicyFlags, resolve
 from locret.train import resumed
@@ -48,31 +47,20 @@ class BackboneOptions(BackboneSource):
     neighbours: int = 0
     """Tokens before each one that a head looks at too, through a causal depthwise convolution of its hidden numbers;
     their features are held with every cache. None in the paper."""
-    sp_size: int = 1
-    """Processes that share each row by its tokens (Ulysses sequence parallelism), for rows longer than one card holds.
-    It divides the number of processes, and the backbone's KV heads."""
     init_from: str | None = None
     """Heads to go on from, a folder or a Hub id; fresh ones (normal, the backbone's initializer_range) if none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive(self, "hidden_dim", "sp_size")
+        _check_positive(self, "hidden_dim")
+        if self.shard == "tp":
+            check_retired("locret-train", "--shard tp")
         if self.neighbours:
             _check_neighbours(self.neighbours)
         if self.neighbours and self.gate != "locret":
             raise ValueError(
                 f"--neighbours {self.neighbours} is an option of Locret's heads, and --gate {self.gate} looks at one "
                 "token; drop one of them"
-            )
-        if self.neighbours and (self.sp_size > 1 or self.shard == "tp"):
-            given = "--shard tp" if self.shard == "tp" else f"--sp-size {self.sp_size}"
-            raise ValueError(
-                f"--neighbours {self.neighbours} trains heads that look across the parts that {given} gives to "
-                "processes; drop one of them"
-            )
-        if self.sp_size > 1 and self.shard == "tp":
-            raise ValueError(
-                f"--sp-size {self.sp_size} and --shard tp both divide the attention heads among the processes; drop one"
             )
 
 
@@ -273,11 +261,6 @@ class RunOptions:
     """Licence of the heads as the Hub spells it, such as mit; apache-2.0, or that of the heads it begins with."""
     dry_run: bool = False
     """Print the resolved options and a memory plan; load no weights and write nothing."""
-    devices: str | None = None
-    """With --dry-run, cards to plan for, such as 8x80GB: print what every way of loading the backbone takes of a card,
-    and which one to take. Needs no --dataset."""
-    host_memory: str | None = None
-    """With --devices, the machine's own memory, such as 512GiB; if none is given, the plan says what it would need."""
     json: bool = False
     """Print one JSON object at the end."""
 
@@ -287,24 +270,11 @@ class RunOptions:
         if self.output is not None and not self.output.strip():
             raise ValueError("--output is empty; give a folder")
         self.trackers()
-        self._check_devices()
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; drop one of them")
         if type(self.policy) is not RetentionPolicy:
             # Flags, which the policy's own checks are for.
             object.__setattr__(self, "policy", resolve(vars(self.policy), {}))
-
-    def _check_devices(self) -> None:
-        if self.devices is not None and not self.dry_run:
-            raise ValueError(f"--devices {self.devices} plans and trains nothing; add --dry-run, or drop it")
-        if self.host_memory is None:
-            return
-        if self.devices is None:
-            raise ValueError(f"--host-memory {self.host_memory} belongs to --devices; add --devices 8x80GB, or drop it")
-        try:
-            parse_bytes(self.host_memory)
-        except ValueError as error:
-            raise ValueError(f"--host-memory: {error}") from None
 
     def trackers(self) -> list[str]:
         """Return where curves go; nowhere is an empty list.
@@ -363,7 +333,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
     backbone, data, run = options[0], options[1], options[-1]
     if run.resume == resumed.NEWEST and run.output is None and not data.dataset.strip():
         raise ValueError("--resume does not say which run; give its folder, such as --resume runs/heads")
-    if not data.dataset.strip() and run.devices is None:
+    if not data.dataset.strip():
         raise ValueError("--dataset is missing; give LongAlpaca or another set (docs/training_data.md)")
     if run.output is None:
         earlier = resumed.run_of(run.resume, None)

@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from locret.backbone.adapters import describe, ranks_of, unwrap
+from locret.backbone.adapters import describe, unwrap
 from locret.backbone.passes import in_step
-from locret.distributed.ranks import Ranks, launched
-from locret.distributed.tensor_parallel import part_of
-from locret.distributed.ulysses import RowRanks, check_shared
+from locret.distributed.ranks import Ranks
 from locret.heads.config import HeadsConfig, usual_width
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.gates import GATES, LOCRET
 from locret.heads.heads import RetainingHeads
-from locret.heads.shard import ShardedHeads, sharded
 from locret.hub import no_token
 from locret.labels import kinds
 from locret.load_options import WeightOptions
@@ -34,7 +31,6 @@ from locret.loading import load_config, load_model, load_tokenizer, resolve_dtyp
 from locret.policy.growth import check_share_count
 from locret.scorers.retaining_heads import recommended_shares
 from locret.train import checkpointing, launch, resumed, run_folder
-from locret.train.devices_plan import Choice, Devices, PlannedRow, choices
 from locret.train.memory_plan import (
     backbone_parameters,
     check_fits,
@@ -65,7 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
-_PLACES = ("device_map", "max_memory", "offload_folder", "sp_size", "shard", "shard_offload", "shard_offload_dir")
+_PLACES = ("device_map", "max_memory", "offload_folder", "shard", "shard_offload", "shard_offload_dir")
 _FREE = (*_PLACES, "data_dir", "skip_bad_rows", "max_row_bytes", "eval_every", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
@@ -123,19 +119,8 @@ class TrainingRun:
         if self.precision == "auto":
             self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
         launch.check_precision(self.precision)
-        if self.precision == "fp16" and self.head_ranks > 1:
-            raise ValueError(
-                "--mixed-precision fp16 scales the loss by what each process sees of its own part of the heads, so it "
-                "does not go with --shard tp; use bf16 or no"
-            )
-        check_shared(describe(self.config), self.backbone.sp_size)
         self._settle_width()
         self._check_label_kind()
-        if self.loss.answers == "each" and self.backbone.sp_size > 1:
-            raise ValueError(
-                f"--answers each reads a document once and goes on from there, which --sp-size {self.backbone.sp_size} "
-                "does not divide among processes; drop --sp-size, or use --answers last"
-            )
         if self.backbone.init_from is not None and os.path.isdir(self.backbone.init_from):
             self._take_initial_heads(self.backbone.init_from)
         if self.backbone.init_from is None:
@@ -145,11 +130,6 @@ class TrainingRun:
         kind = self.loss.label_kind
         if kinds.get(kind).terms is None:
             return
-        if max(self.backbone.sp_size, self.head_ranks) > 1:
-            raise ValueError(
-                f"--label-kind {kind} weighs by hidden states and values of all heads, which one process must have; "
-                "drop --sp-size and --shard tp, or use log_attention"
-            )
         if any(shape.latent for shape in describe(self.config).full_shapes):
             raise ValueError(
                 f"--label-kind {kind} weighs values by the output projection, but this backbone holds latents; use "
@@ -251,10 +231,6 @@ class TrainingRun:
             )
         if self.backbone.hidden_dim is None:
             self._take_shape(gate, width or 1)
-        if self.head_ranks > 1:
-            raise ValueError(
-                f"--gate {gate} reads hidden states, which --shard tp does not divide; use --shard fsdp, or drop it"
-            )
 
     def _given_width(self) -> int | None:
         """Return the width of the heads, where their architecture has one."""
@@ -264,7 +240,7 @@ class TrainingRun:
     def ranks(self, process: PartialState) -> Ranks:
         """Return this process among those of the run, with the rows that it reads."""
         own = Ranks(process.process_index, process.num_processes, process.local_process_index)
-        return own.under(self.backbone.shard, self.backbone.sp_size)
+        return own.under(self.backbone.shard)
 
     def open_rows(self, process: PartialState) -> None:
         """Open this process's training rows, which checks schema, template and first row, and settle the precision."""
@@ -333,46 +309,22 @@ class TrainingRun:
         context = describe(self.config).max_positions
         return min(self.data.max_tokens or context, context)
 
-    @property
-    def head_ranks(self) -> int:
-        """Processes that share the heads.
-
-        Raises:
-            ValueError: If they cannot.
-        """
-        if self.backbone.shard != "tp":
-            return 1
-        size = launched()[1]
-        return size if part_of(self.config, size) != describe(self.config) else 1
-
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
         return memory_plan(
             self.config,
             self.parameters,
-            **self._planned_row(),
+            hidden_dim=self.backbone.hidden_dim or 0,
+            neighbours=self.backbone.neighbours,
+            gate=self.backbone.gate,
+            dtype=self.dtype,
+            autocast=self.precision != "no",
+            tokens=self.planned_tokens(),
+            trained_tokens=min(self.data.max_prompt_tokens, describe(self.config).max_positions),
+            asked_apart=self.loss.answers == "each",
+            weighed_labels=kinds.get(self.loss.label_kind).terms is not None,
             backbone_bytes=self.weights.on(self.device),
-            row_ranks=self.backbone.sp_size,
-            head_ranks=self.head_ranks,
         )
-
-    def devices_plan(self, devices: Devices) -> list[Choice]:
-        """Return what each way of loading the backbone takes of these cards."""
-        return choices(PlannedRow(config=self.config, **self._planned_row()), devices)
-
-    def _planned_row(self) -> dict[str, Any]:
-        return {
-            "hidden_dim": self.backbone.hidden_dim,
-            "neighbours": self.backbone.neighbours,
-            "gate": self.backbone.gate,
-            "dtype": self.dtype,
-            "autocast": self.precision != "no",
-            "tokens": self.planned_tokens(),
-            "trained_tokens": min(self.data.max_prompt_tokens, describe(self.config).max_positions),
-            "kept_features": self.loss.answers == "each",
-            "asked_apart": self.loss.answers == "each",
-            "weighed_labels": kinds.get(self.loss.label_kind).terms is not None,
-        }
 
     def resolved_options(self) -> dict[str, Any]:
         """Return all options, with what "auto" came to."""
@@ -395,7 +347,7 @@ class TrainingRun:
         """
         run = self.run
         kept = min(run.keep_checkpoints, -(-self.optimizer.steps // run.save_every))
-        needed = checkpoint_bytes(self.plan(), kept) * self.head_ranks
+        needed = checkpoint_bytes(self.plan(), kept)
         run_folder.check(str(run.output), resume=run.resume, overwrite=run.overwrite, needed_bytes=needed)
 
     def fixed_options(self, ranks: Ranks) -> dict[str, Any]:
@@ -408,12 +360,11 @@ class TrainingRun:
         fixed = {name: value for name, value in fixed.items() if name not in weights}
         return {**fixed, **given, "rows_per_step": rows_per_step}
 
-    def train(self, accelerator: Accelerator, row_ranks: RowRanks) -> dict[str, Any]:
+    def train(self, accelerator: Accelerator) -> dict[str, Any]:
         """Load the weights, train, save; return the final record.
 
         Args:
             accelerator: Made with the mixed precision and gradient accumulation that the options say.
-            row_ranks: The processes that share a row with this one.
         """
         from locret.train.probe import Probe, verdict
         from locret.train.trainer import Trainer
@@ -435,11 +386,10 @@ class TrainingRun:
                 records_until(self.folder / run_folder.LOG, state["step"])
         model = load_model(self.backbone, self.config, self.device, self.dtype)
         self._check_head_shares(model)
-        new_heads = self._new_heads(model)
+        heads = self._new_heads(model)
         with own.together():
-            begun = {"the weights of --init-from": weight_fingerprint(new_heads)}
+            begun = {"the weights of --init-from": weight_fingerprint(heads)}
             own.agree(begun, "give all processes the same heads")
-        heads = sharded(new_heads, ranks_of(model))
         heads = heads.follow(model) if self.backbone.shard is None else heads.to(self.device)
         with own.together():
             if own.is_main:
@@ -452,8 +402,6 @@ class TrainingRun:
             heads,
             self.stream,
             accelerator,
-            row_ranks=row_ranks,
-            data_size=own.data_size,
             held_out=self.held_out,
             loss=self.loss,
             optimizer=self.optimizer,
@@ -488,7 +436,6 @@ class TrainingRun:
                 summary["outcome"] += f"; {words}"
                 if warning:
                     logger.warning(warning)
-        heads = heads.whole() if isinstance(heads, ShardedHeads) else heads
         if not stopped:
             with in_step(model):  # the first process alone measures the shares of the layers
                 if accelerator.is_main_process:

@@ -43,9 +43,6 @@ class Reader:
         answering: Whether tokens are generated, or a prompt is read.
     """
 
-    exchange = None
-    """A cache holds all tokens that stay."""
-
     def __init__(self, cache: RetentionCache, *, answering: bool) -> None:
         self.cache, self.policy, self.scorer = cache, cache.policy, cache.scorer
         self.layers: list[RetentionLayer] = cache.governed

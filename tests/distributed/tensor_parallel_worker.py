@@ -39,12 +39,10 @@ from locret import (
 from locret.backbone.adapters import describe, ranks_of
 from locret.distributed import tensor_parallel
 from locret.heads.fingerprint import any_fingerprint, weight_fingerprint
-from locret.heads.shard import ShardedHeads, part_of, sharded
+from locret.heads.shard import ShardedHeads, sharded
 from locret.labels import answer_labels
 from locret.labels.labels import prompt_scores
 from locret.mergers.kernels import MergingKernels
-from locret.train.step import train_step
-from locret.train.training_options import Loss
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(sys.argv[1])
@@ -280,43 +278,14 @@ def heads(both: Both) -> Any:
     """Take heads apart and together again."""
     own = sharded(both.heads, both.ranks)
     assert isinstance(own, ShardedHeads)
-    folder = FOLDER / f"heads-{dist.get_world_size()}"
-    own.save_pretrained(folder)
-    dist.barrier()
-    state, whole = own.whole_state(), both.heads.state_dict()
+    state, whole = own.whole().state_dict(), both.heads.state_dict()
     scores = [prompt_scores(model, ours, both.ids) for model, ours in ((both.whole, both.heads), (both.part, own))]
     return {
         "bytes": [sum(p.nbytes for p in heads.parameters()) for heads in (both.heads, own)],
         "state": list(state) == list(whole) and all(torch.equal(state[key], whole[key]) for key in whole),
-        "file": (folder / "model.safetensors").read_bytes() == (HEADS / "model.safetensors").read_bytes(),
-        "config": json.loads((folder / "config.json").read_text()) == json.loads((HEADS / "config.json").read_text()),
         "scores": float((both.ranks.own(scores[0], 1) - scores[1]).abs().max()),
         "again": sharded(own, both.ranks) is own,
     }
-
-
-def training(both: Both) -> Any:
-    """Compare losses and gradients of a row."""
-    found: dict[str, Any] = {}
-    for name, loss in (
-        ("regression", Loss(alpha=0.5)),
-        ("ranking", Loss(objective="ranking", label_kind="log_attention", alpha=0.0025)),
-    ):
-        whole = RetainingHeads.for_model(both.whole, 32, seed=0).requires_grad_(True)
-        part = sharded(RetainingHeads.for_model(both.part, 32, seed=0), both.ranks)
-        row = both.ids[:, :-20], both.ids[:, -20:]
-        results = [train_step(model, ours, *row, loss) for model, ours in ((both.whole, whole), (both.part, part))]
-        far = [
-            float((part_of(theirs.grad, key, part.config, both.ranks) - ours.grad).abs().max())
-            for (key, theirs), ours in zip(whole.named_parameters(), part.parameters(), strict=True)
-        ]
-        most = max(float(one.grad.abs().max()) for one in whole.parameters())
-        found[name] = {
-            "losses": [[float(one.total), float(one.fit), float(one.smoothness)] for one in results],
-            "overlap": float((results[0].overlap - results[1].overlap).abs().max()),
-            "gradients": max(far) / most,
-        }
-    return found
 
 
 def refusals(both: Both) -> Any:
@@ -364,7 +333,7 @@ def _unread(**_: Any) -> Any:
 
 
 CHECKS: dict[str, Callable[[Both], Any]] = {
-    check.__name__: check for check in (fingerprints, walk, backbones, rows, files, heads, training, refusals)
+    check.__name__: check for check in (fingerprints, walk, backbones, rows, files, heads, refusals)
 }
 
 
