@@ -37,7 +37,7 @@ _RETIRED = (
     *("option --ledger", "policy field ledger", "rounding rotated"),
     *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
     *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
-    *("option --devices", "option --host-memory"),
+    *("option --devices", "option --host-memory", "option --gate"),
     *("modifier +d2o", "modifier +kvmerger", "modifier +refit"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""

@@ -9,7 +9,6 @@ from torch import nn
 
 from locret.backbone.adapters import LayerShape, describe
 from locret.heads.config import HeadsConfig
-from locret.heads.gates import GATES, LOCRET
 from locret.labels.labels import logit_bytes
 from locret.load_options import BackboneSource
 from locret.train.training_options import BackboneOptions
@@ -53,7 +52,6 @@ def memory_plan(
     *,
     hidden_dim: int,
     neighbours: int = 0,
-    gate: str = LOCRET,
     dtype: torch.dtype,
     autocast: bool,
     tokens: int,
@@ -69,7 +67,6 @@ def memory_plan(
         parameters: What `backbone_parameters` counted.
         hidden_dim: d_R of the heads.
         neighbours: Tokens before each one that they look at too.
-        gate: Their architecture.
         dtype: Type of the backbone's weights.
         autocast: Whether the heads compute in two bytes instead of four.
         tokens: Tokens of the longest row, prompt and answer.
@@ -88,8 +85,7 @@ def memory_plan(
     Raises:
         ValueError: For a backbone that retaining heads cannot work on.
     """
-    width = hidden_dim if gate == LOCRET or GATES[gate].width else None
-    heads = HeadsConfig.for_model(config, width, gate, neighbours=neighbours)
+    heads = HeadsConfig.for_model(config, hidden_dim, neighbours=neighbours)
     weights = heads.num_weights
     sizes = dtype.itemsize, 2 if autocast else 4
     plan = {

@@ -26,7 +26,14 @@ SPREAD = ("shard", "shard_offload", "shard_offload_dir")
 """How a run is spread over processes, which one that goes on alone does not inherit."""
 
 
-_RETIRED = {"label_floor": None, "evict_while_training": False, "sp_size": 1, "devices": None, "host_memory": None}
+_RETIRED = {
+    "label_floor": None,
+    "evict_while_training": False,
+    "sp_size": 1,
+    "devices": None,
+    "host_memory": None,
+    "gate": "locret",
+}
 """Options that runs of earlier versions have, and the values that changed nothing."""
 
 

@@ -38,12 +38,9 @@ class BackboneOptions(BackboneSource):
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Autocast of backbone and heads; auto: bf16 for a bfloat16 backbone (original), fp16 for float16, else no. The
     heads' weights, gradients and optimizer are float32 always."""
-    gate: Literal["locret", "kvzap-linear", "kvzap-mlp", "fast-kvzip", "dms"] = "locret"
-    """Architecture of the heads: Locret's, or a gate that others published, which is then written in its authors' form
-    as well, into published/ of --output (docs/gates.md)."""
     hidden_dim: int | None = None
     """Width between a head's two layers, d_R. If none is given, half the backbone's width, down to a power of two, and
-    at most the paper's 1,024 (Locret, section 4.1); of a gate, that of its paper."""
+    at most the paper's 1,024 (Locret, section 4.1)."""
     neighbours: int = 0
     """Tokens before each one that a head looks at too, through a causal depthwise convolution of its hidden numbers;
     their features are held with every cache. None in the paper."""
@@ -57,11 +54,6 @@ class BackboneOptions(BackboneSource):
             check_retired("locret-train", "--shard tp")
         if self.neighbours:
             _check_neighbours(self.neighbours)
-        if self.neighbours and self.gate != "locret":
-            raise ValueError(
-                f"--neighbours {self.neighbours} is an option of Locret's heads, and --gate {self.gate} looks at one "
-                "token; drop one of them"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from locret.backbone.passes import in_step
 from locret.distributed.ranks import Ranks
 from locret.heads.config import HeadsConfig, usual_width
 from locret.heads.fingerprint import weight_fingerprint
-from locret.heads.gates import GATES, LOCRET
 from locret.heads.heads import RetainingHeads
 from locret.hub import no_token
 from locret.labels import kinds
@@ -119,7 +118,7 @@ class TrainingRun:
         if self.precision == "auto":
             self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
         launch.check_precision(self.precision)
-        self._settle_width()
+        self._take_shape(self.backbone.hidden_dim or usual_width(self.config), self.backbone.neighbours)
         self._check_label_kind()
         if self.backbone.init_from is not None and os.path.isdir(self.backbone.init_from):
             self._take_initial_heads(self.backbone.init_from)
@@ -137,7 +136,7 @@ class TrainingRun:
             )
 
     def _check_heads(self, shares: tuple[float, ...] | None = None) -> None:
-        """Refuse a gate that its authors' files cannot hold, and a policy whose layers have no shares.
+        """Refuse a policy whose layers have no shares.
 
         Args:
             shares: Those that the heads of `--init-from` recommend.
@@ -145,18 +144,12 @@ class TrainingRun:
         Raises:
             ValueError: Naming the option.
         """
-        backbone, policy = describe(self.config), self.run.policy
-        gate, layers = self.backbone.gate, len(backbone.layers)
-        if gate.startswith("kvzap") and layers != backbone.num_layers:
-            raise ValueError(
-                f"--gate {gate} is published with a gate for every layer, but this backbone has {layers} with full "
-                f"attention of {backbone.num_layers}; use --gate fast-kvzip or {LOCRET}"
-            )
+        policy = self.run.policy
         if "policy" not in self.chosen or policy.layer_budgets != "shares":
             return
         shares = policy.layer_shares or shares
         if shares is not None:
-            check_share_count(shares, layers)
+            check_share_count(shares, len(describe(self.config).layers))
         else:
             raise ValueError(
                 "--policy.layer-budgets shares needs a share of each layer; give --policy.layer-shares, or use "
@@ -189,12 +182,12 @@ class TrainingRun:
     def _take_initial_heads(self, name: str) -> None:
         heads = RetainingHeads.from_pretrained(name)
         heads.check_matches(self.config)
-        hidden_dim, gate = heads.config.hidden_dim, (heads.config.gate or {"name": LOCRET})["name"]
-        if "gate" in self.chosen and self.backbone.gate != gate:
+        if heads.config.gate is not None:
             raise ValueError(
-                f"--gate {self.backbone.gate} differs from {gate} of the heads in --init-from "
-                f"{self.backbone.init_from}; leave it out"
+                f"--init-from {name} holds a gate ({heads.config.gate['name']}), and gates are read here, not trained; "
+                "leave it out"
             )
+        hidden_dim = heads.config.hidden_dim
         if "hidden_dim" in self.chosen and self.backbone.hidden_dim != hidden_dim:
             raise ValueError(
                 f"--hidden-dim {self.backbone.hidden_dim} differs from {hidden_dim} of the heads in --init-from "
@@ -205,37 +198,12 @@ class TrainingRun:
                 f"--neighbours {self.backbone.neighbours} differs from {heads.config.neighbours} of the heads in "
                 f"--init-from {self.backbone.init_from}; leave it out"
             )
-        self._take_shape(gate, hidden_dim, heads.config.neighbours)
+        self._take_shape(hidden_dim, heads.config.neighbours)
         self._check_heads(recommended_shares(heads.config))
 
-    def _take_shape(self, gate: str, hidden_dim: int, neighbours: int = 0) -> None:
-        shape = {"gate": gate, "hidden_dim": hidden_dim, "neighbours": neighbours}
-        self.backbone = replace(self.backbone, **shape)  # type: ignore[arg-type]
-        self.options |= shape
-
-    def _settle_width(self) -> None:
-        """Give heads the width that follows from the backbone, and a gate that of its paper, unless one was asked for.
-
-        Raises:
-            ValueError: For a width that changes nothing, or processes that would share the gate.
-        """
-        gate = self.backbone.gate
-        if gate == LOCRET:
-            self._take_shape(gate, self.backbone.hidden_dim or usual_width(self.config), self.backbone.neighbours)
-            return
-        width = GATES[gate].width
-        if width is None and "hidden_dim" in self.chosen and self.backbone.hidden_dim != 1:
-            raise ValueError(
-                f"--hidden-dim {self.backbone.hidden_dim} changes nothing of --gate {gate}, which has no hidden layer; "
-                "leave it out"
-            )
-        if self.backbone.hidden_dim is None:
-            self._take_shape(gate, width or 1)
-
-    def _given_width(self) -> int | None:
-        """Return the width of the heads, where their architecture has one."""
-        gate = self.backbone.gate
-        return self.backbone.hidden_dim if gate == LOCRET or GATES[gate].width else None
+    def _take_shape(self, hidden_dim: int, neighbours: int) -> None:
+        self.backbone = replace(self.backbone, hidden_dim=hidden_dim, neighbours=neighbours)
+        self.options |= {"hidden_dim": hidden_dim, "neighbours": neighbours}
 
     def ranks(self, process: PartialState) -> Ranks:
         """Return this process among those of the run, with the rows that it reads."""
@@ -316,7 +284,6 @@ class TrainingRun:
             self.parameters,
             hidden_dim=self.backbone.hidden_dim or 0,
             neighbours=self.backbone.neighbours,
-            gate=self.backbone.gate,
             dtype=self.dtype,
             autocast=self.precision != "no",
             tokens=self.planned_tokens(),
@@ -334,8 +301,8 @@ class TrainingRun:
 
     def step_flops(self, process: PartialState) -> int | None:
         """Return the operations of one optimizer step on rows of the length in the plan; None where they vary."""
-        width, gate, near = self._given_width(), self.backbone.gate, self.backbone.neighbours
-        heads = HeadsConfig.for_model(self.config, width, gate, neighbours=near).num_weights
+        width, near = self.backbone.hidden_dim, self.backbone.neighbours
+        heads = HeadsConfig.for_model(self.config, width, neighbours=near).num_weights
         row = step_flops(self.config, self.parameters, heads, self.planned_tokens())
         return row and row * self.optimizer.gradient_accumulation * self.ranks(process).data_size
 
@@ -378,7 +345,6 @@ class TrainingRun:
                 with checkpointing.intact(checkpoint):
                     stored = {
                         "eval_rows": 0,
-                        "gate": LOCRET,
                         "neighbours": 0,
                         **resumed.without_retired(state["config"]),
                     }
@@ -440,8 +406,6 @@ class TrainingRun:
             with in_step(model):  # the first process alone measures the shares of the layers
                 if accelerator.is_main_process:
                     self._annotate(heads, model, summary).save_pretrained(self.folder)
-                    if heads.config.gate is not None:
-                        heads.save_published(self.folder / run_folder.PUBLISHED)
         accelerator.wait_for_everyone()
         return summary
 
@@ -455,8 +419,8 @@ class TrainingRun:
 
     def _new_heads(self, model: torch.nn.Module) -> RetainingHeads:
         if self.backbone.init_from is None:
-            gate, seed, near = self.backbone.gate, self.optimizer.seed, self.backbone.neighbours
-            heads = RetainingHeads.for_model(model, self._given_width(), seed=seed, gate=gate, neighbours=near)
+            width, near = self.backbone.hidden_dim, self.backbone.neighbours
+            heads = RetainingHeads.for_model(model, width, seed=self.optimizer.seed, neighbours=near)
         else:
             heads = RetainingHeads.from_pretrained(self.backbone.init_from)
             heads.check_matches(model)

@@ -201,7 +201,6 @@ def test_every_process_has_the_whole_of_what_mixes_tokens(heads: RetainingHeads)
     [
         ({"neighbours": -1}, "--neighbours -1 is out of range; give 0 for heads that look at one token"),
         ({"neighbours": 65}, "--neighbours 65 is out of range"),
-        ({"neighbours": 2, "gate": "kvzap-mlp"}, "--gate kvzap-mlp looks at one token; drop one of them"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
