@@ -38,6 +38,7 @@ _RETIRED = (
     *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
     *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
     *("option --devices", "option --host-memory", "option --gate"),
+    *("task option lookalikes", "option --density", "option --lookalikes"),
     *("modifier +d2o", "modifier +kvmerger", "modifier +refit"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""

@@ -16,10 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from locret.data import tasks
 from locret.data.tasks.generated.base import Draw
-from locret.data.tasks.generated.mixture import mixture
 from locret.data.tasks.metrics.retrieval import all_contained, first_integer
-from locret.data.text.filler import NOISE, Filler, FillerOptions, generator
-from locret.data.text.haystack import count_tokens, hide, prompt_length
+from locret.data.text.filler import Filler, generator
+from locret.data.text.haystack import hide, prompt_length
 from locret.data.text.words import NAMES, VARIABLES
 
 TOKENIZER = tiny_tokenizer()
@@ -194,19 +193,13 @@ def _words(name: str) -> list[str]:
 
 
 def test_filler_holds_numbers_and_look_alikes_but_states_no_fact() -> None:
-    filler = Filler(random.Random(0), FillerOptions())
+    filler = Filler(random.Random(0))
     text = " ".join(filler.sentence() for _ in range(3000))
     assert {len(number) for number in re.findall(r"\d+", text)} == {5, 7, 10}
     assert re.search(r"The \w+ key is \d+\.", text)
     assert re.search(r"One of the \w+ numbers in \w+ is \d+\.", text)
     for fact in ("The pass key is", "The sequence of digits is", "special magic", "VAR ", "The Dict is"):
         assert fact not in text
-    assert NOISE[0] not in text
-
-
-def test_the_noise_line_comes_whole() -> None:
-    filler = Filler(random.Random(0), FillerOptions(number_share=0, keylike_share=0, noise_share=1))
-    assert [filler.sentence() for _ in range(10)] == [*NOISE, *NOISE]
 
 
 def test_statements_at_one_place_keep_their_order() -> None:
@@ -219,28 +212,6 @@ def test_statements_at_one_place_keep_their_order() -> None:
         around=lambda text: text,
     )
     assert "First one. Second one." in text
-
-
-def test_a_mixture_answers_every_question_from_the_text() -> None:
-    sample = mixture(TOKENIZER, tasks.names(), 2048, seed=1)
-    assert prompt_length(TOKENIZER, sample.content) == 2048
-    assert len(sample.targets) > 8
-    assert all(target in sample.document for target in sample.targets)
-    assert all(target in sample.reply for target in sample.targets)
-    assert sample.document.count("The pass key is") <= 1
-    names = set(re.findall(r"numbers for (\w+) is:", sample.document))
-    assert names <= set(NAMES[::2])  # the half of the keys that evaluation never asks for
-
-
-def test_a_mixture_asks_as_few_questions_as_wanted_and_fits_short_texts() -> None:
-    sample = mixture(TOKENIZER, ["passkey", "multikey"], 512, seed=1, questions=1)
-    assert sample.question.count("?") == 1
-    assert sample.document.startswith(tuple(tasks.get(name).introduction for name in ("passkey", "multikey")))
-    for seed in range(30):
-        short = mixture(TOKENIZER, ["two_stage"], 256, seed=seed)
-        assert count_tokens(TOKENIZER, short.content) < 256
-    with pytest.raises(ValueError, match='task "sudoku" cannot be mixed'):
-        mixture(TOKENIZER, ["sudoku"], 512)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from locret.data.tasks.task import Sample
 class MultiValue(GeneratedTask):
     """Find all numbers of one key."""
 
-    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "values", "others", "digits")
+    settable: ClassVar[tuple[str, ...]] = ("values", "others", "digits")
     name: str = "multivalue"
     source: str = "RULER niah_multivalue (arXiv 2404.06654), other keys added, numbers ten apart by their first digits"
     metric: str = "string match, all"

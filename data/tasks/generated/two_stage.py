@@ -15,7 +15,7 @@ from locret.data.text.words import COLORS
 class TwoStage(GeneratedTask):
     """Look up the value of a sum."""
 
-    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "entries", "equations")
+    settable: ClassVar[tuple[str, ...]] = ("entries", "equations")
     name: str = "two_stage"
     source: str = "OmniKV 2StageRetr (ICLR 2025), a small Dict inside filler"
     metric: str = "string match, all"

@@ -14,7 +14,7 @@ from locret.data.tasks.task import Sample
 class VariableTracking(GeneratedTask):
     """Find all variables that hold a value, through assignments from variable to variable."""
 
-    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "hops", "chains", "digits")
+    settable: ClassVar[tuple[str, ...]] = ("hops", "chains", "digits")
     in_order: ClassVar[bool] = True
     name: str = "variable_tracking"
     source: str = "RULER vt (arXiv 2404.06654), two hops and a second chain"
