@@ -43,7 +43,7 @@ class Draw:
         self.rng = rng
         half = slice(0 if split == "train" else 1, None, 2)
         self._names = rng.sample(NAMES[half], len(NAMES[half]))
-        self._variables = rng.sample(VARIABLES[half], len(VARIABLES[half]))
+        rng.sample(VARIABLES[half], len(VARIABLES[half]))  # so that the rest of a text stays what it was
         self._numbers: set[str] = set()
 
     def name(self) -> str:
@@ -52,25 +52,18 @@ class Draw:
         Raises:
             ValueError: When there is none left.
         """
-        return _next(self._names, "names")
+        if not self._names:
+            raise ValueError("one text cannot hold that many keys: all names of this split are taken; ask for fewer")
+        return self._names.pop()
 
-    def variable(self) -> str:
-        """Return a variable that is used by no other statement of the text.
-
-        Raises:
-            ValueError: When there is none left.
-        """
-        return _next(self._variables, "variables")
-
-    def number(self, digits: int, first: int | None = None) -> str:
-        """Return a number of `digits` digits, different from all drawn before; it begins with `first`, or not with 0.
+    def number(self, digits: int) -> str:
+        """Return a number of `digits` digits, different from all drawn before, that does not begin with 0.
 
         Raises:
             ValueError: When there is none left.
         """
-        size = 10 ** (digits - (1 if first is None else len(str(first))))
-        low, high = (size, 10 * size) if first is None else (first * size, (first + 1) * size)
-        if sum(len(number) == digits and low <= int(number) < high for number in self._numbers) == high - low:
+        low, high = 10 ** (digits - 1), 10**digits
+        if sum(len(number) == digits for number in self._numbers) == high - low:
             raise ValueError(f"one text cannot hold that many numbers of {digits} digits; ask for fewer")
         while (number := str(self.rng.randrange(low, high))) in self._numbers:
             pass
@@ -78,28 +71,19 @@ class Draw:
         return number
 
 
-def _next(left: list[str], what: str) -> str:
-    if not left:
-        raise ValueError(f"one text cannot hold that many keys: all {what} of this split are taken; ask for fewer")
-    return left.pop()
-
-
 @dataclass(frozen=True, kw_only=True)
 class GeneratedTask(Task):
     """A task whose texts are made here: any tokenizer, any length, no data."""
 
     pictured: ClassVar[bool] = True
-    may_be_zero: ClassVar[frozenset[str]] = frozenset()
-    """Options that may be 0; all others are 1 or more, and all are whole numbers."""
 
     introduction: str = ""
     """What the text begins with."""
 
     def __post_init__(self) -> None:
         for name, value in self.options().items():
-            least = 0 if name in self.may_be_zero else 1
-            if type(value) is not int or value < least:
-                raise ValueError(f"task {self.name}: {name}={value!r} must be a whole number, {least} or more")
+            if type(value) is not int or value < 1:
+                raise ValueError(f"task {self.name}: {name}={value!r} must be a whole number, 1 or more")
 
     @abstractmethod
     def plant(self, draw: Draw) -> Planted:
