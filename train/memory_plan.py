@@ -193,36 +193,27 @@ def layer_bytes(
         neighbours: See `memory_plan`.
         weighed_labels: See `memory_plan`.
     """
-    shapes = set(describe(config).full_shapes)
     text = config.get_text_config()
+    width, inner = text.hidden_size, getattr(text, "intermediate_size", 4 * text.hidden_size)
     held = (4 if neighbours else 3) * hidden_dim  # the head's hidden states; with neighbours, those that are mixed too
-    numbers = hidden_dim, held, weighed_labels
-    return max(_one_layer(shape, text, numbers, (size, head_size), (tokens, trained)) for shape in shapes)
 
+    def one_layer(shape: LayerShape) -> int:
+        feature, dim, heads, kv_heads = shape.feature_dim, shape.head_dim, shape.num_heads, shape.num_kv_heads
+        queries, keys = heads * shape.query_dim, kv_heads * max(dim, shape.value_dim)
+        always = 3 * width + 2 * dim  # embeddings, residual and normed states; cosines and sines
+        reading = width + max(3 * (max(inner) if isinstance(inner, list) else inner), 2 * feature)
+        attended = (
+            feature + (queries + keys) + queries
+        )  # projections, rotated queries and keys, what attention returned
+        labelling = logit_bytes(heads, shape.seen_dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
+        if weighed_labels:
+            labelling = max(labelling + trained * heads * 4, _weighing(shape, heads, width, size, trained))
+        # Features, once more where the head computes in another dtype; its hidden states; scores, labels, differences.
+        per_token = feature * (size + (head_size if head_size != size else 0)) + held * head_size
+        training = trained * (per_token + 16 * kv_heads) + 4 * hidden_dim * feature  # and a new gradient
+        return max(tokens * size * (always + reading), tokens * size * (always + attended) + max(labelling, training))
 
-def _one_layer(
-    shape: LayerShape,
-    text: Any,
-    numbers: tuple[int, int, bool],
-    sizes: tuple[int, int],
-    row: tuple[int, int],
-) -> int:
-    hidden_dim, held, weighed = numbers
-    (size, head_size), (tokens, trained) = sizes, row
-    width, feature, dim = text.hidden_size, shape.feature_dim, shape.head_dim
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    queries, keys = heads * shape.query_dim, kv_heads * max(dim, shape.value_dim)
-    always = 3 * width + 2 * dim  # embeddings, residual and normed states; cosines and sines
-    inner = getattr(text, "intermediate_size", 4 * width)
-    reading = width + max(3 * (max(inner) if isinstance(inner, list) else inner), 2 * feature)
-    attended = feature + (queries + keys) + queries  # projections, rotated queries and keys, what attention returned
-    labelling = logit_bytes(heads, shape.seen_dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
-    if weighed:
-        labelling = max(labelling + trained * heads * 4, _weighing(shape, heads, width, size, trained))
-    # Features, once more where the head computes in another dtype; its hidden states; scores, labels and differences.
-    per_token = feature * (size + (head_size if head_size != size else 0)) + held * head_size
-    training = trained * (per_token + 16 * kv_heads) + 4 * hidden_dim * feature  # and a new gradient
-    return max(tokens * size * (always + reading), tokens * size * (always + attended) + max(labelling, training))
+    return max(map(one_layer, set(describe(config).full_shapes)))
 
 
 def _weighing(shape: LayerShape, heads: int, width: int, size: int, trained: int) -> int:
