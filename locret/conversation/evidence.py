@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from locret.backbone.adapters import input_device
 from locret.cache.watch import Watch
 from locret.conversation.document import Document, open_document
 from locret.conversation.templates import decode
@@ -125,7 +126,7 @@ def answered(context: Context, question: str, max_new_tokens: int, options: dict
     chat.write_answer(settings, None)
     found, ranks = watch.found(), context.cache.ranks
     if ranks is not None:  # each has watched its own heads
-        found = ranks.mean(found.to(context.lm.model.device)).cpu()
+        found = ranks.mean(found.to(input_device(context.lm.model))).cpu()
     held = [layer.fill + (0 if layer.tier is None else layer.tier.fill) for layer in chat.cache.governed]
     return Answered(
         text=str(chat.messages[-1]["content"]),
