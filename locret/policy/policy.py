@@ -452,11 +452,20 @@ _RETIRED: dict[str, Any] = {"ledger": 0, "refit": False}
 """Fields that files of earlier versions have, and the values that changed nothing."""
 
 
-def without_retired(values: Any) -> Any:
-    """Return the fields of a policy in a file of any version, less those of features that are retired."""
+def without_retired(values: Any, *, keep_used: bool = False) -> Any:
+    """Return the fields of a policy in a file of any version, less those of features that are retired.
+
+    Args:
+        values: The fields by name; anything else comes back as it is.
+        keep_used: Whether a field stays that did change something, so that policies can be compared.
+    """
     if not isinstance(values, Mapping):
         return values
-    kept = {name: value for name, value in values.items() if name not in _RETIRED}
+    kept = {
+        name: value for name, value in values.items() if name not in _RETIRED or (keep_used and value != _RETIRED[name])
+    }
+    if keep_used:
+        return kept
     if str(kept.get("merge")).partition(":")[0] in ("d2o", "kvmerger"):
         del kept["merge"]
     rounding = kept.get("rounding")
