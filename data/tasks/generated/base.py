@@ -21,7 +21,7 @@ from locret.data.text.words import NAMES, VARIABLES
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """Statements to hide in a text, in the order they must appear, and the questions that can be asked of them."""
+    """Statements to hide in a text, and the questions that can be asked of them."""
 
     statements: tuple[str, ...]
     questions: tuple[Question, ...]
@@ -97,8 +97,6 @@ class GeneratedTask(Task):
     @property
     def single_needle(self) -> bool:
         """Whether the first statement holds the whole answer to the question that is asked, at the depth chosen."""
-        if self.in_order:
-            return False
         planted = self.plant(Draw(random.Random(0), "eval"))
         return bool(planted.statements) and all(
             target in planted.statements[0] for target in planted.questions[0].targets
@@ -119,7 +117,7 @@ class GeneratedTask(Task):
             tokenizer: Any tokenizer with a chat template.
             tokens: Length of the chat prompt.
             depth: Where the first statement is, from 0 (start of the text) to 1 (end); drawn if None. The others'
-                depths are drawn. Statements that must follow each other keep their order.
+                depths are drawn.
             seed: Same seed, same sample.
             split: "eval" or "train": their texts and keys never coincide.
 
@@ -131,7 +129,7 @@ class GeneratedTask(Task):
         rng = generator(seed, split, self.name, tokens)
         planted = self.plant(Draw(rng, split))
         depths = [rng.random() for _ in planted.statements]
-        depths = self.arranged(depths if depth is None else [depth, *depths[1:]][: len(depths)])
+        depths = depths if depth is None else [depth, *depths[1:]][: len(depths)]
         asked = planted.questions[0]
         text = hide(
             tokenizer,
@@ -170,10 +168,6 @@ class GeneratedTask(Task):
             task = replace(self, max_new_tokens=wanted.max_new_tokens)
         samples = {tokens: MadeSamples(task, tokens, count, wanted.seed) for tokens in wanted.lengths}
         return Selection(task, samples, {"version": self.version, **self.options(), **longest})
-
-    def arranged(self, depths: list[float]) -> list[float]:
-        """Return the depths of the statements, ascending where they must follow each other."""
-        return sorted(depths) if self.in_order else depths
 
     def check(self, tokenizer: Any) -> None:
         """Refuse a tokenizer that cannot express the task's words and numbers.
