@@ -319,7 +319,7 @@ def _known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str,
         return name, options[root]
     if advice := ecosystem_names.advice(name):
         raise ValueError(f"{setting} is not an option here: {advice}")
-    check_retired("option", _flag(name))
+    check_retired("option", _flag(member or name))
     inner = {other for other in options if other.startswith(root + ".")}
     near = nearest(name, [*options, *_QUESTIONS])
     if member and inner:

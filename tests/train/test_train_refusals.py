@@ -22,6 +22,7 @@ BAD_OPTIONS = [
     (["--temperature=2"], "--temperature 2.0 changes nothing here; add --objective ranking"),
     (["--temperature=0", "--objective=ranking"], "--temperature 0.0 is too small; it must be more than 0"),
     (["--label-floor=0"], 'option "--label-floor" was retired; release 0.1.0'),
+    (["--policy.refit=true"], 'option "--refit" was retired; release 0.1.0'),
     (["--sp-size=2"], 'option "--sp-size" was retired; release 0.1.0'),
     (["--devices=8x80GB", "--dry-run"], 'option "--devices" was retired; release 0.1.0'),
     (["--evict-while-training"], 'option "--evict-while-training" was retired; release 0.1.0'),
