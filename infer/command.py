@@ -22,7 +22,6 @@ from typing import Any
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.distributed.ranks import Ranks, joined, launched
 from locret.infer.infer_options import (
-    SEGMENTS,
     GenerationOptions,
     OutputOptions,
     PlacedModelOptions,
@@ -129,9 +128,6 @@ def execute(options: Options) -> None:
     if prompt.context is not None:
         _ask_saved(options, prompt.context, asked)
         return
-    if prompt.evidence and "ledger" not in options.chosen:
-        policy = replace(options.policy, ledger=SEGMENTS)
-        options = replace(options, policy=policy, chosen=options.chosen | {"ledger"})
     with options.ranks.together():
         plan = _plan(options, asked)
     if plan is None:
@@ -464,8 +460,6 @@ def check_evidence(options: Options, asked: Sequence[str]) -> None:
 
     if not asked and not options.output.dry_run:
         raise ValueError("--evidence is about an answer, but nothing is asked; give --question or --questions")
-    if "ledger" in options.chosen and not options.policy.ledger:
-        raise ValueError("--evidence needs a ledger of what was read, but --ledger 0 keeps none; leave --ledger out")
     if generation.num_beams > 1:
         raise ValueError(
             f"--evidence watches one answer, but --num-beams {generation.num_beams} are searched; drop one of them"
@@ -507,7 +501,6 @@ def _with_flags(text: str) -> str:
     """Name the settings of an answer with evidence as flags."""
     flags = {
         "evidence=True": "--evidence",
-        'policy={"ledger": 256, ...}': "--ledger 256",
         "source ": "--reread ",
     }
     for name, flag in flags.items():
@@ -518,13 +511,13 @@ def _with_flags(text: str) -> str:
 def _evidence_line(found: Any) -> str:
     """Return what is known about the evidence for an answer, in one line."""
     places = ", ".join(f"{one.start:,}-{one.end:,}" for one in found.passages)
-    lost = f"  evidence: {100 * found.lost:.0f} % of the attention may be lost"
-    where = f", likeliest what it needs at tokens {places}" if places else ""
+    sure = f"  evidence: the least certain token leads by {found.margin:.2f}"
+    where = f"; looked most at tokens {places}" if places else ""
     verdict = "; evidence may be gone" if found.flagged else "; not flagged"
     if found.before is not None:
         before = shorten(found.before, 80, placeholder=" ...")
         verdict = f"; these were read again, and {f'before the answer was {before!r}' if found.changed else 'it stays'}"
-    return f"{lost}{where}; least certain token leads by {found.margin:.2f}{verdict}"
+    return f"{sure}{where}{verdict}"
 
 
 def questions_of(prompt: QuestionOptions) -> list[str]:

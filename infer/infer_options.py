@@ -12,8 +12,6 @@ from locret.field_values import check_finite, check_sampling
 from locret.load_options import BackboneSource
 from locret.policy.resolve import PolicyFlags
 
-SEGMENTS = 256
-"""Of the ledger that --evidence asks for, if --ledger is not given: 1 KiB per layer and KV head."""
 ATTENTION = ("auto", "sdpa", "flash_attention_2", "math")
 
 
@@ -115,8 +113,7 @@ class QuestionOptions:
     """File with questions, one per line, or one JSON text or object with a question per line (.jsonl)."""
 
     evidence: bool = False
-    """Say of each answer what it may lack: which share of its attention would have gone to evicted units, and where in
-    the text those were. Needs a --ledger, which is 256 then if it is not given."""
+    """Say of each answer how sure it is, and where in the text it looked: an unsure one may lack what was evicted."""
     reread: str | None = None
     """With --evidence: the file that was read. Where evidence may be gone its passages are read again, and the question
     is answered once more."""

@@ -34,6 +34,13 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 _RETIRED = (
     *("--suite world", "--suite lookalikes", "task world/", "task lookalikes/", "method kvpress/", "locret compare"),
     *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means"),
+    *("option --ledger", "policy field ledger", "rounding rotated"),
+    *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
+    *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
+    *("option --devices", "option --host-memory", "option --gate"),
+    *("task multivalue", "task variable_tracking", "task two_stage"),
+    *("task option lookalikes", "option --density", "option --lookalikes"),
+    *("modifier +d2o", "modifier +kvmerger", "modifier +refit"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
 _LAST = "release 0.1.0 (git tag lab-frozen)"

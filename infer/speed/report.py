@@ -56,8 +56,7 @@ def tables(record: Mapping[str, Any]) -> list[str]:
         "",
         *of_rows(_WORK, rows),
         "",
-        "Peak memory in MiB, planned and measured. Workspace is all that is neither weights nor cache; process is what "
-        "was taken from the system or the device, free blocks included.",
+        "Peak memory in MiB, planned and measured. Workspace is all that is neither weights nor cache.",
         "",
         *of_rows(_MEMORY, rows),
         "",
@@ -128,7 +127,6 @@ _MEMORY: Columns = {
     "workspace": number("peak_bytes.prefill.workspace", ",.2f", _MIB),
     "peak of prefill": number("peak_bytes.prefill.total", ",.2f", _MIB),
     "peak of decode": number("peak_bytes.decode.total", ",.2f", _MIB),
-    "process": number("peak_bytes.process", ",.2f", _MIB),
 }
 _OF_BASE: Columns = {f"{part} of base": _ratio(part, "this/base") for part in ("prefill", "decode")}
 _TIERS: Columns = {

@@ -48,25 +48,8 @@ _NOTHING = object()
 _QUERIES = ("q_norm", "q_layernorm", "q_proj")
 
 
-class Exchange(Protocol):
-    """How processes that hold a slice of a text's tokens each attend: to all tokens, with some of the heads."""
-
-    def heads(self, states: Tensor) -> Tensor:
-        """Given (1, H, own tokens, D), return (1, own heads, all tokens, D)."""
-
-    def tokens(self, states: Tensor) -> Tensor:
-        """Given (1, own heads, all tokens, D), return (1, H, own tokens, D)."""
-
-    def own_heads(self, numbers: Tensor) -> Tensor:
-        """Given (H,), return those of this process's heads."""
-
-
 class Observer(Protocol):
     """What a forward pass talks to: the reader of a cache, or the label pass of training."""
-
-    exchange: Exchange | None
-    """How processes share the tokens of a pass; None: this one has them all. What it is told of a layer is the part of
-    this process then: projections of its tokens; queries, keys and values of its heads."""
 
     @property
     def projections(self) -> Mapping[int, Projections]:
@@ -434,12 +417,7 @@ def locret_attention(
             "supported; use another model"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    latent, exchange = instrument.latents.get(index), observer.exchange
-    if exchange is not None:
-        if latent is not None:
-            raise ValueError(f"{type(module).__name__} attends to latents, which processes do not share by heads")
-        query, key, value = (exchange.heads(states) for states in (query, key, value))
-        s_aux = None if s_aux is None else exchange.own_heads(s_aux)
+    latent = instrument.latents.get(index)
     if latent is not None:
         query = latent.query(query)
     if full and instrument.lent:
@@ -458,8 +436,6 @@ def locret_attention(
         flash=instrument.flash and latent is None,
         sinks=s_aux,
     )
-    if exchange is not None:
-        out = exchange.tokens(out)
     if full:
         projections = observer.projections[index]
         observer.attended(

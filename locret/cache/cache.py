@@ -141,11 +141,6 @@ class RetentionCache(Cache):
         """What the merger needs of this backbone."""
         if self.merger is not None:
             check_slots(self.policy, self.merger.slots(self.merging))
-        if self.policy.ledger and scorer.predicts_attention and not scorer.predicts(self.prepared):
-            raise ValueError(
-                f"ledger={self.policy.ledger} sums up the attention that scores predict, but these heads decide "
-                "without predicting any; take heads that were taught it, or leave ledger and --evidence out"
-            )
         if self.ranks is not None:
             check_over_ranks(self)
         self.latents = latents(model)

@@ -25,7 +25,6 @@ from locret.cache.digest import extended
 from locret.cache.host import Asking
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
-from locret.cache.refit import Refit
 from locret.cache.store import DenseStore
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
@@ -43,9 +42,6 @@ class Reader:
         cache: What is being read into, or answered from.
         answering: Whether tokens are generated, or a prompt is read.
     """
-
-    exchange = None
-    """A cache holds all tokens that stay."""
 
     def __init__(self, cache: RetentionCache, *, answering: bool) -> None:
         self.cache, self.policy, self.scorer = cache, cache.policy, cache.scorer
@@ -260,7 +256,6 @@ class Reader:
             return
         assert view is not None
         assert self._positions is not None
-        ledger = None if self.answering else self.layers[nth].ledger
         stay = evicts_now = self._stay_now(nth)
         most = None if self._evicting else self.limits.most_answering(nth)
         if most is not None and stay is None and self.layers[nth].fill >= most:
@@ -283,17 +278,12 @@ class Reader:
         for chunk, where in self.layers[nth].chunks(layer, view, moment, self.scorer.causal):
             scores, columns = self._rated(chunk)
             self.layers[nth].rate(scores, columns, where)
-            if ledger is not None:
-                ledger.note(scores, chunk.positions)
         if evicts_now is not None and not self.scorer.needs_hidden:
-            base, refit = self.cache.next_position + layer.new_tokens, None
+            base = self.cache.next_position + layer.new_tokens
             if layer.layer_idx in self.cache.backbone.lenders:
                 self._due.append((nth, evicts_now, base))
                 return
-            if self.policy.refit and (self._last or self.limits.final):
-                kv_heads, sinks = layer.projections.shape.num_kv_heads, layer.learned_sinks
-                refit = Refit(layer.query, view, layer.scaling, layer.softcap, kv_heads, sinks)
-            self.layers[nth].evict(evicts_now, base, refit)
+            self.layers[nth].evict(evicts_now, base)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what the scorer says of a chunk: scores, and the columns it declares.

@@ -21,7 +21,7 @@ from locret.reference.compose import Text, composed
 from locret.reference.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
 from locret.reference.head_split import select_over_heads
 from locret.reference.infllm import infllm
-from locret.reference.merging import d2o, kvmerger, loco
+from locret.reference.merging import loco
 from locret.reference.omnikv import (
     context_scores,
     dense_layers,
@@ -32,7 +32,6 @@ from locret.reference.omnikv import (
 from locret.reference.protected import kept_with_protection
 from locret.reference.quest import page_bounds, quest_kept, quest_pages, quest_visible, upper_bound
 from locret.reference.recall import answer_with_recall, best_units, into_host
-from locret.reference.refit import refitted_values
 from locret.reference.replay import read_whole
 from locret.reference.retaining import (
     attend,
@@ -71,7 +70,6 @@ __all__ = [
     "best_units",
     "composed",
     "context_scores",
-    "d2o",
     "decremental_chunks",
     "dense_layers",
     "expected_attention",
@@ -83,7 +81,6 @@ __all__ = [
     "kept_with_protection",
     "key_difference",
     "key_norm",
-    "kvmerger",
     "labels",
     "loco",
     "loss",
@@ -105,7 +102,6 @@ __all__ = [
     "read_prompt",
     "read_whole",
     "reduce_group",
-    "refitted_values",
     "rotate",
     "rounded_after_rotation",
     "rounded_by_channel",

@@ -109,25 +109,17 @@ def test_scores_of_answers_that_waited_are_those_of_tokens_that_did_not(gate: st
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_a_gate_is_written_as_it_was_read(gate: str, tmp_path: Path) -> None:
+def test_heads_that_are_a_gate_are_saved_and_loaded(gate: str, tmp_path: Path) -> None:
     model = build("qwen3")
     heads = RetainingHeads.for_model(model, 16 if gates.get(gate).width else None, seed=1, gate=gate)
     with torch.no_grad():
         for nth, weight in enumerate(heads.parameters()):
             weight += gate_folders.drawn(*weight.shape, seed=nth)
-    heads.save_published(tmp_path / "theirs")
-    read = scorers.get(gate_folders.SCORERS[gate], path=str(tmp_path / "theirs")).prepare(model)
-    assert read.config.gate == heads.config.gate
-    assert all(torch.equal(weight, heads.state_dict()[name]) for name, weight in read.state_dict().items())
     heads.save_pretrained(tmp_path / "ours")
     ours = RetainingHeads.from_pretrained(tmp_path / "ours")
     assert ours.config == heads.config
     assert all(torch.equal(weight, heads.state_dict()[name]) for name, weight in ours.state_dict().items())
     assert gates.get(gate).about in (tmp_path / "ours" / "README.md").read_text()
-    if gate == "fast-kvzip":  # the pickle says the same as the safetensors file that is read first
-        file = tmp_path / "theirs" / "q2_dim16_sink16.pt"
-        _, weights = gate_files.read_fast_kvzip(str(file), model.config)
-        assert all(torch.equal(weight, heads.state_dict()[name]) for name, weight in weights.items())
 
 
 def test_heads_of_gates_are_bound_to_their_backbone() -> None:
@@ -138,8 +130,6 @@ def test_heads_of_gates_are_bound_to_their_backbone() -> None:
         RetainingHeads.for_model(build("llama"), 8, gate="dms")
     with pytest.raises(ValueError, match='gate "kvzap" is unknown; did you mean kvzap-mlp'):
         RetainingHeads.for_model(build("llama"), gate="kvzap")
-    with pytest.raises(ValueError, match="Locret's heads have no other form than that of save_pretrained"):
-        RetainingHeads.for_model(build("llama"), hidden_dim=8).save_published("nowhere")
 
 
 def test_gates_of_a_window_backbone_are_those_of_its_full_layers(tmp_path: Path) -> None:
@@ -151,9 +141,6 @@ def test_gates_of_a_window_backbone_are_those_of_its_full_layers(tmp_path: Path)
     assert all_.layers == full.layers == (1,)
     assert torch.equal(all_[1].k_base, full[1].k_base)
     assert (tmp_path / "all" / name).is_file()
-    heads = RetainingHeads.for_model(model, gate="kvzap-linear")
-    with pytest.raises(ValueError, match="a KVzap model has a gate for every layer, but a gemma3_text model has 1"):
-        heads.save_published(tmp_path / "none")
 
 
 # -- the Hub ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import disk_offload
-from families import HYBRIDS, SHAPE, build, prompt
+from families import HYBRIDS, SHAPE, build, merger, prompt
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import (
@@ -446,13 +446,14 @@ def test_an_interrupted_read_leaves_the_backbone_as_it_was() -> None:
         {"key_bits": 4, "value_bits": 4},
         {"head_budgets": "adaptive"},
         {"layer_budgets": "pyramid", "memory": "sqrt"},
-        {"merge": "d2o"},
+        {"merge": "loco"},
     ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_every_other_mechanism_works_on_their_attention(changes: dict[str, Any], scorer: str) -> None:
     for family in ("granite4-nope", "qwen3-next"):
         model, ids = model_of(family), prompt(58)
+        changes = {name: merger(family) if name == "merge" else value for name, value in changes.items()}
         policy = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6, **changes)
         cache = RetentionCache(model, scorer, policy)
         whole = generate(model, ids, cache=cache, **GREEDY)

@@ -212,7 +212,6 @@ def test_without_convolution_nothing_is_made_up_for() -> None:
         (["--slots", "0"], "--slots 0 is not between 1 and the 48 units of --policy.budget 64"),
         (["--policy.key-bits", "4"], "which do not go with merging; drop them"),
         (["--policy.host-budget", "8", "--policy.recall", "2"], "which do not go with merging; drop them"),
-        (["--policy.refit"], "which do not go with merging; drop them"),
     ],
 )
 def test_what_does_not_go_with_kernels_is_refused_before_training(

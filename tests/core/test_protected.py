@@ -31,8 +31,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "smaller chunks": {"memory": "linear", "decremental": True, "min_chunk": 4},
     "two tiers": {"host_budget": 30, "recall": 4},
     "rounded": {"key_bits": 4, "value_bits": 4},
-    "refitted": {"refit": True},
-    "merged": {"merge": "d2o"},
 }
 OTHERS = {
     "a pyramid": {"layer_budgets": "pyramid", "pyramid_beta": 2, "budget": 48},

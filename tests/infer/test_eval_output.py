@@ -290,7 +290,7 @@ def test_list_as_json_holds_versions_and_options(evaluate: Any) -> None:
     code, out, _ = evaluate("--list", "--json")
     found = json.loads(out)
     assert code == 0
-    assert found["tasks"]["multikey"]["options"] == {"lookalikes": 0, "keys": 8, "digits": 7}
+    assert found["tasks"]["multikey"]["options"] == {"keys": 8, "digits": 7}
     assert found["tasks"]["passkey"]["version"] >= 1
     assert "oracle" in found["methods"]
 
