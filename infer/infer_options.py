@@ -63,7 +63,7 @@ class PolicyOptions(PolicyFlags):
     kv_memory: str | None = None
     """Instead of --budget: bytes that the whole cache may take, such as 2GiB, or auto for what is free next to the
     weights; the largest budget that fits is used, with auto at most that of the prompt, which is then counted first.
-    What --host-budget keeps is not part of it."""
+    What --host-budget keeps is not part of it, nor are the tokens of a question that is asked of what was read."""
     budget_share: float | None = None
     """Instead of --budget: share of the prompt's tokens, such as 0.1; the prompt is tokenised as a whole first."""
     exclusive: ClassVar = (("budget", "kv_memory", "budget_share"),)
@@ -137,8 +137,11 @@ class PromptOptions(QuestionOptions, TextOptions):
     allow_other_scorer: bool = False
     """Ask a --context with other heads or another scorer than it was read with: what was kept stays."""
     question: list[str] = field(default_factory=list)
-    """What to ask about the text; without it the text is the whole message. One question is read with the text; of
-    several, --question TEXT for each, each is answered from its own copy of one reading."""
+    """What to ask about the text; without it the text is the whole message. Of several, --question TEXT for each, each
+    is answered from its own copy of one reading."""
+    protocol: Literal["apart", "aware"] = "apart"
+    """apart: the text is read before the question is known, as in a context; aware: the question is read with the text,
+    and scorers that look at the newest words see it."""
 
     def __post_init__(self) -> None:
         TextOptions.__post_init__(self)
@@ -233,3 +236,5 @@ class OutputOptions(ReadingOutput):
     """Print one JSON object with answer, memory and speed, instead of the answer as it is written."""
     save_context: str | None = None
     """File to write what has been read to, for --context; without a question that is all."""
+    compare_full: bool = False
+    """Answer once more with every unit kept, where that fits: whether the model or the eviction is to blame."""

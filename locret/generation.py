@@ -100,6 +100,7 @@ def generate(
         else:
             feed_held_back(model, cache)
             read_prompt(model, prompt, cache, new_tokens=new_tokens, progress=progress, turn=True)
+    given = cache
     if copies > 1:
         cache = cache.copy()
         cache.batch_repeat_interleave(copies)
@@ -128,6 +129,7 @@ def generate(
         steps = answering(model, cache)
     with steps:
         ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+    given.copies_memory = cache.memory() if copies > 1 else None
     if full is None:
         if isinstance(ids, Tensor):
             ids = ids[:, 1:]

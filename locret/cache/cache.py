@@ -149,6 +149,8 @@ class RetentionCache(Cache):
         self._workspace = Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
+        self.copies_memory: CacheMemory | None = None
+        """Of the copy that held the beams, or the other answers, of the answer written last; None for one alone."""
         self._account = Account(backbone, self._limits, compute_dtype(model).itemsize)
         maker = LayerMaker(
             backbone=backbone,
