@@ -10,6 +10,7 @@ import torch
 from families import build, merger, prompt
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle.compose import Text, composed
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,6 @@ from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors
 from locret.cache.compose import Part, divided, joined, shrunk
 from locret.engines.prefix import Prefix
-from locret.reference.compose import Text, composed
 
 NUMBERS = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 5}
 POLICY = RetentionPolicy(budget=96, chunk_size=128, stabilizers=16, local_len=16)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from families import build, prompt
 from hub_server import HubServer, Repo
+from oracle import gates as slow
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from locret.backbone.chunk import Attended
 from locret.heads import checkpoint, gate_files, gates
 from locret.heads.config import HeadsConfig
 from locret.labels.labels import observe
-from locret.reference import gates as slow
 from locret.scorers.retaining_heads import RetainingHeadScorer
 
 POLICY = RetentionPolicy(budget=24, chunk_size=16, stabilizers=0, local_len=4, positions="original")

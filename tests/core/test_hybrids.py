@@ -7,6 +7,7 @@ from functools import cache as once
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from accelerate import disk_offload
@@ -31,7 +32,6 @@ from locret import (
     generate,
     load_cache,
     prefill,
-    reference,
     save_cache,
 )
 from locret.backbone.adapters import attention_modules, describe

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from families import SHAPE, prompt
+from oracle import kept_after_chunks
 from registry import random_model, tiny_config
 from torch import Tensor
 from transformers import (
@@ -35,7 +36,6 @@ from locret.backbone.adapters import attention_modules, describe
 from locret.cache.layers import check_latent
 from locret.cache.limits import planned_bytes
 from locret.labels import answer_labels
-from locret.reference import kept_after_chunks
 from locret.train.step import train_step
 
 MHA = {**SHAPE, "num_key_value_heads": 4}

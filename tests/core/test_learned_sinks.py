@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from chunks import make_chunk
 from families import build, prompt
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, reference, save_cache
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.backbone.attention import MaskMemo, Recalled, View, attend
 from locret.backbone.chunk import Attended
 from locret.labels.labels import layer_labels, observe

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from families import build, prompt
 from test_merging import HEADS, ROWS, units_of
 from test_scorers import GREEDY, NUMBERS, make
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, reference, save_cache
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.mergers.base import take
 from locret.mergers.kernels import MergingKernel, MergingKernels
 from locret.mergers.loco import WORST, fold

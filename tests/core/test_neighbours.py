@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import locret
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, reference, save_cache
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.heads.head import RetainingHead
 from locret.heads.shard import part_of, whole_of
 from locret.labels.labels import answer_labels, observe, prompt_scores

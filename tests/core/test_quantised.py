@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from families import build, prompt
@@ -16,17 +17,7 @@ from test_scorers import make, padded, policy_of
 from test_stores import DIM, HEADS, ROWS, Filled
 from torch import Tensor
 
-from locret import (
-    RetentionCache,
-    RetentionPolicy,
-    generate,
-    load_cache,
-    lookups,
-    prefill,
-    reference,
-    save_cache,
-    scorers,
-)
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, lookups, prefill, save_cache, scorers
 from locret.backbone.rotary import rotate
 from locret.cache.compiled_step import check_can_compile
 from locret.cache.quantised import QuantisedStore

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import gates
 from torch import Tensor
 from training_cases import backbone, token_ids, train
 from transformers import AutoModelForCausalLM, DeepseekV3Config
@@ -15,7 +16,6 @@ from locret import labels
 from locret.backbone.chunk import Attended
 from locret.labels.labels import layer_labels, observe
 from locret.labels.many_answers import labels_of_answers
-from locret.reference import gates
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "qwen3"])

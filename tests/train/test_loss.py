@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from training_cases import CASES, golden
 
-from locret import reference
 from locret.train.loss import retention_loss, top_overlap
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training_cases import CASES, backbone, golden, loss_of, token_ids
 
-from locret import RetainingHeads, reference
+from locret import RetainingHeads
 from locret.labels.labels import answer_labels, prompt_scores
 from locret.train.loss import retention_loss, top_overlap
 from locret.train.step import train_step

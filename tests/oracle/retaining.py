@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.reference.head_split import select_over_heads
+from oracle.head_split import select_over_heads
 
 
 def head_scores(features_TF: Tensor, w1_RF: Tensor, w2_KR: Tensor, mix_RW: Tensor | None = None) -> Tensor:
