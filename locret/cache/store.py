@@ -37,6 +37,8 @@ _OF_CODES = {"key_scales", "value_scales", "key_frame", "value_frame", "exact_ke
 _RESERVED = {"keys", "values", "counts", "row_start", "places", "following", *COLUMNS, *_OF_CODES}
 _GROWTH = 256
 _TURNED = 4096
+_EVEN = 8
+"""What the number of open slots is a multiple of, where there is room: products like even numbers."""
 
 
 class Workspace:
@@ -636,10 +638,10 @@ class DenseStore(Store):
     # -- compiled steps -----------------------------------------------------------------------------------------------
 
     def open_slots(self, new: int) -> Slots:
-        """Return the buffers up to `new` slots behind the units, those slots filled with zeros."""
+        """Return the buffers up to `new` slots behind the units or a few more, those slots filled with zeros."""
         assert self.keys is not None
         assert self.values is not None
-        end = min(self.fill + new, self.capacity)
+        end = min(-(-(self.fill + new) // _EVEN) * _EVEN, self.capacity)
         slots = Slots(self.keys[:, :, :end], self.values[:, :, :end], self.columns[POSITIONS][:, :, :end])
         for buffer in (slots.keys, slots.values):
             buffer[:, :, self.fill :] = 0

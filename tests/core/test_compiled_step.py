@@ -11,7 +11,7 @@ from families import build, prompt
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.instrument import instrumented
-from locret.cache.compiled_step import attend_slots
+from locret.cache.compiled_step import attend_slots, weighed
 
 POLICY: dict[str, Any] = {"budget": 200, "chunk_size": 32, "stabilizers": 8, "local_len": 8}
 TRACED = "eager"
@@ -126,6 +126,20 @@ def test_one_token_attends_to_the_slots_that_the_mask_leaves(softcap: float | No
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         expected = logits.softmax(-1) @ value[:, head // 2, :9]
         torch.testing.assert_close(out[:, :, head], expected)
+
+
+@pytest.mark.parametrize("slots", [3, 8, 61, 64, 97])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_values_are_weighed_in_pieces_as_in_one_product(dtype: torch.dtype, slots: int) -> None:
+    torch.manual_seed(0)
+    weights, held = torch.randn(2, 3, 4, slots).softmax(-1), torch.randn(2, 3, 100, 16, dtype=dtype)
+    value = held[:, :, :slots]
+    out = weighed(weights, value)
+    assert out.dtype == dtype
+    error = (out.double() - weights.double() @ value.double()).abs()
+    # Weights, sums of pieces and the whole are rounded once each; products in float32 add a little.
+    rounded = 3 * torch.finfo(dtype).eps / 2 + 1e-6
+    assert bool((error <= rounded * (weights.double() @ value.double().abs())).all())
 
 
 @pytest.mark.parametrize(
