@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import input_device, unwrap
-from locret.cache.compiled_step import check_can_compile
 from locret.conversation.chat import AnswerStreamer, Chat
 from locret.conversation.document import PositionWarning, ReadingBar, as_prompt
 from locret.conversation.rules import DOCUMENT, SYSTEM, USER, check_named
@@ -187,7 +186,7 @@ def answer(
         The answer and its measurements.
 
     Raises:
-        ValueError: For an empty prompt, or where the answer cannot be compiled as asked.
+        ValueError: For an empty prompt.
     """
 
     def read() -> int:
@@ -265,8 +264,6 @@ def _measured(
     stream: bool,
 ) -> Answer:
     """Read so many tokens, write an answer, and say what both took."""
-    if options.compile:
-        check_can_compile(cache, options.max_new_tokens, options.num_beams)
     device = input_device(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -319,7 +316,6 @@ def generation_settings(options: GenerationOptions, model: nn.Module, tokenizer:
         "repetition_penalty": options.repetition_penalty,
         "stop_strings": options.stop or None,
         "pad_token_id": pad,
-        "compile": options.compile,
     }
 
 

@@ -110,8 +110,6 @@ def _load(
     )
     final, _ = sizing.final_policy(policy, chosen, recommended, planned)
     sizing.check_fits(planned, final)
-    if generation.compile:
-        sizing.check_compiles(planned, final)
     disk = checked_disk(model.disk, final)
     tokenizer = loading.load_tokenizer(model)
     backbone = loading.load_model(model, config, device, dtype)
@@ -182,9 +180,6 @@ class Conversation:
     def _say(self, text: str) -> None:
         """Print the answer as it is written."""
         chat = self._current()
-        if self.generation.compile:
-            print(chat.say(text, **self._settings), flush=True)
-            return
         try:
             with closing(chat.stream(text, **self._settings)) as parts:  # type: ignore[type-var]
                 for part in parts:

@@ -226,8 +226,6 @@ def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
     if not _apart(options, asked):
         check_no_turns({"turns": options.policy.turns})
     sizing.check_fits(run_of, policy)
-    if options.generation.compile:
-        sizing.check_compiles(run_of, policy)
     if options.output.save_context is not None:
         check_savable(policy, options.output.save_context)
     disk = checked_disk(options.model.disk, policy)
@@ -470,8 +468,6 @@ def check_evidence(options: Options, asked: Sequence[str]) -> None:
         raise ValueError(
             f"--evidence watches one answer, but --num-beams {generation.num_beams} are searched; drop one of them"
         )
-    if generation.compile:
-        raise ValueError("--evidence looks at every step of the answer, which --compile joins; drop one of them")
     if prompt.reread is not None:
         if options.policy.turns == "text":
             raise ValueError(
@@ -491,8 +487,8 @@ def _ask_with_evidence(options: Options, context: Any, question: str) -> dict[st
 
     generation, source = options.generation, options.prompt.reread
     settings = answer.generation_settings(generation, context.lm.model, context.lm.tokenizer)
-    # `check_evidence` has refused compile; do_sample=False and top_k=0 are choices, too.
-    chosen = {name: value for name, value in settings.items() if value is not None and name != "compile"}
+    # do_sample=False and top_k=0 are choices, too.
+    chosen = {name: value for name, value in settings.items() if value is not None}
     torch.manual_seed(generation.seed)
     try:
         found = context.ask(question, evidence=True, source=None if source is None else Path(source), **chosen)

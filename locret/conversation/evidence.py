@@ -107,8 +107,6 @@ def check_watchable(context: Context, settings: dict[str, Any]) -> None:
             f"evidence=True needs a ledger of what was read, which {context.name!r} lacks: it was read without one, or "
             'joined from several texts; read the text with policy={"ledger": 256, ...}'
         )
-    if settings.get("compile"):
-        raise ValueError("evidence=True looks at every step of the answer, which compile joins; leave one of them out")
     if settings.get("num_beams", 1) > 1:
         raise ValueError(
             f"evidence=True watches one answer, but num_beams={settings['num_beams']} are searched; leave one of them "
