@@ -460,24 +460,19 @@ class DenseStore(Store):
         count = kept.units.shape[-1]
         if turned:
             self._turn_forward(kept.units)
+        rows = self._where(kept.units).flatten()
         for buffer in self._buffers().values():
-            self._gather(buffer, kept.units)
+            self._gather(buffer, kept.units, rows)
         if self.row_start is not None:
             self.row_start = (self.row_start - (self.fill - count)).clamp_min(0)
         self.fill = count
 
-    def _gather(self, buffer: Tensor, kept_BKC: Tensor) -> None:
-        count = kept_BKC.shape[-1]
-        if buffer.ndim == 3:
-            buffer[:, :, :count] = buffer[:, :, : self.fill].gather(2, kept_BKC)
-            return
+    def _gather(self, buffer: Tensor, kept_BKC: Tensor, rows: Tensor) -> None:
         # Whole rows of D move, so index rows of the flat buffer: much faster than an element-wise gather.
-        batch, heads, capacity, dim = buffer.shape
-        first = torch.arange(batch * heads, device=buffer.device)[:, None] * capacity
-        rows = (kept_BKC.flatten(0, 1) + first).flatten()
-        scratch = self.workspace.take((batch, heads, count, dim), self.capacity, buffer)
-        torch.index_select(buffer.view(-1, dim), 0, rows, out=scratch.view(-1, dim))
-        buffer[:, :, :count] = scratch
+        shape = (*kept_BKC.shape, *buffer.shape[3:])
+        scratch = self.workspace.take(shape, self.capacity, buffer) if buffer.ndim > 3 else buffer.new_empty(shape)
+        torch.index_select(buffer.flatten(0, 2), 0, rows, out=scratch.flatten(0, 2))
+        buffer[:, :, : shape[2]] = scratch
 
     def _turn_forward(self, kept_BKC: Tensor) -> None:
         """Turn rotated keys by the distance they are about to move, so that each ends at its new slot's position."""
