@@ -132,7 +132,6 @@ def generation_settings(options: GenerationOptions, lm: LongContextModel) -> dic
         "repetition_penalty": options.repetition_penalty,
         "stop_strings": options.stop or None,
         "pad_token_id": pad if pad is not None else next(iter(lm.end_ids), None),
-        "compile": options.compile,
     }
 
 

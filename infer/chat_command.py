@@ -153,9 +153,6 @@ class Conversation:
     def _say(self, text: str) -> None:
         """Print the answer as it is written."""
         chat = self._current()
-        if self.generation.compile:
-            print(chat.say(text, **self._settings), flush=True)
-            return
         try:
             with closing(chat.stream(text, **self._settings)) as parts:  # type: ignore[type-var]
                 for part in parts:

@@ -416,8 +416,6 @@ def check_evidence(options: Options, asked: Sequence[str]) -> None:
         raise ValueError(
             f"--evidence watches one answer, but --num-beams {generation.num_beams} are searched; drop one of them"
         )
-    if generation.compile:
-        raise ValueError("--evidence looks at every step of the answer, which --compile joins; drop one of them")
     if prompt.reread is not None:
         if options.policy.turns == "text":
             raise ValueError(
@@ -437,8 +435,7 @@ def _ask_with_evidence(options: Options, context: Any, question: str) -> dict[st
 
     generation, source = options.generation, options.prompt.reread
     settings = generation_settings(generation, context.lm)
-    # `check_evidence` has refused compile; do_sample=False and top_k=0 are choices, too.
-    chosen = {name: value for name, value in settings.items() if value is not None and name != "compile"}
+    chosen = {name: value for name, value in settings.items() if value is not None}  # False and 0 are choices, too
     torch.manual_seed(generation.seed)
     found = context.ask(question, evidence=True, source=None if source is None else Path(source), **chosen)
     if not options.output.json:

@@ -177,9 +177,6 @@ class GenerationOptions:
     """Texts that end the answer, each with a --stop of its own; the answer includes them."""
     seed: int = 0
     """Seed of sampling."""
-    compile: bool = False
-    """Write each token by one compiled program (torch.compile, a CUDA graph on CUDA); the first answer waits for the
-    compiler. With retaining heads on a backbone of full attention."""
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -197,8 +194,6 @@ class GenerationOptions:
         if self.top_k < 0:
             raise ValueError(f"--top-k {self.top_k} is negative; give 0 (all tokens) or more")
         check_sampling("--repetition-penalty", self.repetition_penalty)
-        if self.compile and self.num_beams > 1:
-            raise ValueError(f"--compile writes one answer, but --num-beams {self.num_beams} are searched; drop one")
         if any(not text for text in self.stop):
             raise ValueError("--stop has an empty text, which every answer contains; drop it")
         if not self.temperature and (self.top_p < 1 or self.top_k):

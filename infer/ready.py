@@ -108,8 +108,6 @@ def ready(
     )
     final, chunk_choice = sizing.final_policy(policy, chosen, recommended, run)
     sizing.check_fits(run, final)
-    if generation.compile:
-        sizing.check_compiles(run, final)
     disk = checked_disk(model.disk, final)
     return Ready(model, named, scorer, final, config, device, dtype, run, chunk_choice, disk)
 

@@ -43,6 +43,8 @@ _RETIRED = (
     *("modifier +d2o", "modifier +kvmerger", "modifier +refit"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
+_BY_ITSELF = {"option compile": "on CUDA the step of one token is captured and replayed by itself where it can be"}
+"""Options that are needed no more, and what happens without them."""
 _LAST = "release 0.1.0 (git tag lab-frozen)"
 
 
@@ -54,8 +56,10 @@ def check_retired(kind: str, name: str) -> None:
         name: What somebody wrote, which is none of today's names.
 
     Raises:
-        ValueError: If there was one, naming the last release that has it.
+        ValueError: If there was one, naming the last release that has it, or what happens by itself now.
     """
     asked = f"{kind} {name}"
+    if asked in _BY_ITSELF:
+        raise ValueError(f'{kind} "{name}" was retired: {_BY_ITSELF[asked]}; leave it out')
     if any(asked == one or (one.endswith("/") and asked.startswith(one)) for one in _RETIRED):
         raise ValueError(f'{kind} "{name}" was retired; {_LAST} is the last that has it')

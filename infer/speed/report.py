@@ -7,10 +7,6 @@ from typing import Any
 
 from locret.tables import UNKNOWN, Columns, Row, number, of_rows
 
-COMPILED = (
-    "Compiled rows write by one program per token, which was made before the rounds; `full` and `floor` run as "
-    "written, so the decode ratios of compiled rows hold what compiling gains as well as what forgetting does."
-)
 _BASE = "; of base: how many times that of the same method with fewer modifiers"
 _MIB = 2**20
 
@@ -49,7 +45,6 @@ def tables(record: Mapping[str, Any]) -> list[str]:
         "",
         *of_rows({**_SPEED, **(_OF_BASE if any(row["base"] for row in rows) else {})}, rows),
         "",
-        *([COMPILED, ""] if record["config"]["compile"] else []),
         "Work done per second, counted from the shape, and its share of what the machine did at best in the same run.",
         "",
         *_machine_lines(record["machine"]),
@@ -99,8 +94,7 @@ def _quantiles(path: str, form: str) -> Callable[[Row], str]:
 
 _NAMED: Columns = {"method": lambda row: str(row["method"]), "tokens": number("length", ",")}
 _SPEED: Columns = {
-    "method": lambda row: row["method"] + (", compiled" if row["compiled"] else ""),
-    "tokens": number("length", ","),
+    **_NAMED,
     "first token s": _quantiles("prefill.seconds", ".3g"),
     "prefill tokens/s": _quantiles("prefill.tokens_per_second", ",.4g"),
     "prefill x `full`": _ratio("prefill", "full/this"),

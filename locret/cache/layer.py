@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from locret.backbone.attention import View
-from locret.backbone.chunk import Attended, Chunk, Projections
+from locret.backbone.chunk import Attended, Chunk, Projections, counting
 from locret.cache.blocks import Blocks
 from locret.cache.host import HostTier
 from locret.cache.merging import Folding
@@ -163,8 +162,7 @@ class RetentionLayer(CacheLayerMixin):
             positions = positions if len(positions) == 1 else positions[row : row + 1]
         held, stay = part.keys.shape[2] - layer.new_tokens, moment.stay or Stay(part.keys.shape[2], 0, 0)
         padded, row_start = self.store.row_start is not None, self.store.row_start
-        if row_start is None:
-            row_start = torch.zeros(len(query), dtype=torch.long, device=query.device)
+        row_start = counting(1, query.device).expand(len(query)) if row_start is None else row_start
         before = moment.features_before
         return Chunk(
             layer_idx=layer.layer_idx,

@@ -8,7 +8,7 @@ the middle of something, the cache says so wherever it is used next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,7 @@ class Reader:
         self._chunk_start = 0
         self._ids: Tensor | None = None
         self._digest: Tensor | None = None
-        self._unsound: list[Tensor] = []
+        self._extremes: list[Tensor] = []
         self._first = True
         self._positions: Tensor | None = None
         self._view: View | None = None
@@ -165,6 +165,10 @@ class Reader:
         self.cache.end_reading(self._new_tokens)
 
     # -- what a forward pass asks and tells ---------------------------------------------------------------------------
+
+    def run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what the decoder's forward pass, `plain`, returns for these arguments."""
+        return plain(*args, **kwargs)
 
     def positions(self, tokens: Tensor) -> Tensor:
         """Return the (B, L) rotary positions of the coming tokens."""
@@ -321,18 +325,18 @@ class Reader:
     def _note_unsound(self, scores: Tensor) -> None:
         """Remember whether scores are finite, without waiting for them."""
         if not self.answering:  # empty slots, whose scores do not matter, exist only then
-            self._unsound.append(~torch.isfinite(scores).all())
+            self._extremes += torch.aminmax(scores if scores.is_floating_point() else scores.float())
 
     def _report_unsound(self) -> None:
         """Look at the first chunk's scores at once, and leave those of later ones to the next use of the cache."""
         first, self._first = self._first, False
-        if not self._unsound:
+        if not self._extremes:
             return
-        cache, device = self.cache, self._unsound[0].device
-        unsound = torch.stack([flag.to(device) for flag in self._unsound]).any()
+        cache, device = self.cache, self._extremes[0].device
+        unsound = ~torch.isfinite(torch.stack([extreme.to(device) for extreme in self._extremes])).all()
         if cache.ranks is not None:  # what one of them finds stops all
             unsound = cache.ranks.largest(unsound.int()) > 0
-        self._unsound = []
+        self._extremes = []
         if first:  # later ones do not wait for the device
             cache.check_scores(unsound)
         else:

@@ -317,6 +317,7 @@ def _known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str,
     root, _, member = name.partition(".")
     if member and root in options and get_origin(options[root].kind) is dict:
         return name, options[root]
+    check_retired("option", name)
     if advice := ecosystem_names.advice(name):
         raise ValueError(f"{setting} is not an option here: {advice}")
     check_retired("option", _flag(member or name))

@@ -144,8 +144,6 @@ class Chat:
         Raises:
             ValueError: For an empty text, an option that does not exist, or a conversation that broke off.
         """
-        if options.get("compile"):  # compiled steps stay in the thread that asks for them
-            return self._turn(text, self.lm.settings(max_new_tokens, options), None)
         for _ in self.stream(text, max_new_tokens=max_new_tokens, **options):
             pass
         return self._transcript.turns[-1].content

@@ -101,8 +101,6 @@ def check_watchable(context: Context, settings: dict[str, Any]) -> None:
             f"evidence=True looks at the units that are held, but recall_by={context.cache.policy.recall_by} holds "
             "blocks; leave evidence out"
         )
-    if settings.get("compile"):
-        raise ValueError("evidence=True looks at every step of the answer, which compile joins; leave one of them out")
     if settings.get("num_beams", 1) > 1:
         raise ValueError(
             f"evidence=True watches one answer, but num_beams={settings['num_beams']} are searched; leave one of them "

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.backbone.chunk import Attended
+from locret.cache import captured_step
 from locret.heads import checkpoint, gate_files, gates
 from locret.heads.config import HeadsConfig
 from locret.labels.labels import observe
@@ -360,12 +361,19 @@ def test_a_gate_that_was_replaced_is_read_again(tmp_path: Path) -> None:
     assert scorer.prepare(model).config.gate["name"] == "kvzap-mlp"
 
 
-def test_compiled_steps_are_refused(tmp_path: Path) -> None:
-    model = build("llama")
+def test_captured_steps_hand_out_hidden_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, steps = build("llama"), []
     gate_folders.write("kvzap-linear", tmp_path, model.config)
-    cache = RetentionCache(model, scorers.get("kvzap", path=str(tmp_path)), POLICY)
-    with pytest.raises(ValueError, match="scorer kvzap reads hidden states, which a compiled step does not hand out"):
-        generate(model, prompt(40), cache=cache, max_new_tokens=4, compile=True)
+    plain = RetentionCache(model, scorers.get("kvzap", path=str(tmp_path)), POLICY)
+    prefill(model, prompt(40), plain, new_tokens=9)
+    captured = plain.copy()
+    nine = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    expected = generate(model, cache=plain, **nine)
+    monkeypatch.setattr(captured_step, "DEVICES", ("cpu",))
+    monkeypatch.setattr(captured_step, "capture", lambda step, _device: steps.append(step) or step)
+    assert torch.equal(generate(model, cache=captured, **nine), expected)
+    assert len(steps) == 1
+    torch.testing.assert_close(captured.kept_scores(0), plain.kept_scores(0))
 
 
 @pytest.mark.parametrize(

@@ -335,12 +335,6 @@ def test_recurrent_layers_have_no_units() -> None:
         read("qwen3-next", prompt(30)).kept_positions(0)
 
 
-def test_steps_are_not_compiled() -> None:
-    model = model_of("qwen3-next")
-    with pytest.raises(ValueError, match="layers of qwen3_next carry a recurrent state; leave out compile"):
-        generate(model, prompt(40), cache=RetentionCache(model, "random", POLICY), compile="eager", **GREEDY)
-
-
 # -- heads, conversations, other wrappers -----------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, lookups, prefill, save_cache, scorers
 from locret.backbone.rotary import rotate
-from locret.cache.compiled_step import check_can_compile
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import Channel, Coder, Form, Rotated, Rounding, Token, form_of
 from locret.cache.store import POSITIONS, SCORES, DenseStore, UnitRanks, Workspace
@@ -441,14 +440,10 @@ def test_what_cannot_be_is_refused_in_a_sentence(changes: dict[str, Any], senten
     assert sentence in str(caught.value)
 
 
-def test_a_store_of_ones_own_and_compiled_steps_are_refused() -> None:
+def test_a_store_of_ones_own_is_refused() -> None:
     model, chosen = build("llama"), policy(key_bits=4, value_bits=4)
     with pytest.raises(ValueError, match="store dense holds units as they are, but key_bits=4"):
         RetentionCache(model, "h2o", chosen, store=DenseStore)
-    cache = RetentionCache(model, "key_norm", chosen)
-    prefill(model, prompt(40), cache)
-    with pytest.raises(ValueError, match="generation cannot be compiled here"):
-        check_can_compile(cache, 4, 1)
 
 
 def test_settings_of_codes_are_idle_without_codes() -> None:

@@ -91,7 +91,6 @@ def test_a_text_is_read_again_as_it_was_read(
     [
         (["--reread", "a.txt"], "--reread a.txt needs --evidence"),
         (["--evidence", "--num-beams", "2"], "--evidence watches one answer, but --num-beams 2 are searched"),
-        (["--evidence", "--compile"], "--evidence looks at every step of the answer, which --compile joins"),
         (["--evidence", "--reread", "nowhere.txt"], "--reread nowhere.txt: no such file"),
         (["--evidence", "--reread", "-"], "--reread - is standard input"),
         (

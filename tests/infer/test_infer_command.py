@@ -13,7 +13,6 @@ import pytest
 import torch
 from infer_cases import write_text
 
-from locret import generation
 from locret.conversation.transcript import Transcript
 
 QUESTION = "What is the pass key?"
@@ -77,21 +76,6 @@ def test_json_has_every_key_and_consistent_numbers(ask: Infer, backbone: Path, h
 @pytest.mark.slow
 def test_whole_budget_answers_like_transformers_alone(ask: Infer, plain: Infer) -> None:
     assert ask(*FULL)["answer"] == plain()
-
-
-@pytest.mark.slow
-def test_compiled_steps_write_the_same_answer(ask: Infer, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, compiled, steps = ask(), generation.compiled_steps, []
-
-    def traced(model: Any, cache: Any, new_tokens: int, backend: str) -> Any:
-        steps.append(backend)
-        return compiled(model, cache, new_tokens, "eager")  # the compiler itself is waited for in tests/core
-
-    monkeypatch.setattr(generation, "compiled_steps", traced)
-    record = ask("--compile")
-    assert steps == ["inductor"]
-    assert (record["answer"], record["final_units"]) == (plain["answer"], plain["final_units"])
-    assert record["peak_cache_bytes"] <= record["planned_cache_bytes"]
 
 
 @pytest.mark.slow

@@ -142,7 +142,6 @@ def test_an_answer_is_measured_with_both_tiers(capsys: pytest.CaptureFixture[str
         (["--host-budget", "64", "--recall", "4", "--recall-by", "exakt"], 'lookup "exakt" is unknown'),
         (["--host-budget", "1K", "--recall", "4"], 'host_budget="1K" is neither a number of units nor "all"'),
         (["--host-budget", "1000000000000", "--recall", "4"], "bytes of host memory, but this machine has"),
-        (["--host-budget", "64", "--recall", "4", "--compile"], "compiled here: recall=4 looks up units of the second"),
         (["--key-bits", "4", "--exact-layers", "3"], "exact_layers=3 leaves none of 5 layers for key_bits=4 and"),
         (["--merge", "foo"], 'merge "foo" is unknown; did you mean loco?'),
         (["--merge", "loco:kernels=/nope"], "there is no folder '/nope'; give a folder of merging kernels"),
