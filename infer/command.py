@@ -137,7 +137,7 @@ def execute(options: Options) -> None:
         return
     document = None if output.dry_run else _document(prompt)
     with options.ranks.together():
-        plan = _plan(options, document)
+        plan = _plan(options, document, asked)
     if output.dry_run:
         _print_plan(options, plan)
         return
@@ -177,18 +177,24 @@ def _check_together(options: Options, asked: Sequence[str]) -> None:
         raise ValueError("--compare-full holds all units in one process; leave it out, or leave out --shard")
 
 
-def _plan(options: Options, document: Any) -> Ready:
+def _plan(options: Options, document: Any, asked: Sequence[str]) -> Ready:
     """Resolve everything, and say what the user should know of it."""
     from locret import loading
     from locret.cache.cache_file import check_savable
+    from locret.conversation.templates import encode, leading_special_ids
+    from locret.conversation.transcript import Transcript
     from locret.infer.ready import ready
     from locret.policy.resolve import check_no_turns
     from locret.scorers import Scorer
 
     def count() -> int:
-        text = _document(options.prompt) if document is None else document
-        text.count(loading.load_tokenizer(options.model))
-        return int(text.size)
+        """Return the tokens of the text, of the longest question and of what the template writes around them."""
+        tokenizer, text, prompt = loading.load_tokenizer(options.model), document, options.prompt
+        text = _document(prompt) if text is None else text
+        text.count(tokenizer)
+        around = Transcript(tokenizer, prompt.template, prompt.system).around(max(asked, key=len, default=None))
+        special = leading_special_ids(tokenizer) if prompt.template != "chat" else []
+        return int(text.size) + len(special) + sum(len(encode(tokenizer, part)) for part in around if part)
 
     groups = (options.model, options.scorer, options.policy, options.chosen, options.generation)
     plan = ready(*groups, count, dry_run=options.output.dry_run)

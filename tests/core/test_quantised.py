@@ -10,7 +10,7 @@ from typing import Any
 import oracle as reference
 import pytest
 import torch
-from families import build, prompt
+from families import build, distinct, prompt
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_scorers import make, padded, policy_of
@@ -353,7 +353,7 @@ def test_every_scorer_reads_batches_saves_and_copies_codes(name: str, tmp_path: 
     model = build("llama")
     scorer = make(name, model)
     chosen = policy_of(name, key_bits=4, value_bits=3, exact_recent=4, **TWO_TIERS)
-    rows = [prompt(57, seed=1), prompt(33, seed=2)]
+    rows = [distinct(57, seed=1), distinct(33, seed=2)]
     ids, mask = padded(rows)
     together = RetentionCache(model, scorer, chosen)
     logits = prefill(model, ids, together, attention_mask=mask, new_tokens=5)

@@ -258,9 +258,9 @@ def test_blocks_are_planned_asked_several_times_and_not_saved(
     line = ["--model", "checkpoints/tiny", "--scorer", "streaming", "--recall-by", "infllm", "--prompt-file", str(text)]
     line += ["--max-new-tokens", "4", "--quiet"]
     for budget in (["--budget", "96"], ["--kv-memory", "1MiB"]):
-        assert infer([*line, *budget, "--question", "What?", "--dry-run"]) == 0
+        assert infer([*line, *budget, "--question", "What?", "--protocol", "aware", "--dry-run"]) == 0
         plan = json.loads(capsys.readouterr().out)
-        assert infer([*line, *budget, "--question", "What?", "--json"]) == 0
+        assert infer([*line, *budget, "--question", "What?", "--protocol", "aware", "--json"]) == 0
         record = json.loads(capsys.readouterr().out)
         assert record["policy"] == plan["policy"]
         assert plan["planned_host_bytes"] == record["planned_host_bytes"] == record["host_bytes"] > 0
