@@ -253,20 +253,20 @@ def _read_and_ask(options: Options, plan: Ready, document: Any, asked: Sequence[
         start, cache = now(plan.device), lm.new_cache()
         how = {"system": prompt.system, "progress": not output.quiet, "protect": prompt.protect}
         new_tokens = generation.max_new_tokens if alone else 0
-        if prompt.protocol == "aware":
-            about: Chat | Context = lm.converse(document, asked[0], cache=cache, new_tokens=new_tokens, **how)
+        question = asked[0] if asked else None
+        if prompt.protocol == "aware" or (alone and question is None):
+            about: Chat | Context = lm.converse(document, question, cache=cache, new_tokens=new_tokens, **how)
         else:
             about = context = lm.read_into(cache, document, **how, new_tokens=new_tokens)
             if alone:
                 about = context.chat(cache)
-                about.read_turn(asked[0] if asked else None, new_tokens)
+                about.read_turn(question, new_tokens)
         kept = about.kept_by_message() if output.kept else ()
         read, seconds = cache.seen, now(plan.device) - start
         if output.picture:
             _paint(cache, output.picture, options.scorer)
         if isinstance(about, Chat):
             stream = not output.json and generation.num_beams == 1
-            question = asked[0] if asked else None
             result = answer(about, question, generation, stream=stream, read_tokens=read, read_seconds=seconds)
             if not output.json and not stream:
                 print(result.answer)

@@ -352,7 +352,7 @@ class LongContextModel:
     def converse(
         self,
         document: Document,
-        question: str,
+        question: str | None = None,
         *,
         cache: RetentionCache | None = None,
         system: str | None = None,
@@ -364,7 +364,7 @@ class LongContextModel:
 
         Args:
             document: What to read.
-            question: What is asked about it; `say` it once more, and the chat answers.
+            question: What is asked about it; `say` it once more, and the chat answers. None: the document is all.
             cache: Filled in place; a new one if not given.
             system: As in `read`.
             progress: As in `read`.
@@ -376,13 +376,14 @@ class LongContextModel:
         bar = ReadingBar(document, progress, lambda: stream.pending)
         self.say_what_it_knows(document.name)
         asked = transcript.copy()
-        ids = self._ids(document, transcript, stream, bar, layout, asked.ask(question))
+        added = asked.ask(question)
+        ids = self._ids(document, transcript, stream, bar, layout, (added, question is not None))
         cache = self.new_cache() if cache is None else cache
         context = self._read(cache, ids, document, asked, stream, bar, layout, new_tokens)
         protection = Protection(layout.fixed(cache.seen), tuple(layout.turns(cache.seen)))
         protection.apply(cache, cache.seen)
         chat = context.chat(cache)
-        chat.protection, chat.asked = protection, question
+        chat.protection, chat.asked = protection, question or ""
         return chat
 
     def _read(
@@ -452,11 +453,11 @@ class LongContextModel:
         stream: TokenStream,
         bar: ReadingBar,
         layout: Layout,
-        asked: str = "",
+        added: tuple[str, bool] | None = None,
     ) -> Iterator[list[int]]:
         """Yield the tokens of what comes before the document, and of the document but for its last words.
 
-        Where a question is read with it, what it adds to the document is given as `asked`, and no words wait.
+        No words wait where what the turn adds to the document is given, and whether that is a question.
         """
         if special := self._special(transcript.template):
             yield special
@@ -464,7 +465,7 @@ class LongContextModel:
         if document.pieces is None:
             assert document.ids is not None
             yield from self._given(opening, document.ids, stream)
-            yield from self._question(asked, stream, layout)
+            yield from self._end(added, stream, layout)
             return
         dropped = list[int]()
         pieces: Iterator[str] = (piece for piece in document.pieces if piece)
@@ -473,9 +474,9 @@ class LongContextModel:
         if first is None:
             raise ValueError(f"{document.name} is empty; give a text to read")
         layout.document(len(opening) - sum(dropped))
-        if asked:
+        if added is not None:
             yield from stream.add(chain([opening, first], pieces))
-            yield from self._question(asked, stream, layout)
+            yield from self._end(added, stream, layout)
             return
         some = False
         for blocks in (stream.add([opening, first]), stream.add(pieces), stream.hold()):
@@ -486,13 +487,16 @@ class LongContextModel:
             yield stream.finish()
 
     @staticmethod
-    def _question(asked: str, stream: TokenStream, layout: Layout) -> Iterator[list[int]]:
-        if asked:
-            end = stream.taken + len(stream.pending)
-            layout.document_ends(end)
+    def _end(added: tuple[str, bool] | None, stream: TokenStream, layout: Layout) -> Iterator[list[int]]:
+        """Yield the tokens of what a turn adds to a document."""
+        if added is None:
+            return
+        end = stream.taken + len(stream.pending)
+        layout.document_ends(end)
+        if added[1]:
             layout.turn(USER, end)
-            if ids := stream.rest(asked):
-                yield ids
+        if ids := stream.rest(added[0]):
+            yield ids
 
     def _given(self, opening: str, ids: Any, stream: TokenStream) -> Iterator[list[int]]:
         """Yield the opening and ids that a user gave, without a begin of text of their own."""

@@ -136,19 +136,7 @@ def test_dry_run_says_what_follows_from_the_budget(infer: Infer, backbone: Path,
 
 def test_dry_run_counts_the_prompt_where_the_plan_depends_on_it(ask: Infer, call: Infer, tmp_path: Path) -> None:
     file = write_text(tmp_path / "some.txt", 3000)
-    options = (
-        "--protocol",
-        "aware",
-        "--prompt-file",
-        file,
-        "--budget",
-        32,
-        "--stabilizers",
-        8,
-        "--memory",
-        "linear",
-        "--decremental",
-    )
+    options = ("--prompt-file", file, "--budget", 32, "--stabilizers", 8, "--memory", "linear", "--decremental")
     shrinking = (*options, "--min-chunk", 8)
     plan, record = ask(*shrinking, "--dry-run"), ask(*shrinking)
     assert plan["prompt_tokens"] == record["prompt_tokens"]
