@@ -20,15 +20,81 @@ from typing import TYPE_CHECKING, Any
 from locret.cli.command import FAILURE, parse_options, print_json, run, warnings_as_lines
 from locret.distributed.ranks import Ranks, joined, launched
 from locret.files import locked, visible, write_text
-from locret.infer.infer_options import ModelOptions
-from locret.infer.verify.verify_options import VerifyOptions, VerifyOutput
+from locret.infer.infer_options import ModelOptions, ReportOptions
 from locret.load_options import ScorerOptions
 from locret.policy.resolve import PolicyFlags
 
 if TYPE_CHECKING:
     from locret import RetainingHeads, RetentionPolicy
-    from locret.infer.verify.findings import Report
+    from locret.infer.verify import Report
     from locret.scorers import Scorer
+
+Names = str | list[str]
+
+TOKENS, QUICK_TOKENS, LEAST_TOKENS = 1024, 256, 64
+"""Tokens of a text: usually, with --quick, and at least, so that there are chunks to cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """What is read, and which checks run."""
+
+    text_file: str | None = None
+    """Text file, UTF-8, to take the tokens from, by the backbone's tokenizer; without it token ids are drawn."""
+    tokens: int | None = None
+    """Tokens of the text; by default 1,024, with --quick 256, and no more than the backbone's positions."""
+    seed: int = 0
+    """Seed of the token ids, and of rounding noise."""
+    quick: bool = False
+    """A shorter text."""
+    only: Names | None = None
+    """Checks to run, such as full-budget,save; by default all (see --list)."""
+    list: bool = False
+    """Print the checks, and leave."""
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.tokens < LEAST_TOKENS:
+            raise ValueError(f"--tokens {self.tokens} leaves nothing to cut into chunks; give {LEAST_TOKENS} or more")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"--seed {self.seed} is not a number of 64 bits; give a smaller one")
+        if self.text_file == "":
+            raise ValueError("--text-file is empty; name a file, or leave it out for drawn token ids")
+
+    def checks(self) -> tuple[str, ...]:
+        """Return the names of the checks that were asked for; none: all.
+
+        Raises:
+            ValueError: If there is a list without a name.
+        """
+        if self.only is None:
+            return ()
+        parts = self.only.split(",") if isinstance(self.only, str) else self.only
+        found = tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
+        if not found:
+            raise ValueError("--only is empty; name at least one check (--list shows what there is)")
+        return found
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Tokens of the text, before it is known how many the backbone has positions for."""
+        return self.tokens or (QUICK_TOKENS if self.quick else TOKENS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOutput(ReportOptions):
+    """What comes out."""
+
+    json: bool = False
+    """Print one JSON object instead of the table."""
+    output: str | None = None
+    """Folder for the record (verify.json and verify.md): machine, versions, options, rows. Made if need be."""
+    dry_run: bool = False
+    """Print the plan: text, policy, memory and work, without the backbone's weights."""
+
+    def __post_init__(self) -> None:
+        if self.output == "":
+            raise ValueError("--output is empty; name a folder, or leave it out")
+
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, VerifyOptions, VerifyOutput)
 DESCRIPTION = "Check a backbone on this machine before trusting what is read with it."
@@ -108,7 +174,7 @@ def _together(instances: Sequence[Any]) -> Iterator[tuple[Ranks, VerifyOutput]]:
 
 def _of_all(report: Report, ranks: Ranks) -> Report:
     """Return the rows of the process that came off worst, where several share the backbone."""
-    from locret.infer.verify.findings import Report
+    from locret.infer.verify import Report
 
     found = ranks.gather(report)
     worst = max(found, key=lambda one: len(one.failures))
@@ -212,7 +278,7 @@ def _dry(plan: _Plan, options: VerifyOptions) -> dict[str, Any]:
 def _verify(plan: _Plan, options: VerifyOptions, *, quiet: bool) -> Report:
     """Load the backbone, and run the checks."""
     from locret import loading
-    from locret.infer.verify.findings import Report
+    from locret.infer.verify import Report
     from locret.infer.verify.suite import verify
 
     ids = None if options.text_file is None else _text_ids(plan, options)

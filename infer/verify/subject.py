@@ -1,26 +1,171 @@
-"""What is verified: a backbone, what decides which units stay, a policy, a text; and how reads of it are recorded."""
+"""What is verified: a backbone, what decides which units stay, a policy, a text; reads of it, and their noise.
 
-# N tokens, E hidden size, K KV heads, S units, D head dim
+A network may damp rounding errors or amplify them a thousandfold, so no constant says what a tolerance should be.
+What says it is the backbone: it is run once more with one more rounding after every layer, and in pieces and token by
+token with its own cache. The largest of these differences is the noise; what our engine changes is a rounding or two
+per layer more, so a few times the noise is the tolerance, in any dtype.
+
+Differences are medians over short runs of tokens: in a mixture of experts one rounding can send a token to another
+expert, which says nothing of the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
-from locret.backbone.adapters import Backbone, describe, find_decoder, input_device, unwrap
+from locret.backbone.adapters import (
+    Backbone,
+    compute_dtype,
+    describe,
+    find_decoder,
+    input_device,
+    rotary_module,
+    unwrap,
+)
 from locret.backbone.rotary import long_factors
-from locret.infer.verify.noise import Noise, apart, measured_noise, one_more_rounding, recorded, run_backbone
-from locret.infer.verify.position_modes import measured_layouts
-from locret.infer.verify.rotation import Layout, Turn
+from locret.infer.verify.replay import Block, Layout, Turn, layout_of, recorded, replay, run_backbone
 from locret.scorers import Scorer
 from locret.scorers.retaining_heads import as_scorer
+
+FACTOR = 8.0
+"""Noises that a difference may amount to. Measured on all families of the tests in float32 and bfloat16: 0.6 to 2.8."""
+_RUN = 16
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two runs are apart, where they are furthest compared with the noise."""
+
+    relative: float
+    """Length of the difference of two hidden states, relative to their length; median of a run of tokens."""
+    noise: float
+    """The same of runs that differ by rounding alone."""
+
+    @property
+    def tolerance(self) -> float:
+        """The most it may be."""
+        return FACTOR * self.noise
+
+    @property
+    def ok(self) -> bool:
+        """Whether rounding explains it."""
+        return self.relative <= self.tolerance  # False for NaN
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What rounding changes in the states of a text."""
+
+    by_token: Tensor
+    """(N,) relative differences."""
+    epsilon: float
+    """The dtype's own: less is not believed."""
+
+    def of(self, states: Tensor, expected: Tensor) -> Difference:
+        """Compare (M, E) states of the text's first or of further tokens; beyond the text the noise is that of its end.
+
+        Args:
+            states: What was computed.
+            expected: What it should be.
+        """
+        found = relative(states, expected)
+        noise = self._over(len(found))
+        pieces = max(1, len(found) // _RUN)
+        worst: Difference | None = None
+        for part, base in zip(found.tensor_split(pieces), noise.tensor_split(pieces), strict=True):
+            one = Difference(float(part.median()), max(float(base.median()), self.epsilon))
+            if worst is None or not one.relative / one.noise <= worst.relative / worst.noise:
+                worst = one
+        assert worst is not None
+        return worst
+
+    def beside(self, by_token: Tensor) -> Noise:
+        """Return the larger of this noise and another one, of a text that goes on."""
+        return Noise(torch.maximum(self._over(len(by_token)), by_token), self.epsilon)
+
+    def _over(self, tokens: int) -> Tensor:
+        """Return the noise of the first tokens; what comes after the text is as noisy as its end."""
+        end = self.by_token[-_RUN:].median().expand(max(0, tokens - len(self.by_token)))
+        return torch.cat([self.by_token[:tokens], end])
+
+    @property
+    def typical(self) -> float:
+        """One number for people."""
+        return max(float(self.by_token.median()), self.epsilon)
+
+
+def relative(states: Tensor, expected: Tensor) -> Tensor:
+    """Return (N,) lengths of the differences of (N, E) states, relative to those expected."""
+    return (states - expected).norm(dim=-1) / expected.norm(dim=-1)
+
+
+def apart(logits: Tensor, expected: Tensor) -> Tensor:
+    """Return (T,) differences of (T, V) logits, relative to their spread over the vocabulary."""
+    spread = expected - expected.mean(dim=-1, keepdim=True)
+    return (logits - expected).norm(dim=-1) / spread.norm(dim=-1)
+
+
+def measured_noise(model: nn.Module, decoder: Any, ids: Tensor, expected: Tensor, seed: int) -> Noise:
+    """Run the backbone with more rounding, and in pieces; gradients are off and rotary frequencies settled."""
+    with recorded(decoder) as rounded, one_more_rounding(decoder, seed):
+        run_backbone(model, input_ids=ids, use_cache=False)
+    tokens = ids.shape[1]
+    pieces = _in_pieces(model, decoder, ids, [0, tokens // 3, tokens // 2, tokens])
+    steps = _in_pieces(model, decoder, ids, [0, *range(tokens - _RUN, tokens + 1)])
+    epsilon = torch.finfo(compute_dtype(model)).eps
+    found = torch.maximum(relative(rounded[0][0], expected), relative(steps, expected))
+    in_pieces = relative(pieces, expected)
+    # Some backbones forget what came before a piece (states of Mamba): their runs in pieces are not equal. Others only
+    # round by what is computed together (LLM.int8 by the outliers of a whole product), which is noise of any size.
+    if not describe(model).recurrent or float(in_pieces.median()) <= FACTOR * max(float(found.median()), epsilon):
+        found = torch.maximum(found, in_pieces)
+    return Noise(found, epsilon)
+
+
+def _in_pieces(model: nn.Module, decoder: Any, ids: Tensor, bounds: Sequence[int]) -> Tensor:
+    """Return (N, E) states of the backbone with its own cache, read in pieces."""
+    cache = DynamicCache(config=unwrap(model).config)
+    with recorded(decoder) as states:
+        for start, end in pairwise(bounds):
+            where = torch.arange(start, end, device=ids.device)[None]  # which some backbones do not know by themselves
+            part = ids[:, start:end]
+            run_backbone(model, input_ids=part, past_key_values=cache, use_cache=True, position_ids=where)
+    return torch.cat([part[0] for part in states])
+
+
+@contextmanager
+def one_more_rounding(decoder: Any, seed: int) -> Iterator[None]:
+    """Change what every layer returns by up to one unit in the last place."""
+    generator: dict[torch.device, torch.Generator] = {}
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        states = output[0] if isinstance(output, tuple) else output
+        if states.device not in generator:
+            generator[states.device] = torch.Generator(states.device).manual_seed(seed)
+        drawn = torch.rand(states.shape, generator=generator[states.device], device=states.device) - 0.5
+        changed = (states.float() * (1 + 2 * torch.finfo(states.dtype).eps * drawn)).to(states.dtype)
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    handles = [layer.register_forward_hook(hook) for layer in decoder.layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_SHIFT, _TOKENS = 3, 64
+
 
 NEW_TOKENS = 12
 """Tokens of an answer."""
@@ -248,3 +393,23 @@ def fitted(policy: RetentionPolicy, tokens: int, given: Mapping[str, Any] | None
         changes["decode_budget"] = max(int(policy.decode_budget * share), budget + changes["local_len"] + 8)
         changes["decode_interval"] = 4
     return replace(policy, **{**changes, **given})
+
+
+def turns_by_distance(subject: Subject) -> bool:
+    """Return whether keys of all layers are turned by what their distance says, the same at all positions."""
+    rope: object = getattr(rotary_module(subject.decoder), "rope_type", "default")
+    kinds = rope.values() if isinstance(rope, dict) else [rope]
+    if any("dynamic" in str(kind) for kind in kinds):
+        return False
+    limit = max(0.02, subject.noise.typical)
+    return all(apart < limit for _, apart in subject.layouts.values())
+
+
+def measured_layouts(subject: Subject) -> dict[int, tuple[Layout, float]]:
+    """Return how every governed layer rotates keys: what makes those at one position the ones further on."""
+    ids, layers = subject.on_device(subject.ids[:, :_TOKENS]), subject.backbone.layers
+    nothing = [[torch.empty(0)] * subject.backbone.shape(one).num_kv_heads for one in layers]
+    blocks = [Block(0, ids.shape[1], nothing)]
+    with subject.alone():
+        at, further = (replay(subject.model, ids, blocks, shift=shift).keys for shift in (0, _SHIFT))
+        return {one: layout_of(subject.decoder, at[one], further[one], _SHIFT) for one in layers}

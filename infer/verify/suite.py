@@ -14,11 +14,9 @@ from tqdm import tqdm
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
 from locret.backbone.adapters import compute_dtype, describe, input_device, unwrap
 from locret.environment import versions
-from locret.infer.verify import batches, equality, eviction, keeping, memory_bounds, round_trips, trained
-from locret.infer.verify.findings import FAILED, OK, REFUSED, SKIPPED, Finding, NotHere, Refused, Report, Row
-from locret.infer.verify.position_modes import turns_by_distance
-from locret.infer.verify.subject import NEW_TOKENS, Subject, fitted
-from locret.infer.verify.verify_options import LEAST_TOKENS, TOKENS
+from locret.infer.verify import FAILED, OK, REFUSED, SKIPPED, Finding, NotHere, Refused, Report, Row, checks
+from locret.infer.verify.command import LEAST_TOKENS, TOKENS
+from locret.infer.verify.subject import NEW_TOKENS, Subject, fitted, turns_by_distance
 from locret.nearest import nearest
 from locret.policy.policy import policy_of
 from locret.scorers import FALLBACK, Scorer
@@ -43,121 +41,121 @@ CHECKS = (
         "the backbone by itself: finite, and how much rounding alone changes",
         "the backbone computes NaN or infinity by itself, so nothing read with it means anything; check its weights "
         "and --dtype",
-        equality.backbone,
+        checks.backbone,
     ),
     Check(
         "full-budget",
         "hidden states of all tokens with nothing evicted, against the backbone's own, in both position modes",
         "even a cache with room for everything does not compute what the backbone computes, so do not use this "
         f"backbone here; {_REPORT}",
-        equality.full_budget,
+        checks.full_budget,
     ),
     Check(
         "answer",
         "greedy answer with nothing evicted, against the backbone's own generate",
         f"answers differ from the backbone's although nothing was evicted, so do not use this backbone here; {_REPORT}",
-        equality.answer,
+        checks.answer,
     ),
     Check(
         "chunks",
         "one text in chunks of several sizes, with nothing evicted",
         "where the text is cut changes what is computed, so results depend on --chunk-size; do not use this backbone "
         f"here; {_REPORT}",
-        equality.chunks,
+        checks.chunks,
     ),
     Check(
         "batch",
         "rows of different length in one batch, left-padded, and each row alone",
         f"a row depends on the rows beside it, so read and answer one text at a time; {_REPORT}",
-        batches.batch,
+        checks.batch,
     ),
     Check(
         "budget",
         "units that each KV head holds after every chunk, against the policy; and that something is evicted",
         f"the budget is not what is kept, so memory is not what was promised; {_REPORT}",
-        keeping.budget,
+        checks.budget,
     ),
     Check(
         "protected",
         "units that stay whatever their score: stabilizers, first tokens where the scorer keeps them, local tokens",
         "what is to stay is evicted, and without its first or newest tokens a backbone loses the thread; do not use "
         f"this policy; {_REPORT}",
-        keeping.protected,
+        checks.protected,
     ),
     Check(
         "scores",
         "scores that units are held with, and what the scorer said; and that the best stay",
         f"units are kept by other scores than their own, so what stays is arbitrary; {_REPORT}",
-        keeping.scores,
+        checks.scores,
     ),
     Check(
         "units",
         "keys and values that are kept, and those the backbone computed for their tokens, heads and positions",
         f"kept units are not what the backbone computed, so answers are made of something else; {_REPORT}",
-        keeping.units,
+        checks.units,
     ),
     Check(
         "eviction",
         "reading and answering with eviction, and a plain pass in which every token sees the units kept for it",
         "what is computed from a bounded cache is not what its units give, so answers are wrong whatever is kept; do "
         f"not use this backbone with these options; {_REPORT}",
-        eviction.eviction,
+        checks.eviction,
     ),
     Check(
         "second-tier",
         "what evicted units become in a second tier; and all of them recalled",
         f"units that leave the fast tier are lost or doubled; leave --host-budget out, and {_REPORT}",
-        eviction.second_tier,
+        checks.second_tier,
     ),
     Check(
         "prefix",
         "an answer from the cache, and of the backbone alone from the same units as an ordinary prefix",
         f"other engines would answer differently from the same context, so export none; {_REPORT}",
-        eviction.prefix,
+        checks.prefix,
     ),
     Check(
         "bytes",
         "planned bytes, counted bytes and their peak, for two lengths",
         f"memory is not what --dry-run says, so a run may end without memory; {_REPORT}",
-        memory_bounds.planned_bytes_are_counted,
+        checks.planned_bytes_are_counted,
     ),
     Check(
         "decode-budget",
         "units and bytes while an answer is written within --decode-budget",
         f"a long answer takes more memory than was promised; leave --decode-budget out, and {_REPORT}",
-        memory_bounds.decode_budget,
+        checks.decode_budget,
     ),
     Check(
         "save",
         "a file of what was read, against the cache it was written from, bit for bit",
         f"a saved context does not answer like the one in memory, so keep none on disk; {_REPORT}",
-        round_trips.save,
+        checks.save,
     ),
     Check(
         "fork",
         "a context before and after its copies were asked and read on, bit for bit",
         f"asking a copy changes the context, so ask each context once only; {_REPORT}",
-        round_trips.fork,
+        checks.fork,
     ),
     Check(
         "training-scores",
         "scores of the heads in the pass that trains them, and while a text is read",
         "heads see other features in use than in training, so what they learned means little; train them with this "
         f"version, or {_REPORT}",
-        trained.training_scores,
+        checks.training_scores,
     ),
     Check(
         "layers",
         "what trained heads find important, and the labels of their own layers: against chance, and heads of others",
         "the heads do not belong to the layers they are on, so what stays is arbitrary; train or convert them again",
-        trained.layers,
+        checks.layers,
     ),
     Check(
         "determinism",
         "the same read and answer twice, bit for bit",
         "the same text gives different answers; the backbone's kernels may not be deterministic: see "
         f"torch.use_deterministic_algorithms, else {_REPORT}",
-        round_trips.determinism,
+        checks.determinism,
     ),
 )
 """In the order in which they run, and make sense to read."""

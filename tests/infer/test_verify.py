@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from locret import RetainingHeads, RetentionPolicy
-from locret.infer.verify import command, trained, verify
+from locret.infer.verify import checks, command, verify
 from locret.infer.verify.suite import CHECKS
 
 sys.path.append(str(Path(__file__).parents[1] / "core"))
@@ -132,10 +132,10 @@ def test_a_text_file_gives_the_tokens(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_overlap_counts_the_best_both_agree_on() -> None:
-    assert trained.best(torch.tensor([1.0, 1, 0, 1]), 2).tolist() == [False, True, False, True], "newer among equals"
+    assert checks.best(torch.tensor([1.0, 1, 0, 1]), 2).tolist() == [False, True, False, True], "newer among equals"
     one = torch.tensor([[[5.0, 4, 3, 2, 1, 0], [5.0, 4, 3, 2, 1, 0]]])
     other = torch.tensor([[[5.0, 0, 3, 2, 1, 4], [0.0, 0, 0, 1, 2, 3]]])
     # The best 3 of 6: {0, 1, 2} against {0, 5, 2}, and against {3, 4, 5}.
-    assert trained.overlap(one, other, share=0.5) == pytest.approx((2 / 3 + 0) / 2)
+    assert checks.overlap(one, other, share=0.5) == pytest.approx((2 / 3 + 0) / 2)
     scores = torch.arange(11.0)[None, None]
-    assert trained.overlap(scores, scores.roll(1, -1)) == 0.5, "rounded up to whole units: {9, 10} against {10, 0}"
+    assert checks.overlap(scores, scores.roll(1, -1)) == 0.5, "rounded up to whole units: {9, 10} against {10, 0}"
