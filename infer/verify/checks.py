@@ -7,22 +7,25 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, load_cache, prefill, save_cache, scorers
-from locret.backbone.adapters import compute_dtype
-from locret.backbone.chunk import Attended, Chunk
+from locret.backbone.adapters import attention_modules, compute_dtype
+from locret.backbone.chunk import PROJECTIONS, Attended, Chunk
 from locret.cache.limits import planned_bytes, planned_host_bytes
 from locret.infer.verify import FAILED, OK, REFUSED, NotHere, Row
 from locret.infer.verify.replay import Block, recorded, replay, run_backbone
 from locret.infer.verify.subject import FACTOR, NEW_TOKENS, Answer, Apart, Subject, apart, kept_by_head, scores_by_head
 from locret.labels import kinds
 from locret.labels.labels import layer_labels, observe
+from locret.lookups import Ask
 from locret.policy.policy import EVERYTHING
 from locret.policy.schedule import lookahead
 from locret.scorers import Rated, RetainingHeadScorer, Scorer
@@ -251,16 +254,40 @@ def second_tier(subject: Subject) -> Iterator[Row]:
     if policy.host_budget is None:
         raise NotHere("the policy has no second tier (--host-budget)")
     cache, short, doubled = subject.read(new_tokens=NEW_TOKENS).cache, 0, 0
+    gains: list[Tensor] = []
     for near, layer in zip(kept_by_head(cache), cache.governed, strict=True):
         assert layer.host is not None
         far, evicted = layer.host.store.held("positions")[0].cpu(), subject.tokens - len(near[0])
         room = evicted if policy.host_budget == EVERYTHING else int(policy.host_budget)
         short += far.shape[1] != min(evicted, room)
         doubled += sum(len(set(one.tolist()) & set(other.tolist())) for one, other in zip(near, far, strict=True))
+        layer.host.lookup = _watched(layer.host.lookup, gains)
     yield most("layers whose second tier holds other than it should", short)
     yield most("units that both tiers hold", doubled)
+    subject.answer(cache)
+    if gains:
+        gain = float(torch.cat(gains).mean())
+        what = "logits of units that are recalled, above those of all in the second tier, in deviations"
+        yield row(what, gain > 0, gain, "more than 0", "a query recalls what it would attend to the most")
     whole = replace(subject.plain_policy, host_budget=EVERYTHING, recall=subject.tokens)
     yield _replayed(subject, whole, everything=True)
+
+
+def _watched(lookup: Any, gains: list[Tensor]) -> Any:
+    """Return the same lookup, which also notes how far the logits of what it chooses are above the mean."""
+
+    def choose(ask: Ask) -> Tensor | None:
+        ranks: Tensor | None = lookup.choose(ask)
+        if ranks is not None and isinstance(ask.keys, Tensor) and ask.count < ask.keys.shape[2]:
+            query, keys = ask.query[0].to(ask.keys), ask.keys[0]
+            heads = len(query)
+            logits = (query @ keys.repeat_interleave(heads // len(keys), 0).transpose(-1, -2)).float()
+            chosen = ranks[0].repeat_interleave(heads // ranks.shape[1], 0).expand(-1, query.shape[1], -1)
+            gain = logits.gather(-1, chosen.clamp_min(0)).mean(-1) - logits.mean(-1)
+            gains.append((gain / logits.std(-1).clamp_min(1e-9)).flatten().cpu())
+        return ranks
+
+    return SimpleNamespace(index=lookup.index, choose=choose)
 
 
 def prefix(subject: Subject) -> Iterator[Row]:
@@ -344,6 +371,21 @@ def fork(subject: Subject) -> Iterator[Row]:
     yield equal("the same question to two copies", first._asdict(), subject.answer(cache.copy())._asdict())
 
 
+def interrupted(subject: Subject) -> Iterator[Row]:
+    cache, done = RetentionCache(subject.model, subject.scorer, subject.policy), []
+
+    def stop(_cache: RetentionCache) -> None:
+        raise InterruptedError
+
+    with suppress(InterruptedError):
+        prefill(subject.model, subject.ids, cache, on_chunk=stop)
+    for name, use in (("copied", cache.copy), ("read on", lambda: prefill(subject.model, subject.ids, cache))):
+        with suppress(ValueError):
+            use()
+            done.append(name)
+    yield row("a cache whose read was interrupted", not done, ", ".join(done) or "refused", "refused")
+
+
 def determinism(subject: Subject) -> Iterator[Row]:
     (first, states, _), (second, others, _), own = subject.read(), subject.read(), subject.own_states()
     if torch.equal(own, subject.expected):
@@ -374,17 +416,26 @@ def _heads(subject: Subject) -> RetainingHeads:
 
 def training_scores(subject: Subject) -> Iterator[Row]:
     heads, training, noise = _heads(subject), dict[int, Tensor](), dict[int, Tensor]()
+    outputs, modules, wrong = dict[nn.Module, Tensor](), attention_modules(subject.model), 0
     spread = 2 * subject.typical  # before the pass, for it takes passes of its own
 
     def learn(chunk: Attended) -> None:
+        nonlocal wrong
         features, head = heads.features(chunk)[0], heads[chunk.layer_idx]
+        wrong += _misread(features, modules[chunk.layer_idx], outputs) if heads.config.reads == PROJECTIONS else 0
         with torch.enable_grad():  # the arithmetic of training
             training[chunk.layer_idx] = head(features).detach().T.float().cpu()
         drawn = torch.rand(features.shape, generator=torch.Generator().manual_seed(subject.seed)) - 0.5
         moved = features.float() * (1 + spread * drawn.to(features.device))
         noise[chunk.layer_idx] = head(moved.to(features.dtype)).T.float().cpu()
 
-    observe(subject.model, subject.on_device(subject.ids), learn)
+    with ExitStack() as hooks:
+        for part in (getattr(module, f"{name}_proj", None) for module in modules for name in "qkv"):
+            if part is not None:
+                hook = part.register_forward_hook(lambda proj, _args, out: outputs.update({proj: out[0]}))
+                hooks.callback(hook.remove)
+        observe(subject.model, subject.on_device(subject.ids), learn)
+    yield most("features that are not what the backbone's own projections gave", wrong)
     reading, by_layer = scores_by_head(subject.read(subject.roomy()).cache), []
     for index, held in zip(subject.backbone.layers, reading, strict=True):
         right, scale = training[index], training[index].std(dim=1, keepdim=True)
@@ -392,6 +443,17 @@ def training_scores(subject: Subject) -> Iterator[Row]:
         by_layer.append(Apart(found, max(usual, 1e-12)))
     what = f"scores of {subject.tokens:,} tokens in the pass of training, and in reading, in deviations"
     yield close(what, max(by_layer, key=lambda one: one.noises), "noise in the features changes")
+
+
+def _misread(features: Tensor, module: nn.Module, outputs: Mapping[nn.Module, Tensor]) -> int:
+    """Return how many (N, F) features are not what plain projections of queries, keys and values put out."""
+    given = [outputs.get(getattr(module, f"{name}_proj", module), features[:, :0]) for name in "qkv"]
+    if sum(one.shape[-1] for one in given) != features.shape[-1] or hasattr(module, "key_multiplier"):
+        return 0  # projections of another kind, fused ones, or latents
+    parts = zip("qkv", given, features.split([one.shape[-1] for one in given], dim=-1), strict=True)
+    normed = ("norm", "layernorm")
+    plain = ((a, b) for name, a, b in parts if not any(hasattr(module, f"{name}_{norm}") for norm in normed))
+    return sum(int((a != b).any(0).sum()) for a, b in plain)
 
 
 def overlap(one: Tensor, other: Tensor, share: float = SHARE) -> float:

@@ -104,8 +104,14 @@ CHECKS = (
         checks.fork,
     ),
     Check(
+        "interrupted",
+        "a read that was interrupted, and whether what it left is refused",
+        "half a text is taken for a whole one, so start with a new cache after every interrupt",
+        checks.interrupted,
+    ),
+    Check(
         "training-scores",
-        "scores of the heads in the pass that trains them, and while a text is read",
+        "what heads are given, and the backbone's own projections; their scores in training, and while a text is read",
         "heads see other features in use than in training, so what they learned means little; train with this version",
         checks.training_scores,
     ),

@@ -20,8 +20,10 @@ import locret.cache.cache
 import locret.cache.export
 import locret.cache.store
 import locret.chunked_prefill
+import locret.lookups.exact
 import locret.policy.selectors
 from locret import RetainingHeads, RetentionCache, RetentionPolicy
+from locret.backbone.chunk import Projections
 from locret.cache.cache_file import RetentionCache as SavedCache
 from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
@@ -237,6 +239,22 @@ def noisy_attention(patch: pytest.MonkeyPatch) -> None:
     changed(patch, locret.backbone.attention, "_attend", noisy, after=True)
 
 
+def an_interrupted_read_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RetentionCache, "check_whole", lambda cache: None)
+
+
+def the_worst_units_recalled(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, locret.lookups.exact, "best_of", lambda own, query, *more: own(-query, *more))
+
+
+def keys_without_their_bias(patch: pytest.MonkeyPatch) -> None:
+    def parts(found: list[Tensor], projections: Any, *_: Any) -> list[Tensor]:
+        query, key, value = found
+        return [query, key - projections.module.k_proj.bias, value]
+
+    changed(patch, Projections, "feature_parts", parts, after=True)
+
+
 def a_wrong_export(patch: pytest.MonkeyPatch) -> None:
     changed(patch, locret.cache.export, "turned_back", lambda own, keys, rotary, now: own(keys, rotary, now + 1))
 
@@ -265,6 +283,9 @@ FAULTS = {
     "scores of another arithmetic": Fault(another_arithmetic, {"training-scores"}),
     "answers without a bound": Fault(endless_answers, {"decode-budget"}),
     "units lost on their way to the second tier": Fault(a_unit_lost_on_its_way, {"second-tier"}, {"bytes"}, TIERS),
+    "an interrupted read not refused": Fault(an_interrupted_read_taken, {"interrupted"}),
+    "the worst units recalled": Fault(the_worst_units_recalled, {"second-tier"}, policy=TIERS),
+    "heads' features without the keys' bias": Fault(keys_without_their_bias, {"training-scores"}, family="qwen2"),
     "a prefix rotated wrongly": Fault(a_wrong_export, {"prefix"}),
     "noise in every pass": Fault(noisy_attention, {"determinism"}, {"fork", "save"}),
 }
