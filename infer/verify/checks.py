@@ -151,6 +151,8 @@ def budget(subject: Subject) -> Iterator[Row]:
         for heads in kept:
             budget = sum(map(len, heads)) // len(heads)
             asked = policy.stabilizers if policy.memory == "fixed" else min(policy.stabilizers, budget // 2)
+            if policy.head_budgets == "shares":  # small heads have less room
+                asked = min(policy.stabilizers, min(map(len, heads)) // 4)
             asked = 0 if number == len(read.steps) else asked
             recent = min(max(asked, min(budget, scorer.recent(policy.budget))), seen)
             newest += missing(heads, range(seen - recent, seen))
@@ -321,8 +323,10 @@ def planned_bytes_are_counted(subject: Subject) -> Iterator[Row]:
     yield most("peak of the cache's bytes", memory.peak, planned)
     if policy.has_host:
         yield most("bytes of the second tier", memory.host, planned_host_bytes(*sizes))
-    # The shortest text that fills the cache.
-    least = max(policy.budget + policy.chunk_size + policy.local_len, lookahead(policy))
+    # The shortest text that fills the cache, in its largest head.
+    shares = policy.head_shares if policy.head_shares and policy.head_budgets == "shares" else (1.0,)
+    largest = math.ceil(policy.budget * max(shares) * len(shares) / sum(shares))
+    least = max(largest + policy.chunk_size + policy.local_len, lookahead(policy))
     if not grows and least < subject.tokens:
         short = subject.read(ids=subject.ids[:, :least], new_tokens=NEW_TOKENS).cache.memory().peak
         what, why = f"peak for {least:,} and for {subject.tokens:,} tokens", "exact: it must not grow with the text"
@@ -331,8 +335,9 @@ def planned_bytes_are_counted(subject: Subject) -> Iterator[Row]:
 
 def decode_budget(subject: Subject) -> Iterator[Row]:
     interval, scorer, plain = 4, subject.scorer, subject.plain_policy
-    if not scorer.rates_answers or plain.recalls_blocks:
-        raise NotHere(f"an answer is not bounded with scorer {scorer.name}, recall_by={plain.recall_by}")
+    if not scorer.rates_answers or plain.recalls_blocks or plain.head_budgets == "shares":
+        how = f"scorer {scorer.name}, recall_by={plain.recall_by}, head_budgets={plain.head_budgets}"
+        raise NotHere(f"an answer is not bounded with {how}")
     bound = max(plain.decode_budget or 0, plain.budget + plain.local_len + interval)
     policy = replace(plain, decode_budget=bound, decode_interval=interval)
     cache = subject.read(policy, new_tokens=3 * interval).cache

@@ -173,8 +173,8 @@ def verify(
         recommended = scorer.config.policy if isinstance(scorer, RetainingHeads) else {"positions": scorer.positions}
         wanted = fitted(RetentionPolicy.from_dict(recommended or {}, "the heads' policy"), ids.shape[1])
     check_text(wanted, ids.shape[1])
-    subject = Subject(model, scorer, wanted, ids, seed)
     cache = RetentionCache(model, scorer, wanted)  # refuses what cannot work before anything is computed
+    subject = Subject(model, scorer, cache.policy, ids, seed)
     if subject.unsound:
         chosen = CHECKS[:1]
     else:

@@ -50,6 +50,7 @@ def test_training_free_scorers_raise_no_false_alarm(scorer: str) -> None:
     "changes",
     [
         {"head_budgets": "adaptive"},
+        {"head_budgets": "shares", "head_shares": (0.05, 0.05, 0.1, 0.1, 0.3, 0.4)},
         {"layer_budgets": "pyramid"},
         {"memory": "sqrt"},
         {"memory": "adaptive"},
