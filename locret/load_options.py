@@ -194,7 +194,7 @@ class BackboneSource(WeightOptions, _Named):
             raise ValueError(
                 f"--shard {self.shard} spreads the backbone over several processes, but this is the only one; start "
                 "them with torchrun --nproc-per-node N -m locret.train.command ... (or locret.infer.command, "
-                "locret.infer.evaluation.command, locret.infer.verify.command)"
+                "locret.infer.evaluation.command)"
             )
         if offload is not None and offload not in (where := _OFFLOADS.get(self.shard or "", ())):
             kept = f"takes {' or '.join(where)}" if where else "keeps every part on its device"

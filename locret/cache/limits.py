@@ -145,6 +145,7 @@ def planned_bytes(
     new_tokens: int = 0,
 ) -> int:
     """Return the bytes of a fresh cache that reads a prompt (None: a long one) and answers, before any is made."""
+    policy = with_shares(policy, scorer, [shape.num_kv_heads for shape in backbone.full_shapes])
     limits = Limits(policy, scorer, len(backbone.layers))
     if policy.recalls_blocks:
         return near_bytes(
@@ -173,6 +174,7 @@ def planned_host_bytes(
     Raises:
         ValueError: If everything evicted from a prompt of unknown length is to be held.
     """
+    policy = with_shares(policy, scorer, [shape.num_kv_heads for shape in backbone.full_shapes])
     limits = Limits(policy, scorer, len(backbone.layers))
     slots = limits.host_capacity(limits.plan(prompt_tokens), [0] * len(backbone.layers), new_tokens)
     if prompt_tokens is None and policy.host_grows:

@@ -17,10 +17,13 @@ import locret.backbone.attention
 import locret.backbone.instrument
 import locret.backbone.rotary
 import locret.cache.cache
+import locret.cache.export
 import locret.cache.store
 import locret.chunked_prefill
+import locret.lookups.exact
 import locret.policy.selectors
 from locret import RetainingHeads, RetentionCache, RetentionPolicy
+from locret.backbone.chunk import Projections
 from locret.cache.cache_file import RetentionCache as SavedCache
 from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
@@ -38,19 +41,9 @@ from families import build
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 POLICY = RetentionPolicy(budget=24, chunk_size=12, stabilizers=6, local_len=4)
-EVERYTHING = {
-    "full-budget",
-    "answer",
-    "chunks",
-    "batch",
-    "units",
-    "eviction",
-    "prefix",
-    "second-tier",
-    "training-scores",
-}
+EVERYTHING = {"full-budget", "batch", "eviction", "prefix", "second-tier", "training-scores"}
 """Checks that compare what is computed, all of which a fault in computing may show in."""
-GUARDS = {"budget", "protected", "scores", "units", "bytes", "save"}
+GUARDS = {"budget", "scores", "bytes", "save"}
 """Checks that run beside those which a fault is for, and must not cry too."""
 
 
@@ -62,6 +55,7 @@ class Fault:
     found_by: set[str]
     perhaps: frozenset[str] | set[str] = frozenset()
     policy: RetentionPolicy = POLICY
+    family: str = "llama"
 
 
 def changed(
@@ -245,24 +239,43 @@ def noisy_attention(patch: pytest.MonkeyPatch) -> None:
     changed(patch, locret.backbone.attention, "_attend", noisy, after=True)
 
 
+def an_interrupted_read_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RetentionCache, "check_whole", lambda cache: None)
+
+
+def the_worst_units_recalled(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, locret.lookups.exact, "best_of", lambda own, query, *more: own(-query, *more))
+
+
+def keys_without_their_bias(patch: pytest.MonkeyPatch) -> None:
+    def parts(found: list[Tensor], projections: Any, *_: Any) -> list[Tensor]:
+        query, key, value = found
+        return [query, key - projections.module.k_proj.bias, value]
+
+    changed(patch, Projections, "feature_parts", parts, after=True)
+
+
+def a_wrong_export(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, locret.cache.export, "turned_back", lambda own, keys, rotary, now: own(keys, rotary, now + 1))
+
+
 TIERS = replace(POLICY, host_budget=20, recall=4)
 FAULTS = {
-    "sinks and stabilizers dropped": Fault(no_pinned_units, {"protected"}, {"scores", "decode-budget"}),
-    "rotation off by one": Fault(rotation_off_by_one, {"units", "eviction"}, EVERYTHING),
-    "rotation of another base": Fault(rotation_of_another_base, {"units", "eviction"}, EVERYTHING),
-    "rotation interleaved": Fault(rotation_interleaved, {"units", "eviction", "full-budget"}, EVERYTHING | GUARDS),
+    "sinks and stabilizers dropped": Fault(no_pinned_units, {"budget"}, {"scores", "decode-budget"}),
+    "rotation off by one": Fault(rotation_off_by_one, {"eviction"}, EVERYTHING),
+    "rotation of another base": Fault(rotation_of_another_base, {"eviction"}, EVERYTHING),
     "budget ignored": Fault(no_budget, {"budget"}, {"bytes", "decode-budget"}),
     "budget exceeded by one": Fault(one_unit_too_many, {"budget"}, {"bytes", "decode-budget"}),
     "padding rows shifted": Fault(padding_shifted, {"batch"}),
     "a unit's score replaced": Fault(a_score_replaced, {"scores"}, {"batch", "training-scores"}),
     "stale scores": Fault(stale_scores, {"scores"}),
-    "a token dropped at a chunk's boundary": Fault(a_token_dropped, {"full-budget", "chunks"}, EVERYTHING | GUARDS),
-    "a token read twice": Fault(a_token_repeated, {"full-budget", "chunks"}, EVERYTHING),
+    "a token dropped at a chunk's boundary": Fault(a_token_dropped, {"full-budget"}, EVERYTHING | GUARDS),
+    "a token read twice": Fault(a_token_repeated, {"full-budget"}, EVERYTHING),
     "planned bytes lie": Fault(lying_plan, {"bytes"}, {"decode-budget"}),
     "memory grows": Fault(growing_memory, {"bytes"}, {"decode-budget"}),
-    "values of another head": Fault(values_of_another_head, {"units", "full-budget"}, EVERYTHING),
+    "values of another head": Fault(values_of_another_head, {"full-budget"}, EVERYTHING),
     "query groups swapped": Fault(groups_swapped, {"full-budget", "eviction"}, EVERYTHING),
-    "values cast down": Fault(cast_down, {"units", "full-budget"}, EVERYTHING),
+    "values cast down": Fault(cast_down, {"full-budget"}, EVERYTHING),
     "a saved column lost": Fault(a_column_lost, {"save"}),
     "a saved counter lost": Fault(a_counter_lost, {"save"}),
     "a layer's saved counter lost": Fault(a_layer_not_rotated, {"save"}),
@@ -270,18 +283,25 @@ FAULTS = {
     "scores of another arithmetic": Fault(another_arithmetic, {"training-scores"}),
     "answers without a bound": Fault(endless_answers, {"decode-budget"}),
     "units lost on their way to the second tier": Fault(a_unit_lost_on_its_way, {"second-tier"}, {"bytes"}, TIERS),
+    "an interrupted read not refused": Fault(an_interrupted_read_taken, {"interrupted"}),
+    "the worst units recalled": Fault(the_worst_units_recalled, {"second-tier"}, policy=TIERS),
+    "heads' features without the keys' bias": Fault(keys_without_their_bias, {"training-scores"}, family="qwen2"),
+    "a prefix rotated wrongly": Fault(a_wrong_export, {"prefix"}),
     "noise in every pass": Fault(noisy_attention, {"determinism"}, {"fork", "save"}),
 }
 
 
-def report_of(policy: RetentionPolicy, only: Collection[str] = ()) -> Any:
-    model = build("llama")
+def report_of(policy: RetentionPolicy, only: Collection[str] = (), family: str = "llama") -> Any:
+    model = build(family)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # which are made as zeros
+            torch.nn.init.normal_(parameter)
     return verify(model, RetainingHeads.for_model(model, hidden_dim=12, seed=0), policy, tokens=88, only=only)
 
 
-@pytest.mark.parametrize("policy", [POLICY, TIERS], ids=["one tier", "two tiers"])
-def test_nothing_is_found_where_nothing_is_planted(policy: RetentionPolicy) -> None:
-    report = report_of(policy)
+@pytest.mark.parametrize(("policy", "family"), [(POLICY, "qwen2"), (TIERS, "llama")], ids=["one tier", "two tiers"])
+def test_nothing_is_found_where_nothing_is_planted(policy: RetentionPolicy, family: str) -> None:
+    report = report_of(policy, family=family)
     assert report.ok, report.table()
 
 
@@ -289,13 +309,37 @@ def test_nothing_is_found_where_nothing_is_planted(policy: RetentionPolicy) -> N
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]
     fault.plant(monkeypatch)
-    report = report_of(fault.policy, fault.found_by | GUARDS)
+    report = report_of(fault.policy, fault.found_by | GUARDS, fault.family)
     found = {row.check for row in report.failures}
     shown = [(row.check, row.compared, row.measured, row.tolerance, row.why) for row in report.failures]
     assert found >= fault.found_by, shown
     assert found <= fault.found_by | set(fault.perhaps), shown
     assert not report.ok
     assert all(row.means for row in report.failures)
+    compared = {row.check for row in report.failures if row.measured is not None}
+    assert compared >= fault.found_by, "by a comparison, not by breaking"
+
+
+@pytest.mark.parametrize("where", ["hidden states", "logits"])
+def test_numbers_that_are_not_finite_are_said_before_anything_is_compared(where: str) -> None:
+    model = build("llama")
+    module = model.lm_head if where == "logits" else model.model.norm
+    module.register_forward_hook(lambda _module, _args, out: out.index_fill(-1, torch.tensor(3), torch.inf))
+    report = verify(model, "snapkv", POLICY, tokens=88, only=("save", "determinism"))
+    assert [(row.check, row.measured) for row in report.failures] == [
+        ("backbone", f"NaN or infinite {where} in float32")
+    ]
+    assert len(report.rows) == 1
+    assert "--dtype float32 or bfloat16" in str(report)
+
+
+def test_a_rotation_that_is_not_the_backbones_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotation_interleaved(monkeypatch)
+    with pytest.raises(ValueError, match="cannot be repeated at another rank; use positions=.original"):
+        report_of(POLICY)
+    report = report_of(replace(POLICY, positions="original"), {"full-budget", "eviction"} | GUARDS)
+    assert report.ok, report.table()
+    assert [row.check for row in report.rows if row.status == "refused"] == ["full-budget", "eviction"]
 
 
 def test_learned_sinks_that_take_no_part_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
