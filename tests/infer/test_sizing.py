@@ -293,3 +293,12 @@ def test_a_plan_that_depends_on_a_missing_prompt_is_refused(infer: Infer, backbo
     outcome = infer("--model", backbone, *SMALL, "--budget-share", 0.1, "--dry-run", "--prompt-file", tmp_path / "none")
     assert outcome.code == 2
     assert "none" in outcome.err
+
+
+@pytest.mark.slow
+def test_shares_of_heads_are_planned_as_they_are_held(infer: Infer, text: Path) -> None:
+    shares = ",".join(["0.02", "0.08"] * 10)
+    line = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads", "--prompt-file", text, "--json"]
+    line += ["--budget", 64, "--head-budgets", "shares", "--head-shares", shares, "--max-new-tokens", 4]
+    plan, record = (json.loads(infer(*line, *more).out) for more in (["--dry-run"], []))
+    assert plan["planned_cache_bytes"] == record["planned_cache_bytes"] == record["peak_cache_bytes"]
