@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from locret.conversation.templates import decode
-from locret.infer.serve.engine import Asked, Engine, NoRoom, NotRunning, Step
+from locret.engines.transformers import NoRoom, NotRunning, Written
 from locret.infer.serve.refusal import Refusal
 
 _LOOKING_AGAIN = 0.25
@@ -22,16 +22,11 @@ _LOOKING_AGAIN = 0.25
 _STOPPED = "the engine that writes answers does not run; ask again when the server has been started again"
 _BEFORE = 5
 """Tokens before an answer that are decoded with it."""
-_HALF_A_CHARACTER = "\ufffd"
+HALF_A_CHARACTER = "\ufffd"
 
 
-@dataclass(frozen=True)
-class Written:
-    """A token of an answer."""
-
-    id: int
-    logprob: float | None
-    top: tuple[tuple[int, float], ...]
+Asked = Callable[[Callable[[Written], None]], Callable[[], None]]
+"""What begins an answer, given what to call for each token, and returns what cancels it; it may block."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +67,15 @@ class AnswerText:
         self._length = 0
         """Characters of the text so far, held ones included."""
 
-    def add(self, step: Step, choice: int = 0) -> Piece | None:
-        """Take a step and return what of the text is certain now, if anything is; the last piece has a finish."""
+    def add(self, step: Written, choice: int = 0) -> Piece | None:
+        """Take a token and return what of the text is certain now, if anything is; the last piece has a finish."""
         assert step.token is not None
         assert step.finish != "error"
         self.count += 1
         finish = step.finish
         if not (finish == "stop" and step.token in self.end_ids):
             self._ids.append(step.token)
-            # A token belongs to the piece in which its text begins.
-            self._tokens.append((self._length, Written(step.token, step.logprob, step.top)))
+            self._tokens.append((self._length, step))  # it belongs to the piece in which its text begins
         self._held += (new := self._decoded(last=finish is not None))
         self._length += len(new)
         at = min((found for stop in self.stops if (found := self._held.find(stop)) >= 0), default=None)
@@ -101,7 +95,7 @@ class AnswerText:
         """Return what the newest tokens add; a character of several tokens comes with the last of them."""
         before = decode(self.tokenizer, self._ids[self._start : self._read])
         now = decode(self.tokenizer, self._ids[self._start :])
-        if len(now) <= len(before) or (now.endswith(_HALF_A_CHARACTER) and not last):
+        if len(now) <= len(before) or (now.endswith(HALF_A_CHARACTER) and not last):
             return ""
         self._start, self._read = self._read, len(self._ids)
         return now[len(before) :]
@@ -125,7 +119,7 @@ def _beginning(tokenizer: Any, before: Sequence[int]) -> list[int]:
             break
         ids.insert(0, one)
     # Half a character would be there before and after its other half, which would seem to add nothing.
-    return [] if decode(tokenizer, ids).endswith(_HALF_A_CHARACTER) else ids
+    return [] if decode(tokenizer, ids).endswith(HALF_A_CHARACTER) else ids
 
 
 class TimeLimit(Exception):
@@ -136,14 +130,13 @@ class Answers:
     """The answers of a server: those that wait, in the order they came, and those that are being written.
 
     Args:
-        engine: Writes them.
         tokenizer: The backbone's.
         end_ids: Tokens that end an answer.
         max_queue: Answers that may wait for their first token; further ones are refused with 429.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, end_ids: Iterable[int], *, max_queue: int) -> None:
-        self.engine, self.tokenizer, self.max_queue = engine, tokenizer, max_queue
+    def __init__(self, tokenizer: Any, end_ids: Iterable[int], *, max_queue: int) -> None:
+        self.tokenizer, self.max_queue = tokenizer, max_queue
         self.end_ids = frozenset(end_ids)
         self.waiting = self.running = 0
         """Answers that wait for their first token, and those that have it."""
@@ -195,7 +188,7 @@ class Answers:
 
     async def write(
         self,
-        asked: Sequence[Callable[[], Asked]],
+        asked: Sequence[Asked],
         stops: Sequence[str],
         place: Place,
         deadline: float,
@@ -204,7 +197,7 @@ class Answers:
         """Yield the pieces of several answers as they are written; to leave cancels what is not finished.
 
         Args:
-            asked: What returns what to answer, called when the engine may take it; it may block.
+            asked: What begins each of them, called when the engine may take it.
             stops: Texts that end an answer.
             place: Places for as many answers.
             deadline: When to give up, by `time.monotonic`.
@@ -215,14 +208,14 @@ class Answers:
             Refusal: If the engine cannot answer.
         """
         loop = asyncio.get_running_loop()
-        steps = asyncio.Queue[tuple[int, Step | Exception]]()
+        steps = asyncio.Queue[tuple[int, Written | Exception]]()
         known = before or [()] * len(asked)
         ends = self.ends(stops)
         texts = [AnswerText(self.tokenizer, stops, ends, ids) for ids in known]
         cancels = [_Cancel() for _ in asked]
         begun = dict[int, float]()
 
-        def receive(choice: int, step: Step | Exception) -> None:
+        def receive(choice: int, step: Written | Exception) -> None:
             loop.call_soon_threadsafe(steps.put_nowait, (choice, step))
 
         entering = loop.create_task(self._enter(asked, receive, cancels))
@@ -257,8 +250,8 @@ class Answers:
 
     async def _enter(
         self,
-        asked: Sequence[Callable[[], Asked]],
-        receive: Callable[[int, Step | Exception], None],
+        asked: Sequence[Asked],
+        receive: Callable[[int, Written | Exception], None],
         cancels: Sequence[_Cancel],
     ) -> None:
         """Hand the answers to the engine, one after the other, each as soon as there is room."""
@@ -276,11 +269,11 @@ class Answers:
                 receive(choice, error)
                 return
 
-    async def _admitted(self, asked: Callable[[], Asked], on_step: Callable[[Step], None], cancel: _Cancel) -> None:
+    async def _admitted(self, asked: Asked, on_token: Callable[[Written], None], cancel: _Cancel) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._freed.clear()
-            entering = loop.run_in_executor(self._asking, lambda: self.engine.ask(asked(), on_step))
+            entering = loop.run_in_executor(self._asking, asked, on_token)
             entering.add_done_callback(cancel.ready)
             try:
                 await asyncio.shield(entering)

@@ -13,9 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from locret.engines.prefix import Prefix
-from locret.infer.serve.engine import Asked, Engine, Step
-
 PATIENCE = 2.0
 """Longest pause for answers, in times of the chunk before it: at least a third of the time is left to reading."""
 _LOOK = 0.1
@@ -129,70 +126,3 @@ class Answering:
         with self._turns._changed:
             self._turns._answers.discard(self)
             self._turns._changed.notify_all()
-
-
-class Beside:
-    """An engine whose answers the readers give way to.
-
-    Args:
-        engine: What writes them.
-        turns: The readers' turns.
-    """
-
-    def __init__(self, engine: Engine, turns: Turns) -> None:
-        self.engine, self._turns = engine, turns
-
-    @property
-    def longest(self) -> int:
-        """See `Engine`."""
-        return self.engine.longest
-
-    @property
-    def planned_bytes(self) -> int:
-        """See `Engine`."""
-        return self.engine.planned_bytes
-
-    @property
-    def running(self) -> bool:
-        """See `Engine`."""
-        return self.engine.running
-
-    @property
-    def used_bytes(self) -> int:
-        """See `Engine`."""
-        return self.engine.used_bytes
-
-    def start(self) -> None:
-        """See `Engine`."""
-        self.engine.start()
-
-    def stop(self) -> None:
-        """See `Engine`."""
-        self.engine.stop()
-
-    def hold(self, prefix: Prefix) -> None:
-        """See `Engine`."""
-        self.engine.hold(prefix)
-
-    def ask(self, asked: Asked, on_step: Callable[[Step], None]) -> Callable[[], None]:
-        """See `Engine`."""
-        answer = self._turns.answering()
-
-        def step(step: Step) -> None:
-            if step.finish is None:
-                answer.stepped()
-            else:
-                answer.ended()
-            on_step(step)
-
-        try:
-            cancel = self.engine.ask(asked, step)
-        except BaseException:
-            answer.ended()
-            raise
-
-        def cancelled() -> None:
-            cancel()
-            answer.ended()
-
-        return cancelled

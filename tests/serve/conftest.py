@@ -11,7 +11,7 @@ import pytest
 
 import locret
 from locret import LongContextModel, RetentionPolicy
-from locret.infer.serve.entry import Entry
+from locret.infer.serve.index import Entry
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 

@@ -14,11 +14,11 @@ import uvicorn
 
 from locret import LongContextModel, RetentionPolicy
 from locret.infer.serve.app import make_app
+from locret.infer.serve.engine import Engine
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
+from locret.infer.serve.serve_options import ServeOptions
 from locret.infer.serve.state import ServerState
-from locret.infer.serve.transformers_engine import TransformersEngine
-from locret.infer.serve.turns import Beside
 
 POLICY = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -62,13 +62,13 @@ def running(
         folder: Of the contexts.
         kv_memory: As the option of `locret-serve`.
         kv_bytes: Bytes of the engine, if not what the plan gives it.
-        options: Of `ServerState`.
+        options: Of `ServeOptions`.
     """
     plan = MemoryPlan.of(lm, kv_memory, readers=1)
     library = Library(folder, lm, plan)
-    engine = Beside(TransformersEngine(lm.model, kv_bytes=kv_bytes or plan.engine), library.turns)
+    engine = Engine(lm.model, library.turns, kv_bytes=kv_bytes or plan.engine)
     engine.start()
-    state = ServerState(lm=lm, engine=engine, library=library, plan=plan, **{"model": "tiny", **options})
+    state = ServerState(engine=engine, library=library, model="tiny", options=ServeOptions(**options))
     with listening(state) as port:
         yield Running(state, port)
 

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from locret.conversation.templates import decode
+from locret.engines.transformers import Written
 from locret.infer.serve.answers import AnswerText, Piece
-from locret.infer.serve.engine import Step
 from locret.infer.serve.responses import Answer, ChatForm
 
 END = 1
@@ -37,11 +37,11 @@ def written(
 ) -> list[Piece]:
     """Return the pieces of an answer of these tokens, which ends by itself or at its length."""
     text = AnswerText(tokenizer, stops, frozenset({-1}), before)
-    steps = [Step(token=one, logprob=-float(nth)) for nth, one in enumerate(ids)]
+    steps = [Written(token=one, logprob=-float(nth)) for nth, one in enumerate(ids)]
     if ends:
-        steps.append(Step(token=-1, finish="stop"))
+        steps.append(Written(token=-1, finish="stop"))
     else:
-        steps[-1] = Step(token=ids[-1], finish="length", logprob=1.0 - len(ids))
+        steps[-1] = Written(token=ids[-1], finish="length", logprob=1.0 - len(ids))
     pieces = []
     for step in steps:
         piece = text.add(step)
@@ -143,5 +143,5 @@ def test_what_may_become_a_stop_text_is_held_back() -> None:
 def test_tokens_keep_their_probabilities_and_order(tokenizer: Any) -> None:
     ids = tokenizer("The grass is green.", add_special_tokens=False)["input_ids"]
     tokens = [token for piece in written(tokenizer, ids, ["zz"], ends=False) for token in piece.tokens]
-    assert [token.id for token in tokens] == ids
+    assert [token.token for token in tokens] == ids
     assert [token.logprob for token in tokens] == [-float(nth) for nth in range(len(ids))]

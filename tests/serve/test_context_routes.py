@@ -19,19 +19,18 @@ import pytest
 from running import listening
 
 from locret import LongContextModel
+from locret.infer.serve.engine import Engine
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
+from locret.infer.serve.serve_options import ServeOptions
 from locret.infer.serve.state import ServerState
-from locret.infer.serve.transformers_engine import TransformersEngine
 
 
 @contextmanager
 def served(library: Library, **options: Any) -> Iterator[str]:
     """Serve a library on a free port and yield its address; nothing is asked, so the engine is not started."""
-    engine = TransformersEngine(library.lm.model, kv_bytes=library.plan.engine)
-    state = ServerState(
-        lm=library.lm, engine=engine, library=library, plan=library.plan, **{"model": "tiny", **options}
-    )
+    engine = Engine(library.lm.model, library.turns, kv_bytes=library.plan.engine)
+    state = ServerState(engine=engine, library=library, model="tiny", options=ServeOptions(**options))
     with listening(state) as port:
         yield f"http://127.0.0.1:{port}/v1"
 
@@ -118,7 +117,7 @@ def test_a_text_is_streamed_read_and_described(client: httpx.Client, shared_libr
     assert shown["made"]["sha256"] == ready["made"]["sha256"]
     assert len(shown["kept"]) == 50
     entry, old = shared_library.get("new"), shared_library.get("book")
-    assert entry.prefix().digest == old.prefix().digest
+    assert shared_library.prefix(entry).digest == shared_library.prefix(old).digest
     names = [one["name"] for one in client.get("/contexts").json()["data"]]
     assert names == ["book", "new", "short"]
 
@@ -361,7 +360,7 @@ def test_who_goes_away_takes_the_reading_along(
     connection.close()
     until(lambda: client.get("/contexts/left").json()["state"] == "failed")
     assert "went away" in client.get("/contexts/left").json()["message"]
-    assert shared_library.used_bytes["reading"] == 0
+    assert shared_library.room.used == 0
     until(lambda: not list((shared_library.folder / ".uploads").iterdir()))
     assert client.post("/contexts", params={"name": "left", "wait": "true"}, content=book[:900]).status_code == 201
 
@@ -435,7 +434,7 @@ def test_a_deleted_reading_ends_and_says_so(client: httpx.Client, shared_library
     thread.join(5)
     assert happened[-1] == ("end", {"object": "context.deleted", "name": "gone", "deleted": True})
     assert client.get("/contexts/gone").status_code == 404
-    assert shared_library.used_bytes["reading"] == 0
+    assert shared_library.room.used == 0
 
 
 def test_no_more_texts_wait_than_may(client: httpx.Client, shared_library: Library, book: str) -> None:

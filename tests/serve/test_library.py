@@ -22,10 +22,12 @@ from conftest import KV_MEMORY, ROOT
 
 from locret import LongContextModel, compose
 from locret.engines.prefix import Prefix
-from locret.infer.serve.engine import NoRoom
-from locret.infer.serve.library import AUTO, UPLOADS, Library, not_stored
+from locret.engines.transformers import NoRoom
+from locret.infer.serve.index import AUTO, UPLOADS
+from locret.infer.serve.jobs import read_ids
+from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
-from locret.infer.serve.refusal import Refusal
+from locret.infer.serve.refusal import Refusal, not_stored
 
 Read = Callable[..., Any]
 
@@ -60,7 +62,7 @@ def never() -> bool:
 def test_a_context_of_the_library_is_the_one_that_python_reads(library: Library, read: Read, book: str) -> None:
     entry = read(library, "book", book, source="book.txt")
     assert (entry.state, entry.source, entry.message) == ("ready", "book.txt", "")
-    ours, theirs = entry.prefix(), Prefix.of(library.lm.read(book + "\n", progress=False))
+    ours, theirs = library.prefix(entry), Prefix.of(library.lm.read(book + "\n", progress=False))
     assert (ours.digest, ours.tokens) == (theirs.digest, theirs.tokens)
     assert (entry.tokens, entry.units) == (theirs.tokens, theirs.units)
     assert entry.notes["bytes"] == len(book.encode())
@@ -94,12 +96,12 @@ def test_contexts_are_there_after_a_restart(library: Library, read: Read, book: 
 
 def test_a_fork_outlives_what_it_was_made_of(library: Library, read: Read, book: str) -> None:
     entry = read(library, "a", book)
-    digest = entry.prefix().digest
+    digest = library.prefix(entry).digest
     copied = library.fork("a", "b")
     assert copied.has_text
     library.delete("a")
     assert [one.name for one in library.entries()] == ["b"]
-    assert library.get("b").prefix().digest == digest
+    assert library.prefix(library.get("b")).digest == digest
     assert [path.name for path in library.folder.rglob("[!.]*") if path.is_file()] == ["b.ctx", "b.ids"]
 
 
@@ -109,12 +111,12 @@ def test_shrunk_and_composed_contexts_are_those_of_python(library: Library, read
     for entry in (library.shrink("a", "small", 24), library.compose(["a", "b"], "both", budget=80)):
         assert entry.job is None or entry.job.done.wait(30)
     parts = [library.lm.load(library.get(name).path) for name in ("a", "b")]
-    assert library.get("small").prefix().digest == Prefix.of(parts[0].shrink(24)).digest
-    assert library.get("both").prefix().digest == Prefix.of(compose(parts, 80)).digest
+    assert library.prefix(library.get("small")).digest == Prefix.of(parts[0].shrink(24)).digest
+    assert library.prefix(library.get("both")).digest == Prefix.of(compose(parts, 80)).digest
     assert library.get("small").has_text
     assert not library.get("both").has_text
     assert library.get("both").notes == {"of": ["a", "b"]}
-    assert library.shrunk("a", 24).prefix().digest == library.get("small").prefix().digest
+    assert library.prefix(library.shrunk("a", 24)).digest == library.prefix(library.get("small")).digest
     assert library.shrunk("a", 24) is library.shrunk("a", 24)
     units = library.get("a").units
     assert library.shrunk("a", units) is library.get("a")
@@ -175,7 +177,7 @@ def test_a_link_out_of_the_folder_is_not_followed(library: Library, read: Read, 
     os.mkfifo(library.folder / "d.ctx")
     states = {entry.name: entry.state for entry in library.entries()}
     assert states == {"a": "ready", "b": "damaged", "c": "damaged", "d": "damaged"}
-    refused = refusal(lambda: library.get("b").prefix())
+    refused = refusal(lambda: library.prefix(library.get("b")))
     assert (refused.status, refused.code) == (409, "damaged")
     assert str(tmp_path) not in refused.message
     for name in ("b", "c", "d"):
@@ -197,7 +199,7 @@ def test_damaged_files_are_listed_with_their_sentence(library: Library, read: Re
     for name in files:
         if name == "turned":
             assert library.get(name).state == "ready"  # its units are looked at when they are loaded
-            refusal(library.get(name).prefix)
+            refusal(lambda name=name: library.prefix(library.get(name)))
         entry = library.find(name)
         assert entry.state == "damaged", name
         assert entry.message
@@ -218,7 +220,7 @@ def test_a_file_that_cannot_be_read_just_now_is_looked_at_again(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as short:
-        short.setattr("locret.infer.serve.library.check_header", fails)
+        short.setattr("locret.infer.serve.index.check_header", fails)
         entry = library.find("b")
     assert (entry.state, "Too many open files" in entry.message) == ("damaged", True)
     assert library.get("b").state == "ready"
@@ -262,28 +264,28 @@ def test_prefixes_in_memory_stay_within_the_plan(
     library = Library(tmp_path, serving, plan)
     for name, start in (("a", 0), ("b", 500), ("c", 1000)):
         read(library, name, book[start : start + 1500])
-    first, second = library.get("a").prefix(), library.get("b").prefix()
+    first, second = library.prefix(library.get("a")), library.prefix(library.get("b"))
     assert sum(tensor.nbytes for tensor in (*first.keys, *first.values)) == each
-    assert library.used_bytes["loaded"] == 2 * each
+    assert library.prefixes.used == 2 * each
     with pytest.raises(NoRoom):
-        library.get("c").prefix()  # both are used
-    assert library.used_bytes["loaded"] == 2 * each
+        library.prefix(library.get("c"))  # both are used
+    assert library.prefixes.used == 2 * each
     del second
     gc.collect()
-    library.get("c").prefix()
-    assert library.used_bytes["loaded"] == 2 * each
-    assert library.get("a").prefix() is first
+    library.prefix(library.get("c"))
+    assert library.prefixes.used == 2 * each
+    assert library.prefix(library.get("a")) is first
     library.close()
 
 
 def test_a_fork_takes_no_memory_of_its_own(library: Library, read: Read, book: str) -> None:
     read(library, "a", book[:1500])
     library.fork("a", "b")
-    assert library.get("a").prefix() is library.get("b").prefix()
+    assert library.prefix(library.get("a")) is library.prefix(library.get("b"))
 
 
 def test_a_large_context_is_read_on_within_what_was_reserved(
-    serving: LongContextModel, tmp_path: Path, read: Read, book: str
+    serving: LongContextModel, tmp_path: Path, read: Read, book: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = MemoryPlan.of(serving, 2 * KV_MEMORY)
     library = Library(tmp_path, serving, plan)
@@ -291,13 +293,13 @@ def test_a_large_context_is_read_on_within_what_was_reserved(
         read(library, name, book[1000 * nth :])
     both = library.compose("ab", "both")
     assert both.job is None or both.job.done.wait(30)
-    reading, seen = library.reader.ids, []
+    seen = []
 
-    def watched(job: Any, new: Any, cache: Any) -> None:
-        reading(job, new, cache)
-        seen.append((cache.memory().peak, library.used_bytes["reading"]))
+    def watched(lm: Any, turns: Any, job: Any, new: Any, cache: Any) -> None:
+        read_ids(lm, turns, job, new, cache)
+        seen.append((cache.memory().peak, library.room.used))
 
-    library.reader.ids = watched  # type: ignore[method-assign]
+    monkeypatch.setattr("locret.infer.serve.library.read_ids", watched)
     assert library.read_on(ids(300), (both, 0), both, never).tokens == both.tokens + 300
     peak, reserved = seen[0]
     assert plan.reader < peak <= reserved <= plan.reading
@@ -319,20 +321,20 @@ def test_a_context_that_takes_the_name_of_another_is_not_taken_for_it(library: L
     waiting, other = library.get("a"), library.get("b")
     library.fork("a", "copy")
     os.replace(other.path, waiting.path)  # as deleting it and reading another would, while a question waits
-    refused = refusal(waiting.prefix)
+    refused = refusal(lambda: library.prefix(waiting))
     assert (refused.status, "another context has taken its name" in refused.message) == (409, True)
-    assert library.get("copy").prefix().digest == Prefix.from_file(library.get("copy").path).digest
-    assert library.get("a").prefix().digest == Prefix.from_file(library.get("a").path).digest
+    assert library.prefix(library.get("copy")).digest == Prefix.from_file(library.get("copy").path).digest
+    assert library.prefix(library.get("a")).digest == Prefix.from_file(library.get("a").path).digest
 
 
 def test_what_is_made_of_a_context_that_is_deleted_meanwhile_says_so(library: Library, read: Read, book: str) -> None:
     read(library, "a", book[:1500])
     made = []
-    with library._moving:
+    with library._index.moving:
         asking = threading.Thread(target=lambda: made.append(library.fork("a", "b")))
         asking.start()
         until = time.monotonic() + 10
-        while "b" not in library._entries and time.monotonic() < until:
+        while "b" not in library._index.named and time.monotonic() < until:
             time.sleep(0.01)
         library.delete("a")
     asking.join(10)
@@ -371,7 +373,7 @@ def test_reading_on_is_what_prefill_does(library: Library) -> None:
     cache = library.lm.new_cache()
     for part in (text[:400], text[400:]):
         prefill(library.lm.model, torch.tensor([part]), cache)
-    assert second.prefix().digest == Prefix.of(cache).digest
+    assert library.prefix(second).digest == Prefix.of(cache).digest
 
 
 def test_what_was_read_with_another_budget_is_not_taken(library: Library, serving: LongContextModel) -> None:
@@ -407,7 +409,7 @@ def test_the_least_recently_used_goes_and_no_named_one(library: Library, read: R
 def test_what_a_request_still_needs_goes_with_the_request(library: Library) -> None:
     library = again(library, auto_bytes=library.plan.moving)
     asked = [library.read_on(ids(200, start), (None, 0), None, never) for start in range(5, 11)]
-    digests = [entry.prefix().digest for entry in asked]
+    digests = [library.prefix(entry).digest for entry in asked]
     assert len(set(digests)) == 6
     assert len(library.automatic()) < 6
     back = library.read_on(ids(200, 5), (None, 0), None, never)  # is not read again
@@ -437,7 +439,7 @@ def test_what_was_made_of_a_context_goes_with_the_last_that_has_its_name(
     asked = library.shrunk("b", 24)
     library.delete("b")
     assert [path.exists() for path in paths] == [True, True, False, False]  # one is still asked
-    assert asked.prefix().units == 24
+    assert library.prefix(asked).units == 24
     del asked
     gc.collect()
     assert set((library.folder / AUTO).iterdir()) == {paths[0]}
@@ -459,7 +461,7 @@ def test_what_is_made_of_a_context_while_it_is_deleted_goes_when_it_has_been_ask
     asking.join(10)
     assert found[0].tokens == named.tokens + 200
     assert library.automatic() == []
-    assert found[0].prefix().tokens == named.tokens + 200
+    assert library.prefix(found[0]).tokens == named.tokens + 200
     found.clear()
     gc.collect()
     assert list((library.folder / AUTO).iterdir()) == []
@@ -507,7 +509,7 @@ def test_a_cancelled_read_leaves_nothing(library: Library) -> None:
         time.sleep(0.001)
     assert library.longest(ids(20_000)) == (None, 0)
     assert library.automatic() == []
-    assert library.used_bytes == {"reading": 0, "loaded": 0}
+    assert (library.room.used, library.prefixes.used) == (0, 0)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -519,6 +521,7 @@ torch.set_num_threads(1)
 from conftest import KV_MEMORY, ROOT
 import locret
 from locret import LongContextModel, RetentionPolicy
+from locret.infer.serve.jobs import read_ids
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 policy = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=8)
@@ -569,7 +572,7 @@ def test_a_kill_during_an_upload_and_a_save_loses_no_context(serving: LongContex
     library = Library(tmp_path, serving, plan)
     assert [(entry.name, entry.state) for entry in library.entries()] == [("whole", "ready")]
     assert library.get("whole").has_text
-    library.get("whole").prefix()
+    library.prefix(library.get("whole"))
     library.close()
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["whole.ctx", "whole.ids"]
 

@@ -7,16 +7,15 @@ import asyncio
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from locret.infer.serve.metrics import CountRequests, Metrics, Now, PartMemory
-
-EMPTY = Now(waiting=0, running=0, contexts={}, memory={}, read_tokens=0, read_chunks=0)
+from locret.infer.serve.metrics import CountRequests, Metrics
 
 
-def samples(metrics: Metrics, now: Now = EMPTY) -> dict[tuple[str, ...], float]:
+def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
     """Return the value of each sample by its name and labels, as a scraper would parse them."""
-    families = text_string_to_metric_families(metrics.text(now).decode())
+    families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
     return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
 
 
@@ -61,34 +60,7 @@ def test_a_client_that_leaves_before_the_response_is_counted_too() -> None:
     assert samples(metrics)["locret_requests_total", "none", "499"] == 1
 
 
-def test_the_moment_is_told_beside_the_counters() -> None:
-    metrics = Metrics()
-    metrics.asked(17)
-    metrics.wrote(1)
-    metrics.wrote(2)
-    metrics.began_answer(0.2)
-    now = Now(
-        waiting=3,
-        running=2,
-        read_tokens=1024,
-        read_chunks=4,
-        contexts={"disk": 5, "loaded": 2},
-        memory={"pages": PartMemory(1 << 20, 4096), "readers": PartMemory(2 << 20, 0)},
-    )
-    found = samples(metrics, now)
-    assert found["locret_read_tokens_total",] == 1024
-    assert found["locret_read_chunks_total",] == 4
-    assert found["locret_written_tokens_total",] == 3
-    assert found["locret_first_token_seconds_bucket", "0.1"] == 0
-    assert found["locret_first_token_seconds_bucket", "0.25"] == 1
-    assert (found["locret_queue_length",], found["locret_running_answers",]) == (3, 2)
-    assert found["locret_question_tokens_total",] == 17
-    assert (found["locret_contexts", "disk"], found["locret_contexts", "loaded"]) == (5, 2)
-    assert (found["locret_planned_bytes", "pages"], found["locret_used_bytes", "pages"]) == (1 << 20, 4096)
-    assert found["process_resident_memory_bytes",] > 1 << 20
-
-
 def test_two_servers_of_one_process_do_not_add_up() -> None:
     one, other = Metrics(), Metrics()
-    one.wrote(7)
+    one.written.inc(7)
     assert samples(other)["locret_written_tokens_total",] == 0

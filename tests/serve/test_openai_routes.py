@@ -342,9 +342,9 @@ def test_a_full_queue_is_said_with_when_to_come_back(
     with running(lm, tmp_path, max_queue=2) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
         hold = threading.Event()
-        server.state.engine.ask, engine_ask = (
-            (lambda *given: hold.wait() and engine_ask(*given)),
-            server.state.engine.ask,
+        server.state.engine.submit, engine_ask = (
+            (lambda *given, **more: hold.wait() and engine_ask(*given, **more)),
+            server.state.engine.submit,
         )
         with ThreadPoolExecutor(2) as pool:
             waiting = [pool.submit(ask, client, QUESTION, context=None) for _ in range(2)]
@@ -378,7 +378,7 @@ def test_a_client_that_leaves_gives_everything_back(server: Running, stream: boo
 
 def test_a_client_that_leaves_while_a_context_is_made_smaller_gives_its_thread_back(server: Running) -> None:
     library, body = server.state.library, {"messages": HI, "context": "book", "budget": 33}
-    with library._loaded.taken(library.plan.loaded, lambda: None):  # so that making it waits for memory
+    with library.prefixes.taken(library.plan.loaded, lambda: None):  # so that making it waits for memory
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=0.5)
         assert eventually(lambda: idle(server) and not any(one.job for one in library.automatic()))
@@ -443,9 +443,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     (
         {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]},
         400,
-        "tools have no effect, for this backbone's chat template does not write them; leave them out",
+        "tools have no effect, for this tokenizer's chat template does not write them; leave them out",
     ),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "this backbone's chat template refuses turns of tool: "),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "the tokenizer's chat template refuses these messages ("),
     ({"messages": HI, "model": "gpt-4"}, 404, "the model 'gpt-4' is not served here; use 'tiny'"),
 ]
 
@@ -586,7 +586,7 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(lm: LongContextModel, tmp
 
 
 def test_pages_of_strangers_cannot_address_a_server_on_this_machine(lm: LongContextModel, tmp_path: Path) -> None:
-    with running(lm, tmp_path, hosts=frozenset({"127.0.0.1", "localhost"})) as server:
+    with running(lm, tmp_path, host="127.0.0.1") as server:
         assert httpx.get(f"{server.url}/v1/models").status_code == 200
         response = httpx.get(f"{server.url}/v1/models", headers={"Host": "evil.example:80"})
         assert response.status_code == 403
@@ -594,7 +594,7 @@ def test_pages_of_strangers_cannot_address_a_server_on_this_machine(lm: LongCont
 
 
 def test_a_body_is_bounded_while_it_arrives(lm: LongContextModel, tmp_path: Path) -> None:
-    with running(lm, tmp_path, max_body=10_000) as server, httpx.Client(base_url=f"{server.url}/v1") as client:
+    with running(lm, tmp_path, max_body="10000") as server, httpx.Client(base_url=f"{server.url}/v1") as client:
         sent, headers = 0, {"Content-Type": "application/json"}
 
         def endless() -> Iterator[bytes]:

@@ -31,9 +31,12 @@ def prompts(serving: LongContextModel, library: Library) -> Prompts:
 
 
 def rendered(prompts: Prompts, messages: list[dict[str, Any]], **fields: Any) -> str:
-    request = ChatRequest.model_validate({"messages": messages, **fields})
-    assert prompts.of_chat(request)[0].ids
-    return prompts._rendered(request)
+    """Return what the template writes of a conversation."""
+    texts, tokenizer = list[str](), prompts.lm.tokenizer
+    render = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *given, **more: texts.append(render(*given, **more)) or texts[-1]
+    assert prompts.of_chat(ChatRequest.model_validate({"messages": messages, **fields}))[0].ids
+    return texts[0]
 
 
 def test_tools_are_handed_to_the_template(prompts: Prompts) -> None:

@@ -9,7 +9,7 @@ from running import FILLER
 
 from locret import LongContextModel
 from locret.cache.cache_file import read_saved
-from locret.infer.serve.entry import Entry
+from locret.infer.serve.index import Entry
 from locret.infer.serve.library import Library
 from locret.infer.serve.prompts import Prompts
 from locret.infer.serve.schemas import ChatRequest

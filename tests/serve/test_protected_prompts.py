@@ -14,7 +14,7 @@ import pytest
 from running import FILLER, Running, load, running
 
 from locret import LongContextModel
-from locret.infer.serve.entry import Entry
+from locret.infer.serve.index import Entry
 from locret.infer.serve.kept import positions_of
 from locret.infer.serve.library import Library
 from locret.infer.serve.prompts import Draft, Prompts

@@ -13,11 +13,13 @@ import torch
 
 from locret import LongContextModel, RetentionPolicy
 from locret.engines.prefix import Prefix
-from locret.infer.serve.engine import Asked, Step
+from locret.engines.transformers import PagedContexts, Written
+from locret.infer.serve.engine import Engine
+from locret.infer.serve.jobs import Job, Room
+from locret.infer.serve.kept import COLUMNS
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
-from locret.infer.serve.reading import COLUMNS, Job, Room
-from locret.infer.serve.turns import Beside, Turns
+from locret.infer.serve.turns import Turns
 from locret.infer.serve.upload import TooLarge, Upload
 from locret.infer.speed.allocations import peak_bytes
 
@@ -129,49 +131,34 @@ def test_one_who_is_not_wanted_any_more_leaves_the_line() -> None:
     assert order == []
 
 
-class Engine:
-    """Stands where an engine would: takes down what it is asked."""
+def test_an_engine_lets_the_readers_know_of_its_answers(
+    serving: LongContextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
 
-    longest, planned_bytes, used_bytes, running = 7, 3, 2, True
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def start(self) -> None:
-        self.calls.append("start")
-
-    def stop(self) -> None:
-        self.calls.append("stop")
-
-    def hold(self, prefix: Prefix) -> None:
-        self.calls.append(prefix)
-
-    def ask(self, asked: Asked, on_step: Callable[[Step], None]) -> Callable[[], None]:
-        if asked.max_new_tokens == 0:
+    def submit(self: Any, ids: Any, prefix: Any = None, **options: Any) -> Callable[[], None]:
+        if not options["max_new_tokens"]:
             raise ValueError("no")
-        self.calls.append(on_step)
-        return lambda: self.calls.append("cancelled")
+        told.append(options["on_token"])
+        return lambda: told.append("cancelled")
 
-
-def test_an_engine_beside_readers_is_the_engine_and_its_answers_are_known() -> None:
-    turns, engine, steps = Turns(), Engine(), list[Step]()
-    beside = Beside(engine, turns)
-    assert (beside.longest, beside.planned_bytes, beside.used_bytes, beside.running) == (7, 3, 2, True)
-    asked = Asked(ids=(1,), max_new_tokens=2)
-    cancel = beside.ask(asked, steps.append)
+    monkeypatch.setattr(PagedContexts, "submit", submit)
+    turns, written = Turns(), list[Written]()
+    engine = Engine(serving.model, turns, kv_bytes=4 * MIB)
+    cancel = engine.submit([1], max_new_tokens=2, on_token=written.append)
     (answer,) = turns._answers
     assert not answer.begun
-    engine.calls[-1](Step(token=5))
+    told[-1](Written(5))
     assert answer.begun
-    engine.calls[-1](Step(token=6, finish="length"))
+    told[-1](Written(6, "length"))
     assert not turns._answers
-    assert [step.token for step in steps] == [5, 6]
+    assert [one.token for one in written] == [5, 6]
     cancel()
-    assert engine.calls[-1] == "cancelled"
-    beside.ask(asked, steps.append)()
+    assert told[-1] == "cancelled"
+    engine.submit([1], max_new_tokens=2, on_token=written.append)()
     assert not turns._answers
     with pytest.raises(ValueError, match="no"):
-        beside.ask(Asked(ids=(1,), max_new_tokens=0), steps.append)
+        engine.submit([1], max_new_tokens=0, on_token=written.append)
     assert not turns._answers
 
 
@@ -210,10 +197,10 @@ def test_a_failed_job_says_why_in_one_sentence() -> None:
             raise error
 
         ended: list[str] = []
-        job = Job(make, lambda job, ended=ended: ended.append(job.state))
+        job = Job(make, lambda job, ended=ended: ended.append(job.ready))
         job.start()
         assert job.done.wait(5)
-        assert (job.state, job.message, job.fault, ended) == ("failed", message, fault, ["failed"])
+        assert (job.message, job.fault, ended) == (message, fault, [False])
 
 
 # -- uploads ----------------------------------------------------------------------------------------------------------
@@ -373,7 +360,7 @@ def test_uploads_side_by_side_stay_within_the_plan_and_go_on_together(library: L
     for upload in uploads:
         upload.end()
     while any(entry.state in ("waiting", "reading") for entry in entries):
-        assert library.used_bytes["reading"] <= library.plan.reading
+        assert library.room.used <= library.plan.reading
         if (now := tuple(entry.progress.tokens for entry in entries)) not in seen:
             seen.append(now)
         time.sleep(0.005)
@@ -382,7 +369,7 @@ def test_uploads_side_by_side_stay_within_the_plan_and_go_on_together(library: L
     assert len(both) > 3
     assert all(abs(one - other) <= 2 * 128 for now in both for one, other in [sorted(now)[1:]])
     assert all(min(now) == 0 for now in both)  # two caches at once, the third waits
-    assert len({entry.prefix().digest for entry in entries}) == 1
+    assert len({library.prefix(entry).digest for entry in entries}) == 1
 
 
 def test_progress_says_what_is_kept_so_far(library: Library, book: str) -> None:
@@ -410,7 +397,7 @@ def test_a_cancelled_upload_ends_at_once_and_leaves_nothing(library: Library, bo
     library.delete("a")
     assert library.turns.chunks <= chunks + 2
     assert library.entries() == []
-    assert library.used_bytes["reading"] == 0
+    assert library.room.used == 0
     assert [path for path in library.folder.rglob("*") if path.is_file() and path.name != ".locret.lock"] == []
     with pytest.raises(ValueError, match="it was cancelled"):
         upload.write(b"more")

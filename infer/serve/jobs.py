@@ -6,17 +6,18 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from locret.chunked_prefill import prefill
 from locret.conversation.document import Document
-from locret.infer.serve.refusal import fault_of
+from locret.infer.serve.kept import mean_shares
+from locret.infer.serve.refusal import fault_of, one_line
 from locret.infer.serve.turns import Turn, Turns
 from locret.infer.serve.upload import Upload
 
@@ -25,14 +26,10 @@ if TYPE_CHECKING:
     from locret.conversation.context import Context
     from locret.conversation.long_context_model import LongContextModel
 
-COLUMNS = 50
-"""Stretches of a text for which is shown how much of them is kept."""
 _LOOK = 0.1
 """Seconds after which a job that waits looks whether it is still wanted."""
 _SHOWN = 0.25
 """Seconds, at least, between two counts of what is kept."""
-
-State = Literal["waiting", "reading", "ready", "failed"]
 
 
 class Cancelled(Exception):
@@ -69,6 +66,10 @@ class Room:
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
 
+    def make_room(self, wanted: int) -> bool:
+        """Return whether so many bytes are free."""
+        return self.used + wanted <= self.total
+
     @contextmanager
     def taken(self, wanted: int, check: Callable[[], None]) -> Iterator[None]:
         """Hold so many bytes until the block ends; `check` is called while they are waited for, and raises to end that.
@@ -85,7 +86,7 @@ class Room:
         with self._changed:
             self._waiting.append(ticket)
             try:
-                while self._waiting[0] is not ticket or self.used + wanted > self.total:
+                while self._waiting[0] is not ticket or not self.make_room(wanted):
                     self._changed.wait(_LOOK)
                     check()
                 self.used += wanted
@@ -95,21 +96,29 @@ class Room:
         try:
             yield
         finally:
-            with self._changed:
-                self.used -= wanted
-                self._changed.notify_all()
+            self.give(wanted)
+
+    def give(self, size: int) -> None:
+        """Give bytes back."""
+        with self._changed:
+            self.used -= size
+            self._changed.notify_all()
 
 
 class Job:
     """Something that is made in the background, such as a context of a text.
 
     Args:
-        make: Does it; it looks at `check` and reports to `progress`.
+        make: Makes it; it looks at `check` and reports to `progress`.
         end: Called when it has ended, however it did.
+        told: Returns how a failure is told.
     """
 
-    def __init__(self, make: Callable[[Job], None], end: Callable[[Job], None]) -> None:
-        self.state: State = "waiting"
+    def __init__(
+        self, make: Callable[[Job], None], end: Callable[[Job], None], told: Callable[[Exception], str] = one_line
+    ) -> None:
+        self.ready = False
+        """Whether it has been made."""
         self.message = ""
         """Why it failed, in one sentence."""
         self.fault = 400
@@ -118,8 +127,9 @@ class Job:
         self.done = threading.Event()
         self.wanted = 0
         """Requests that wait for it."""
-        self._make, self._end, self._cancelled = make, end, threading.Event()
-        self._began = 0.0
+        self.began = 0.0
+        """When it got its memory, by `time.monotonic`; 0 while it waits."""
+        self._make, self._end, self._told, self._cancelled = make, end, told, threading.Event()
         self._thread = threading.Thread(target=self._run, name="locret-reading", daemon=True)
 
     @property
@@ -129,8 +139,8 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """Seconds since it began to be read."""
-        return time.monotonic() - self._began if self._began else 0.0
+        """Seconds since it got its memory."""
+        return time.monotonic() - self.began if self.began else 0.0
 
     def start(self) -> None:
         """Begin."""
@@ -147,125 +157,103 @@ class Job:
         if self._cancelled.is_set():
             raise Cancelled
 
-    def begin(self) -> None:
-        """Take note that it has its memory."""
-        self.state, self._began = "reading", time.monotonic()
+    @contextmanager
+    def holding(self, room: Room, wanted: int) -> Iterator[None]:
+        """Hold memory until the block ends."""
+        with room.taken(wanted, self.check):
+            self.began = time.monotonic()
+            yield
 
     def _run(self) -> None:
         try:
             self._make(self)
-            self.state = "ready"
+            self.ready = True
         except Cancelled:
-            self.state, self.message = "failed", "it was cancelled"
+            self.message = "it was cancelled"
         except (ValueError, OSError) as error:
-            self.state, self.message = "failed", " ".join(str(error).split())
+            self.message = self._told(error)
             self.fault = fault_of(error) if isinstance(error, OSError) else 400
         except Exception as error:
-            self.state, self.message = "failed", f"reading it failed ({type(error).__name__}); see the server's log"
-            self.fault = 500
+            self.message, self.fault = f"reading it failed ({type(error).__name__}); see the server's log", 500
             raise  # threading.excepthook writes the traceback
         finally:
             self._end(self)
             self.done.set()
 
 
-class Reader:
-    """Reads texts with one model, several side by side.
+def read_text(
+    lm: LongContextModel,
+    turns: Turns,
+    job: Job,
+    upload: Upload,
+    *,
+    source: str,
+    system: str | None,
+    ids: Path | None,
+    protect: Sequence[str] = (),
+) -> Context:
+    """Read a text as it is uploaded; the job holds the memory of a reader.
 
     Args:
-        lm: The model.
-        reading: Bytes of all readers' caches.
-        reader: Bytes of one of them.
-        turns: The readers' turns.
+        lm: What reads it.
+        turns: The turns of all readers.
+        job: What it is done for.
+        upload: The text.
+        source: What to call it.
+        system: System message.
+        ids: File to write its token ids to, 4 bytes each; None: they are not kept.
+        protect: What stays whatever its scores, as for `LongContextModel.read`.
+
+    Raises:
+        ValueError: If it cannot be read.
+        OSError: If the disk is full.
+        Cancelled: If the job was.
     """
 
-    def __init__(self, lm: LongContextModel, reading: int, reader: int, turns: Turns) -> None:
-        self.lm, self.turns = lm, turns
-        self.room, self._each = Room(reading), reader
+    def check() -> None:
+        job.check()
+        upload.check()
 
-    @contextmanager
-    def slot(self, job: Job, wanted: int | None = None) -> Iterator[None]:
-        """Hold the memory of one reader, or so many bytes, until the block ends."""
-        with self.room.taken(self._each if wanted is None else wanted, job.check):
-            job.begin()
-            yield
+    document = Document(source, upload.pieces(check), size=upload.total, unit="bytes")
+    watch = _Watch(job, upload)
+    job.progress = Progress(total=upload.total)
+    with turns.turn(check) as turn, _kept_ids(ids) as keep:
 
-    def text(
-        self,
-        job: Job,
-        upload: Upload,
-        *,
-        source: str,
-        system: str | None,
-        ids: Path | None,
-        protect: Sequence[str] = (),
-    ) -> Context:
-        """Read a text as it is uploaded; call it within `slot`.
+        def feed(blocks: Iterator[list[int]]) -> Iterator[list[int]]:
+            for block in _between_turns(blocks, turn):
+                watch.tokens += len(block)
+                turns.feed(len(block))
+                keep(block)
+                yield block
 
-        Args:
-            job: What it is done for.
-            upload: The text.
-            source: What to call it.
-            system: System message.
-            ids: File to write its token ids to, 4 bytes each; None: they are not kept.
-            protect: What stays whatever its scores, as for `LongContextModel.read`.
+        def on_chunk(cache: RetentionCache) -> None:
+            watch(cache)
+            turn.chunk()
 
-        Raises:
-            ValueError: If it cannot be read.
-            OSError: If the disk is full.
-            Cancelled: If the job was.
-        """
+        cache, reading = lm.new_cache(), {"feed": feed, "on_chunk": on_chunk, "protect": protect}
+        context = lm.read_into(cache, document, system=system, progress=False, **reading)  # type: ignore[arg-type]
+    watch(context.cache, last=True)
+    return context
 
-        def check() -> None:
-            job.check()
-            upload.check()
 
-        document = Document(source, upload.pieces(check), size=upload.total, unit="bytes")
-        watch = _Watch(job, upload)
-        job.progress = Progress(total=upload.total)
-        with self.turns.turn(check) as turn, _kept_ids(ids) as keep:
+def read_ids(lm: LongContextModel, turns: Turns, job: Job, ids: Sequence[int], cache: RetentionCache) -> None:
+    """Read token ids after what a cache holds; the job holds the memory. Errors as for `read_text`."""
+    watch = _Watch(job)
+    turns.feed(len(ids))
+    with turns.turn(job.check) as turn:
 
-            def feed(blocks: Iterator[list[int]]) -> Iterator[list[int]]:
-                for block in _between_turns(blocks, turn):
-                    watch.tokens += len(block)
-                    self.turns.feed(len(block))
-                    keep(block)
-                    yield block
+        def on_chunk(cache: RetentionCache) -> None:
+            watch(cache)
+            turn.chunk()
 
-            def on_chunk(cache: RetentionCache) -> None:
-                watch(cache)
-                turn.chunk()
-
-            context = self.lm.read_into(
-                self.lm.new_cache(),
-                document,
-                system=system,
-                progress=False,
-                feed=feed,
-                on_chunk=on_chunk,
-                protect=protect,
-            )
-        watch(context.cache, last=True)
-        return context
-
-    def ids(self, job: Job, ids: Iterable[int], cache: RetentionCache) -> None:
-        """Read token ids after what a cache holds; call it within `slot`. Errors as for `text`."""
-        watch, fed = _Watch(job, None), list(ids)
-        self.turns.feed(len(fed))
-        with self.turns.turn(job.check) as turn:
-
-            def on_chunk(cache: RetentionCache) -> None:
-                watch(cache)
-                turn.chunk()
-
-            prefill(self.lm.model, torch.tensor([fed]), cache, on_chunk=on_chunk)
-        watch(cache, last=True)
+        prefill(lm.model, torch.tensor([ids]), cache, on_chunk=on_chunk)
+    watch(cache, last=True)
 
 
 class _Watch:
     """Tells a job how far a cache has got."""
 
-    def __init__(self, job: Job, upload: Upload | None) -> None:
+    def __init__(self, job: Job, upload: Upload | None = None) -> None:
         self._job, self._upload, self._counted = job, upload, 0.0
         self.tokens = 0
         """Tokens of the text that was taken, read or not."""
@@ -273,7 +261,7 @@ class _Watch:
     def __call__(self, cache: RetentionCache, *, last: bool = False) -> None:
         kept, now = self._job.progress.kept, time.monotonic()
         if last or now - self._counted >= _SHOWN:
-            kept, self._counted = kept_shares(cache), now
+            kept, self._counted = _kept(cache), now
         taken = 0 if self._upload is None else self._upload.given
         self._job.progress = Progress(
             tokens=cache.seen,
@@ -285,15 +273,9 @@ class _Watch:
         )
 
 
-def kept_shares(cache: RetentionCache, columns: int = COLUMNS) -> tuple[float, ...]:
-    """Return for equal stretches of what a cache has read which share of it is kept, as the mean over all heads."""
-    columns = min(columns, cache.seen)
-    counts = torch.zeros(columns)
-    for layer in cache.backbone.layers:
-        positions = cache.kept_positions(layer)[0].flatten().cpu()
-        counts += torch.bincount(positions[positions >= 0] * columns // cache.seen, minlength=columns)[:columns]
-    heads = sum(shape.num_kv_heads for shape in cache.backbone.full_shapes)
-    return tuple(round(share, 4) for share in (counts * columns / (heads * cache.seen)).clamp(max=1).tolist())
+def _kept(cache: RetentionCache) -> tuple[float, ...]:
+    positions = [cache.kept_positions(layer)[0].cpu() for layer in cache.backbone.layers]
+    return mean_shares(positions, cache.seen)
 
 
 def _between_turns(blocks: Iterator[list[int]], turn: Turn) -> Iterator[list[int]]:
