@@ -42,12 +42,7 @@ _M_ARENA_MAX = -8
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        ValueError: For anything the user must change.
-        OSError: If a Hub, a disk or a device's memory fails.
-    """
+    """Run the command and return its exit code."""
     line = with_flag(list(sys.argv[1:] if argv is None else argv), "--model")
     (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, line)
     model.refuse_shard("locret-serve")
@@ -79,11 +74,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 
 def _listening(options: ServeOptions) -> socket.socket:
-    """Return a socket that listens where the options say.
-
-    Raises:
-        ValueError: If it cannot.
-    """
+    """Return a socket that listens where the options say."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -111,11 +102,7 @@ def _listening(options: ServeOptions) -> socket.socket:
 def _load(
     model: ModelOptions, scorer: ScorerOptions, policy: PolicyFlags, options: ServeOptions, chosen: set[str]
 ) -> tuple[LongContextModel, WeightPlan]:
-    """Load what the options name; return it with the plan of its weights.
-
-    Raises:
-        ValueError: If something is missing or does not match.
-    """
+    """Load what the options name; return it with the plan of its weights."""
     from locret import LongContextModel, loading
     from locret.policy.resolve import resolve_options
     from locret.weights.placement import DISK
@@ -165,7 +152,10 @@ def _state(lm: LongContextModel, name: str, plan: MemoryPlan, options: ServeOpti
     from locret.infer.serve.library import Library
     from locret.infer.serve.state import ServerState
 
-    sizes: dict[str, Any] = {"auto_bytes": options.bytes_of("auto_contexts"), "max_upload": options.bytes_of("max_upload")}
+    sizes: dict[str, Any] = {
+        "auto_bytes": options.bytes_of("auto_contexts"),
+        "max_upload": options.bytes_of("max_upload"),
+    }
     library = Library(Path(options.contexts), lm, plan, **sizes)
     try:
         engine = Engine(lm.model, library.turns, kv_bytes=plan.engine)
@@ -177,11 +167,7 @@ def _state(lm: LongContextModel, name: str, plan: MemoryPlan, options: ServeOpti
 
 
 def _serve(state: ServerState, listening: socket.socket, options: ServeOptions) -> None:
-    """Take requests until a signal comes, and let answers end.
-
-    Raises:
-        KeyboardInterrupt: When they have, for the signal.
-    """
+    """Take requests until a signal comes, and let answers end."""
     import uvicorn
 
     from locret.infer.serve.app import make_app

@@ -88,12 +88,7 @@ def _library(request: Request) -> Library:
 
 
 def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
-    """Return a context in JSON.
-
-    Args:
-        entry: The context.
-        look: Read from its file what is kept.
-    """
+    """Return a context in JSON; `look` reads from its file what is kept."""
     now, progress, done = entry.state, entry.progress, None
     shown: Any = None
     if now in ("waiting", "reading"):
@@ -271,11 +266,7 @@ async def shrink(request: Request, name: str, body: Shrink, wait: _Wait = True) 
 
 
 async def _parts(request: Request, upload: Upload) -> AsyncIterator[bytes]:
-    """Yield a body as it comes.
-
-    Raises:
-        Refusal: 408 if nothing comes for too long.
-    """
+    """Yield a body as it comes."""
     parts = request.stream()
     while True:
         try:
@@ -297,11 +288,7 @@ def _refusal(error: Exception, upload: Upload) -> Refusal:
 
 
 async def _answered(request: Request, entry: Entry, wait: bool) -> JSONResponse:
-    """Return a context that is made, after a wait for its end or for as long as requests may take.
-
-    Raises:
-        Refusal: If it could not be made, or 499, which nobody reads, if the client has left: it is made all the same.
-    """
+    """Return a context that is made, after a wait for its end or for as long as requests may take."""
     until = time.monotonic() + state_of(request).options.timeout
     while wait and entry.going and time.monotonic() < until:
         if await request.is_disconnected():

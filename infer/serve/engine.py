@@ -12,13 +12,7 @@ from locret.infer.serve.turns import Turns
 
 
 class Engine(PagedContexts):
-    """`PagedContexts` whose answers the readers give way to.
-
-    Args:
-        model: The backbone that contexts are read with; reading goes on beside the answers.
-        turns: The readers' turns.
-        kv_bytes: Memory for contexts and answers.
-    """
+    """`PagedContexts` whose answers the readers give way to."""
 
     def __init__(self, model: nn.Module, turns: Turns, *, kv_bytes: int) -> None:
         super().__init__(model, kv_bytes=kv_bytes)

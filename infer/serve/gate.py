@@ -31,12 +31,7 @@ only when they have sent all of it, and lose it if the connection is cut before.
 
 
 class Gate:
-    """ASGI middleware; see the module.
-
-    Args:
-        app: What the requests are for.
-        state: The server's.
-    """
+    """ASGI middleware; see the module."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app, self.state = app, state
@@ -67,11 +62,7 @@ class Gate:
             self.held -= len(body)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
-        """Refuse who may not ask.
-
-        Raises:
-            Refusal: 401, 403, or 503 where the server is about to end.
-        """
+        """Refuse who may not ask."""
         state = self.state
         if state.hosts is not None and (name := _host(headers.get("host", ""))) not in state.hosts:
             raise Refusal(403, f"the Host {shown(name)} is not this server; address it as {min(state.hosts)}")
@@ -94,11 +85,7 @@ class Gate:
             raise Refusal(503, "the server is about to end; ask it again when it has started", code="ending")
 
     async def _take(self, body: bytearray, headers: Headers, passing: _Passing) -> None:
-        """Receive a body that is not too large.
-
-        Raises:
-            Refusal: 413, 408 or 429.
-        """
+        """Receive a body that is not too large."""
         most, timeout = self.state.max_body, self.state.options.timeout
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > most:
@@ -141,10 +128,7 @@ class _Left(Exception):
 class _Passing:
     """A request that passes: its body as it comes, or as it was taken, and the answer that comes after all of it.
 
-    Args:
-        receive: Gives the next part of the body.
-        send: Takes the next part of the answer.
-        waits: Whether the client sends nothing before it is told to, which the first call of `receive` does.
+    A client that `waits` sends nothing before it is told to, which the first call of `receive` does.
     """
 
     def __init__(self, receive: Receive, send: Send, *, waits: bool) -> None:

@@ -122,12 +122,7 @@ class Entry:
 
 
 class Index:
-    """What there is in a folder of contexts.
-
-    Args:
-        folder: Where they are.
-        lm: What has to have read them.
-    """
+    """What there is in a folder of contexts that one model has read."""
 
     def __init__(self, folder: Path, lm: LongContextModel) -> None:
         self.folder, self.lm = folder, lm
@@ -139,9 +134,7 @@ class Index:
 
     def open(self) -> None:
         """Remove what a killed server was about to write, and look what there is."""
-        shutil.rmtree(
-            self.folder / UPLOADS, ignore_errors=True
-        )  # `locked` has removed half-written files of the folder
+        shutil.rmtree(self.folder / UPLOADS, ignore_errors=True)
         for folder in (self.folder / AUTO, self.folder / TEXTS):
             for partial in folder.glob(PARTIAL):
                 shutil.rmtree(partial, ignore_errors=True)
@@ -178,11 +171,7 @@ class Index:
                 self.named[name] = self.examine(Entry(name, path))
 
     def find(self, name: str) -> Entry:
-        """Return a context in any state.
-
-        Raises:
-            Refusal: 404 with the nearest names if there is none.
-        """
+        """Return a context in any state."""
         entry = self.named.get(name)
         if entry is None or (entry.job is None and entry.changed):
             self.scan()
@@ -226,11 +215,7 @@ class Index:
     # -- what they hold; memory is planned for one at a time ----------------------------------------------------------
 
     def load(self, entry: Entry, load: Callable[[Path], Any] | None = None) -> Any:
-        """Return what a file holds: its context, or what else it is loaded as.
-
-        Raises:
-            ValueError: If another context has taken its name meanwhile; what is loaded is found by its key.
-        """
+        """Return what a file holds: its context, or what else it is loaded as."""
         with self.moving:
             found = (load or self.lm.load)(entry.path)
             if entry.changed and self.examine(Entry(entry.name, entry.path, entry.named)).key != entry.key:
@@ -298,11 +283,7 @@ class Index:
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no name of a context.
-
-    Raises:
-        Refusal: If it is none.
-    """
+    """Refuse what is no name of a context."""
     if not re.fullmatch(NAME, name) or name.endswith((SUFFIX, IDS)):
         raise Refusal(
             400,

@@ -55,11 +55,7 @@ class Progress:
 
 
 class Room:
-    """Bytes that jobs share, first come, first served.
-
-    Args:
-        total: Bytes there are.
-    """
+    """Bytes that jobs share, first come, first served."""
 
     def __init__(self, total: int) -> None:
         self.total, self.used = total, 0
@@ -72,11 +68,7 @@ class Room:
 
     @contextmanager
     def taken(self, wanted: int, check: Callable[[], None]) -> Iterator[None]:
-        """Hold so many bytes until the block ends; `check` is called while they are waited for, and raises to end that.
-
-        Raises:
-            ValueError: If there are never so many.
-        """
+        """Hold so many bytes until the block ends; `check` is called while they are waited for, and raises to end."""
         if wanted > self.total:
             raise ValueError(
                 f"this takes {wanted:,} bytes, but --kv-memory leaves {self.total:,} to readers; give the server more "
@@ -106,12 +98,9 @@ class Room:
 
 
 class Job:
-    """Something that is made in the background, such as a context of a text.
+    """Something that `make` makes in the background, such as a context of a text; it looks at `check`.
 
-    Args:
-        make: Makes it; it looks at `check` and reports to `progress`.
-        end: Called when it has ended, however it did.
-        told: Returns how a failure is told.
+    `end` is called when it has ended, however it did; `told` says how a failure is told.
     """
 
     def __init__(
@@ -123,8 +112,7 @@ class Job:
         """Why it failed, in one sentence."""
         self.fault = 400
         """HTTP status of the failure: 400 where what was asked cannot be done, 500 and more where the server failed."""
-        self.progress = Progress()
-        self.done = threading.Event()
+        self.progress, self.done = Progress(), threading.Event()
         self.wanted = 0
         """Requests that wait for it."""
         self.began = 0.0
@@ -189,26 +177,10 @@ def read_text(
     *,
     source: str,
     system: str | None,
-    ids: Path | None,
+    ids: Path,
     protect: Sequence[str] = (),
 ) -> Context:
-    """Read a text as it is uploaded; the job holds the memory of a reader.
-
-    Args:
-        lm: What reads it.
-        turns: The turns of all readers.
-        job: What it is done for.
-        upload: The text.
-        source: What to call it.
-        system: System message.
-        ids: File to write its token ids to, 4 bytes each; None: they are not kept.
-        protect: What stays whatever its scores, as for `LongContextModel.read`.
-
-    Raises:
-        ValueError: If it cannot be read.
-        OSError: If the disk is full.
-        Cancelled: If the job was.
-    """
+    """Read a text as it is uploaded, and write its token ids to a file; the job holds the memory of a reader."""
 
     def check() -> None:
         job.check()
@@ -217,13 +189,13 @@ def read_text(
     document = Document(source, upload.pieces(check), size=upload.total, unit="bytes")
     watch = _Watch(job, upload)
     job.progress = Progress(total=upload.total)
-    with turns.turn(check) as turn, _kept_ids(ids) as keep:
+    with turns.turn(check) as turn, open(ids, "xb") as file:
 
         def feed(blocks: Iterator[list[int]]) -> Iterator[list[int]]:
             for block in _between_turns(blocks, turn):
                 watch.tokens += len(block)
                 turns.feed(len(block))
-                keep(block)
+                array("I", block).tofile(file)
                 yield block
 
         def on_chunk(cache: RetentionCache) -> None:
@@ -287,12 +259,3 @@ def _between_turns(blocks: Iterator[list[int]], turn: Turn) -> Iterator[list[int
         if block is None:
             return
         yield block
-
-
-@contextmanager
-def _kept_ids(path: Path | None) -> Iterator[Callable[[list[int]], None]]:
-    if path is None:
-        yield lambda block: None
-        return
-    with open(path, "xb") as file:
-        yield lambda block: array("I", block).tofile(file)

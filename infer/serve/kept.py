@@ -32,12 +32,7 @@ _BLUE = (0, 114, 178)
 
 
 def positions_of(path: Path) -> list[Tensor]:
-    """Return for each layer the (K, U) positions in the text of the units that a saved context holds.
-
-    Raises:
-        SafetensorError: If the file is damaged.
-        OSError: If it cannot be read.
-    """
+    """Return for each layer the (K, U) positions in the text of the units that a saved context holds."""
     with safe_open(path, framework="pt") as file:
         names = sorted((name for name in file.keys() if name.endswith(".positions")), key=_layer)  # noqa: SIM118
         return [file.get_tensor(name)[0] for name in names]
@@ -63,15 +58,7 @@ def mean_shares(positions: list[Tensor], tokens: int) -> tuple[float, ...]:
 
 
 def passages(positions: list[Tensor], tokens: int, ids: Path, tokenizer: Any, count: int) -> list[dict[str, Any]]:
-    """Return the passages that most heads hold, in their order, as JSON has them.
-
-    Args:
-        positions: What `positions_of` returned.
-        tokens: Tokens that were read.
-        ids: File with their ids, 4 bytes each.
-        tokenizer: The backbone's.
-        count: Passages wanted.
-    """
+    """Return the passages that most heads hold, in their order, as JSON has them."""
     heads = torch.cat(positions)
     held = heads[(heads >= 0) & (heads < tokens)].long()
     places, counts = torch.unique(held // WIDTH, return_counts=True)

@@ -56,19 +56,16 @@ class Library:
     They refuse (`Refusal`) with 400 where a name is no name, 404 where there is no such context, 409 where it is not
     ready or a new name is taken, 429 where too many texts wait, and 503 where the server ends.
 
+    The folder is made if need be, and held against other servers until `close`.
+
     Args:
-        folder: Where they are; made if need be, and held against other servers until `close`.
+        folder: Where they are.
         lm: What reads them.
         plan: How much memory reading and loading may take.
         auto_bytes: Most bytes on disk of contexts that have no name.
         max_upload: Most bytes of one text.
         max_waiting: Most texts that are read or wait to be read.
-        keep_text: Keep the token ids of uploaded texts, so that the passages that were kept can be shown.
         stall: Seconds without a byte after which an upload is given up.
-
-    Raises:
-        ValueError: If another process holds the folder, or it is a file.
-        OSError: If it cannot be made or written.
     """
 
     def __init__(
@@ -80,7 +77,6 @@ class Library:
         auto_bytes: int = 8 << 30,
         max_upload: int = 1 << 30,
         max_waiting: int = 64,
-        keep_text: bool = True,
         stall: float = 60.0,
     ) -> None:
         if auto_bytes < plan.moving:
@@ -89,8 +85,7 @@ class Library:
                 "give more"
             )
         self.folder, self.lm, self.plan = Path(folder).resolve(), lm, plan
-        self.auto_bytes, self.max_upload, self.max_waiting = auto_bytes, max_upload, max_waiting
-        self.keep_text, self.stall = keep_text, stall
+        self.auto_bytes, self.max_upload, self.max_waiting, self.stall = auto_bytes, max_upload, max_waiting, stall
         self.turns = Turns()
         """The readers' turns, to which an engine makes its answers known."""
         self.room, self.prefixes = Room(plan.reading), Prefixes(plan.loaded)
@@ -201,7 +196,7 @@ class Library:
                 check_named(rules, (*([SYSTEM] if system and self.lm.system_end(system) else ()), DOCUMENT))
         except ValueError as error:
             raise Refusal(400, str(error), param="protect") from None
-        called, ids = source or name, upload.path.with_suffix(IDS) if self.keep_text else None
+        called, ids = source or name, upload.path.with_suffix(IDS)
 
         def make(job: Job) -> None:
             upload.wait(_WORTH, job.check)  # with less there is no token yet, and a reader for somebody else
@@ -216,8 +211,7 @@ class Library:
                 upload.fail(job.message, job.fault)
             upload.remove()
             self._uploads.discard(upload)
-            if ids is not None:
-                ids.unlink(missing_ok=True)
+            ids.unlink(missing_ok=True)
 
         return self._begin(name, called, make, end)
 
@@ -236,14 +230,7 @@ class Library:
         return made
 
     def compose(self, names: Sequence[str], new: str, *, budget: int | None = None, shares: Any = "fair") -> Entry:
-        """Join contexts in their order under a new name, in the background.
-
-        Args:
-            names: The contexts, two or more.
-            new: What to call the whole.
-            budget: Units per KV head of the whole; None: all that are held.
-            shares: As for `locret.compose`.
-        """
+        """Join contexts in their order under a new name, in the background; as `locret.compose` does."""
         entries, source = [self.get(name) for name in names], " + ".join(names)
         if len(entries) < 2:
             raise Refusal(400, "compose joins two or more contexts; name them in a list", param="contexts")
@@ -324,10 +311,7 @@ class Library:
     ) -> tuple[Entry | None, int]:
         """Return what has read the most of a text, and how many of its tokens; (None, 0) if nothing has.
 
-        Args:
-            ids: Token ids of the text.
-            base: A context that the text follows; None if it follows nothing.
-            protected: What of the text is to be protected: what has read it has to have protected as much of it.
+        `base` is a context that the text follows. What has read it has to have protected as much of it.
         """
         with self._lock:
             before, automatic = self._policy if base is None else base.key, self._index.automatic
@@ -357,12 +341,8 @@ class Library:
     ) -> Entry:
         """Read all of a text into a context without a name, chunk by chunk in turns with other readers.
 
-        Args:
-            ids: Token ids of the text, all of which are read.
-            read: What `longest` returned: a copy of it reads what is new.
-            base: As for `longest`.
-            cancelled: Asked between chunks; what has been read is dropped then.
-            protected: What of the ids is protected; what a base protects is besides.
+        A copy of what `longest` returned (`read`) reads what is new. `cancelled` is asked between chunks; what has been
+        read is dropped then.
         """
         start, done = read
         before = self._policy if base is None else base.key
@@ -386,12 +366,7 @@ class Library:
     # -- from disk and onto it ----------------------------------------------------------------------------------------
 
     def prefix(self, entry: Entry) -> Prefix:
-        """Return the units of a context, from memory or from its file.
-
-        Raises:
-            NoRoom: If contexts that others use take all the memory there is for them.
-            Refusal: If the file is damaged or gone, or could never be held.
-        """
+        """Return the units of a context, from memory or from its file."""
         if (prefix := self.prefixes.get(entry.key)) is not None:
             return prefix
         with self._index.moving:

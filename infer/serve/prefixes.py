@@ -10,11 +10,7 @@ from locret.infer.serve.jobs import Room
 
 
 class Prefixes(Room):
-    """Prefixes in memory: those that are used count as long as somebody has them, and the others until room is needed.
-
-    Args:
-        total: Bytes there are.
-    """
+    """Prefixes: those that are used count as long as somebody has them, and the others until room is needed."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total)  # its lock is reentrant, as a finalizer may run anywhere

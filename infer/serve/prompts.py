@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,15 +48,15 @@ _FLAGS = re.compile(r"^--template \w+: |; (use --template|change them).*$", re.D
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A prompt as token ids, and what of it has been read."""
+class Prompt:
+    """A prompt as token ids, and what of it has been read: first as it was asked, then as an engine is asked."""
 
     ids: list[int]
     """Those after the context that was named, if one was."""
     base: Entry | None
-    """That context."""
-    found: Entry | None
-    """What has read a beginning of the ids."""
+    """That context, or what holds fewer of its units."""
+    holder: Entry | None
+    """What has read the first of the ids. Its prefix is loaded only when an engine takes it: many prompts may wait."""
     known: int
     """How many of them it has read."""
     long: bool
@@ -65,26 +65,23 @@ class Draft:
     """Where the messages are, where that is asked for."""
     spans: tuple[Span, ...] = ()
     """What of them is protected."""
+    read: int = 0
+    """Tokens that were read for this request."""
 
-    def protected(self, tokens: int) -> tuple[Span, ...]:
-        """Return what is protected of the first tokens."""
-        return clipped(self.spans, tokens)
+    @property
+    def rest(self) -> list[int]:
+        """The ids that follow the holder's prefix."""
+        return self.ids[self.known :]
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole prompt."""
+        return len(self.ids) + (0 if self.base is None else self.base.tokens)
 
-@dataclass(frozen=True)
-class Prompt:
-    """What an engine is asked, and what it took to get there."""
-
-    ids: tuple[int, ...]
-    """Token ids that follow the prefix."""
-    holder: Entry | None
-    """What has read all before them. Its prefix is loaded only when an engine takes it: many prompts may wait."""
-    tokens: int
-    """Tokens of the whole prompt."""
-    read: int
-    """Tokens of it that were read for this request."""
-    cached: int
-    """Tokens of it that had been read before."""
+    @property
+    def cached(self) -> int:
+        """Tokens that had been read before."""
+        return self.tokens - len(self.ids) + self.known - self.read
 
     @property
     def units(self) -> int:
@@ -93,29 +90,18 @@ class Prompt:
 
 
 class Prompts:
-    """Makes prompts of requests. Its methods block and may be called from any thread.
-
-    Args:
-        lm: Gives the tokenizer, the template and the size of a chunk.
-        library: What has been read.
-    """
+    """Makes prompts of requests. Its methods block and may be called from any thread; they raise `Refusal`."""
 
     def __init__(self, lm: LongContextModel, library: Library) -> None:
         self.lm, self.library = lm, library
         self._vocabulary = vocabulary(lm.model) or len(lm.tokenizer)
         self._saved: OrderedDict[tuple[Path, int, int], _Conversation] = OrderedDict()
 
-    def of_chat(self, request: ChatRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Draft]:
-        """Return the prompt of a conversation.
-
-        `cancelled` is asked while a smaller context is made for it, which ends if that returns True.
-
-        Raises:
-            Refusal: If there is no such context, or the template cannot write the conversation.
-        """
+    def of_chat(self, request: ChatRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Prompt]:
+        """Return the prompt of a conversation; `cancelled` is asked while a smaller context is made for it."""
         named, base = self._base(request.context, request.budget, cancelled)
         if named is None:
-            return [self._draft(*self._written(request))]
+            return [self._prompt(*self._written(request))]
         if request.protect:
             raise Refusal(
                 400,
@@ -124,17 +110,42 @@ class Prompts:
                 param="protect",
             )
         turns = self._turns_of(named) if request.kept else ()
-        return [self._draft(self._ids_after(named, request), turns, base=base)]
+        return [self._prompt(self._ids_after(named, request), turns, base=base)]
 
-    def of_completion(self, request: CompletionRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Draft]:
+    def of_completion(self, request: CompletionRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Prompt]:
         """Return the prompts of a completion; as `of_chat`."""
         named, base = self._base(request.context, request.budget, cancelled)
-        return [self._draft(self._text_ids(prompt, named), base=base) for prompt in request.prompts]
+        return [self._prompt(self._text_ids(prompt, named), base=base) for prompt in request.prompts]
 
     def shrinks(self, request: ChatRequest | CompletionRequest) -> bool:
         """Return whether a smaller context has to be made for a request, which takes long."""
         name, budget = request.context, request.budget
         return name is not None and budget is not None and not self.library.has_shrunk(name, budget)
+
+    def settled(self, prompt: Prompt, cancelled: Callable[[], bool]) -> Prompt:
+        """Return a prompt of which all but a question's length has been read; `cancelled` is asked between chunks."""
+        if not prompt.long:
+            return prompt
+        end, known = self._end(prompt.ids), (prompt.holder, prompt.known)
+        protected = clipped(prompt.spans, end)
+        holder = self.library.read_on(prompt.ids[:end], known, prompt.base, cancelled, protected)
+        return replace(prompt, holder=holder, known=end, read=end - prompt.known)
+
+    def kept(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Return what stayed of each message of a prompt that has been settled."""
+        rest = torch.arange(prompt.tokens - len(prompt.rest), prompt.tokens)
+        heads, spans = [rest], prompt.spans
+        if prompt.holder is not None:
+            try:
+                if prompt.base is not None:
+                    state = check_header(prompt.holder.path, self.lm.model, self.lm.scorer)
+                    rows = spans_from(state.get("protected", []))
+                    spans = clipped(rows[0] if rows else (), prompt.base.tokens)
+                held = [head for layer in positions_of(prompt.holder.path) for head in layer]
+            except (ValueError, OSError, SafetensorError) as error:
+                raise Refusal(409, "the context was deleted meanwhile; ask again", param="context") from error
+            heads = [torch.cat([head[head >= 0].long(), rest]) for head in held]
+        return [asdict(one) for one in kept_turns(heads, prompt.turns, prompt.tokens, spans)]
 
     def _base(
         self, name: str | None, budget: int | None, cancelled: Callable[[], bool]
@@ -145,71 +156,24 @@ class Prompts:
                 raise Refusal(400, f"budget {budget} has no effect without a context; name one", param="budget")
             return None, None
         named = self.library.get(name)
-        if budget is None or budget >= named.units:
-            return named, named
-        return named, self.library.shrunk(name, budget, cancelled)
+        small = budget is not None and budget < named.units
+        return named, self.library.shrunk(name, budget or 0, cancelled) if small else named
 
-    def _draft(
+    def _prompt(
         self, ids: list[int], turns: tuple[Turn, ...] = (), spans: tuple[Span, ...] = (), base: Entry | None = None
-    ) -> Draft:
-        found, known = self.library.longest(ids[:-1], base, spans)
-        draft = Draft(ids, base, found, known, len(ids) - known > self.lm.policy.chunk_size, turns, spans)
-        if draft.long and spans:
+    ) -> Prompt:
+        holder, known = self.library.longest(ids[:-1], base, spans)
+        prompt = Prompt(ids, base, holder, known, len(ids) - known > self.lm.policy.chunk_size, turns, spans)
+        if prompt.long and spans:
             try:
-                self.lm.new_cache().check_room((draft.protected(self._end(draft)),))
+                self.lm.new_cache().check_room((clipped(spans, self._end(ids)),))
             except ValueError as error:
                 raise Refusal(400, str(error), param="protect") from None
-        return draft
+        return prompt
 
-    def _end(self, draft: Draft) -> int:
+    def _end(self, ids: Sequence[int]) -> int:
         """Return how many tokens of a long prompt are read; the others are the question."""
-        return len(draft.ids) - max(1, self.lm.policy.chunk_size // 2)
-
-    def kept(self, draft: Draft, prompt: Prompt) -> list[dict[str, Any]]:
-        """Return what stayed of each message of a prompt that has been settled; blocks.
-
-        Raises:
-            Refusal: If the file of what was read is gone.
-        """
-        rest = torch.arange(prompt.tokens - len(prompt.ids), prompt.tokens)
-        heads, spans = [rest], draft.spans
-        if prompt.holder is not None:
-            try:
-                if draft.base is not None:
-                    rows = spans_from(self._header(prompt.holder).get("protected", []))
-                    spans = clipped(rows[0] if rows else (), draft.base.tokens)
-                held = [head for layer in positions_of(prompt.holder.path) for head in layer]
-            except (ValueError, OSError, SafetensorError) as error:
-                raise Refusal(409, "the context was deleted meanwhile; ask again", param="context") from error
-            heads = [torch.cat([head[head >= 0].long(), rest]) for head in held]
-        return [asdict(one) for one in kept_turns(heads, draft.turns, prompt.tokens, spans)]
-
-    def _header(self, entry: Entry) -> dict[str, Any]:
-        return check_header(entry.path, self.lm.model, self.lm.scorer)
-
-    def settled(self, draft: Draft, cancelled: Callable[[], bool]) -> Prompt:
-        """Return what an engine is asked, once all but a question's length of the prompt has been read.
-
-        Args:
-            draft: The prompt.
-            cancelled: Asked between chunks; reading ends if it returns True.
-
-        Raises:
-            Refusal: If the text cannot be read now.
-        """
-        ids, base, found, known, read = draft.ids, draft.base, draft.found, draft.known, 0
-        if draft.long:
-            end = self._end(draft)
-            found = self.library.read_on(ids[:end], (found, known), base, cancelled, draft.protected(end))
-            known, read = end, end - known
-        before = 0 if base is None else base.tokens
-        return Prompt(
-            ids=tuple(ids[known:]),
-            holder=found or base,
-            tokens=before + len(ids),
-            read=read,
-            cached=before + known - read,
-        )
+        return len(ids) - max(1, self.lm.policy.chunk_size // 2)
 
     # -- without a context --------------------------------------------------------------------------------------------
 
@@ -340,11 +304,7 @@ def _check_plain(request: ChatRequest) -> None:
 
 
 def _opened(messages: Sequence[Message]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the system message and the turns after it: user and assistant in turns, a user's first and last.
-
-    Raises:
-        Refusal: If they are in another order.
-    """
+    """Return the system message and the turns after it: user and assistant in turns, a user's first and last."""
     system = [one.text for one in messages if _role(one) == "system"]
     turns = [(_role(one), one.text) for one in messages if _role(one) != "system"]
     opens = [_role(one) == "system" for one in messages]

@@ -34,11 +34,7 @@ class About:
 
 
 def receiver_of(headers: Mapping[str, str], library: Library, about: About) -> Receiver:
-    """Return what takes the body of a request.
-
-    Raises:
-        Refusal: If it says that it is no text, or as for `Library.upload`.
-    """
+    """Return what takes the body of a request."""
     kind, options = parse_options_header(headers.get("content-type", "text/plain"))
     given = kind.decode("latin-1").lower()
     charset = options.get(b"charset", b"utf-8").decode("latin-1").lower()

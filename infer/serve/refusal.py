@@ -27,14 +27,9 @@ def one_line(error: object) -> str:
 
 
 class Refusal(Exception):
-    """A request that is refused.
+    """A request that is refused, with an HTTP status and one sentence: the setting, its value, and the way out.
 
-    Args:
-        status: HTTP status, 4xx or 5xx.
-        message: One sentence: the setting, its value, and the way out.
-        param: The field of the request that has to change.
-        code: A word for programs.
-        headers: Further headers of the response, such as Retry-After.
+    `param` is the field of the request that has to change, `code` a word for programs.
     """
 
     def __init__(

@@ -21,12 +21,9 @@ _BYTES = {chr(byte): byte for byte in _PRINTED} | {
 
 
 def token_bytes(tokenizer: Any, token: int, text: str) -> list[int]:
-    """Return the bytes of a token, also of one that is part of a character and has no text of its own.
+    """Return the bytes of a token that decodes to a text, also of one that is part of a character and has none.
 
-    Args:
-        tokenizer: The backbone's; byte-level (Llama 3, Qwen), or with a token for each byte (`<0xE2>`; Llama 2, Phi 3).
-        token: Its id.
-        text: What it decodes to alone.
+    Such are of tokenizers that are byte-level (Llama 3, Qwen) or have a token for each byte (`<0xE2>`; Llama 2, Phi 3).
     """
     if HALF_A_CHARACTER in text:
         piece = tokenizer.convert_ids_to_tokens(token)
@@ -67,13 +64,7 @@ def usage(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> dict[str, Any
 
 
 class ChatForm:
-    """Shapes of `/v1/chat/completions`.
-
-    Args:
-        model: Name of the model.
-        tokenizer: The backbone's.
-        logprobs: Whether log-probabilities were asked for.
-    """
+    """Shapes of `/v1/chat/completions`."""
 
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -127,7 +118,7 @@ class ChatForm:
 
 
 class CompletionForm(ChatForm):
-    """Shapes of `/v1/completions`; arguments as for chats."""
+    """Shapes of `/v1/completions`."""
 
     name, chunk_name, prefix = "text_completion", "text_completion", "cmpl"
 

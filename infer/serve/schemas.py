@@ -304,7 +304,7 @@ class ChatLogprobs(_Sent):
 
 
 class ChatAnswer(_Sent):
-    role: Literal["assistant"] = "assistant"
+    role: Literal["assistant"]
     content: str
     refusal: None = None
 

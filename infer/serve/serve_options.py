@@ -74,11 +74,7 @@ class ServeOptions:
 
     @property
     def key(self) -> str | None:
-        """What clients must show, from the option or the environment.
-
-        Raises:
-            ValueError: If the variable holds what no client can send.
-        """
+        """What clients must show, from the option or the environment."""
         if self.api_key is not None:
             return self.api_key
         if (key := os.environ.get(KEY_VARIABLE)) is not None:
@@ -86,19 +82,11 @@ class ServeOptions:
         return key
 
     def check(self) -> None:
-        """Refuse a key that no client can send, and what is no amount of bytes.
-
-        Raises:
-            ValueError: Naming the setting.
-        """
+        """Refuse a key that no client can send, and what is no amount of bytes."""
         _ = self.key, *map(self.bytes_of, ("max_body", "max_upload", "auto_contexts", "kv_memory"))
 
     def bytes_of(self, name: str) -> int:
-        """Return the amount of bytes that an option names.
-
-        Raises:
-            ValueError: Naming the option.
-        """
+        """Return the amount of bytes that an option names."""
         from locret.policy.budget import parse_bytes
 
         try:
@@ -112,11 +100,7 @@ def _flag(name: str) -> str:
 
 
 def check_key(setting: str, key: str) -> None:
-    """Refuse a key that no header can carry.
-
-    Raises:
-        ValueError: Naming the setting, not the key.
-    """
+    """Refuse a key that no header can carry."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ValueError(
             f"{setting} is empty or has characters that no header carries; give letters, digits and punctuation"

@@ -31,9 +31,6 @@ class Upload:
         most: Bytes it may have.
         total: Bytes it will have, if that is known.
         stall: Seconds without a byte after which it is given up.
-
-    Raises:
-        OSError: If the file cannot be made.
     """
 
     def __init__(self, path: Path, *, most: int, total: int | None = None, stall: float = 60.0) -> None:
@@ -58,13 +55,7 @@ class Upload:
         return self._digest.hexdigest()
 
     def write(self, data: bytes) -> None:
-        """Take more of it.
-
-        Raises:
-            TooLarge: If it has more bytes than allowed.
-            ValueError: If it is not UTF-8.
-            OSError: If the disk is full.
-        """
+        """Take more of it."""
         if self.written + len(data) > self.most:
             raise TooLarge(
                 f"the text has more than {self.most:,} bytes; upload it in parts, or start the server with a larger "
@@ -81,11 +72,7 @@ class Upload:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Take note that all has come.
-
-        Raises:
-            ValueError: If that is nothing, or ends within a character.
-        """
+        """Take note that all has come."""
         self._check_text(b"", final=True)
         if not self.written:
             raise ValueError("the text is empty; send the text as the body of the request")

@@ -28,7 +28,7 @@ def test_what_follows_a_protected_document_is_no_part_of_it(
     assert settled.holder is not None
     ((_, end, _, _),) = read_saved(settled.holder.path).state["protected"][0]
     assert end is not None
-    document = prompts.kept(draft, settled)[0]
+    document = prompts.kept(settled)[0]
     assert document["protected"] == said
     assert document["least"] == document["tokens"] > 0
 
@@ -46,4 +46,4 @@ def test_a_long_question_follows_a_context_with_a_budget(
     assert settled.holder is not None
     spans = read_saved(settled.holder.path).state.get("protected")
     assert [end is not None for _, end, *_ in (spans[0] if spans else ())] == [True] * len(protect)
-    assert prompts.kept(draft, settled)[0]["protected"] == ("0.5" if protect else None)
+    assert prompts.kept(settled)[0]["protected"] == ("0.5" if protect else None)

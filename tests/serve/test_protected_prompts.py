@@ -17,7 +17,7 @@ from locret import LongContextModel
 from locret.infer.serve.index import Entry
 from locret.infer.serve.kept import positions_of
 from locret.infer.serve.library import Library
-from locret.infer.serve.prompts import Draft, Prompts
+from locret.infer.serve.prompts import Prompt, Prompts
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.schemas import ChatRequest
 from locret.mergers.kernels import MergingKernels
@@ -49,12 +49,12 @@ def prompts(serving: LongContextModel, library: Library) -> Prompts:
     return Prompts(LongContextModel(serving.model, tokenizer, serving.scorer, serving.policy), library)
 
 
-def drafted(prompts: Prompts, messages: list[dict[str, Any]] = TURNS, **fields: Any) -> Draft:
+def drafted(prompts: Prompts, messages: list[dict[str, Any]] = TURNS, **fields: Any) -> Prompt:
     (draft,) = prompts.of_chat(ChatRequest.model_validate({"messages": messages, "tools": [TOOL], **fields}))
     return draft
 
 
-def text_of(prompts: Prompts, draft: Draft, nth: int) -> str:
+def text_of(prompts: Prompts, draft: Prompt, nth: int) -> str:
     turn = draft.turns[nth]
     return str(prompts.lm.tokenizer.decode(draft.ids[turn.start : turn.end])).strip()
 
@@ -80,7 +80,7 @@ def test_a_tools_output_cannot_push_instructions_out(prompts: Prompts) -> None:
         draft = drafted(prompts, protect=protect, kept=True)
         assert draft.long
         settled = prompts.settled(draft, never)
-        found[protect is None] = prompts.kept(draft, settled)
+        found[protect is None] = prompts.kept(settled)
         assert prompts.settled(drafted(prompts, protect=protect), never).read == 0
     ours, bare = found[False], found[True]
     assert ours[0]["least"] == ours[0]["tokens"] > bare[0]["least"]
@@ -100,8 +100,8 @@ def test_what_was_read_for_others_is_not_taken_for_protected(prompts: Prompts, l
     assert (bare.read, other.read) == (other.read, other.read)
     longer = [*TURNS, {"role": "assistant", "content": "71432."}, {"role": "user", "content": FILLER * 3}]
     after = drafted(prompts, longer, protect=["system"])
-    assert after.found is not None
-    assert after.found.path == other.holder.path
+    assert after.holder is not None
+    assert after.holder.path == other.holder.path
     system = after.turns[0]
     settled = prompts.settled(after, never)
     assert settled.holder is not None
@@ -154,7 +154,7 @@ def test_short_conversations_need_no_room(prompts: Prompts) -> None:
     draft = drafted(prompts, TURNS[:2], protect=["each=1.0", "user"], kept=True)
     assert not draft.long
     settled = prompts.settled(draft, never)
-    report = prompts.kept(draft, settled)
+    report = prompts.kept(settled)
     assert [one["least"] for one in report] == [one["tokens"] for one in report]
 
 
@@ -168,7 +168,7 @@ def test_uploads_protect(library: Library, read: Callable[..., Entry], serving: 
     prompts = Prompts(serving, library)
     request = {"messages": [{"role": "user", "content": "What is green?"}], "context": "book"}
     (draft,) = prompts.of_chat(ChatRequest.model_validate({**request, "kept": True}))
-    report = prompts.kept(draft, prompts.settled(draft, never))
+    report = prompts.kept(prompts.settled(draft, never))
     assert [one["role"] for one in report] == ["system", "document", "user"]
     assert report[2]["least"] == report[2]["tokens"] > 0
     with pytest.raises(Refusal, match="protect comes too late for context book"):
