@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from running import ROOT
 
 from locret.infer.serve import command, context_routes, openai_routes, page, watching
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 ADDRESS = "http://127.0.0.1:8000"
 
