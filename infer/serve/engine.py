@@ -29,13 +29,10 @@ class Engine(PagedContexts):
         sampling: Sampling | None = None,
     ) -> Callable[[], None]:
         """Begin an answer, and let the readers know of it and of each of its tokens; as in `PagedContexts`."""
-        answer = self._turns.answering()
+        turns, answer = self._turns, self._turns.answering()
 
         def told(written: Written) -> None:
-            if written.finish is None:
-                answer.stepped()
-            else:
-                answer.ended()
+            (turns.stepped if written.finish is None else turns.ended)(answer)
             on_token(written)
 
         try:
@@ -43,11 +40,11 @@ class Engine(PagedContexts):
                 ids, prefix, max_new_tokens=max_new_tokens, on_token=told, end_ids=end_ids, sampling=sampling
             )
         except BaseException:
-            answer.ended()
+            turns.ended(answer)
             raise
 
         def cancelled() -> None:
             cancel()
-            answer.ended()
+            turns.ended(answer)
 
         return cancelled

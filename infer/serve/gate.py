@@ -71,10 +71,10 @@ class Gate:
             raise Refusal(403, "a page of another site asks, which may not change anything here; use the page at /")
         if OPEN.fullmatch(path):
             return
-        if state.key is not None:
+        if state.api_key is not None:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             given = key.strip() if scheme.lower() == "bearer" else headers.get("api-key", "")
-            if not hmac.compare_digest(given.encode(), state.key.encode()):
+            if not hmac.compare_digest(given.encode(), state.api_key.encode()):
                 raise Refusal(
                     401,
                     "the API key is missing or another; send it as Authorization: Bearer KEY",

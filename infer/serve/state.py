@@ -33,7 +33,7 @@ class ServerState:
     """Whether the server is about to end, so that new requests are refused."""
 
     def __post_init__(self) -> None:
-        self.lm, self.key, self.started, self.metrics = self.library.lm, self.options.key, time.time(), Metrics()
+        self.lm, self.api_key, self.started, self.metrics = self.library.lm, self.options.key, time.time(), Metrics()
         self.max_body = self.options.bytes_of("max_body")
         self.hosts = _hosts(self.options.host)
         self.answers = Answers(self.lm.tokenizer, self.lm.end_ids, max_queue=self.options.max_queue)

@@ -72,24 +72,34 @@ def test_who_lets_go_waits_for_nobody_and_is_waited_for_by_nobody() -> None:
 
 
 def test_a_chunk_gives_way_until_every_answer_has_begun_and_one_went_on() -> None:
-    turns, order = Turns(patience=1000.0), list[str]()
-    thread = chunks(turns, "a", 3, order)
-    until(lambda: order == ["a"])
-    first, second = turns.answering(), turns.answering()
-    time.sleep(0.05)
-    assert order == ["a"]
-    first.stepped()
-    time.sleep(0.05)
-    assert order == ["a"]  # the second has no token yet
-    second.stepped()
+    turns, order, answers = Turns(patience=1000.0), list[int](), list[object]()
+
+    def read() -> None:
+        with turns.turn(wait) as turn:
+            for chunk in range(3):
+                order.append(chunk)
+                time.sleep(0.01)
+                answers.extend(turns.answering() for _ in range(0 if chunk else 2))  # while the first one is read
+                turn.chunk()
+
+    def read_in_a_while() -> int:
+        time.sleep(0.05)
+        return len(order)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    until(lambda: len(answers) == 2)
+    first, second = answers
+    assert read_in_a_while() == 1
+    turns.stepped(first)
+    assert read_in_a_while() == 1  # the second has no token yet
+    turns.stepped(second)
     until(lambda: len(order) == 2)
-    time.sleep(0.05)
-    assert len(order) == 2  # one chunk for one step
-    first.stepped()
+    assert read_in_a_while() == 2  # one chunk for one step
+    turns.stepped(first)
     until(lambda: len(order) == 3)
-    first.ended()
-    second.ended()
-    second.ended()
+    for answer in (first, second, second):
+        turns.ended(answer)
     thread.join(5)
     assert not thread.is_alive()
 
@@ -99,7 +109,7 @@ def test_reading_goes_on_beside_an_answer_that_never_begins() -> None:
     stuck = turns.answering()
     chunks(turns, "a", 5, order).join(5)
     assert len(order) == 5
-    stuck.ended()
+    turns.ended(stuck)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -134,16 +144,16 @@ def test_an_engine_lets_the_readers_know_of_its_answers(
     turns, written = Turns(), list[Written]()
     engine = Engine(serving.model, turns, kv_bytes=4 * MIB)
     cancel = engine.submit([1], max_new_tokens=2, on_token=written.append)
-    (answer,) = turns._answers
-    assert not answer.begun
+    assert list(turns._answers.values()) == [False]
     told[-1](Written(5))
-    assert answer.begun
+    assert list(turns._answers.values()) == [True]
     told[-1](Written(6, "length"))
     assert not turns._answers
     assert [one.token for one in written] == [5, 6]
     cancel()
     assert told[-1] == "cancelled"
     engine.submit([1], max_new_tokens=2, on_token=written.append)()
+    told[-2](Written(7))  # a token that was under way when it was cancelled
     assert not turns._answers
     with pytest.raises(ValueError, match="no"):
         engine.submit([1], max_new_tokens=0, on_token=written.append)
