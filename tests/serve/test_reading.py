@@ -206,6 +206,16 @@ def test_a_text_comes_as_it_was_however_it_is_cut(upload: Upload, size: int) -> 
     assert upload.written == upload.given == len(data)
 
 
+def test_an_upload_that_stalls_ends_its_reading_and_says_so_once(upload: Upload) -> None:
+    upload.write(b"one")
+    pieces = upload.pieces(wait)
+    assert next(pieces) == "one"
+    for call in (lambda: next(pieces), lambda: upload.write(b"two"), lambda: upload.fail("another") or upload.check()):
+        with pytest.raises(ValueError, match="nothing of the text came for 0.3 seconds"):
+            call()
+    assert upload.fault == 408
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
