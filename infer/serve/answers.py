@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from locret.conversation.templates import decode
-from locret.infer.serve.engine import Asked, NoRoom, NotRunning, Step
+from locret.engines.transformers import NoRoom, NotRunning, Written
 from locret.infer.serve.refusal import Refusal
-
-if TYPE_CHECKING:
-    from locret.infer.serve.transformers_engine import TransformersEngine
 
 _LOOKING_AGAIN = 0.25
 """Seconds after which an answer that found no room asks again, whatever has ended meanwhile."""
 _STOPPED = "the engine that writes answers does not run; ask again when the server has been started again"
 _BEFORE = 5
 """Tokens before an answer that are decoded with it."""
-_HALF_A_CHARACTER = "\ufffd"
+HALF_A_CHARACTER = "\ufffd"
 
 
-@dataclass(frozen=True)
-class Written:
-    """A token of an answer."""
-
-    id: int
-    logprob: float | None
-    top: tuple[tuple[int, float], ...]
+Asked = Callable[[Callable[[Written], None]], Callable[[], None]]
+"""What begins an answer, given what to call for each token, and returns what cancels it; it may block."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +47,8 @@ class Piece:
 class AnswerText:
     """Turns the tokens of one answer into text, and ends it at a stop text, also one across tokens.
 
-    Args:
-        tokenizer: The backbone's.
-        stops: Texts that end the answer and are not part of it.
-        end_ids: Tokens that end the answer and have no text.
-        before: Tokens of the text that the answer goes on with; none where it begins one. Tokenizers such as
-            SentencePiece's leave out the space before the first word that they decode.
+    `before` are tokens of the text that it goes on with: tokenizers such as SentencePiece's leave out the space before
+    the first word that they decode.
     """
 
     def __init__(
@@ -75,16 +64,15 @@ class AnswerText:
         self._length = 0
         """Characters of the text so far, held ones included."""
 
-    def add(self, step: Step, choice: int = 0) -> Piece | None:
-        """Take a step and return what of the text is certain now, if anything is; the last piece has a finish."""
+    def add(self, step: Written, choice: int = 0) -> Piece | None:
+        """Take a token and return what of the text is certain now, if anything is; the last piece has a finish."""
         assert step.token is not None
         assert step.finish != "error"
         self.count += 1
         finish = step.finish
         if not (finish == "stop" and step.token in self.end_ids):
             self._ids.append(step.token)
-            # A token belongs to the piece in which its text begins.
-            self._tokens.append((self._length, Written(step.token, step.logprob, step.top)))
+            self._tokens.append((self._length, step))  # it belongs to the piece in which its text begins
         self._held += (new := self._decoded(last=finish is not None))
         self._length += len(new)
         at = min((found for stop in self.stops if (found := self._held.find(stop)) >= 0), default=None)
@@ -104,7 +92,7 @@ class AnswerText:
         """Return what the newest tokens add; a character of several tokens comes with the last of them."""
         before = decode(self.tokenizer, self._ids[self._start : self._read])
         now = decode(self.tokenizer, self._ids[self._start :])
-        if len(now) <= len(before) or (now.endswith(_HALF_A_CHARACTER) and not last):
+        if len(now) <= len(before) or (now.endswith(HALF_A_CHARACTER) and not last):
             return ""
         self._start, self._read = self._read, len(self._ids)
         return now[len(before) :]
@@ -128,65 +116,69 @@ def _beginning(tokenizer: Any, before: Sequence[int]) -> list[int]:
             break
         ids.insert(0, one)
     # Half a character would be there before and after its other half, which would seem to add nothing.
-    return [] if decode(tokenizer, ids).endswith(_HALF_A_CHARACTER) else ids
+    return [] if decode(tokenizer, ids).endswith(HALF_A_CHARACTER) else ids
 
 
 class TimeLimit(Exception):
     """A request took longer than requests may."""
 
 
+@dataclass(eq=False)
+class Place:
+    """Places of one request: each answer waits, then is being written, then ends."""
+
+    waiting: int
+    running: int = 0
+
+
 class Answers:
-    """The answers of a server: those that wait, in the order they came, and those that are being written.
+    """The answers of a server: those that wait, in the order they came, and those that are being written."""
 
-    Args:
-        engine: Writes them.
-        tokenizer: The backbone's.
-        end_ids: Tokens that end an answer.
-        max_queue: Answers that may wait for their first token; further ones are refused with 429.
-    """
-
-    def __init__(self, engine: TransformersEngine, tokenizer: Any, end_ids: Iterable[int], *, max_queue: int) -> None:
-        self.engine, self.tokenizer, self.max_queue = engine, tokenizer, max_queue
+    def __init__(self, tokenizer: Any, end_ids: Iterable[int], *, max_queue: int) -> None:
+        self.tokenizer, self.max_queue = tokenizer, max_queue
         self.end_ids = frozenset(end_ids)
-        self.waiting = self.running = 0
-        """Answers that wait for their first token, and those that have it."""
-        self._line = asyncio.Lock()  # first come, first served
-        self._freed = asyncio.Event()
+        self._places: set[Place] = set()
+        self._freed, self._closed = threading.Event(), False
         self._seconds = deque([1.0], maxlen=32)  # of answers that ended lately
-        self._asking = ThreadPoolExecutor(1, "locret-ask")
+        self._asking = ThreadPoolExecutor(1, "locret-ask")  # first come, first served
+
+    @property
+    def waiting(self) -> int:
+        """Answers that wait for their first token."""
+        return sum(place.waiting for place in self._places)
+
+    @property
+    def running(self) -> int:
+        """Answers that have it."""
+        return sum(place.running for place in self._places)
 
     def close(self) -> None:
         """Give the thread back."""
+        self._closed = True
+        self._freed.set()
         self._asking.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def place(self, count: int) -> Iterator[Place]:
-        """Take places in the queue for as many answers, until they are written or given up.
-
-        Raises:
-            Refusal: 429 if the queue is full, 400 if it could never hold so many.
-        """
+        """Take places in the queue for as many answers, until they are written or given up."""
         if count > self.max_queue:
             raise Refusal(400, f"{count} answers at once are more than --max-queue {self.max_queue} allows; ask fewer")
-        if self.waiting + count > self.max_queue:
-            seconds = self._until_room()
+        if (waiting := self.waiting) + count > self.max_queue:
+            # The time of an answer for each round of those waiting.
+            rounds = waiting / max(1, self.running)
+            seconds = min(60, max(1, math.ceil(rounds * sum(self._seconds) / len(self._seconds))))
             raise Refusal(
                 429,
-                f"{self.waiting} answers are waiting and --max-queue is {self.max_queue}; try again in {seconds} s",
+                f"{waiting} answers are waiting and --max-queue is {self.max_queue}; try again in {seconds} s",
                 code="queue_full",
                 headers={"Retry-After": str(seconds)},
             )
-        place = Place(self, count)
-        self.waiting += count
+        self._places.add(place := Place(count))
         try:
             yield place
         finally:
-            place.leave()
-
-    def _until_room(self) -> int:
-        """Return the seconds after which there may be room: the time of an answer for each round of those waiting."""
-        rounds = self.waiting / max(1, self.running)
-        return min(60, max(1, math.ceil(rounds * sum(self._seconds) / len(self._seconds))))
+            self._places.discard(place)
+            self._freed.set()
 
     def ends(self, stops: Sequence[str]) -> frozenset[int]:
         """Return the tokens that end an answer: the backbone's, and special tokens that a request names as stop texts.
@@ -198,7 +190,7 @@ class Answers:
 
     async def write(
         self,
-        asked: Sequence[Callable[[], Asked]],
+        asked: Sequence[Asked],
         stops: Sequence[str],
         place: Place,
         deadline: float,
@@ -206,32 +198,21 @@ class Answers:
     ) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of several answers as they are written; to leave cancels what is not finished.
 
-        Args:
-            asked: What returns what to answer, called when the engine may take it; it may block.
-            stops: Texts that end an answer.
-            place: Places for as many answers.
-            deadline: When to give up, by `time.monotonic`.
-            before: For each answer the tokens whose text it goes on with; None where answers begin texts of their own.
-
-        Raises:
-            TimeLimit: At the deadline.
-            Refusal: If the engine cannot answer.
+        `before` are for each answer the tokens whose text it goes on with, if answers do not begin texts of their own.
         """
-        loop = asyncio.get_running_loop()
-        steps = asyncio.Queue[tuple[int, Step | Exception]]()
-        known = before or [()] * len(asked)
-        ends = self.ends(stops)
-        texts = [AnswerText(self.tokenizer, stops, ends, ids) for ids in known]
-        cancels = [_Cancel() for _ in asked]
-        begun = dict[int, float]()
+        loop, ends = asyncio.get_running_loop(), self.ends(stops)
+        steps = asyncio.Queue[tuple[int, Written | Exception]]()
+        texts = [AnswerText(self.tokenizer, stops, ends, ids) for ids in before or [()] * len(asked)]
+        cancels, begun = [_Cancel() for _ in asked], dict[int, float]()
 
-        def receive(choice: int, step: Step | Exception) -> None:
+        def receive(choice: int, step: Written | Exception) -> None:
             loop.call_soon_threadsafe(steps.put_nowait, (choice, step))
 
-        entering = loop.create_task(self._enter(asked, receive, cancels))
         limit = loop.call_later(deadline - time.monotonic(), steps.put_nowait, (-1, TimeLimit()))
         unfinished = set(range(len(asked)))
         try:
+            for choice, one in enumerate(asked):
+                self._asking.submit(self._begin, one, partial(receive, choice), cancels[choice])
             while unfinished:
                 choice, step = await steps.get()
                 if isinstance(step, Exception):
@@ -242,106 +223,58 @@ class Answers:
                     raise Refusal(503, step.message or "the engine failed; ask again")
                 if choice not in begun:
                     begun[choice] = time.monotonic()
-                    place.began()
-                piece = texts[choice].add(step, choice)
-                if piece is not None and piece.finish is not None:
+                    place.waiting, place.running = place.waiting - 1, place.running + 1
+                if (piece := texts[choice].add(step, choice)) is None:
+                    continue
+                if piece.finish is not None:
                     unfinished.remove(choice)
                     cancels[choice]()
                     self._seconds.append(time.monotonic() - begun[choice])
-                    place.ended()
-                if piece is not None:
-                    yield piece
+                    place.running -= 1
+                    self._freed.set()
+                yield piece
         finally:
             limit.cancel()
-            entering.cancel()
             for choice in unfinished:
                 cancels[choice]()
-            place.leave()
+            place.waiting = place.running = 0
+            self._freed.set()
 
-    async def _enter(
-        self,
-        asked: Sequence[Callable[[], Asked]],
-        receive: Callable[[int, Step | Exception], None],
-        cancels: Sequence[_Cancel],
-    ) -> None:
-        """Hand the answers to the engine, one after the other, each as soon as there is room."""
-        for choice, one in enumerate(asked):
-            try:
-                async with self._line:
-                    await self._admitted(one, partial(receive, choice), cancels[choice])
-            except NotRunning:
-                receive(choice, Refusal(503, _STOPPED, code="engine_stopped"))
-                return
-            except ValueError as error:
-                receive(choice, Refusal(400, str(error)))
-                return
-            except Exception as error:
-                receive(choice, error)
-                return
-
-    async def _admitted(self, asked: Callable[[], Asked], on_step: Callable[[Step], None], cancel: _Cancel) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            self._freed.clear()
-            entering = loop.run_in_executor(self._asking, lambda: self.engine.ask(asked(), on_step))
-            entering.add_done_callback(cancel.ready)
-            try:
-                await asyncio.shield(entering)
-                return
-            except NoRoom:
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._freed.wait(), _LOOKING_AGAIN)
-
-    def freed(self) -> None:
-        """Let the first in the queue ask again: an answer has ended."""
-        self._freed.set()
+    def _begin(self, asked: Asked, receive: Callable[[Written | Exception], None], cancel: _Cancel) -> None:
+        """Hand an answer to the engine as soon as there is room; in a thread that does so one after the other."""
+        try:
+            while not (cancel.wanted or self._closed):
+                self._freed.clear()
+                try:
+                    cancel.take(asked(receive))
+                    return
+                except NoRoom:
+                    self._freed.wait(_LOOKING_AGAIN)
+        except NotRunning:
+            receive(Refusal(503, _STOPPED, code="engine_stopped"))
+        except ValueError as error:
+            receive(Refusal(400, str(error)))
+        except Exception as error:
+            receive(error)
 
 
 class _Cancel:
     """Cancels an answer, also one that the engine is still taking in."""
 
     def __init__(self) -> None:
-        self._wanted = False
+        self.wanted = False
         self._call: Callable[[], None] | None = None
+        self._lock = threading.Lock()
 
     def __call__(self) -> None:
-        self._wanted = True
-        if self._call is not None:
-            self._call()
+        with self._lock:
+            self.wanted, call = True, self._call
+        if call is not None:
+            call()
 
-    def ready(self, entering: asyncio.Future[Callable[[], None]]) -> None:
-        """Take what the engine returned."""
-        if not entering.cancelled() and entering.exception() is None:
-            self._call = entering.result()
-            if self._wanted:
-                self._call()
-
-
-@dataclass
-class Place:
-    """Places of one request: each waits, then is being written, then ends."""
-
-    answers: Answers
-    waiting: int
-    running: int = 0
-
-    def began(self) -> None:
-        """Note an answer's first token."""
-        self._move(-1, +1)
-
-    def ended(self) -> None:
-        """Note an answer's end."""
-        self._move(0, -1)
-        self.answers.freed()
-
-    def leave(self) -> None:
-        """Give all places back; idempotent."""
-        if self.waiting or self.running:
-            self._move(-self.waiting, -self.running)
-            self.answers.freed()
-
-    def _move(self, waiting: int, running: int) -> None:
-        self.waiting += waiting
-        self.running += running
-        self.answers.waiting += waiting
-        self.answers.running += running
+    def take(self, call: Callable[[], None]) -> None:
+        """Take what cancels it, when the engine has begun."""
+        with self._lock:
+            self._call, wanted = call, self.wanted
+        if wanted:
+            call()

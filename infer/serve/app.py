@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from locret._version import __version__
 from locret.field_values import shown
-from locret.infer.serve import context_routes, openai_routes, page, watch_routes
+from locret.infer.serve import context_routes, openai_routes, page, watching
 from locret.infer.serve.gate import Gate
 from locret.infer.serve.metrics import CountRequests
 from locret.infer.serve.refusal import Refusal
@@ -32,7 +32,7 @@ def make_app(state: ServerState) -> FastAPI:
     """
     app = FastAPI(title="Locret", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = state
-    for part in (openai_routes, context_routes, page, watch_routes):
+    for part in (openai_routes, context_routes, page, watching):
         app.include_router(part.router)
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)

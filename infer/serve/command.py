@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import logging
 import math
 import os
@@ -14,7 +15,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,82 +22,59 @@ from locret.cli import interrupts
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.cli.subcommands import with_flag
 from locret.infer.infer_options import ModelOptions
-from locret.infer.serve.serve_options import ServeOptions, bytes_of
+from locret.infer.serve.serve_options import ServeOptions
 from locret.load_options import ScorerOptions
 from locret.policy.resolve import PolicyFlags
 
 if TYPE_CHECKING:
     from locret import LongContextModel
+    from locret.infer.serve.plan import MemoryPlan
     from locret.infer.serve.state import ServerState
     from locret.weights.plan import WeightPlan
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, ServeOptions)
 DESCRIPTION = "Serve contexts and answers over HTTP, as OpenAI's clients ask, in memory that is promised at the start."
-
-
+_EXTRA = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
 _LOOK = 0.1
 """Seconds between two looks at whether requests still run when the server is to end."""
+_M_ARENA_MAX = -8
+"""Of mallopt, as glibc's malloc.h has it."""
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        ValueError: For anything the user must change.
-        OSError: If a Hub, a disk or a device's memory fails.
-    """
+    """Run the command and return its exit code."""
     line = with_flag(list(sys.argv[1:] if argv is None else argv), "--model")
     (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, line)
     model.refuse_shard("locret-serve")
-    _check_extra()
+    for name in _EXTRA:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ValueError(
+                f"locret-serve needs {error.name}, which is not installed; install locret[serve]"
+            ) from None
     with warnings_as_lines("locret-serve", quiet=options.quiet), ExitStack() as ending:
-        key = options.key
-        sizes = {name: bytes_of(f"--{name.replace('_', '-')}", getattr(options, name)) for name in _SIZES}
-        bytes_of("--kv-memory", options.kv_memory)
+        options.check()
         listening = None if options.dry_run else ending.enter_context(_listening(options))  # refused before loading
         _share_free_memory()
         lm, weights = _load(model, scorer, policy, options, chosen)
         from locret.infer.serve.plan import MemoryPlan
 
         plan = MemoryPlan.of(lm, options.kv_memory, readers=options.readers)
-        if listening is None:
-            if options.json:
-                print_json({**plan.to_dict(), "weights": weights.to_dict()})
-            else:
-                beside = "; ".join(f"{count:,} bytes on {place}" for place, count in weights.places.items())
-                print(f"{plan.table()}\nbeside it the weights: {beside}")
-            return 0
-        state = _state(lm, options.name or model.model, plan, options, key, sizes)
-        ending.callback(state.close)
-        _serve(state, listening, options)
+        if listening is not None:
+            state = _state(lm, options.name or model.model, plan, options)
+            ending.callback(state.close)
+            _serve(state, listening, options)
+        elif options.json:
+            print_json({**plan.to_dict(), "weights": weights.to_dict()})
+        else:
+            beside = "; ".join(f"{count:,} bytes on {place}" for place, count in weights.places.items())
+            print(f"{plan.table()}\nbeside it the weights: {beside}")
     return 0
 
 
-_SIZES = ("max_body", "max_upload", "auto_contexts")
-
-
-def _check_extra() -> None:
-    """Refuse to start without what only the server needs.
-
-    Raises:
-        ValueError: Naming what is missing.
-    """
-    try:
-        import fastapi
-        import prometheus_client
-        import python_multipart
-        import uvicorn
-    except ImportError as error:
-        raise ValueError(f"locret-serve needs {error.name}, which is not installed; install locret[serve]") from None
-    del fastapi, prometheus_client, python_multipart, uvicorn
-
-
 def _listening(options: ServeOptions) -> socket.socket:
-    """Return a socket that listens where the options say.
-
-    Raises:
-        ValueError: If it cannot.
-    """
+    """Return a socket that listens where the options say."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -125,11 +102,7 @@ def _listening(options: ServeOptions) -> socket.socket:
 def _load(
     model: ModelOptions, scorer: ScorerOptions, policy: PolicyFlags, options: ServeOptions, chosen: set[str]
 ) -> tuple[LongContextModel, WeightPlan]:
-    """Load what the options name; return it with the plan of its weights.
-
-    Raises:
-        ValueError: If something is missing or does not match.
-    """
+    """Load what the options name; return it with the plan of its weights."""
     from locret import LongContextModel, loading
     from locret.policy.resolve import resolve_options
     from locret.weights.placement import DISK
@@ -163,10 +136,6 @@ def _load(
     return LongContextModel(backbone, tokenizer, rates, final, template=options.template), weights
 
 
-_M_ARENA_MAX = -8
-"""Of mallopt, as glibc's malloc.h has it."""
-
-
 def _share_free_memory() -> None:
     """Let all threads allocate from one place; by default glibc keeps what each of them has freed for that one alone.
 
@@ -177,53 +146,28 @@ def _share_free_memory() -> None:
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
-def _state(
-    lm: LongContextModel, name: str, plan: Any, options: ServeOptions, key: str | None, sizes: dict[str, int]
-) -> ServerState:
+def _state(lm: LongContextModel, name: str, plan: MemoryPlan, options: ServeOptions) -> ServerState:
     """Return a server that is ready to answer."""
+    from locret.infer.serve.engine import Engine
     from locret.infer.serve.library import Library
     from locret.infer.serve.state import ServerState
-    from locret.infer.serve.transformers_engine import TransformersEngine
 
-    library = Library(
-        Path(options.contexts), lm, plan, auto_bytes=sizes["auto_contexts"], max_upload=sizes["max_upload"]
-    )
+    sizes: dict[str, Any] = {
+        "auto_bytes": options.bytes_of("auto_contexts"),
+        "max_upload": options.bytes_of("max_upload"),
+    }
+    library = Library(Path(options.contexts), lm, plan, **sizes)
     try:
-        engine = TransformersEngine(lm.model, library.turns, kv_bytes=plan.engine)
+        engine = Engine(lm.model, library.turns, kv_bytes=plan.engine)
         engine.start()
     except BaseException:
         library.close()
         raise
-    return ServerState(
-        lm=lm,
-        engine=engine,
-        library=library,
-        plan=plan,
-        model=name,
-        api_key=key,
-        hosts=_hosts(options.host),
-        max_body=sizes["max_body"],
-        max_queue=options.max_queue,
-        max_new_tokens=options.max_new_tokens,
-        timeout=options.timeout,
-    )
-
-
-def _hosts(host: str) -> frozenset[str] | None:
-    """Return the names that requests may address a server on this machine alone by; None where others may ask it."""
-    try:
-        loopback = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    return frozenset({"localhost", "127.0.0.1", "::1", host}) if loopback else None
+    return ServerState(engine=engine, library=library, model=name, options=options)
 
 
 def _serve(state: ServerState, listening: socket.socket, options: ServeOptions) -> None:
-    """Take requests until a signal comes, and let answers end.
-
-    Raises:
-        KeyboardInterrupt: When they have, for the signal.
-    """
+    """Take requests until a signal comes, and let answers end."""
     import uvicorn
 
     from locret.infer.serve.app import make_app
@@ -246,28 +190,22 @@ def _serve(state: ServerState, listening: socket.socket, options: ServeOptions) 
             await super().shutdown(sockets)
 
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR if options.quiet else logging.WARNING)
-    config = uvicorn.Config(
-        make_app(state),
-        http="h11",  # which bounds the header of a request
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws="none",
-        lifespan="off",
-    )
+    # h11 bounds the header of a request.
+    quiet: Any = {"log_config": None, "access_log": False, "server_header": False}
+    config = uvicorn.Config(make_app(state), http="h11", ws="none", lifespan="off", **quiet)
     with interrupts.unwinding():
         Server(config).run(sockets=[listening])
 
 
 def _say(state: ServerState, listening: socket.socket, options: ServeOptions) -> None:
     """Tell where the server is; to be read by programs with --json."""
-    host, port = listening.getsockname()[:2]
+    (host, port), plan = listening.getsockname()[:2], state.library.plan
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
     if options.json:
-        print_json({"url": url, "model": state.model, "contexts": str(state.library.folder), **state.plan.to_dict()})
+        print_json({"url": url, "model": state.model, "contexts": str(state.library.folder), **plan.to_dict()})
         sys.stdout.flush()
     elif not options.quiet:
-        sys.stderr.write(f"{state.plan.table()}\n{state.model} answers at {url}\n")
+        sys.stderr.write(f"{plan.table()}\n{state.model} answers at {url}\n")
 
 
 def main() -> None:

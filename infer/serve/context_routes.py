@@ -23,17 +23,17 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from safetensors import SafetensorError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from locret.conversation.saved_context import SavedContext
 from locret.infer.serve import kept
-from locret.infer.serve.entry import Entry
-from locret.infer.serve.library import Library, not_stored
-from locret.infer.serve.reading import COLUMNS
-from locret.infer.serve.refusal import Refusal
+from locret.infer.serve.index import Entry
+from locret.infer.serve.library import Library
+from locret.infer.serve.receiver import About, receiver_of
+from locret.infer.serve.refusal import Refusal, not_stored
 from locret.infer.serve.schemas import Body
 from locret.infer.serve.state import state_of
 from locret.infer.serve.upload import TooLarge, Upload
@@ -41,77 +41,62 @@ from locret.infer.serve.upload import TooLarge, Upload
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 
 _T = TypeVar("_T")
-_About = tuple[str | None, str | None, list[str]]
-"""What a text is called, its system message, and what of it is protected."""
 _LOOK = 0.1
 """Seconds between two looks at how far a text has been read."""
 _ALIVE = 15.0
 """Seconds after which a stream without news says that it is there."""
-_BOUNDARY = 70
-"""Characters of the boundary of a form, as RFC 2046 allows."""
-_FRAME = 1 << 16
-"""Bytes of a form that are not its file."""
-_NOT_ONE = "the form has other parts than one file; send one file, and name, source and system in the query"
 _GONE = "the client went away before the text had ended; upload it again"
 _PROTECT = (
     "What stays whatever its scores: system, document, message:N, tokens:A-B or chars:A-B of the text, each with a "
     "least share of the budget, as document=0.5, instead of all its units; each=0.05"
 )
-_TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
-"""Types of a body that is a text; the last is what curl says of --data-binary."""
+_Name = Annotated[str, Field(max_length=200)]
+_Wait = Annotated[bool, Query(description="Answer only when it is ready")]
 
 
-class _Body(Body):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Fork(_Body):
+class Fork(Body):
     """A copy of a context under another name."""
 
-    name: str = Field(description="What to call the copy", max_length=200)
+    name: _Name
+    """What to call the copy."""
 
 
-class Shrink(_Body):
+class Shrink(Body):
     """A smaller context of one that has been read."""
 
-    name: str = Field(description="What to call it", max_length=200)
-    budget: int = Field(description="Units per KV head, fewer than it has", ge=1, le=2**31)
+    name: _Name
+    """What to call it."""
+    budget: Annotated[int, Field(ge=1, le=2**31)]
+    """Units per KV head, fewer than it has."""
 
 
-class Compose(_Body):
+class Compose(Body):
     """Contexts that were read apart, joined so that they are asked together."""
 
-    name: str = Field(description="What to call the whole", max_length=200)
-    contexts: list[str] = Field(
-        description="Names of the contexts, in their order", min_length=2, max_length=64, fail_fast=True
-    )
-    budget: int | None = Field(
-        None, description="Units per KV head of the whole; null: all that are held", ge=1, le=2**31
-    )
-    shares: Annotated[str, Field(max_length=64)] | Annotated[list[float], Field(max_length=64, fail_fast=True)] = Field(
-        "fair", description='Within a budget: "fair", "score", or a number for each context'
-    )
+    name: _Name
+    """What to call the whole."""
+    contexts: Annotated[list[str], Field(min_length=2, max_length=64, fail_fast=True)]
+    """Names of the contexts, in their order."""
+    budget: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    """Units per KV head of the whole; null: all that are held."""
+    shares: Annotated[str, Field(max_length=64)] | Annotated[list[float], Field(max_length=64, fail_fast=True)] = "fair"
+    """Within a budget: "fair", "score", or a number for each context."""
 
 
 def _library(request: Request) -> Library:
-    library: Library = state_of(request).library
-    return library
+    return state_of(request).library
 
 
 def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
-    """Return a context in JSON.
-
-    Args:
-        entry: The context.
-        look: Read from its file what is kept.
-    """
-    now, progress = entry.state, entry.progress
-    going = now in ("waiting", "reading")
-    shown = list(progress.kept) if going else None
-    if look and now == "ready":
+    """Return a context in JSON; `look` reads from its file what is kept."""
+    now, progress, done = entry.state, entry.progress, None
+    shown: Any = None
+    if now in ("waiting", "reading"):
+        shown = list(progress.kept)
+        done = {"bytes": progress.bytes, "total": progress.total, "seconds": round(progress.seconds, 3)}
+    elif look and now == "ready":
         try:
-            shown = kept.shares(kept.positions_of(entry.path), entry.tokens, COLUMNS).mean(0).tolist()
-            shown = [round(share, 4) for share in shown]
+            shown = kept.mean_shares(kept.positions_of(entry.path), entry.tokens)
         except (OSError, SafetensorError):  # it was deleted meanwhile
             shown = None
     return {
@@ -126,9 +111,7 @@ def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
         "bytes": entry.size,
         "text": entry.has_text,
         "made": entry.notes,
-        "progress": {"bytes": progress.bytes, "total": progress.total, "seconds": round(progress.seconds, 3)}
-        if going
-        else None,
+        "progress": done,
         "kept": shown,
     }
 
@@ -146,17 +129,15 @@ async def upload(
     source: str | None = Query(None, description="What the text is called; else the file's name", max_length=200),
     system: str | None = Query(None, description="System message that comes before the text", max_length=20_000),
     protect: Annotated[list[str], Query(description=_PROTECT, max_length=64)] = [],  # noqa: B006 (FastAPI copies it)
-    wait: bool = Query(False, description="Answer only when it has been read"),
+    wait: _Wait = False,
 ) -> JSONResponse:
     """Take a text of any length as the body, UTF-8, or one file of a multipart form, and read it in the background.
 
     Returns the context: 202 while it is read, 201 with `wait=true` when it is ready, if that takes no longer than
     `--timeout`.
     """
-    library = _library(request)
-    length = request.headers.get("content-length", "")
-    total = int(length) if length.isdecimal() and len(length) < 20 else None
-    receiver = await run_in_threadpool(_receiver, request, library, name, (source, system, protect), total)
+    about = About(name, source, system, protect)
+    receiver = await run_in_threadpool(receiver_of, request.headers, _library(request), about)
     try:
         async for data in _parts(request, receiver.upload):
             if data:
@@ -176,9 +157,7 @@ async def upload(
 
 
 @router.post("/compose", status_code=201, summary="Join contexts so that they are asked together")
-async def compose(
-    request: Request, body: Compose, wait: bool = Query(True, description="Answer only when it is ready")
-) -> JSONResponse:
+async def compose(request: Request, body: Compose, wait: _Wait = True) -> JSONResponse:
     """Join contexts in their order under a new name; returns the context, 202 with `wait=false`."""
     call = _library(request).compose
     entry = await run_in_threadpool(lambda: call(body.contexts, body.name, budget=body.budget, shares=body.shares))
@@ -209,7 +188,7 @@ async def events(request: Request, name: str) -> StreamingResponse:
 
     async def stream() -> AsyncIterator[str]:
         before, said = "", time.monotonic()
-        while entry.state in ("waiting", "reading") and not state.draining:
+        while entry.going and not state.draining:
             if (data := json.dumps(described(entry))) != before:
                 before, said = data, time.monotonic()
                 yield f"event: progress\ndata: {data}\n\n"
@@ -231,8 +210,8 @@ def picture(request: Request, name: str) -> Response:
     """Return an SVG of what every head has kept along the text."""
     entry = _library(request).get(name)
     drawn = _looked(entry, lambda: kept.picture(entry.name, kept.positions_of(entry.path), entry.tokens))
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    return Response(drawn, media_type="image/svg+xml", headers={"Content-Security-Policy": policy})
+    policy = {"Content-Security-Policy": "default-src 'none'; img-src data:; style-src 'unsafe-inline'"}
+    return Response(drawn, media_type="image/svg+xml", headers=policy)
 
 
 @router.get("/{name}/kept", summary="The passages that most heads have kept")
@@ -250,19 +229,9 @@ def passages(
             f"the text of context {name} is not kept, so its passages cannot be shown; upload it to a server that "
             "keeps texts",
         )
-    tokenizer, ids = _library(request).lm.tokenizer, entry.ids
-    found = _looked(entry, lambda: kept.passages(kept.positions_of(entry.path), entry.tokens, ids, tokenizer, count))
-    data = [
-        {
-            "start": one.start,
-            "end": min(one.start + kept.WIDTH, entry.tokens),
-            "place": round(one.start / entry.tokens, 4),
-            "share": one.share,
-            "text": one.text,
-        }
-        for one in found
-    ]
-    return {"object": "list", "data": data}
+    tokenizer, ids, tokens = _library(request).lm.tokenizer, entry.ids, entry.tokens
+    found = _looked(entry, lambda: kept.passages(kept.positions_of(entry.path), tokens, ids, tokenizer, count))
+    return {"object": "list", "data": found}
 
 
 @router.get("/{name}/messages", summary="What has stayed of each message")
@@ -285,14 +254,11 @@ def messages(request: Request, name: str) -> dict[str, Any]:
 @router.post("/{name}/fork", status_code=201, summary="Copy a context")
 def fork(request: Request, name: str, body: Fork) -> JSONResponse:
     """Copy a context under another name; returns the copy."""
-    entry = _library(request).fork(name, body.name)
-    return _result(entry)
+    return _result(_library(request).fork(name, body.name))
 
 
 @router.post("/{name}/shrink", status_code=201, summary="Make a smaller context of one")
-async def shrink(
-    request: Request, name: str, body: Shrink, wait: bool = Query(True, description="Answer only when it is ready")
-) -> JSONResponse:
+async def shrink(request: Request, name: str, body: Shrink, wait: _Wait = True) -> JSONResponse:
     """Make a context with fewer units, without reading again; returns it, 202 with `wait=false`."""
     call = _library(request).shrink
     entry = await run_in_threadpool(lambda: call(name, body.name, body.budget))
@@ -300,11 +266,7 @@ async def shrink(
 
 
 async def _parts(request: Request, upload: Upload) -> AsyncIterator[bytes]:
-    """Yield a body as it comes.
-
-    Raises:
-        Refusal: 408 if nothing comes for too long.
-    """
+    """Yield a body as it comes."""
     parts = request.stream()
     while True:
         try:
@@ -326,13 +288,9 @@ def _refusal(error: Exception, upload: Upload) -> Refusal:
 
 
 async def _answered(request: Request, entry: Entry, wait: bool) -> JSONResponse:
-    """Return a context that is made, after a wait for its end or for as long as requests may take.
-
-    Raises:
-        Refusal: If it could not be made, or 499, which nobody reads, if the client has left: it is made all the same.
-    """
-    until = time.monotonic() + state_of(request).timeout
-    while wait and entry.state in ("waiting", "reading") and time.monotonic() < until:
+    """Return a context that is made, after a wait for its end or for as long as requests may take."""
+    until = time.monotonic() + state_of(request).options.timeout
+    while wait and entry.going and time.monotonic() < until:
         if await request.is_disconnected():
             raise Refusal(499, f"the client has left before context {entry.name} was ready")
         await asyncio.sleep(_LOOK / 4)
@@ -353,127 +311,3 @@ def _looked(entry: Entry, look: Callable[[], _T]) -> _T:
         raise Refusal(
             409, f"the file of context {entry.name} is gone or damaged; delete it, and read it again"
         ) from error
-
-
-class _Receiver:
-    """Takes a body as it comes; the text begins to be read with its first byte."""
-
-    def __init__(self, library: Library, upload: Upload, name: str, about: _About) -> None:
-        self.library, self.upload, self.name = library, upload, name
-        self.source, self.system, self.protect = about
-        self.entry: Entry | None = None
-
-    def take(self, data: bytes) -> None:
-        """Take a part of the body."""
-        self.write(data)
-
-    def write(self, data: bytes) -> None:
-        """Take a part of the text."""
-        self.upload.write(data)
-        if self.entry is None:
-            self.entry = self.library.read(
-                self.name, self.upload, source=self.source, system=self.system, protect=self.protect
-            )
-
-    def end(self) -> Entry:
-        """Take note that all has come."""
-        self.upload.end()
-        assert self.entry is not None
-        return self.entry
-
-    def fail(self, message: str) -> None:
-        """Give it up."""
-        self.upload.fail(message)
-        if self.entry is None:
-            self.upload.remove()
-
-
-class _FormReceiver(_Receiver):
-    """Takes the one file of a multipart form."""
-
-    def begin(self, boundary: bytes) -> _FormReceiver:
-        """Get ready for parts between such a boundary."""
-        from python_multipart.multipart import MultipartParser
-
-        self._header = [b"", b""]
-        self._files, self._taken, self._whole = 0, 0, False
-        callbacks: dict[str, Callable[..., None]] = {
-            "on_header_begin": lambda: self._header.__setitem__(slice(None), [b"", b""]),
-            "on_header_field": lambda data, start, end: self._add(0, data[start:end]),
-            "on_header_value": lambda data, start, end: self._add(1, data[start:end]),
-            "on_header_end": self._on_header,
-            "on_part_data": lambda data, start, end: self.write(data[start:end]),
-            "on_end": lambda: setattr(self, "_whole", True),
-        }
-        self._parser = MultipartParser(boundary, callbacks)  # type: ignore[arg-type]
-        return self
-
-    def take(self, data: bytes) -> None:
-        """Take a part of the body."""
-        from python_multipart.exceptions import FormParserError
-
-        self._taken += len(data)
-        if self._taken > self.upload.most + _FRAME:
-            raise TooLarge(f"the form has more than {self.upload.most:,} bytes; send one file in it, and nothing else")
-        try:
-            self._parser.write(data)
-        except FormParserError as error:
-            raise ValueError(
-                f"the form cannot be read ({error}); send one file in it, or the text as the body"
-            ) from error
-
-    def end(self) -> Entry:
-        """Take note that all has come."""
-        if not self._whole:
-            raise ValueError("the form breaks off; send one file in it, or the text as the body")
-        return super().end()
-
-    def _add(self, which: int, data: bytes) -> None:
-        self._header[which] += data
-
-    def write(self, data: bytes) -> None:
-        """Take a part of the file."""
-        if not self._files:
-            raise ValueError(_NOT_ONE)
-        super().write(data)
-
-    def _on_header(self) -> None:
-        from python_multipart.multipart import parse_options_header
-
-        if self._header[0].lower() != b"content-disposition":
-            return
-        _, options = parse_options_header(self._header[1])
-        self._files += 1
-        if self._files > 1 or b"filename" not in options:
-            raise ValueError(_NOT_ONE)
-        self.source = self.source or options[b"filename"].decode("utf-8", "replace")[:200] or None
-
-
-def _receiver(request: Request, library: Library, name: str, about: _About, total: int | None) -> _Receiver:
-    """Return what takes the body of a request.
-
-    Raises:
-        Refusal: If it says that it is no text, or as for `Library.upload`.
-    """
-    from python_multipart.multipart import parse_options_header
-
-    kind, options = parse_options_header(request.headers.get("content-type", "text/plain"))
-    given = kind.decode("latin-1").lower()
-    charset = options.get(b"charset", b"utf-8").decode("latin-1").lower()
-    coding = request.headers.get("content-encoding", "identity").lower()
-    if coding != "identity":
-        raise Refusal(415, f"Content-Encoding {coding[:40]} is not taken; send the text as it is")
-    if charset not in ("utf-8", "utf8", "us-ascii"):
-        raise Refusal(415, f"charset={charset[:40]} is not taken; send the text as UTF-8")
-    if given == "multipart/form-data":
-        if not options.get(b"boundary"):
-            raise Refusal(400, "Content-Type multipart/form-data has no boundary; let the client write that header")
-        if len(options[b"boundary"]) > _BOUNDARY:
-            raise Refusal(400, f"the form's boundary has more than {_BOUNDARY} characters; let the client choose one")
-        taker = _FormReceiver(library, library.upload(name), name, about)
-        return taker.begin(options[b"boundary"])
-    if not given.startswith(_TEXTS):
-        raise Refusal(
-            415, f"Content-Type {given[:80]} is no text; send the text as text/plain in UTF-8, or as a file of a form"
-        )
-    return _Receiver(library, library.upload(name, total=total), name, about)

@@ -31,12 +31,7 @@ only when they have sent all of it, and lose it if the connection is cut before.
 
 
 class Gate:
-    """ASGI middleware; see the module.
-
-    Args:
-        app: What the requests are for.
-        state: The server's.
-    """
+    """ASGI middleware; see the module."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app, self.state = app, state
@@ -49,36 +44,34 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers, body = Headers(scope=scope), bytearray()
-        incoming = _Incoming(receive, waits=headers.get("expect", "").lower() == "100-continue")
-        receive, send = incoming, _after_the_body(incoming, send)
+        passing = _Passing(receive, send, waits=headers.get("expect", "").lower() == "100-continue")
         try:
             try:
                 self._check(scope["method"], scope["path"], headers)
                 if (scope["method"], scope["path"]) != STREAMED:
-                    await self._take(body, headers, receive)
-                    receive = _replayed(bytes(body), receive)
+                    await self._take(body, headers, passing)
+                    passing.whole = bytes(body)
             except Refusal as refusal:
-                await JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)(scope, receive, send)
+                response = JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
+                await response(scope, passing.receive, passing.send)
             except _Left:
                 pass
             else:
-                await self.app(scope, receive, send)
+                await self.app(scope, passing.receive, passing.send)
         finally:
             self.held -= len(body)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
-        """Refuse who may not ask.
-
-        Raises:
-            Refusal: 401, 403, or 503 where the server is about to end.
-        """
+        """Refuse who may not ask."""
         state = self.state
         if state.hosts is not None and (name := _host(headers.get("host", ""))) not in state.hosts:
             raise Refusal(403, f"the Host {shown(name)} is not this server; address it as {min(state.hosts)}")
         # A browser lets pages of other sites send texts here, though not read the answer; it says so.
         if method not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
             raise Refusal(403, "a page of another site asks, which may not change anything here; use the page at /")
-        if state.api_key is not None and not OPEN.fullmatch(path):
+        if OPEN.fullmatch(path):
+            return
+        if state.api_key is not None:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             given = key.strip() if scheme.lower() == "bearer" else headers.get("api-key", "")
             if not hmac.compare_digest(given.encode(), state.api_key.encode()):
@@ -88,100 +81,85 @@ class Gate:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        if state.draining and not OPEN.fullmatch(path):
+        if state.draining:
             raise Refusal(503, "the server is about to end; ask it again when it has started", code="ending")
 
-    async def _take(self, body: bytearray, headers: Headers, receive: Receive) -> None:
-        """Receive a body that is not too large.
-
-        Raises:
-            Refusal: 413, 408 or 429.
-        """
-        most = self.state.max_body
+    async def _take(self, body: bytearray, headers: Headers, passing: _Passing) -> None:
+        """Receive a body that is not too large."""
+        most, timeout = self.state.max_body, self.state.options.timeout
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > most:
-            raise self._too_large(declared[:20])
-        deadline = time.monotonic() + self.state.timeout
+            raise _too_large(declared[:20], most)
+        deadline = time.monotonic() + timeout
         while True:
             wait = min(WAIT_FOR_BODY, deadline - time.monotonic())
             try:
-                message = await asyncio.wait_for(receive(), wait)
+                message = await asyncio.wait_for(passing.receive(), wait)
             except asyncio.TimeoutError:
                 since = f"no byte of the body came for {WAIT_FOR_BODY:g} s"
-                slow = f"the body took more than --timeout {self.state.timeout:g} s to come"
-                why = since if wait == WAIT_FOR_BODY else slow
+                why = since if wait == WAIT_FOR_BODY else f"the body took more than --timeout {timeout:g} s to come"
                 raise Refusal(408, f"{why}; send it again, whole") from None
             if message["type"] == "http.disconnect":
                 raise _Left
             part = message.get("body", b"")
             if len(body) + len(part) > most:
-                raise self._too_large(f"more than {most}")
+                raise _too_large(f"more than {most}", most)
             if self.held + len(part) > BODIES * most:
-                raise Refusal(
-                    429,
-                    "too many large requests at once; try again in a moment",
-                    headers={"Retry-After": "1"},
-                )
+                again = {"Retry-After": "1"}
+                raise Refusal(429, "too many large requests at once; try again in a moment", headers=again)
             self.held += len(part)
             body += part
             if not message.get("more_body", False):
                 return
 
-    def _too_large(self, size: str) -> Refusal:
-        return Refusal(
-            413,
-            f"the body has {size} bytes, but --max-body allows {self.state.max_body}; upload a long text as a context "
-            "(POST /v1/contexts), which may have any size",
-        )
+
+def _too_large(size: str, most: int) -> Refusal:
+    return Refusal(
+        413,
+        f"the body has {size} bytes, but --max-body allows {most}; upload a long text as a context "
+        "(POST /v1/contexts), which may have any size",
+    )
 
 
 class _Left(Exception):
     """The client has left before its request was whole."""
 
 
-class _Incoming:
-    """What comes of a request's body, and whether all of it has come.
+class _Passing:
+    """A request that passes: its body as it comes, or as it was taken, and the answer that comes after all of it.
 
-    Args:
-        receive: Gives the next part.
-        waits: Whether the client sends nothing before it is told to, which the first call of `receive` does.
+    A client that `waits` sends nothing before it is told to, which the first call of `receive` does.
     """
 
-    def __init__(self, receive: Receive, *, waits: bool) -> None:
-        self._receive, self._waits = receive, waits
-        self.ended = False
+    def __init__(self, receive: Receive, send: Send, *, waits: bool) -> None:
+        self._receive, self._send, self._waits, self._ended = receive, send, waits, False
+        self.whole: bytes | None = None
+        """A body that has been taken, which is handed out once."""
 
-    async def __call__(self) -> Message:
-        """Return the next part."""
+    async def receive(self) -> Message:
+        """Return the next part of the body."""
+        if self.whole is not None:
+            whole, self.whole = self.whole, None
+            return {"type": "http.request", "body": whole, "more_body": False}
         self._waits = False
         message = await self._receive()
-        self.ended = not message.get("more_body", False)
+        self._ended = not message.get("more_body", False)
         return message
 
-    async def drop(self) -> None:
-        """Take the rest for a moment, and drop it."""
-
-        async def rest() -> None:
-            dropped = 0
-            while not self.ended and dropped < REST:
-                dropped += len((await self()).get("body", b""))
-
-        if not self._waits:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(rest(), LINGER)
-
-
-def _after_the_body(incoming: _Incoming, send: Send) -> Send:
-    """Return what sends a refusal only when the rest of the body has come, or cuts the connection after it."""
-
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] >= 400 and not incoming.ended:
-            await incoming.drop()
-            if not incoming.ended:
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer: a refusal when all of the body has come, or the connection is cut after it."""
+        if message["type"] == "http.response.start" and message["status"] >= 400 and not self._ended:
+            if not self._waits:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._drop(), LINGER)
+            if not self._ended:
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-        await send(message)
+        await self._send(message)
 
-    return sending
+    async def _drop(self) -> None:
+        dropped = 0
+        while not self._ended and dropped < REST:
+            dropped += len((await self.receive()).get("body", b""))
 
 
 def _host(header: str) -> str:
@@ -190,17 +168,3 @@ def _host(header: str) -> str:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:
         return header
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return what hands out a body that has been received, and then what comes after it."""
-    given = False
-
-    async def replayed() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replayed

@@ -12,7 +12,7 @@ import struct
 import zlib
 from array import array
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -24,28 +24,15 @@ from locret.conversation.templates import decode
 
 WIDTH = 12
 """Tokens of a passage."""
+COLUMNS = 50
+"""Stretches of a text for which is said how much of them is kept."""
 _COLUMNS = 400
 _BLUE = (0, 114, 178)
 """Of Okabe and Ito's palette, whose colours differ for every kind of colour vision."""
 
 
-class Passage(NamedTuple):
-    """A few tokens of a text that heads hold."""
-
-    start: int
-    """Number of its first token in the text."""
-    share: float
-    """Of all KV heads' units, those held: 1 if every head holds every token of it."""
-    text: str
-
-
 def positions_of(path: Path) -> list[Tensor]:
-    """Return for each layer the (K, U) positions in the text of the units that a saved context holds.
-
-    Raises:
-        SafetensorError: If the file is damaged.
-        OSError: If it cannot be read.
-    """
+    """Return for each layer the (K, U) positions in the text of the units that a saved context holds."""
     with safe_open(path, framework="pt") as file:
         names = sorted((name for name in file.keys() if name.endswith(".positions")), key=_layer)  # noqa: SIM118
         return [file.get_tensor(name)[0] for name in names]
@@ -59,22 +46,19 @@ def shares(positions: list[Tensor], tokens: int, columns: int) -> Tensor:
     """Return (heads of all layers, columns): which share of each stretch of the text a head holds, 0 to 1."""
     columns = min(columns, tokens)
     found = []
-    for head in torch.cat(positions):
+    for head in (head for layer in positions for head in layer):
         held = head[(head >= 0) & (head < tokens)].long()
         found.append(torch.bincount(held * columns // tokens, minlength=columns))
     return (torch.stack(found) * (columns / tokens)).clamp(max=1)
 
 
-def passages(positions: list[Tensor], tokens: int, ids: Path, tokenizer: Any, count: int) -> list[Passage]:
-    """Return the passages that most heads hold, in their order.
+def mean_shares(positions: list[Tensor], tokens: int) -> tuple[float, ...]:
+    """Return for equal stretches of a text which share of each is kept, as the mean over all heads."""
+    return tuple(round(share, 4) for share in shares(positions, tokens, COLUMNS).mean(0).tolist())
 
-    Args:
-        positions: What `positions_of` returned.
-        tokens: Tokens that were read.
-        ids: File with their ids, 4 bytes each.
-        tokenizer: The backbone's.
-        count: Passages wanted.
-    """
+
+def passages(positions: list[Tensor], tokens: int, ids: Path, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+    """Return the passages that most heads hold, in their order, as JSON has them."""
     heads = torch.cat(positions)
     held = heads[(heads >= 0) & (heads < tokens)].long()
     places, counts = torch.unique(held // WIDTH, return_counts=True)
@@ -82,12 +66,13 @@ def passages(positions: list[Tensor], tokens: int, ids: Path, tokenizer: Any, co
     found = []
     with open(ids, "rb") as file:
         for nth in best[places[best].argsort()].tolist():
-            start = int(places[nth]) * WIDTH
-            block = array("I")
+            start, block = int(places[nth]) * WIDTH, array("I")
+            end = min(start + WIDTH, tokens)
             file.seek(start * block.itemsize)
-            block.frombytes(file.read(min(WIDTH, tokens - start) * block.itemsize))
-            share = float(counts[nth]) / (len(heads) * len(block))
-            found.append(Passage(start, round(share, 4), decode(tokenizer, block.tolist())))
+            block.frombytes(file.read((end - start) * block.itemsize))
+            share = round(float(counts[nth]) / (len(heads) * len(block)), 4)
+            where = {"start": start, "end": end, "place": round(start / tokens, 4)}
+            found.append({**where, "share": share, "text": decode(tokenizer, block.tolist())})
     return found
 
 

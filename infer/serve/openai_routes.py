@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from locret.engines.transformers import Sampling, Written
 from locret.field_values import shown
-from locret.infer.serve.answers import Piece, TimeLimit
-from locret.infer.serve.engine import Asked
-from locret.infer.serve.prompts import Draft, Prompt
+from locret.infer.serve.answers import Asked, Piece, TimeLimit
+from locret.infer.serve.prompts import Prompt
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.responses import Answer, ChatForm, CompletionForm, usage
 from locret.infer.serve.schemas import (
@@ -57,7 +57,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
             param="max_tokens",
         )
     form = ChatForm(state.model, state.lm.tokenizer, body.top is not None)
-    return await _respond(state, request, body, form, 1, partial(state.prompts.of_chat, body))
+    return await _Work(request, body, form, 1, partial(state.prompts.of_chat, body)).respond()
 
 
 @router.post("/completions", response_model=Completion)
@@ -68,8 +68,8 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         raise Refusal(
             400, f"best_of {body.best_of} has no effect but with the same n; leave it out, or give n", param="best_of"
         )
-    form = CompletionForm(state.model, state.lm.tokenizer, body.top is not None)
-    return await _respond(state, request, body, form, len(body.prompts), partial(state.prompts.of_completion, body))
+    form, prompts = CompletionForm(state.model, state.lm.tokenizer, body.top is not None), len(body.prompts)
+    return await _Work(request, body, form, prompts, partial(state.prompts.of_completion, body)).respond()
 
 
 @router.get("/models", response_model=Models)
@@ -99,110 +99,110 @@ def _check_model(state: ServerState, name: str | None) -> None:
         )
 
 
-async def _respond(
-    state: ServerState,
-    request: Request,
-    body: ChatRequest | CompletionRequest,
-    form: ChatForm,
-    prompts: int,
-    drafts: Callable[[Callable[[], bool]], list[Draft]],
-) -> Response:
-    """Answer a request, whole or as a stream.
-
-    Args:
-        state: The server's.
-        request: Whose client may leave.
-        body: What it asks.
-        form: The shapes of its response.
-        prompts: How many prompts it has.
-        drafts: Returns them, unless what it is given says that nobody waits any more; blocks.
-    """
-    _check_model(state, body.model)
-    if body.stream_options is not None and not body.stream:
-        raise Refusal(
-            400,
-            "stream_options has no effect without stream; set stream to true, or leave it out",
-            param="stream_options",
-        )
-    long = int(request.headers.get("content-length", LONG_BODY)) >= LONG_BODY
-    work = _Work(state, body, prompts, drafts, long)
-    pieces = work.pieces()
-    if body.stream:
-        await _unless_gone(request, anext(pieces))
-        counted = bool(body.stream_options and body.stream_options.include_usage)
-        return StreamingResponse(_events(work, pieces, form, counted), media_type="text/event-stream")
-    await _unless_gone(request, _finished(work, pieces))
-    return JSONResponse({**form.whole(work.answers, usage(work.prompts, work.answers)), **work.kept})
-
-
 class _Work:
     """One request from its text to the last token of its answers.
 
-    Args: As for `_respond`; `long` for a body that takes long to tokenise.
+    `read` returns its prompts, of which there are `count`, unless what it is given says that nobody waits any more.
     """
 
     def __init__(
         self,
-        state: ServerState,
+        request: Request,
         body: ChatRequest | CompletionRequest,
-        prompts: int,
-        drafts: Callable[[Callable[[], bool]], list[Draft]],
-        long: bool,
+        form: ChatForm,
+        count: int,
+        read: Callable[[Callable[[], bool]], list[Prompt]],
     ) -> None:
-        self.state, self.body, self._drafts, self._long = state, body, drafts, long
-        self.answers = [Answer() for _ in range(prompts * body.choices)]
+        self.state, self.request, self.body, self.form, self._prompts = state_of(request), request, body, form, read
+        self.answers = [Answer() for _ in range(count * body.choices)]
         self.prompts: list[Prompt] = []
         self.kept: dict[str, Any] = {}
         """What stayed of each message, where that is asked for."""
         self._began = time.monotonic()
-        self._deadline = self._began + state.timeout
+        self._deadline = self._began + self.state.options.timeout
         self._left = threading.Event()
 
-    async def pieces(self) -> AsyncGenerator[Piece | None, None]:
-        """Yield None when the prompts have been read, and then the pieces of all answers; to leave cancels them.
+    async def respond(self) -> Response:
+        """Answer the request, whole or as a stream."""
+        body, pieces = self.body, self.pieces()
+        _check_model(self.state, body.model)
+        if body.stream_options is not None and not body.stream:
+            raise Refusal(
+                400,
+                "stream_options has no effect without stream; set stream to true, or leave it out",
+                param="stream_options",
+            )
+        if body.stream:
+            await _unless_gone(self.request, anext(pieces))
+            return StreamingResponse(self.events(pieces), media_type="text/event-stream")
+        await _unless_gone(self.request, _finished(pieces))
+        return JSONResponse({**self.form.whole(self.answers, usage(self.prompts, self.answers)), **self.kept})
 
-        Raises:
-            Refusal: If the request cannot be answered, or not now.
-        """
+    async def events(self, pieces: AsyncGenerator[Piece | None, None]) -> AsyncIterator[str]:
+        """Yield the answers as server-sent events; what fails on the way is the last one."""
+        async with aclosing(pieces):
+            try:
+                for chunk in self.form.opening(len(self.answers)):
+                    yield _event(chunk)
+                async for piece in pieces:
+                    if piece is not None:
+                        yield _event(self.form.piece(piece))
+                options = self.body.stream_options
+                if (counted := bool(options and options.include_usage)) or self.kept:
+                    counts = {"usage": usage(self.prompts, self.answers)} if counted else {}
+                    yield _event({**self.form.chunk([]), **counts, **self.kept})
+            except Refusal as refusal:
+                yield _event(refusal.body())
+                return
+            except Exception:  # the status has been sent, so this is where a client can learn of it
+                _log.exception("a stream broke off")
+                yield _event(Refusal(500, "the server has failed; its log says why").body())
+                return
+        yield "data: [DONE]\n\n"
+
+    async def pieces(self) -> AsyncGenerator[Piece | None, None]:
+        """Yield None when the prompts have been read, and then the pieces of all answers; to leave cancels them."""
+        state, body = self.state, self.body
         try:
-            with self.state.answers.place(len(self.answers)) as place:
-                long = self._long
-                if self.body.budget is not None and not long:  # a context is made smaller beside long texts, too
-                    long = await self._within(partial(self.state.prompts.shrinks, self.body), long=False)
-                drafts = await self._within(partial(self._drafts, self._left.is_set), long=long)
-                for draft in drafts:
-                    settling = partial(self.state.prompts.settled, draft, self._left.is_set)
-                    settled = await self._within(settling, long=draft.long)
-                    self.prompts.append(settled)
-                    if getattr(self.body, "kept", None):
-                        looking = partial(self.state.prompts.kept, draft, settled)
-                        self.kept = {"kept": await self._within(looking, long=True)}
-                    self.state.metrics.asked(len(settled.ids))
+            with state.answers.place(len(self.answers)) as place:
+                await self._read()
                 asked = [one for prompt in self.prompts for one in self._asked(prompt)]
                 before = None
-                if isinstance(self.body, CompletionRequest):
-                    before = [prompt.ids for prompt in self.prompts for _ in range(self.body.choices)]
+                if isinstance(body, CompletionRequest):
+                    before = [prompt.rest for prompt in self.prompts for _ in range(body.choices)]
                 yield None
-                writing = self.state.answers.write(asked, self.body.stops, place, self._deadline, before)
-                async with aclosing(writing) as pieces:
+                async with aclosing(state.answers.write(asked, body.stops, place, self._deadline, before)) as pieces:
                     async for piece in pieces:
                         self._take(piece)
                         yield piece
         except TimeLimit:
             raise Refusal(
                 408,
-                f"the request has taken {self.state.timeout:g} s, which is the most that --timeout allows; ask for "
+                f"the request has taken {state.options.timeout:g} s, which is the most that --timeout allows; ask for "
                 "less, or again later",
                 code="timeout",
             ) from None
         finally:
             self._left.set()
 
+    async def _read(self) -> None:
+        """Read what has to be read before the prompts can be answered."""
+        prompts = self.state.prompts
+        long = int(self.request.headers.get("content-length", LONG_BODY)) >= LONG_BODY
+        if self.body.budget is not None and not long:  # a context is made smaller beside long texts, too
+            long = await self._within(partial(prompts.shrinks, self.body), long=False)
+        for draft in await self._within(partial(self._prompts, self._left.is_set), long=long):
+            settled = await self._within(partial(prompts.settled, draft, self._left.is_set), long=draft.long)
+            self.prompts.append(settled)
+            if isinstance(self.body, ChatRequest) and self.body.kept:
+                self.kept = {"kept": await self._within(partial(prompts.kept, settled), long=True)}
+            self.state.metrics.questions.inc(len(settled.rest))
+
     def _take(self, piece: Piece) -> None:
         answer, metrics = self.answers[piece.choice], self.state.metrics
         if not answer.count:
-            metrics.began_answer(time.monotonic() - self._began)
-        metrics.wrote(piece.count - answer.count)
+            metrics.first_token.observe(time.monotonic() - self._began)
+        metrics.written.inc(piece.count - answer.count)
         answer.add(piece)
 
     async def _within(self, work: Callable[[], _T], *, long: bool) -> _T:
@@ -214,14 +214,11 @@ class _Work:
         except asyncio.TimeoutError:
             raise TimeLimit from None
 
-    def _asked(self, prompt: Prompt) -> list[Callable[[], Asked]]:
-        """Return what makes the answers that the engine is asked for, which loads the prefix.
-
-        Raises:
-            Refusal: If it could never be answered.
-        """
-        body, room = self.body, self.state.engine.longest - prompt.units - len(prompt.ids)
-        most = body.longest or min(self.state.max_new_tokens, max(room, 1))
+    def _asked(self, prompt: Prompt) -> list[Asked]:
+        """Return what begins the answers to a prompt, which loads its prefix."""
+        body, engine, library = self.body, self.state.engine, self.state.library
+        room = engine.longest - prompt.units - len(prompt.rest)
+        most = body.longest or min(self.state.options.max_new_tokens, max(room, 1))
         if most > room:
             raise Refusal(
                 400,
@@ -231,52 +228,28 @@ class _Work:
             )
         draws = body.temperature is None and (body.choices > 1 or bool(body.top_k) or body.top_p not in (None, 1))
         temperature = 1.0 if draws else body.temperature or 0.0
-        asked = Asked(
-            ids=prompt.ids,
-            max_new_tokens=most,
-            end_ids=self.state.answers.ends(body.stops),
+        sampling = Sampling(
             temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
             top_p=body.top_p or 1.0,
             top_k=body.top_k or 0,
             seed=body.seed,
             top_logprobs=body.top,
         )
+        ends = self.state.answers.ends(body.stops)
 
-        def made(nth: int) -> Asked:
-            seed = None if asked.seed is None else (asked.seed + nth) % 2**63
-            return replace(asked, seed=seed, prefix=None if prompt.holder is None else prompt.holder.prefix())
+        def begin(nth: int, on_token: Callable[[Written], None]) -> Callable[[], None]:
+            prefix = None if prompt.holder is None else library.prefix(prompt.holder)
+            seed = None if body.seed is None else (body.seed + nth) % 2**63
+            how: dict[str, Any] = {"end_ids": ends, "sampling": replace(sampling, seed=seed)}
+            return engine.submit(prompt.rest, prefix, max_new_tokens=most, on_token=on_token, **how)
 
-        return [partial(made, nth) for nth in range(body.choices)]
+        return [partial(begin, nth) for nth in range(body.choices)]
 
 
-async def _finished(work: _Work, pieces: AsyncGenerator[Piece | None, None]) -> None:
+async def _finished(pieces: AsyncGenerator[Piece | None, None]) -> None:
     async with aclosing(pieces):
         async for _ in pieces:
             pass
-
-
-async def _events(
-    work: _Work, pieces: AsyncGenerator[Piece | None, None], form: ChatForm, counted: bool
-) -> AsyncIterator[str]:
-    """Yield the answers as server-sent events; what fails on the way is the last one."""
-    async with aclosing(pieces):
-        try:
-            for chunk in form.opening(len(work.answers)):
-                yield _event(chunk)
-            async for piece in pieces:
-                if piece is not None:
-                    yield _event(form.piece(piece))
-            if counted or work.kept:
-                counts = {"usage": usage(work.prompts, work.answers)} if counted else {}
-                yield _event({**form.chunk([]), **counts, **work.kept})
-        except Refusal as refusal:
-            yield _event(refusal.body())
-            return
-        except Exception:  # the status has been sent, so this is where a client can learn of it
-            _log.exception("a stream broke off")
-            yield _event(Refusal(500, "the server has failed; its log says why").body())
-            return
-    yield "data: [DONE]\n\n"
 
 
 def _event(value: dict[str, Any]) -> str:
@@ -284,11 +257,7 @@ def _event(value: dict[str, Any]) -> str:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T] | Any) -> _T:
-    """Return what some work returns; it is cancelled if the client leaves.
-
-    Raises:
-        Refusal: 499, which nobody reads, if the client has left.
-    """
+    """Return what some work returns; it is cancelled if the client leaves."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)

@@ -48,16 +48,7 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, lm: LongContextModel, kv_memory: int | str, *, readers: int = 2) -> MemoryPlan:
-        """Divide an amount of memory.
-
-        Args:
-            lm: The backbone, and how it reads.
-            kv_memory: Bytes, or a text such as "2GiB".
-            readers: Texts that are read side by side.
-
-        Raises:
-            ValueError: If the amount is too small, readers are none, or what is read would be no prefix for an engine.
-        """
+        """Divide an amount of memory; ValueError if it is too small, or what is read would be no prefix."""
         if readers < 1:
             raise ValueError(f"--readers {readers} reads nothing; give at least 1")
         total = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
@@ -138,11 +129,7 @@ def _times(count: int, what: str) -> str:
 
 
 def _check_policy(lm: LongContextModel) -> None:
-    """Refuse a policy whose cache is not bounded, or is no prefix.
-
-    Raises:
-        ValueError: Saying why.
-    """
+    """Refuse a policy whose cache is not bounded, or is no prefix."""
     policy: RetentionPolicy = lm.policy
     check_prefix(
         policy, lm.backbone, {policy.budget + policy.local_len}, rotary_parameters(find_decoder(lm.model)), host=False

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,45 +20,43 @@ import torch
 from safetensors import SafetensorError
 
 from locret.cache.cache_file import check_header
-from locret.conversation import templates
-from locret.conversation.prompt import Prompt as MessagePrompt
-from locret.conversation.prompt import prompt_of
+from locret.conversation.prompt import written
 from locret.conversation.rules import USER
 from locret.conversation.saved_turns import saved_protection, saved_turns
-from locret.conversation.templates import leading_special_ids, render
-from locret.conversation.text_stream import TokenStream, token_stream
+from locret.conversation.templates import leading_special_ids
+from locret.conversation.text_stream import TokenStream
 from locret.conversation.transcript import Transcript
 from locret.conversation.turns import Turn, kept_turns
 from locret.field_values import shown
+from locret.infer.serve.index import Entry
 from locret.infer.serve.kept import positions_of
-from locret.infer.serve.refusal import Refusal
+from locret.infer.serve.library import Library
+from locret.infer.serve.refusal import Refusal, one_line
 from locret.infer.serve.schemas import ChatRequest, CompletionRequest, Message
 from locret.policy.protection import Span, clipped, spans_from
 from locret.token_ids import vocabulary
 
 if TYPE_CHECKING:
     from locret.conversation.long_context_model import LongContextModel
-    from locret.infer.serve.entry import Entry
-    from locret.infer.serve.library import Library
 
 _ROLES = {"developer": "system"}
 _REMEMBERED = 64
 """Conversations of contexts that are remembered; each is a few kilobytes."""
 _Conversation = tuple[TokenStream, Transcript, tuple[int, ...]]
 """How a context goes on: its last words without tokens, what was said, and tokens that its units do not hold."""
-_FLAGS = re.compile(r"^--template \w+: |; use --template.*$", re.DOTALL)
+_FLAGS = re.compile(r"^--template \w+: |; (use --template|change them).*$", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A prompt as token ids, and what of it has been read."""
+class Prompt:
+    """A prompt as token ids, and what of it has been read: first as it was asked, then as an engine is asked."""
 
     ids: list[int]
     """Those after the context that was named, if one was."""
     base: Entry | None
-    """That context."""
-    found: Entry | None
-    """What has read a beginning of the ids."""
+    """That context, or what holds fewer of its units."""
+    holder: Entry | None
+    """What has read the first of the ids. Its prefix is loaded only when an engine takes it: many prompts may wait."""
     known: int
     """How many of them it has read."""
     long: bool
@@ -67,26 +65,23 @@ class Draft:
     """Where the messages are, where that is asked for."""
     spans: tuple[Span, ...] = ()
     """What of them is protected."""
+    read: int = 0
+    """Tokens that were read for this request."""
 
-    def protected(self, tokens: int) -> tuple[Span, ...]:
-        """Return what is protected of the first tokens."""
-        return clipped(self.spans, tokens)
+    @property
+    def rest(self) -> list[int]:
+        """The ids that follow the holder's prefix."""
+        return self.ids[self.known :]
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole prompt."""
+        return len(self.ids) + (0 if self.base is None else self.base.tokens)
 
-@dataclass(frozen=True)
-class Prompt:
-    """What an engine is asked, and what it took to get there."""
-
-    ids: tuple[int, ...]
-    """Token ids that follow the prefix."""
-    holder: Entry | None
-    """What has read all before them. Its prefix is loaded only when an engine takes it: many prompts may wait."""
-    tokens: int
-    """Tokens of the whole prompt."""
-    read: int
-    """Tokens of it that were read for this request."""
-    cached: int
-    """Tokens of it that had been read before."""
+    @property
+    def cached(self) -> int:
+        """Tokens that had been read before."""
+        return self.tokens - len(self.ids) + self.known - self.read
 
     @property
     def units(self) -> int:
@@ -95,67 +90,62 @@ class Prompt:
 
 
 class Prompts:
-    """Makes prompts of requests. Its methods block and may be called from any thread.
+    """Makes prompts of requests. Its methods block and may be called from any thread; they raise `Refusal`."""
 
-    Args:
-        lm: Gives the tokenizer, the template and the size of a chunk.
-        contexts: What has been read.
-    """
-
-    def __init__(self, lm: LongContextModel, contexts: Library) -> None:
-        self.lm, self.contexts = lm, contexts
-        self._special = leading_special_ids(lm.tokenizer)
+    def __init__(self, lm: LongContextModel, library: Library) -> None:
+        self.lm, self.library = lm, library
         self._vocabulary = vocabulary(lm.model) or len(lm.tokenizer)
         self._saved: OrderedDict[tuple[Path, int, int], _Conversation] = OrderedDict()
 
-    def of_chat(self, request: ChatRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Draft]:
-        """Return the prompt of a conversation.
-
-        Args:
-            request: The conversation.
-            cancelled: Asked while a smaller context is made for it, which ends if it returns True.
-
-        Raises:
-            Refusal: If there is no such context, or the template cannot write the conversation.
-        """
+    def of_chat(self, request: ChatRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Prompt]:
+        """Return the prompt of a conversation; `cancelled` is asked while a smaller context is made for it."""
         named, base = self._base(request.context, request.budget, cancelled)
-        if named is not None:
-            if request.protect:
-                raise Refusal(
-                    400,
-                    f"protect comes too late for context {named.name}, which has been read; give it when the text is "
-                    "uploaded, or leave it out",
-                    param="protect",
-                )
-            turns = self._turns_of(named) if request.kept else ()
-            return [self._draft(self._ids_after(named, request), base, turns)]
-        if not request.protect and not request.kept:
-            return [self._draft(self._chat_ids(request), base)]
-        try:
-            prompt = self._prompt(request)
-            spans = prompt.spans(*(request.protect or ()))
-        except ValueError as error:
-            raise Refusal(400, str(error), param="protect" if request.protect else "kept") from None
-        turns = (*prompt.turns, *([] if prompt.tools is None else [prompt.tools]))
-        return [self._draft(prompt.ids, base, turns, tuple(spans))]
+        if named is None:
+            return [self._prompt(*self._written(request))]
+        if request.protect:
+            raise Refusal(
+                400,
+                f"protect comes too late for context {named.name}, which has been read; give it when the text is "
+                "uploaded, or leave it out",
+                param="protect",
+            )
+        turns = self._turns_of(named) if request.kept else ()
+        return [self._prompt(self._ids_after(named, request), turns, base=base)]
 
-    def of_completion(self, request: CompletionRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Draft]:
-        """Return the prompts of a completion; arguments as for `of_chat`.
-
-        Raises:
-            Refusal: If there is no such context, or a prompt is none.
-        """
+    def of_completion(self, request: CompletionRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Prompt]:
+        """Return the prompts of a completion; as `of_chat`."""
         named, base = self._base(request.context, request.budget, cancelled)
-        return [self._draft(self._text_ids(prompt, named), base) for prompt in request.prompts]
+        return [self._prompt(self._text_ids(prompt, named), base=base) for prompt in request.prompts]
 
     def shrinks(self, request: ChatRequest | CompletionRequest) -> bool:
-        """Return whether a smaller context has to be made for a request, which takes long.
-
-        Raises:
-            Refusal: If there is no such context.
-        """
+        """Return whether a smaller context has to be made for a request, which takes long."""
         name, budget = request.context, request.budget
-        return name is not None and budget is not None and not self.contexts.has_shrunk(name, budget)
+        return name is not None and budget is not None and not self.library.has_shrunk(name, budget)
+
+    def settled(self, prompt: Prompt, cancelled: Callable[[], bool]) -> Prompt:
+        """Return a prompt of which all but a question's length has been read; `cancelled` is asked between chunks."""
+        if not prompt.long:
+            return prompt
+        end, known = self._end(prompt.ids), (prompt.holder, prompt.known)
+        protected = clipped(prompt.spans, end)
+        holder = self.library.read_on(prompt.ids[:end], known, prompt.base, cancelled, protected)
+        return replace(prompt, holder=holder, known=end, read=end - prompt.known)
+
+    def kept(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Return what stayed of each message of a prompt that has been settled."""
+        rest = torch.arange(prompt.tokens - len(prompt.rest), prompt.tokens)
+        heads, spans = [rest], prompt.spans
+        if prompt.holder is not None:
+            try:
+                if prompt.base is not None:
+                    state = check_header(prompt.holder.path, self.lm.model, self.lm.scorer)
+                    rows = spans_from(state.get("protected", []))
+                    spans = clipped(rows[0] if rows else (), prompt.base.tokens)
+                held = [head for layer in positions_of(prompt.holder.path) for head in layer]
+            except (ValueError, OSError, SafetensorError) as error:
+                raise Refusal(409, "the context was deleted meanwhile; ask again", param="context") from error
+            heads = [torch.cat([head[head >= 0].long(), rest]) for head in held]
+        return [asdict(one) for one in kept_turns(heads, prompt.turns, prompt.tokens, spans)]
 
     def _base(
         self, name: str | None, budget: int | None, cancelled: Callable[[], bool]
@@ -165,141 +155,46 @@ class Prompts:
             if budget is not None:
                 raise Refusal(400, f"budget {budget} has no effect without a context; name one", param="budget")
             return None, None
-        named = self.contexts.get(name)
-        if budget is None or budget >= named.units:
-            return named, named
-        return named, self.contexts.shrunk(name, budget, cancelled)
+        named = self.library.get(name)
+        small = budget is not None and budget < named.units
+        return named, self.library.shrunk(name, budget or 0, cancelled) if small else named
 
-    def _draft(
-        self, ids: list[int], base: Entry | None, turns: tuple[Turn, ...] = (), spans: tuple[Span, ...] = ()
-    ) -> Draft:
-        found, known = self.contexts.longest(ids[:-1], base, spans)
-        draft = Draft(ids, base, found, known, len(ids) - known > self.lm.policy.chunk_size, turns, spans)
-        if draft.long and spans:
+    def _prompt(
+        self, ids: list[int], turns: tuple[Turn, ...] = (), spans: tuple[Span, ...] = (), base: Entry | None = None
+    ) -> Prompt:
+        holder, known = self.library.longest(ids[:-1], base, spans)
+        prompt = Prompt(ids, base, holder, known, len(ids) - known > self.lm.policy.chunk_size, turns, spans)
+        if prompt.long and spans:
             try:
-                self.lm.new_cache().check_room((draft.protected(self._end(draft)),))
+                self.lm.new_cache().check_room((clipped(spans, self._end(ids)),))
             except ValueError as error:
                 raise Refusal(400, str(error), param="protect") from None
-        return draft
+        return prompt
 
-    def _end(self, draft: Draft) -> int:
+    def _end(self, ids: Sequence[int]) -> int:
         """Return how many tokens of a long prompt are read; the others are the question."""
-        return len(draft.ids) - max(1, self.lm.policy.chunk_size // 2)
-
-    def kept(self, draft: Draft, prompt: Prompt) -> list[dict[str, Any]]:
-        """Return what stayed of each message of a prompt that has been settled; blocks.
-
-        Raises:
-            Refusal: If the file of what was read is gone.
-        """
-        rest = torch.arange(prompt.tokens - len(prompt.ids), prompt.tokens)
-        heads, spans = [rest], draft.spans
-        if prompt.holder is not None:
-            try:
-                if draft.base is not None:
-                    rows = spans_from(self._header(prompt.holder).get("protected", []))
-                    spans = clipped(rows[0] if rows else (), draft.base.tokens)
-                held = [head for layer in positions_of(prompt.holder.path) for head in layer]
-            except (ValueError, OSError, SafetensorError) as error:
-                raise Refusal(409, "the context was deleted meanwhile; ask again", param="context") from error
-            heads = [torch.cat([head[head >= 0].long(), rest]) for head in held]
-        return [asdict(one) for one in kept_turns(heads, draft.turns, prompt.tokens, spans)]
-
-    def _header(self, entry: Entry) -> dict[str, Any]:
-        return check_header(entry.path, self.lm.model, self.lm.scorer)
-
-    def settled(self, draft: Draft, cancelled: Callable[[], bool]) -> Prompt:
-        """Return what an engine is asked, once all but a question's length of the prompt has been read.
-
-        Args:
-            draft: The prompt.
-            cancelled: Asked between chunks; reading ends if it returns True.
-
-        Raises:
-            Refusal: If the text cannot be read now.
-        """
-        ids, base, found, known, read = draft.ids, draft.base, draft.found, draft.known, 0
-        if draft.long:
-            end = self._end(draft)
-            found = self.contexts.read_on(ids[:end], (found, known), base, cancelled, draft.protected(end))
-            known, read = end, end - known
-        before = 0 if base is None else base.tokens
-        return Prompt(
-            ids=tuple(ids[known:]),
-            holder=found or base,
-            tokens=before + len(ids),
-            read=read,
-            cached=before + known - read,
-        )
+        return len(ids) - max(1, self.lm.policy.chunk_size // 2)
 
     # -- without a context --------------------------------------------------------------------------------------------
 
-    def _chat_ids(self, request: ChatRequest) -> list[int]:
-        text = self._rendered(request)
-        special = [] if self.lm.template == "chat" else self._special
-        return [*special, *_encoded(self.lm.tokenizer, text)]
-
-    def _prompt(self, request: ChatRequest) -> MessagePrompt:
-        """Return the prompt of a conversation, with the places of its messages.
-
-        Raises:
-            ValueError: If they cannot be found.
-            Refusal: If the template cannot write the conversation.
-        """
-        text, plain = self._rendered(request), self.lm.template != "chat"
-        messages = [_as_template_takes(one) for one in request.messages]
-        tools = (
-            []
-            if plain or request.tool_choice == "none"
-            else [one.model_dump(exclude_none=True) for one in request.tools or ()]
-        )
-
-        def beginning(count: int) -> str | None:
-            if plain:
-                return templates.beginning(_plain_turns(request)[:count], self.lm.template)
-            with suppress(Exception):  # whatever a stranger's template does
-                return str(
-                    self.lm.tokenizer.apply_chat_template(
-                        messages[:count], tools=tools or None, tokenize=False, add_generation_prompt=False
-                    )
-                )
-            return None
-
-        return prompt_of(
-            self.lm.tokenizer,
-            text,
-            messages,
-            beginning,
-            special=self._special if plain else (),
-            without_tools=self._templated(messages, None) if tools else None,
-        )
-
-    def _rendered(self, request: ChatRequest) -> str:
-        if self.lm.template != "chat":
+    def _written(self, request: ChatRequest) -> tuple[list[int], tuple[Turn, ...], tuple[Span, ...]]:
+        """Return a conversation as the template writes it, and where its messages are if that is asked for."""
+        plain, places = self.lm.template != "chat", bool(request.protect or request.kept)
+        if plain:
             _check_plain(request)
-            return render(self.lm.tokenizer, _plain_turns(request), self.lm.template)
+        tools = (
+            [] if request.tool_choice == "none" else [one.model_dump(exclude_none=True) for one in request.tools or ()]
+        )
         messages = [_as_template_takes(one) for one in request.messages]
-        text = self._templated(messages, None)
-        if not request.tools or request.tool_choice == "none":
-            return text
-        with_tools = self._templated(messages, [tool.model_dump(exclude_none=True) for tool in request.tools])
-        if with_tools == text:
-            raise Refusal(
-                400,
-                "tools have no effect, for this backbone's chat template does not write them; leave them out",
-                param="tools",
-            )
-        return with_tools
-
-    def _templated(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         try:
-            text = self.lm.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # whatever a stranger's template does
-            roles = ", ".join(message["role"] for message in messages[:8])
-            raise _refused_by_template(f"turns of {roles}", error) from None
-        return str(text)
+            prompt = written(self.lm.tokenizer, self.lm.template, messages, [] if plain else tools, places=places)
+            spans = prompt.spans(*request.protect) if request.protect else []
+        except ValueError as error:
+            said = _said(error)
+            places = places and not said.startswith(("tools ", "the tokenizer's chat template refuses"))
+            param = "tools" if said.startswith("tools ") else "messages"
+            raise Refusal(400, said, param=("protect" if request.protect else "kept") if places else param) from None
+        return prompt.ids, (*prompt.turns, *([] if prompt.tools is None else [prompt.tools])), tuple(spans)
 
     # -- after a context ----------------------------------------------------------------------------------------------
 
@@ -323,15 +218,13 @@ class Prompts:
             try:
                 ids += stream.rest(transcript.ask(text))
             except ValueError as error:
-                raise _refused_by_template("the turns", error) from None
+                raise Refusal(400, _said(error), param="messages") from None
         return ids
 
     def _turns_of(self, named: Entry) -> tuple[Turn, ...]:
         """Return the turns of a context, and what follows it as one."""
-        try:
+        with _usable(named):
             before = saved_protection(named.path).turns
-        except (ValueError, OSError) as error:
-            raise Refusal(409, f"the context {shown(named.name)} cannot be used: {error}", param="context") from None
         if before is None:
             raise Refusal(
                 409,
@@ -344,14 +237,12 @@ class Prompts:
 
     def _conversation(self, named: Entry) -> _Conversation:
         """Return how a context goes on, for the caller to change."""
-        try:
+        with _usable(named):
             file = named.path.stat()
             key = (named.path, file.st_mtime_ns, file.st_size)
             if (saved := self._saved.pop(key, None)) is None:
                 stream, transcript, _, unread = saved_turns(named.path, self.lm.tokenizer, self._vocabulary)
                 saved = stream, transcript, unread
-        except (ValueError, OSError) as error:
-            raise Refusal(409, f"the context {shown(named.name)} cannot be used: {error}", param="context") from None
         self._saved[key] = saved
         while len(self._saved) > _REMEMBERED:
             with suppress(KeyError):  # another thread was first
@@ -371,7 +262,7 @@ class Prompts:
                 )
             return prompt
         if named is None:
-            ids = [*self._special, *_encoded(self.lm.tokenizer, prompt)]
+            ids = [*leading_special_ids(self.lm.tokenizer), *TokenStream(self.lm.tokenizer).rest(prompt)]
         else:
             stream, _, unread = self._conversation(named)
             ids = [*unread, *stream.rest(prompt)]
@@ -380,9 +271,13 @@ class Prompts:
         return ids
 
 
-def _encoded(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a text of any size, window by window."""
-    return [one for block in token_stream(tokenizer, [text], add_special_tokens=False) for one in block]
+@contextmanager
+def _usable(named: Entry) -> Iterator[None]:
+    """Refuse what needs the file of a context if that cannot be read."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise Refusal(409, f"the context {shown(named.name)} cannot be used: {error}", param="context") from None
 
 
 def _role(message: Message) -> str:
@@ -409,11 +304,7 @@ def _check_plain(request: ChatRequest) -> None:
 
 
 def _opened(messages: Sequence[Message]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the system message and the turns after it: user and assistant in turns, a user's first and last.
-
-    Raises:
-        Refusal: If they are in another order.
-    """
+    """Return the system message and the turns after it: user and assistant in turns, a user's first and last."""
     system = [one.text for one in messages if _role(one) == "system"]
     turns = [(_role(one), one.text) for one in messages if _role(one) != "system"]
     opens = [_role(one) == "system" for one in messages]
@@ -426,10 +317,6 @@ def _opened(messages: Sequence[Message]) -> tuple[str, list[tuple[str, str]]]:
             param="messages",
         )
     return "\n\n".join(system), turns
-
-
-def _plain_turns(request: ChatRequest) -> list[templates.Message]:
-    return [templates.Message(_role(one), one.text) for one in request.messages]
 
 
 def _as_template_takes(message: Message) -> dict[str, Any]:
@@ -446,6 +333,7 @@ def _as_template_takes(message: Message) -> dict[str, Any]:
     return taken
 
 
-def _refused_by_template(what: str, error: Exception) -> Refusal:
-    reason = shown(_FLAGS.sub("", str(error)))
-    return Refusal(400, f"this backbone's chat template refuses {what}: {reason}; change messages", param="messages")
+def _said(error: ValueError) -> str:
+    """Return why a conversation cannot be written, without the options of commands that are no field here."""
+    said, flags = _FLAGS.subn("", str(error))
+    return f"{one_line(said)}; change messages" if flags else one_line(said)

@@ -12,6 +12,7 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+_LONGEST = 500
 
 
 def fault_of(error: OSError) -> int:
@@ -19,15 +20,16 @@ def fault_of(error: OSError) -> int:
     return 507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 503
 
 
-class Refusal(Exception):
-    """A request that is refused.
+def one_line(error: object) -> str:
+    """Return what an error says on one line, cut where it is long."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
-    Args:
-        status: HTTP status, 4xx or 5xx.
-        message: One sentence: the setting, its value, and the way out.
-        param: The field of the request that has to change.
-        code: A word for programs.
-        headers: Further headers of the response, such as Retry-After.
+
+class Refusal(Exception):
+    """A request that is refused, with an HTTP status and one sentence: the setting, its value, and the way out.
+
+    `param` is the field of the request that has to change, `code` a word for programs.
     """
 
     def __init__(
@@ -47,3 +49,15 @@ class Refusal(Exception):
         """Return what the response holds."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def way_out(error: OSError) -> str:
+    """Return what can be done about what a disk refuses."""
+    return "make room on the server's disk" if fault_of(error) == 507 else "look at the server's disk, and ask again"
+
+
+def not_stored(error: OSError) -> Refusal:
+    """Return what to say where the disk does not take a text."""
+    status = fault_of(error)
+    code = "no_space" if status == 507 else None
+    return Refusal(status, f"the text cannot be stored ({error.strerror}); {way_out(error)}", code=code)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from locret.infer.serve.answers import Piece, Written
+from locret.engines.transformers import Written
+from locret.infer.serve.answers import HALF_A_CHARACTER, Piece
 from locret.infer.serve.prompts import Prompt
 
-_HALF_A_CHARACTER = "\ufffd"
 _PRINTED = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
 _BYTES = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + nth): byte for nth, byte in enumerate(one for one in range(256) if one not in _PRINTED)
@@ -21,14 +21,11 @@ _BYTES = {chr(byte): byte for byte in _PRINTED} | {
 
 
 def token_bytes(tokenizer: Any, token: int, text: str) -> list[int]:
-    """Return the bytes of a token, also of one that is part of a character and has no text of its own.
+    """Return the bytes of a token that decodes to a text, also of one that is part of a character and has none.
 
-    Args:
-        tokenizer: The backbone's; byte-level (Llama 3, Qwen), or with a token for each byte (`<0xE2>`; Llama 2, Phi 3).
-        token: Its id.
-        text: What it decodes to alone.
+    Such are of tokenizers that are byte-level (Llama 3, Qwen) or have a token for each byte (`<0xE2>`; Llama 2, Phi 3).
     """
-    if _HALF_A_CHARACTER in text:
+    if HALF_A_CHARACTER in text:
         piece = tokenizer.convert_ids_to_tokens(token)
         if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
             return [int(byte[1], 16)]
@@ -62,24 +59,14 @@ def usage(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> dict[str, Any
         "read_tokens": sum(one.read for one in prompts),
         "units": sum(one.units for one in prompts),
     }
-    return {
-        "prompt_tokens": given,
-        "completion_tokens": written,
-        "total_tokens": given + written,
-        "prompt_tokens_details": details,
-    }
+    counts = {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
+    return {**counts, "prompt_tokens_details": details}
 
 
 class ChatForm:
-    """Shapes of `/v1/chat/completions`.
+    """Shapes of `/v1/chat/completions`."""
 
-    Args:
-        model: Name of the model.
-        tokenizer: The backbone's.
-        logprobs: Whether log-probabilities were asked for.
-    """
-
-    name, prefix = "chat.completion", "chatcmpl"
+    name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
         self.model, self.tokenizer, self.logprobs = model, tokenizer, logprobs
@@ -93,50 +80,47 @@ class ChatForm:
     def opening(self, count: int) -> list[dict[str, Any]]:
         """Return the chunks before the first piece."""
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return [self.chunk([self._delta(nth, delta, None, None)]) for nth in range(count)]
+        return [self.chunk([_shaped(nth, None, None, delta=delta)]) for nth in range(count)]
 
     def piece(self, piece: Piece) -> dict[str, Any]:
         """Return the chunk of a piece."""
         delta = {"content": piece.text} if piece.text or piece.finish is None else {}
-        return self.chunk([self._delta(piece.choice, delta, self._probabilities(piece.tokens), piece.finish)])
+        return self.chunk([_shaped(piece.choice, self._likely(0, piece.tokens), piece.finish, delta=delta)])
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a chunk; without choices it is the last one, which counts tokens."""
-        return self._head(f"{self.name}.chunk", choices)
+        return self._head(self.chunk_name, choices)
 
     def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
-        shown = self._probabilities(answer.tokens)
-        return {"index": nth, "message": message, "logprobs": shown, "finish_reason": answer.finish}
+        return _shaped(nth, self._likely(nth, answer.tokens), answer.finish, message=message)
 
-    @staticmethod
-    def _delta(nth: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
-        return {"index": nth, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+    def _likely(self, nth: int, tokens: Sequence[Written]) -> dict[str, Any] | None:
+        """Return the log-probabilities of tokens of an answer."""
 
-    def _probabilities(self, tokens: Sequence[Written]) -> dict[str, Any] | None:
+        def one(token: int, logprob: float | None) -> dict[str, Any]:
+            text = self._text(token)
+            return {"token": text, "logprob": logprob, "bytes": token_bytes(self.tokenizer, token, text)}
+
         if not self.logprobs:
             return None
         content = [
-            {**self._likely(one.id, one.logprob), "top_logprobs": [self._likely(*other) for other in one.top]}
-            for one in tokens
+            {**one(each.token or 0, each.logprob), "top_logprobs": [one(*other) for other in each.top]}
+            for each in tokens
         ]
         return {"content": content, "refusal": None}
 
-    def _likely(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": token_bytes(self.tokenizer, token, text)}
-
-    def _text(self, token: int) -> str:
+    def _text(self, token: int | None) -> str:
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
 
 class CompletionForm(ChatForm):
-    """Shapes of `/v1/completions`; arguments as for chats."""
+    """Shapes of `/v1/completions`."""
 
-    name, prefix = "text_completion", "cmpl"
+    name, chunk_name, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
         super().__init__(model, tokenizer, logprobs)
@@ -148,28 +132,27 @@ class CompletionForm(ChatForm):
 
     def piece(self, piece: Piece) -> dict[str, Any]:
         """Return the chunk of a piece."""
-        answer = Answer(piece.text, list(piece.tokens), piece.finish)
-        return self.chunk([self._choice(piece.choice, answer)])
-
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a chunk; without choices it is the last one, which counts tokens."""
-        return self._head(self.name, choices)
+        return self.chunk([self._choice(piece.choice, Answer(piece.text, list(piece.tokens), piece.finish))])
 
     def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
-        shown = self._table(nth, answer.tokens) if self.logprobs else None
-        return {"index": nth, "text": answer.text, "logprobs": shown, "finish_reason": answer.finish}
+        return _shaped(nth, self._likely(nth, answer.tokens), answer.finish, text=answer.text)
 
-    def _table(self, nth: int, tokens: Sequence[Written]) -> dict[str, list[Any]]:
+    def _likely(self, nth: int, tokens: Sequence[Written]) -> dict[str, Any] | None:
         """Return log-probabilities as columns; offsets go on from piece to piece."""
-        texts, offsets, at = [self._text(one.id) for one in tokens], list[int](), self._offsets.get(nth, 0)
+        if not self.logprobs:
+            return None
+        texts, offsets, at = [self._text(one.token) for one in tokens], list[int](), self._offsets.get(nth, 0)
         for text in texts:
             offsets.append(at)
             at += len(text)
         self._offsets[nth] = at
-        likely = [{self._text(token): logprob for token, logprob in one.top} for one in tokens]
         return {
             "tokens": texts,
             "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": likely,
+            "top_logprobs": [{self._text(token): logprob for token, logprob in one.top} for one in tokens],
             "text_offset": offsets,
         }
+
+
+def _shaped(nth: int, logprobs: Any, finish: str | None, **answer: Any) -> dict[str, Any]:
+    return {"index": nth, **answer, "logprobs": logprobs, "finish_reason": finish}

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from locret.conversation.document import is_text
+from locret.conversation.turns import KeptTurn
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -20,51 +21,11 @@ MOST_PROTECTED = 64
 MOST_PARTS = 1 << 14
 """Messages of a request, and parts of one."""
 
-NO_EFFECT = frozenset(
-    (
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "include_obfuscation",
-        "annotations",
-        "audio",
-        "function_call",
-        "refusal",
-        "strict",
-        "parallel_tool_calls",
-        "response_format",
-        "modalities",
-        "store",
-        "service_tier",
-        "reasoning_effort",
-        "verbosity",
-        "functions",
-        "prediction",
-        "web_search_options",
-        "echo",
-        "suffix",
-    )
-)
-"""Fields of OpenAI's that are taken only with the value that asks for nothing."""
-
 
 def _checked_text(value: str) -> str:
     if not is_text(value):
         raise ValueError("half characters (lone surrogates) are no text")
     return value
-
-
-Text = Annotated[str, AfterValidator(_checked_text)]
-Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_checked_text)]
-Stop = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_checked_text)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Zero = Annotated[float, Field(ge=0, le=0)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Empty = Annotated[list[Any], Field(max_length=0)]
-_T = TypeVar("_T")
-# A request is refused for one reason; to note a million of them, each with its value, takes gigabytes.
-Few = Annotated[list[_T], Field(fail_fast=True, max_length=MOST_PARTS)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 
 
 def _few_pairs(value: Any) -> Any:
@@ -73,8 +34,26 @@ def _few_pairs(value: Any) -> Any:
     return value
 
 
+_T = TypeVar("_T")
+Text = Annotated[str, AfterValidator(_checked_text)]
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_checked_text)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_checked_text)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
+Pairs = Annotated[dict[str, _T], Field(max_length=MOST_PAIRS), BeforeValidator(_few_pairs)]
+# A request is refused for one reason; to note a million of them, each with its value, takes gigabytes.
+Few = Annotated[list[_T], Field(fail_fast=True, max_length=MOST_PARTS)]
+Several = Annotated[list[_T], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+_UNUSED: Any = Field(None, description="Has no effect here: taken with the value that asks for nothing.")
+
+
 class Body(BaseModel):
     """A body that is refused for one field that it does not have, however many it has."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -86,7 +65,7 @@ class Body(BaseModel):
 
 
 class _Body(Body):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(_Body):
@@ -94,7 +73,7 @@ class StreamOptions(_Body):
 
     include_usage: bool | None = None
     """End with a chunk that counts the tokens."""
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Literal[False] | None = _UNUSED
 
 
 class _Asked(_Body):
@@ -104,11 +83,11 @@ class _Asked(_Body):
     """Name of the model, as `/v1/models` lists it."""
     context: Name | None = None
     """A context that has been read: what is asked follows it."""
-    budget: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    budget: Count | None = None
     """Units of the context to ask, if not all."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Count | None = None
     """Longest answer in tokens."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0, and what is below 0.001, takes the likeliest token; so does a request that says nothing, unless its top_p,
@@ -116,14 +95,14 @@ class _Asked(_Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Draw from this many likeliest tokens; 0 is all."""
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    seed: Seed | None = None
+    n: Choices | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     """Texts that end the answer and are not part of it."""
     user: Text | None = None
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0), BeforeValidator(_few_pairs)] | None = None
+    presence_penalty: Zero | None = _UNUSED
+    frequency_penalty: Zero | None = _UNUSED
+    logit_bias: Annotated[dict[str, float], Field(max_length=0), BeforeValidator(_few_pairs)] | None = _UNUSED
 
     @property
     def stops(self) -> list[str]:
@@ -137,15 +116,11 @@ class _Asked(_Body):
 
 
 class TextPart(_Body):
-    """A part of a message."""
-
     type: Literal["text"]
     text: Text
 
 
 class FunctionCall(_Body):
-    """A function that the model called."""
-
     name: Text
     arguments: Text
 
@@ -166,10 +141,10 @@ class Message(_Body):
     name: Text | None = None
     tool_calls: Few[ToolCall] | None = None
     tool_call_id: Text | None = None
-    refusal: None = None
-    annotations: Empty | None = None
-    audio: None = None
-    function_call: None = None
+    refusal: None = _UNUSED
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = _UNUSED
+    audio: None = _UNUSED
+    function_call: None = _UNUSED
 
     @property
     def text(self) -> str:
@@ -184,19 +159,15 @@ class Function(_Body):
     name: Name
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: Literal[False] | None = _UNUSED
 
 
 class Tool(_Body):
-    """A tool, for the chat template."""
-
     type: Literal["function"]
     function: Function
 
 
 class ResponseFormat(_Body):
-    """How the answer is written: as text."""
-
     type: Literal["text"]
 
 
@@ -204,34 +175,34 @@ class ChatRequest(_Asked):
     """Body of `/v1/chat/completions`."""
 
     messages: Annotated[Few[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Count | None = None
     """Newer name of max_tokens."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: Few[Tool] | None = None
     """Handed to the backbone's chat template; calls come back in the answer's text."""
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    response_format: ResponseFormat | None = None
     protect: Annotated[list[Name], Field(max_length=MOST_PROTECTED)] | None = None
     """What of the conversation stays whatever its scores when it is read in bounded memory: system, tools, question,
     user, assistant, tool, message:N or tokens:A-B, each with a least share of the budget, as message:3=0.1, instead of
     all its units; each=0.05 gives every message a share."""
     kept: bool | None = None
     """Say in the response what has stayed of each message."""
-    metadata: Annotated[dict[str, Text], Field(max_length=MOST_PAIRS), BeforeValidator(_few_pairs)] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    metadata: Pairs[Text] | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
-    reasoning_effort: Literal["none"] | None = None
-    verbosity: Literal["medium"] | None = None
-    audio: None = None
-    functions: None = None
-    function_call: None = None
-    prediction: None = None
-    web_search_options: None = None
+    parallel_tool_calls: Literal[True] | None = _UNUSED
+    response_format: ResponseFormat | None = _UNUSED
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = _UNUSED
+    store: Literal[False] | None = _UNUSED
+    service_tier: Literal["auto", "default"] | None = _UNUSED
+    reasoning_effort: Literal["none"] | None = _UNUSED
+    verbosity: Literal["medium"] | None = _UNUSED
+    audio: None = _UNUSED
+    functions: None = _UNUSED
+    function_call: None = _UNUSED
+    prediction: None = _UNUSED
+    web_search_options: None = _UNUSED
 
     @property
     def longest(self) -> int | None:
@@ -247,17 +218,12 @@ class ChatRequest(_Asked):
 class CompletionRequest(_Asked):
     """Body of `/v1/completions`."""
 
-    prompt: (
-        Text
-        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)]
-    )
+    prompt: Text | Several[Text] | TokenIds | Several[TokenIds]
     """A text or its token ids, or several; with a context, what follows its text."""
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    echo: Literal[False] | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
+    logprobs: TopLogprobs | None = None
+    best_of: Choices | None = None
+    echo: Literal[False] | None = _UNUSED
+    suffix: Annotated[str, Field(max_length=0)] | None = _UNUSED
 
     @property
     def longest(self) -> int | None:
@@ -272,17 +238,25 @@ class CompletionRequest(_Asked):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else list(self.prompt)  # type: ignore[list-item,arg-type]
+
+
+_MODELS: tuple[type[Body], ...] = (StreamOptions, Message, Function, ChatRequest, CompletionRequest)
+NO_EFFECT = frozenset(
+    name for model in _MODELS for name, one in model.model_fields.items() if one.description == _UNUSED.description
+)
+"""Fields of OpenAI's that are taken only with the value that asks for nothing."""
 
 
 # -- what comes back ---------------------------------------------------------------------------------------------------
 
 
-class Error(BaseModel):
+class _Sent(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Error(_Sent):
     """Why a request is refused."""
 
     message: str
@@ -291,13 +265,11 @@ class Error(BaseModel):
     code: str | None
 
 
-class ErrorBody(BaseModel):
-    """What every refusal holds."""
-
+class ErrorBody(_Sent):
     error: Error
 
 
-class PromptDetails(BaseModel):
+class PromptDetails(_Sent):
     """What the tokens of a prompt came from."""
 
     cached_tokens: int
@@ -308,9 +280,7 @@ class PromptDetails(BaseModel):
     """Units per KV head that stand for the tokens of the context."""
 
 
-class Usage(BaseModel):
-    """Tokens of a request."""
-
+class Usage(_Sent):
     prompt_tokens: int
     """Tokens of the whole prompt, those of the context included."""
     completion_tokens: int
@@ -318,36 +288,28 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptDetails
 
 
-class TopLogprob(BaseModel):
-    """A token, and how likely it was."""
-
+class TopLogprob(_Sent):
     token: str
     logprob: float
     bytes: list[int]
 
 
 class TokenLogprob(TopLogprob):
-    """A token of the answer, and those that were likeliest in its place."""
-
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
-    """Log-probabilities of an answer."""
-
+class ChatLogprobs(_Sent):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class ChatAnswer(BaseModel):
-    """An answer as a message."""
-
+class ChatAnswer(_Sent):
     role: Literal["assistant"]
     content: str
     refusal: None = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(_Sent):
     """One of n answers."""
 
     index: int
@@ -356,38 +318,7 @@ class ChatChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
 
 
-class KeptMessage(BaseModel):
-    """What of a message has stayed."""
-
-    role: str
-    """Its role; tools are the definitions of them, inside of another message."""
-    start: int
-    """Number of its first token."""
-    tokens: int
-    units: float
-    """Units that stayed, the mean over all layers and their KV heads."""
-    least: int
-    most: int
-    share: float
-    """The part of all units held that are its own."""
-    protected: str | None
-    """all, part, or its least share of the budget."""
-
-
-class ChatCompletion(BaseModel):
-    """Response of `/v1/chat/completions`."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    kept: list[KeptMessage] | None = None
-    """Where the request asks for it."""
-
-
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(_Sent):
     """Log-probabilities of an answer, token by token."""
 
     tokens: list[str]
@@ -396,7 +327,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(_Sent):
     """One of n answers."""
 
     index: int
@@ -405,18 +336,30 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
 
 
-class Completion(BaseModel):
-    """Response of `/v1/completions`."""
-
+class _Response(_Sent):
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: Usage
 
 
-class Model(BaseModel):
+class ChatCompletion(_Response):
+    """Response of `/v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    kept: list[KeptTurn] | None = None
+    """What has stayed of each message, where the request asks for it."""
+
+
+class Completion(_Response):
+    """Response of `/v1/completions`."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class Model(_Sent):
     """What requests may name as their model."""
 
     id: str
@@ -425,8 +368,6 @@ class Model(BaseModel):
     owned_by: str
 
 
-class Models(BaseModel):
-    """Response of `/v1/models`."""
-
+class Models(_Sent):
     object: Literal["list"]
     data: list[Model]

@@ -64,7 +64,7 @@ class ServeOptions:
             raise ValueError("--host is empty; give an address of this machine, such as 127.0.0.1")
         for name in ("readers", "max_queue", "max_new_tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give 1 or more")
+                raise ValueError(f"{_flag(name)} {getattr(self, name)} is too small; give 1 or more")
         if self.timeout <= 0:
             raise ValueError(f"--timeout {self.timeout:g} leaves no time to answer; give some seconds")
         if self.drain < 0:
@@ -74,40 +74,34 @@ class ServeOptions:
 
     @property
     def key(self) -> str | None:
-        """What clients must show, from the option or the environment.
-
-        Raises:
-            ValueError: If the variable holds what no client can send.
-        """
+        """What clients must show, from the option or the environment."""
         if self.api_key is not None:
             return self.api_key
-        if (key := os.environ.get(KEY_VARIABLE)) is None:
-            return None
-        check_key(KEY_VARIABLE, key)
+        if (key := os.environ.get(KEY_VARIABLE)) is not None:
+            check_key(KEY_VARIABLE, key)
         return key
+
+    def check(self) -> None:
+        """Refuse a key that no client can send, and what is no amount of bytes."""
+        _ = self.key, *map(self.bytes_of, ("max_body", "max_upload", "auto_contexts", "kv_memory"))
+
+    def bytes_of(self, name: str) -> int:
+        """Return the amount of bytes that an option names."""
+        from locret.policy.budget import parse_bytes
+
+        try:
+            return parse_bytes(getattr(self, name))
+        except ValueError as error:
+            raise ValueError(f"{_flag(name)}: {error}") from None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def check_key(setting: str, key: str) -> None:
-    """Refuse a key that no header can carry.
-
-    Raises:
-        ValueError: Naming the setting, not the key.
-    """
+    """Refuse a key that no header can carry."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ValueError(
             f"{setting} is empty or has characters that no header carries; give letters, digits and punctuation"
         )
-
-
-def bytes_of(setting: str, text: str) -> int:
-    """Return an amount of bytes that a setting names.
-
-    Raises:
-        ValueError: Naming the setting.
-    """
-    from locret.policy.budget import parse_bytes
-
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ValueError(f"{setting}: {error}") from None

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from ipaddress import ip_address
 
 from starlette.requests import HTTPConnection
 
 from locret.infer.serve.answers import Answers
+from locret.infer.serve.engine import Engine
+from locret.infer.serve.library import Library
 from locret.infer.serve.metrics import Metrics
 from locret.infer.serve.prompts import Prompts
-
-if TYPE_CHECKING:
-    from locret.conversation.long_context_model import LongContextModel
-    from locret.infer.serve.library import Library
-    from locret.infer.serve.plan import MemoryPlan
-    from locret.infer.serve.transformers_engine import TransformersEngine
+from locret.infer.serve.serve_options import ServeOptions
 
 SHORT_WORK, LONG_WORK = 4, 16
 """Threads for what takes milliseconds, such as tokenising a question, and for what waits until a text is read."""
@@ -27,36 +24,19 @@ SHORT_WORK, LONG_WORK = 4, 16
 class ServerState:
     """A running server: `state_of(request)` gives it to a route."""
 
-    lm: LongContextModel
-    engine: TransformersEngine
+    engine: Engine
     library: Library
-    """The contexts on disk."""
-    plan: MemoryPlan
-    """How --kv-memory is divided."""
     model: str
     """Name of the model in requests and responses."""
-    api_key: str | None = None
-    """What clients show as a bearer token; None lets everybody in."""
-    hosts: frozenset[str] | None = None
-    """Names by which requests may address the server; None takes any. On a loopback address others are pages of
-    strangers, whose names were made to point here."""
-    max_body: int = 4 << 20
-    """Bytes of a request's body; uploads of contexts are streams and have no such bound."""
-    max_queue: int = 256
-    """Answers that may wait for their first token; further requests get 429."""
-    max_new_tokens: int = 1024
-    """Longest answer in tokens where a request does not say."""
-    timeout: float = 600.0
-    """Seconds that a request may take from its arrival to its last token."""
-    started: float = field(default_factory=time.time)
-    """Seconds since the epoch."""
-    metrics: Metrics = field(default_factory=Metrics)
-    """What has been counted."""
+    options: ServeOptions
     draining: bool = False
     """Whether the server is about to end, so that new requests are refused."""
 
     def __post_init__(self) -> None:
-        self.answers = Answers(self.engine, self.lm.tokenizer, self.lm.end_ids, max_queue=self.max_queue)
+        self.lm, self.api_key, self.started, self.metrics = self.library.lm, self.options.key, time.time(), Metrics()
+        self.max_body = self.options.bytes_of("max_body")
+        self.hosts = _hosts(self.options.host)
+        self.answers = Answers(self.lm.tokenizer, self.lm.end_ids, max_queue=self.options.max_queue)
         self.prompts = Prompts(self.lm, self.library)
         self.short_work = ThreadPoolExecutor(SHORT_WORK, "locret-short")
         self.long_work = ThreadPoolExecutor(LONG_WORK, "locret-long")
@@ -74,3 +54,15 @@ def state_of(connection: HTTPConnection) -> ServerState:
     """Return the state of the server that a request has reached."""
     state: ServerState = connection.app.state.server
     return state
+
+
+def _hosts(host: str) -> frozenset[str] | None:
+    """Return the names that requests may address a server on this machine alone by; None where others may ask it.
+
+    There other names are pages of strangers, which were made to point here.
+    """
+    try:
+        loopback = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    return frozenset({"localhost", "127.0.0.1", "::1", host}) if loopback else None

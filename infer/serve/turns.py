@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from locret.infer.serve.engine import Step
-
 PATIENCE = 2.0
 """Longest pause for answers, in times of the chunk before it: at least a third of the time is left to reading."""
 _LOOK = 0.1
@@ -33,7 +31,8 @@ class Turns:
         self._changed = threading.Condition()
         self._waiting: deque[Turn] = deque()
         self._running: Turn | None = None
-        self._answers: set[Answering] = set()
+        self._answers: dict[object, bool] = {}
+        """Those that are being written, and whether each has a token."""
         self._stepped = False
         self._took = self._ended = 0.0
 
@@ -41,8 +40,7 @@ class Turns:
     def turn(self, check: Callable[[], None]) -> Iterator[Turn]:
         """Read within the block, chunk by chunk; the first one waits for its turn too.
 
-        Args:
-            check: Called while it waits and after each chunk; raises to end the reading.
+        `check` is called while it waits and after each chunk; raises to end the reading.
         """
         turn = Turn(self, check)
         turn.take()
@@ -51,12 +49,25 @@ class Turns:
         finally:
             turn.let_go()
 
-    def answering(self) -> Answering:
-        """Take note of an answer that was asked for."""
-        answer = Answering(self)
+    def answering(self) -> object:
+        """Take note of an answer that was asked for, and return what it is called."""
+        answer = object()
         with self._changed:
-            self._answers.add(answer)
+            self._answers[answer] = False
         return answer
+
+    def stepped(self, answer: object) -> None:
+        """Take note of a token of an answer."""
+        with self._changed:
+            if answer in self._answers:  # one that was cancelled may still have a token
+                self._answers[answer] = self._stepped = True
+            self._changed.notify_all()
+
+    def ended(self, answer: object) -> None:
+        """Take note that there are no more; idempotent."""
+        with self._changed:
+            self._answers.pop(answer, None)
+            self._changed.notify_all()
 
     def feed(self, tokens: int) -> None:
         """Count tokens that a reader takes."""
@@ -65,7 +76,7 @@ class Turns:
 
     def _pause(self) -> float:
         """Return how long the next chunk still gives way at most, in seconds."""
-        if not self._answers or (self._stepped and all(answer.begun for answer in self._answers)):
+        if not self._answers or (self._stepped and all(self._answers.values())):
             return 0.0
         return max(0.0, self._ended + self.patience * self._took - time.monotonic())
 
@@ -109,57 +120,3 @@ class Turn:
             turns._took, turns._stepped = turns._ended - self._began, False
         self.let_go()
         self.take()
-
-
-class Answering:
-    """One answer that is being written."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns, self.begun = turns, False
-
-    def stepped(self) -> None:
-        """Take note of a token."""
-        with self._turns._changed:
-            self.begun = self._turns._stepped = True
-            self._turns._changed.notify_all()
-
-    def ended(self) -> None:
-        """Take note that there are no more; idempotent."""
-        with self._turns._changed:
-            self._turns._answers.discard(self)
-            self._turns._changed.notify_all()
-
-
-def told(
-    turns: Turns, ask: Callable[[Callable[[Step], None]], Callable[[], None]], on_step: Callable[[Step], None]
-) -> Callable[[], None]:
-    """Ask for an answer that the readers give way to.
-
-    Args:
-        turns: The readers' turns.
-        ask: Begins the answer, given what is called for each of its tokens; returns what cancels it.
-        on_step: What wants the tokens.
-
-    Returns:
-        What cancels the answer.
-    """
-    answer = turns.answering()
-
-    def step(step: Step) -> None:
-        if step.finish is None:
-            answer.stepped()
-        else:
-            answer.ended()
-        on_step(step)
-
-    try:
-        cancel = ask(step)
-    except BaseException:
-        answer.ended()
-        raise
-
-    def cancelled() -> None:
-        cancel()
-        answer.ended()
-
-    return cancelled

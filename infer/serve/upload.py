@@ -24,28 +24,27 @@ class TooLarge(ValueError):
 class Upload:
     """A text that is uploaded: one thread writes it, another reads it meanwhile.
 
+    Once it is given up, all that is done with it raises ValueError and says why.
+
     Args:
         path: File that holds it, made anew; `remove` removes it.
         most: Bytes it may have.
         total: Bytes it will have, if that is known.
         stall: Seconds without a byte after which it is given up.
-
-    Raises:
-        OSError: If the file cannot be made.
     """
 
     def __init__(self, path: Path, *, most: int, total: int | None = None, stall: float = 60.0) -> None:
         self.path, self.most, self.total, self.stall = path, most, total, stall
-        self.written = 0
-        """Bytes that have come."""
-        self.given = 0
-        """Bytes that have been handed to the reader."""
+        self.written = self.given = 0
+        """Bytes that have come, and those that have been handed to the reader."""
+        self.fault = 400
+        """HTTP status of the failure, as of a job that reads it."""
+        self.stalled = f"nothing of the text came for {stall:g} seconds; upload it again"
+        """What to say where nothing comes."""
         self._changed = threading.Condition()
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._digest = hashlib.sha256()
         self._failure: str | None = None
-        self.fault = 400
-        """HTTP status of the failure, as of a job that reads it."""
         self._ended = False
         self._last = time.monotonic()
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed when the upload ends)
@@ -55,25 +54,14 @@ class Upload:
         """SHA-256 of the bytes that have come, in hexadecimal digits."""
         return self._digest.hexdigest()
 
-    @property
-    def stalled(self) -> str:
-        """What to say where nothing comes."""
-        return f"nothing of the text came for {self.stall:g} seconds; upload it again"
-
     def write(self, data: bytes) -> None:
-        """Take more of it.
-
-        Raises:
-            TooLarge: If it has more bytes than allowed.
-            ValueError: If it is not UTF-8.
-            OSError: If the disk is full.
-        """
+        """Take more of it."""
         if self.written + len(data) > self.most:
             raise TooLarge(
                 f"the text has more than {self.most:,} bytes; upload it in parts, or start the server with a larger "
                 "--max-upload"
             )
-        self._decoded(data, final=False)
+        self._check_text(data, final=False)
         rest = memoryview(data)
         while rest:  # an unbuffered file may take less at once
             rest = rest[self._file.write(rest) :]
@@ -84,12 +72,8 @@ class Upload:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Take note that all has come.
-
-        Raises:
-            ValueError: If that is nothing, or ends within a character.
-        """
-        self._decoded(b"", final=True)
+        """Take note that all has come."""
+        self._check_text(b"", final=True)
         if not self.written:
             raise ValueError("the text is empty; send the text as the body of the request")
         self._close()
@@ -106,30 +90,22 @@ class Upload:
         self._close()
 
     def wait(self, some: int, check: Callable[[], None]) -> None:
-        """Wait until so many bytes have come, or all.
-
-        Raises:
-            ValueError: If it was given up.
-        """
+        """Wait until so many bytes have come, or all; `check` is called while nothing comes, and raises to end that."""
         with self._changed:
             while self.written < some and not self._ended:
-                self._wait(check)
+                self.check()
+                if time.monotonic() - self._last > self.stall:
+                    self._failure, self.fault = self.stalled, 408
+                    raise ValueError(self._failure)
+                self._changed.wait(_LOOK)
+                check()
 
     def pieces(self, check: Callable[[], None]) -> Iterator[str]:
-        """Yield the text as it comes, without a byte-order mark, line ends as newlines.
-
-        Args:
-            check: Called while nothing comes; raises to end the reading.
-
-        Raises:
-            ValueError: If it was given up.
-        """
+        """Yield the text as it comes, without a byte-order mark, line ends as newlines; `check` as for `wait`."""
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
         with open(self.path, "rb", buffering=0) as file:
             while True:
-                with self._changed:
-                    while self.given >= self.written and not self._ended:
-                        self._wait(check)
+                self.wait(self.given + 1, check)
                 data = file.read(_BLOCK)
                 self.given += len(data)
                 if text := decoder.decode(data, final=not data):
@@ -144,23 +120,11 @@ class Upload:
             self.path.unlink()
 
     def check(self) -> None:
-        """Look whether it was given up.
-
-        Raises:
-            ValueError: If it was, saying why.
-        """
+        """Look whether it was given up."""
         if self._failure is not None:
             raise ValueError(self._failure)
 
-    def _wait(self, check: Callable[[], None]) -> None:
-        self.check()
-        if time.monotonic() - self._last > self.stall:
-            self._failure, self.fault = self.stalled, 408
-            raise ValueError(self._failure)
-        self._changed.wait(_LOOK)
-        check()
-
-    def _decoded(self, data: bytes, *, final: bool) -> None:
+    def _check_text(self, data: bytes, *, final: bool) -> None:
         self.check()
         try:
             self._decoder.decode(data, final=final)

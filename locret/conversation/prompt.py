@@ -65,6 +65,8 @@ def written(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    places: bool = True,
 ) -> Prompt:
     """Return a conversation as a template writes it, up to where the assistant answers.
 
@@ -73,6 +75,7 @@ def written(
         template: One of `locret.conversation.templates.TEMPLATES`.
         messages: As transformers' chat templates take them.
         tools: Definitions of tools, likewise.
+        places: Find where the messages are; without it any messages do, and there are no turns.
 
     Raises:
         ValueError: If the template refuses them, does not write tools, or rewrites messages so that they are not found.
@@ -80,31 +83,40 @@ def written(
     if not messages or not all(isinstance(one, Mapping) and "role" in one for one in messages):
         raise ValueError("messages are no conversation; give a list of {'role': ..., 'content': ...}")
     special = leading_special_ids(tokenizer) if template != "chat" else []
+    plain = None
     if template != "chat":
         if tools:
             raise ValueError(f"tools have no effect with template={template}; leave them out, or use the chat template")
         turns = [Message(_ROLES.get(one["role"], one["role"]), str(one.get("content") or "")) for one in messages]
         whole = render(tokenizer, turns, template)
-        return prompt_of(
-            tokenizer, whole, messages, lambda count: plain_beginning(turns[:count], template), special=special
-        )
-
-    def text(count: int, called: Any = None, *, answers: bool = False) -> str:
-        chosen: Any = list(messages[:count])
-        return str(tokenizer.apply_chat_template(chosen, tools=called, tokenize=False, add_generation_prompt=answers))
+    else:
+        try:
+            whole = _text(tokenizer, messages, tools, answers=True)
+            plain = _text(tokenizer, messages, None, answers=True) if tools else None
+        except Exception as error:  # whatever a stranger's template does
+            raise ValueError(f"the tokenizer's chat template refuses these messages ({error}); change them") from error
+        if whole == plain:
+            raise ValueError(
+                "tools have no effect, for this tokenizer's chat template does not write them; leave them out"
+            )
+    if not places:
+        return Prompt([*special, *TokenStream(tokenizer).rest(whole)], ())
 
     def beginning(count: int) -> str | None:
-        with suppress(Exception):  # whatever a stranger's template does
-            return text(count, tools)
+        if template != "chat":
+            return plain_beginning(turns[:count], template)
+        with suppress(Exception):  # likewise
+            return _text(tokenizer, messages[:count], tools)
         return None
 
-    try:
-        whole, plain = (text(len(messages), called, answers=True) for called in (tools, None))
-    except Exception as error:  # likewise
-        raise ValueError(f"the tokenizer's chat template refuses these messages ({error}); change them") from error
-    if tools and whole == plain:
-        raise ValueError("tools have no effect, for this tokenizer's chat template does not write them; leave them out")
-    return prompt_of(tokenizer, whole, messages, beginning, without_tools=plain if tools else None)
+    return prompt_of(tokenizer, whole, messages, beginning, special=special, without_tools=plain)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, messages: Any, tools: Any, *, answers: bool = False) -> str:
+    made = tokenizer.apply_chat_template(
+        list(messages), tools=tools or None, tokenize=False, add_generation_prompt=answers
+    )
+    return str(made)
 
 
 def prompt_of(

@@ -1,4 +1,4 @@
-"""What tests of the server share: the embedded backbone with small budgets, a text, and a library of contexts."""
+"""Fixtures of the server's tests: the embedded backbone with small budgets, a text, and a library of contexts."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ from typing import Any
 
 import many_clients
 import pytest
+from running import KV_MEMORY, ROOT, load
 
-import locret
-from locret import LongContextModel, RetentionPolicy
-from locret.infer.serve.entry import Entry
+from locret import LongContextModel
+from locret.infer.serve.index import Entry
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
-
-ROOT = Path(locret.__file__).resolve().parent.parent
-KV_MEMORY = 24 << 20
 
 
 @pytest.fixture(scope="session")
 def serving() -> LongContextModel:
-    """Return the embedded backbone with budgets that are small beside the texts of these tests."""
-    policy = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=8)
-    heads = str(ROOT / "checkpoints/tiny-heads")
-    return LongContextModel.from_pretrained(str(ROOT / "checkpoints/tiny"), heads=heads, device="cpu", policy=policy)
+    """Return the embedded backbone."""
+    return load()
 
 
 @pytest.fixture(scope="session")
@@ -59,8 +54,7 @@ def read() -> Callable[..., Entry]:
         upload.write(text.encode())
         upload.end()
         entry = library.read(name, upload, **options)
-        job = entry.job
-        assert job is None or job.done.wait(60)
+        assert (job := entry.job) is None or job.done.wait(60)
         return entry
 
     return read

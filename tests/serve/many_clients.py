@@ -25,7 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,10 @@ class Watch:
 # -- requests -----------------------------------------------------------------------------------------------------
 
 
+def chat(question: Question) -> dict[str, Any]:
+    return {"context": question.context, "messages": [{"role": "user", "content": question.text}]}
+
+
 @dataclass
 class Load:
     """Asks one server, and takes down what came of it."""
@@ -167,39 +171,37 @@ class Load:
 
     async def ask(self, kind: str, question: Question) -> str:
         """Return the answer to a question, asked in one of four ways, waiting wherever the server says so."""
-        common: dict[str, Any] = {"context": question.context, "max_tokens": 16}
-        messages = [{"role": "user", "content": question.text}]
+        body: dict[str, Any] = {"context": question.context, "max_tokens": 16, **chat(question)}
         if kind == "completion":
-            body = await self.post("/v1/completions", {**common, "prompt": question.text})
-            return str(body["choices"][0]["text"])
+            body = {**body, "prompt": question.text}
+            del body["messages"]
+            return str((await self.post("/v1/completions", json=body)).json()["choices"][0]["text"])
         if kind == "drawn":
-            drawn = {**common, "messages": messages, "temperature": 1.0, "seed": len(question.text)}
-            return str((await self.post("/v1/chat/completions", drawn))["choices"][0]["message"]["content"])
-        chat = {**common, "messages": messages}
-        if kind == "chat":
-            return str((await self.post("/v1/chat/completions", chat))["choices"][0]["message"]["content"])
+            body |= {"temperature": 1.0, "seed": len(question.text)}
+        if kind != "chat_stream":
+            answer = await self.post("/v1/chat/completions", json=body)
+            return str(answer.json()["choices"][0]["message"]["content"])
         parts, start = list[str](), time.monotonic()
-        async for event in self.stream({**chat, "stream": True}):
+        async for event in self.stream(body):
             delta = event["choices"][0]["delta"].get("content") if event["choices"] else None
             if delta and not any(parts):
                 self.first_token.append(time.monotonic() - start)
             parts.append(delta or "")
         return "".join(parts)
 
-    async def post(self, path: str, body: Any) -> Any:
+    async def post(self, path: str, **options: Any) -> httpx.Response:
         """Return what a POST gives; 429 is waited out, as the server says how long."""
         while True:
-            response = await self.client.post(path, json=body)
+            response = await self.client.post(path, **options)
             self.statuses[str(response.status_code)] += 1
             if response.status_code != 429:
-                response.raise_for_status()
-                return response.json()
+                return response.raise_for_status()
             await asyncio.sleep(float(response.headers["retry-after"]))
 
     async def stream(self, body: Any) -> AsyncIterator[Any]:
         """Yield the events of a streamed chat."""
         while True:
-            async with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            async with self.client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
                 self.statuses[str(response.status_code)] += 1
                 if response.status_code == 429:
                     await asyncio.sleep(float(response.headers["retry-after"]))
@@ -216,13 +218,7 @@ class Load:
 
     async def upload(self, name: str, text: str) -> None:
         """Upload a text and wait until it has been read."""
-        while True:
-            response = await self.client.post("/v1/contexts", params={"name": name}, content=text.encode())
-            self.statuses[str(response.status_code)] += 1
-            if response.status_code != 429:
-                response.raise_for_status()
-                break
-            await asyncio.sleep(float(response.headers["retry-after"]))
+        await self.post("/v1/contexts", params={"name": name}, content=text.encode())
         while (entry := (await self.client.get(f"/v1/contexts/{name}")).json())["state"] in ("waiting", "reading"):
             await asyncio.sleep(0.1)
         if entry["state"] != "ready":
@@ -248,11 +244,10 @@ class Load:
 
     async def refused(self, kind: str, question: Question) -> None:
         """Send what has to be refused, and check that it is, in one sentence."""
-        chat = {"context": question.context, "messages": [{"role": "user", "content": question.text}]}
         content = {
-            "oversized": json.dumps({**chat, "user": "x" * self.max_body}),
-            "malformed": json.dumps(chat)[:-9],
-            "unknown": json.dumps({**chat, "context": "no-such-book"}),
+            "oversized": json.dumps({**chat(question), "user": "x" * self.max_body}),
+            "malformed": json.dumps(chat(question))[:-9],
+            "unknown": json.dumps({**chat(question), "context": "no-such-book"}),
         }[kind]
         headers = {"content-type": "application/json"}
         response = await self.client.post("/v1/chat/completions", content=content, headers=headers)
@@ -272,35 +267,24 @@ class Load:
 
     async def broken_off(self, question: Question, number: int) -> None:
         """Leave a stream after some of its tokens."""
-        chat = {"context": question.context, "messages": [{"role": "user", "content": question.text}], "stream": True}
-        events = self.stream({**chat, "max_tokens": 200})
+        events = self.stream({**chat(question), "max_tokens": 200})
         for _ in range(1 + number % 5):
             await anext(events, None)
         await events.aclose()  # type: ignore[attr-defined]
 
     async def left(self, question: Question, number: int) -> None:
         """Send a whole request, and leave before there is an answer."""
-        chat = {"context": question.context, "messages": [{"role": "user", "content": question.text}]}
-        content = json.dumps(chat).encode()
-        async with self.connection("/v1/chat/completions", len(content)) as writer:
-            writer.write(content)
-            await writer.drain()
-            await asyncio.sleep(0.01 * (number % 4))
+        content = json.dumps(chat(question)).encode()
+        await self.sent("/v1/chat/completions", content, len(content), 0.01 * (number % 4))
 
     async def half_body(self, question: Question, number: int) -> None:
         """Send a part of a request, and leave."""
-        async with self.connection("/v1/chat/completions", 1000) as writer:
-            writer.write(b'{"messages": [{"role"')
-            await writer.drain()
-            await asyncio.sleep(0.01 * (number % 4))
+        await self.sent("/v1/chat/completions", b'{"messages": [{"role"', 1000, 0.01 * (number % 4))
 
     async def half_upload(self, question: Question, number: int) -> None:
         """Send a part of a text, and leave; the context may not stay."""
         name = f"half{number}"
-        async with self.connection(f"/v1/contexts?name={name}", 1 << 20) as writer:
-            writer.write(b"They say that Delhi is short. " * 1000)
-            await writer.drain()
-            await asyncio.sleep(0.05)
+        await self.sent(f"/v1/contexts?name={name}", b"They say that Delhi is short. " * 1000, 1 << 20, 0.05)
         for _ in range(100):
             found = await self.client.get(f"/v1/contexts/{name}")
             if found.status_code == 404 or found.json()["state"] == "failed":
@@ -310,16 +294,16 @@ class Load:
             raise ValueError(f"{name} is there: {found.text}")
         await self.client.delete(f"/v1/contexts/{name}")
 
-    @asynccontextmanager
-    async def connection(self, path: str, length: int) -> AsyncIterator[asyncio.StreamWriter]:
-        """Open a connection and send the head of a request; it is cut at the end of the block."""
+    async def sent(self, path: str, content: bytes, length: int, wait: float) -> None:
+        """Send a request, or a part of it, on a connection that is cut a moment later."""
         address = httpx.URL(self.url)
         _, writer = await asyncio.open_connection(address.host, address.port)
         kind = "text/plain" if path.startswith("/v1/contexts") else "application/json"
         head = f"POST {path} HTTP/1.1\r\nHost: {address.host}\r\nContent-Type: {kind}\r\n"
-        writer.write(f"{head}Content-Length: {length}\r\n\r\n".encode())
         try:
-            yield writer
+            writer.write(f"{head}Content-Length: {length}\r\n\r\n".encode() + content)
+            await writer.drain()
+            await asyncio.sleep(wait)
         finally:
             writer.transport.abort()
 
@@ -370,10 +354,7 @@ async def run(url: str, process: psutil.Process, options: argparse.Namespace, bo
             took = time.monotonic() - start
             memory = (await client.get("/v1/memory")).json()
             contexts = [one["name"] for one in (await client.get("/v1/contexts")).json()["data"]]
-    after = await settled(process, before)
-    promised = sum(part["planned"] for name, part in memory["parts"].items() if name != "weights")
-    check(load, idle, before, after, watch.peak, promised, sorted(contexts), sorted(book.name for book in books))
-    return {
+    record = {
         "requests": len(planned),
         "clients": options.clients,
         "kinds": dict(Counter(kind for kind, _ in planned)),
@@ -386,12 +367,14 @@ async def run(url: str, process: psutil.Process, options: argparse.Namespace, bo
         "answer_seconds_p50_p95": spread(load.seconds),
         "first_token_seconds_p50_p95": spread(load.first_token),
         "upload_seconds": round(uploaded, 1),
-        "promised_bytes": promised,
+        "promised_bytes": sum(part["planned"] for name, part in memory["parts"].items() if name != "weights"),
         "resident_idle": idle["resident"],
         "resident_peak": watch.peak,
         "before": before,
-        "after": after,
+        "after": await settled(process, before),
     }
+    check(load, idle, record, sorted(contexts), sorted(book.name for book in books))
+    return record
 
 
 def spread(seconds: Sequence[float]) -> list[float]:
@@ -410,21 +393,13 @@ async def settled(process: psutil.Process, before: dict[str, int]) -> dict[str, 
     return after
 
 
-def check(
-    load: Load,
-    idle: dict[str, int],
-    before: dict[str, int],
-    after: dict[str, int],
-    peak: int,
-    promised: int,
-    contexts: list[str],
-    expected: list[str],
-) -> None:
+def check(load: Load, idle: dict[str, int], record: dict[str, Any], contexts: list[str], expected: list[str]) -> None:
     """Take down what a server holds that it may not."""
+    before, after = record["before"], record["after"]
+    peak, promised = record["resident_peak"], record["promised_bytes"]
     if peak > idle["resident"] + promised + SLACK:
-        load.wrong.append(
-            f"resident memory went from {idle['resident']:,} to {peak:,}, promised were {promised:,} more"
-        )
+        said = f"resident memory went from {idle['resident']:,} to {peak:,}, promised were {promised:,} more"
+        load.wrong.append(said)
     for what, more in (("descriptors", 0), ("threads", POOLS)):
         if after[what] > before[what] + more:
             load.wrong.append(f"{what}: {before[what]} before the load, {after[what]} after it")

@@ -1,31 +1,39 @@
-"""A real server in a thread: uvicorn on a free port, the library of contexts, the engine, the embedded backbone."""
+"""What tests of the server share besides fixtures: texts, waiting, and a real server in a thread."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 
+import locret
 from locret import LongContextModel, RetentionPolicy
 from locret.infer.serve.app import make_app
+from locret.infer.serve.engine import Engine
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
+from locret.infer.serve.refusal import Refusal
+from locret.infer.serve.serve_options import ServeOptions
 from locret.infer.serve.state import ServerState
-from locret.infer.serve.transformers_engine import TransformersEngine
 
-POLICY = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
+ROOT = Path(locret.__file__).resolve().parent.parent
+KV_MEMORY = 24 << 20
+POLICY = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=8)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+QUESTION = "What is the pass key?"
 
 
 def load() -> LongContextModel:
-    """Return the embedded backbone, which reads into few units."""
-    return LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY)
+    """Return the embedded backbone with budgets that are small beside the texts of these tests."""
+    heads = str(ROOT / "checkpoints/tiny-heads")
+    return LongContextModel.from_pretrained(str(ROOT / "checkpoints/tiny"), heads=heads, device="cpu", policy=POLICY)
 
 
 def text_with(key: int, repeats: int = 12) -> str:
@@ -33,13 +41,45 @@ def text_with(key: int, repeats: int = 12) -> str:
     return FILLER * repeats + f"The pass key is {key}. Remember it. {key} is the pass key. " + FILLER * repeats
 
 
-class Running:
-    """A server that runs.
+def ids(count: int, start: int = 5) -> list[int]:
+    """Return token ids of no text."""
+    return [start + nth * 7 % 800 for nth in range(count)]
 
-    Args:
-        state: The server's.
-        port: Where it listens.
-    """
+
+def never() -> bool:
+    """Let whoever waits wait on."""
+    return False
+
+
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def refusal(call: Callable[[], object]) -> Refusal:
+    """Return what a call is refused with, which is one sentence."""
+    with pytest.raises(Refusal) as caught:
+        call()
+    assert caught.value.message
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def refused(response: Any, status: int) -> str:
+    """Return the sentence that a request is refused with, in the shape of OpenAI's errors."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    assert "Traceback" not in error["message"]
+    return str(error["message"])
+
+
+class Running:
+    """A server that runs, with its state."""
 
     def __init__(self, state: ServerState, port: int) -> None:
         self.state, self.url = state, f"http://127.0.0.1:{port}"
@@ -49,41 +89,30 @@ class Running:
         context = self.state.lm.read(text, name=name, progress=False)
         context.save(self.state.library.folder / f"{name}.ctx")
 
+    def idle(self) -> bool:
+        """Return whether nobody waits and nothing is written."""
+        answers = self.state.answers
+        return answers.waiting == answers.running == 0
+
 
 @contextmanager
 def running(
-    lm: LongContextModel, folder: Path, *, kv_memory: str = "64MiB", kv_bytes: int | None = None, **options: Any
+    library: Library | tuple[LongContextModel, Path], *, kv_bytes: int | None = None, **options: Any
 ) -> Iterator[Running]:
-    """Run a server for the block.
-
-    Args:
-        lm: What reads and answers.
-        folder: Of the contexts.
-        kv_memory: As the option of `locret-serve`.
-        kv_bytes: Bytes of the engine, if not what the plan gives it.
-        options: Of `ServerState`.
-    """
-    plan = MemoryPlan.of(lm, kv_memory, readers=1)
-    library = Library(folder, lm, plan)
-    engine = TransformersEngine(lm.model, library.turns, kv_bytes=kv_bytes or plan.engine)
+    """Run a server on a free port for the block, over a library or a new one in a folder; options of `ServeOptions`."""
+    if isinstance(library, tuple):
+        lm, folder = library
+        library = Library(folder, lm, MemoryPlan.of(lm, options.get("kv_memory", "64MiB"), readers=1))
+    engine = Engine(library.lm.model, library.turns, kv_bytes=kv_bytes or library.plan.engine)
     engine.start()
-    state = ServerState(lm=lm, engine=engine, library=library, plan=plan, **{"model": "tiny", **options})
-    with listening(state) as port:
-        yield Running(state, port)
-
-
-@contextmanager
-def listening(state: ServerState) -> Iterator[int]:
-    """Let a server listen on a free port of this machine for the block, and close it then."""
+    state = ServerState(engine=engine, library=library, model="tiny", options=ServeOptions(**options))
     place = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(make_app(state), log_level="error", lifespan="off", ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
     thread.start()
     try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield place.getsockname()[1]
+        until(lambda: server.started)
+        yield Running(state, place.getsockname()[1])
     finally:
         server.should_exit = True
         thread.join(10)

@@ -12,24 +12,31 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from locret.conversation.templates import decode
+from locret.engines.transformers import Written
 from locret.infer.serve.answers import AnswerText, Piece
-from locret.infer.serve.engine import Step
 from locret.infer.serve.responses import Answer, ChatForm
 
-END = 1
 
-
-def byte_level() -> Any:
-    """Return a tokenizer with a token for each byte, so that most characters are several tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({letter: nth for nth, letter in enumerate(alphabet)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
+def tokenizer_of(kind: Any, pieces: Any, *decoding: Any, cut: Any = None, **options: Any) -> Any:
+    """Return a tokenizer of some pieces that writes them with some decoders."""
+    inner = Tokenizer(kind({piece: nth for nth, piece in enumerate(pieces)}, **options))
+    inner.decoder = decoders.Sequence(list(decoding))
+    if cut is not None:
+        inner.pre_tokenizer = cut
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
-BYTES = byte_level()
+SPACED = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse())
+PIECES = [*(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127)), "▁"]
+LETTERS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 WORDS = AutoTokenizer.from_pretrained("checkpoints/tiny")
+BYTES = tokenizer_of(models.BPE, sorted(LETTERS.alphabet()), decoders.ByteLevel(), cut=LETTERS, merges=[])
+"""A token for each byte, so that most characters are several tokens."""
+FALLBACK = tokenizer_of(models.BPE, PIECES, *SPACED, merges=[], byte_fallback=True)
+"""As Llama 2's: what has no token of its own is written in tokens of bytes."""
+STRIPPED = (*SPACED, decoders.Strip(" ", 1, 0))
+SENTENCES = tokenizer_of(models.WordLevel, ["▁The", "▁grass", "▁is", "▁green", ".", "s", "▁"], *STRIPPED, unk_token=".")
+"""As SentencePiece's: a space belongs to the word after it, and the first one has none."""
 
 
 def written(
@@ -37,11 +44,11 @@ def written(
 ) -> list[Piece]:
     """Return the pieces of an answer of these tokens, which ends by itself or at its length."""
     text = AnswerText(tokenizer, stops, frozenset({-1}), before)
-    steps = [Step(token=one, logprob=-float(nth)) for nth, one in enumerate(ids)]
+    steps = [Written(token=one, logprob=-float(nth)) for nth, one in enumerate(ids)]
     if ends:
-        steps.append(Step(token=-1, finish="stop"))
+        steps.append(Written(token=-1, finish="stop"))
     else:
-        steps[-1] = Step(token=ids[-1], finish="length", logprob=1.0 - len(ids))
+        steps[-1] = Written(token=ids[-1], finish="length", logprob=1.0 - len(ids))
     pieces = []
     for step in steps:
         piece = text.add(step)
@@ -51,25 +58,7 @@ def written(
     return pieces
 
 
-def pieces_of_words() -> Any:
-    """Return a tokenizer as SentencePiece's: a space belongs to the word after it, and the first one has none."""
-    words = ("▁The", "▁grass", "▁is", "▁green", ".", "s", "▁")
-    inner = Tokenizer(models.WordLevel({word: nth for nth, word in enumerate(words)}, "."))
-    spaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    inner.decoder = decoders.Sequence(spaced)
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
-
-
-def byte_fallback() -> Any:
-    """Return a tokenizer as Llama 2's: what has no token of its own is written in tokens of bytes."""
-    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127)), "▁"]
-    inner = Tokenizer(models.BPE({piece: nth for nth, piece in enumerate(pieces)}, [], byte_fallback=True))
-    spaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    inner.decoder = decoders.Sequence(spaced)
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
-
-
-@pytest.mark.parametrize("tokenizer", [BYTES, byte_fallback()], ids=["byte-level", "byte-fallback"])
+@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte-level", "byte-fallback"])
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=" ▁"), min_size=1, max_size=8))
 def test_the_bytes_of_tokens_are_those_of_the_text_that_they_write(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text)["input_ids"]
@@ -82,7 +71,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text_that_they_write(tokenizer: An
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.lists(st.integers(0, 6), max_size=12), st.booleans())
 def test_an_answer_goes_on_with_the_text_before_it(ids: list[int], before: list[int], ends: bool) -> None:
-    tokenizer = pieces_of_words()
+    tokenizer = SENTENCES
     text = "".join(piece.text for piece in written(tokenizer, ids, [], ends=ends, before=before))
     assert decode(tokenizer, before) + text == decode(tokenizer, [*before, *ids])
 
@@ -143,5 +132,5 @@ def test_what_may_become_a_stop_text_is_held_back() -> None:
 def test_tokens_keep_their_probabilities_and_order(tokenizer: Any) -> None:
     ids = tokenizer("The grass is green.", add_special_tokens=False)["input_ids"]
     tokens = [token for piece in written(tokenizer, ids, ["zz"], ends=False) for token in piece.tokens]
-    assert [token.id for token in tokens] == ids
+    assert [token.token for token in tokens] == ids
     assert [token.logprob for token in tokens] == [-float(nth) for nth in range(len(ids))]

@@ -18,25 +18,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import KV_MEMORY, ROOT
+from running import KV_MEMORY, ROOT, ids, never, refusal, until
 
-from locret import LongContextModel, compose
+from locret import LongContextModel, RetentionCache, RetentionPolicy, compose, prefill, save_cache
 from locret.engines.prefix import Prefix
-from locret.infer.serve.engine import NoRoom
-from locret.infer.serve.library import AUTO, UPLOADS, Library, not_stored
+from locret.engines.transformers import NoRoom
+from locret.infer.serve.index import AUTO, UPLOADS
+from locret.infer.serve.jobs import read_ids
+from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
-from locret.infer.serve.refusal import Refusal
+from locret.infer.serve.refusal import not_stored
 
 Read = Callable[..., Any]
-
-
-def refusal(call: Callable[[], object]) -> Refusal:
-    """Return what a call is refused with, which is one sentence."""
-    with pytest.raises(Refusal) as caught:
-        call()
-    assert "\n" not in caught.value.message
-    assert caught.value.message
-    return caught.value
 
 
 def again(library: Library, **options: Any) -> Library:
@@ -45,62 +38,58 @@ def again(library: Library, **options: Any) -> Library:
     return Library(library.folder, library.lm, library.plan, **options)
 
 
-def ids(count: int, start: int = 5) -> list[int]:
-    """Return token ids of no text."""
-    return [start + nth * 7 % 800 for nth in range(count)]
+def read_on(library: Library, text: list[int], base: Any = None, cancelled: Callable[[], bool] = never) -> Any:
+    """Read a text from its beginning, after a context if one is given."""
+    return library.read_on(text, (base, 0), base, cancelled)
 
 
-def never() -> bool:
-    return False
+def in_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """Return what calls give that are made at once, in the order in which they end."""
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda call=call: found.append(call())) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------
 
 
 def test_a_context_of_the_library_is_the_one_that_python_reads(library: Library, read: Read, book: str) -> None:
-    entry = read(library, "book", book, source="book.txt")
+    entry, lm = read(library, "book", book, source="book.txt"), library.lm
     assert (entry.state, entry.source, entry.message) == ("ready", "book.txt", "")
-    ours, theirs = entry.prefix(), Prefix.of(library.lm.read(book + "\n", progress=False))
+    ours, theirs = library.prefix(entry), Prefix.of(lm.read(book + "\n", progress=False))
     assert (ours.digest, ours.tokens) == (theirs.digest, theirs.tokens)
     assert (entry.tokens, entry.units) == (theirs.tokens, theirs.units)
     assert entry.notes["bytes"] == len(book.encode())
-
-
-def test_the_ids_beside_a_context_are_those_that_were_read(library: Library, read: Read, book: str) -> None:
-    entry = read(library, "book", book)
     assert entry.has_text
     kept = torch.frombuffer(bytearray(entry.ids.read_bytes()), dtype=torch.int32).tolist()
-    opening = library.lm.tokenizer(library.lm._transcript().opening(), add_special_tokens=False).input_ids
+    opening = lm.tokenizer(lm._transcript().opening(), add_special_tokens=False).input_ids
     assert len(kept) == entry.tokens
     assert kept[: len(opening)] == opening
-    library = again(library, keep_text=False)
-    assert library.get("book").has_text
-    assert not read(library, "other", book).has_text
-    library.close()
 
 
-def test_contexts_are_there_after_a_restart(library: Library, read: Read, book: str) -> None:
+def test_contexts_and_forks_are_there_after_a_restart(library: Library, read: Read, book: str) -> None:
+    entry = read(library, "a", book[:1500])
     read(library, "b", book)
-    read(library, "a", book[:1500])
-    library.fork("a", "c.2_x-y")
+    assert library.fork("a", "c.2_x-y").has_text
+    assert library.prefix(entry) is library.prefix(library.get("c.2_x-y"))  # which takes no memory of its own
     before = {entry.name: (entry.tokens, entry.key) for entry in library.entries()}
     library = again(library)
     after = {entry.name: (entry.tokens, entry.key) for entry in library.entries()}
     assert list(after) == ["a", "b", "c.2_x-y"]
     assert after == before
     assert after["a"] == after["c.2_x-y"] != after["b"]
-    library.close()
-
-
-def test_a_fork_outlives_what_it_was_made_of(library: Library, read: Read, book: str) -> None:
-    entry = read(library, "a", book)
-    digest = entry.prefix().digest
-    copied = library.fork("a", "b")
-    assert copied.has_text
     library.delete("a")
-    assert [one.name for one in library.entries()] == ["b"]
-    assert library.get("b").prefix().digest == digest
-    assert [path.name for path in library.folder.rglob("[!.]*") if path.is_file()] == ["b.ctx", "b.ids"]
+    library.delete("b")
+    assert library.prefix(library.get("c.2_x-y")).tokens == entry.tokens
+    assert sorted(path.name for path in library.folder.rglob("[!.]*") if path.is_file()) == [
+        "c.2_x-y.ctx",
+        "c.2_x-y.ids",
+    ]
+    library.close()
 
 
 def test_shrunk_and_composed_contexts_are_those_of_python(library: Library, read: Read, book: str) -> None:
@@ -109,12 +98,12 @@ def test_shrunk_and_composed_contexts_are_those_of_python(library: Library, read
     for entry in (library.shrink("a", "small", 24), library.compose(["a", "b"], "both", budget=80)):
         assert entry.job is None or entry.job.done.wait(30)
     parts = [library.lm.load(library.get(name).path) for name in ("a", "b")]
-    assert library.get("small").prefix().digest == Prefix.of(parts[0].shrink(24)).digest
-    assert library.get("both").prefix().digest == Prefix.of(compose(parts, 80)).digest
+    assert library.prefix(library.get("small")).digest == Prefix.of(parts[0].shrink(24)).digest
+    assert library.prefix(library.get("both")).digest == Prefix.of(compose(parts, 80)).digest
     assert library.get("small").has_text
     assert not library.get("both").has_text
     assert library.get("both").notes == {"of": ["a", "b"]}
-    assert library.shrunk("a", 24).prefix().digest == library.get("small").prefix().digest
+    assert library.prefix(library.shrunk("a", 24)).digest == library.prefix(library.get("small")).digest
     assert library.shrunk("a", 24) is library.shrunk("a", 24)
     units = library.get("a").units
     assert library.shrunk("a", units) is library.get("a")
@@ -124,32 +113,14 @@ def test_shrunk_and_composed_contexts_are_those_of_python(library: Library, read
 
 # -- names and files --------------------------------------------------------------------------------------------------
 
-NO_NAMES = [
-    "",
-    ".",
-    "..",
-    ".a",
-    "../a",
-    "a/b",
-    "/etc/passwd",
-    "a\\b",
-    "a b",
-    "a\n",
-    "a\0b",
-    "ä",
-    "-a",
-    "x" * 101,
-    "a.ctx",
-]
 
-
-@pytest.mark.parametrize("name", NO_NAMES)
-def test_no_name_leaves_the_folder(library: Library, name: str) -> None:
-    refused = refusal(lambda: library.upload(name))
-    assert refused.status == 400
-    assert "is no name of a context" in refused.message
-    assert refusal(lambda: library.find(name)).status == 404
-    assert refusal(lambda: library.delete(name)).status == 404
+def test_no_name_leaves_the_folder(library: Library) -> None:
+    paths = ("", ".", "..", ".a", "../a", "a/b", "/etc/passwd", "a\\b")
+    for name in (*paths, "a b", "a\n", "a\0b", "ä", "-a", "x" * 101, "a.ctx"):
+        refused = refusal(lambda name=name: library.upload(name))
+        assert (refused.status, "is no name of a context" in refused.message) == (400, True)
+        for call in (library.find, library.delete):
+            assert refusal(lambda name=name, call=call: call(name)).status == 404
 
 
 def test_a_name_is_taken_once(library: Library, read: Read, book: str) -> None:
@@ -157,13 +128,6 @@ def test_a_name_is_taken_once(library: Library, read: Read, book: str) -> None:
     for call in (lambda: library.upload("a"), lambda: library.fork("a", "a"), lambda: library.shrink("a", "a", 8)):
         refused = refusal(call)
         assert (refused.status, refused.code) == (409, "context_exists")
-
-
-def test_an_unknown_name_is_refused_with_those_nearby(library: Library, read: Read, book: str) -> None:
-    read(library, "book-one", book[:1500])
-    refused = refusal(lambda: library.get("book-on"))
-    assert refused.status == 404
-    assert "did you mean book-one" in refused.message
 
 
 def test_a_link_out_of_the_folder_is_not_followed(library: Library, read: Read, book: str, tmp_path: Path) -> None:
@@ -175,7 +139,7 @@ def test_a_link_out_of_the_folder_is_not_followed(library: Library, read: Read, 
     os.mkfifo(library.folder / "d.ctx")
     states = {entry.name: entry.state for entry in library.entries()}
     assert states == {"a": "ready", "b": "damaged", "c": "damaged", "d": "damaged"}
-    refused = refusal(lambda: library.get("b").prefix())
+    refused = refusal(lambda: library.prefix(library.get("b")))
     assert (refused.status, refused.code) == (409, "damaged")
     assert str(tmp_path) not in refused.message
     for name in ("b", "c", "d"):
@@ -184,7 +148,11 @@ def test_a_link_out_of_the_folder_is_not_followed(library: Library, read: Read, 
     assert [entry.name for entry in library.entries()] == ["a"]
 
 
-def test_damaged_files_are_listed_with_their_sentence(library: Library, read: Read, book: str) -> None:
+def test_damaged_files_are_listed_with_their_sentence(library: Library, read: Read, book: str, tiny_llama: Any) -> None:
+    other = RetentionCache(tiny_llama, "streaming", RetentionPolicy(budget=16, chunk_size=16))
+    prefill(tiny_llama, torch.arange(40)[None] % 60, other)
+    save_cache(other, library.folder / "other.ctx")
+    assert "another backbone" in library.find("other").message
     read(library, "a", book[:1500])
     whole = (library.folder / "a.ctx").read_bytes()
     turned = bytearray(whole)
@@ -197,7 +165,7 @@ def test_damaged_files_are_listed_with_their_sentence(library: Library, read: Re
     for name in files:
         if name == "turned":
             assert library.get(name).state == "ready"  # its units are looked at when they are loaded
-            refusal(library.get(name).prefix)
+            refusal(lambda name=name: library.prefix(library.get(name)))
         entry = library.find(name)
         assert entry.state == "damaged", name
         assert entry.message
@@ -218,36 +186,10 @@ def test_a_file_that_cannot_be_read_just_now_is_looked_at_again(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as short:
-        short.setattr("locret.infer.serve.library.check_header", fails)
+        short.setattr("locret.infer.serve.index.check_header", fails)
         entry = library.find("b")
     assert (entry.state, "Too many open files" in entry.message) == ("damaged", True)
     assert library.get("b").state == "ready"
-
-
-def test_a_context_of_another_backbone_is_damaged(library: Library, tiny_llama: Any, book: str, tmp_path: Path) -> None:
-    cache = locret_cache(tiny_llama)
-    from locret import save_cache
-
-    save_cache(cache, library.folder / "other.ctx")
-    entry = library.find("other")
-    assert entry.state == "damaged"
-    assert "another backbone" in entry.message
-
-
-def locret_cache(model: Any) -> Any:
-    """Return a cache of another backbone."""
-    from locret import RetentionCache, RetentionPolicy, prefill
-
-    cache = RetentionCache(model, "streaming", RetentionPolicy(budget=16, chunk_size=16))
-    prefill(model, torch.arange(40)[None] % 60, cache)
-    return cache
-
-
-def test_a_second_library_on_the_folder_is_refused(library: Library) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^--contexts {library.folder} is being written by process {os.getpid()} on "
-    ):
-        Library(library.folder, library.lm, library.plan)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -262,28 +204,22 @@ def test_prefixes_in_memory_stay_within_the_plan(
     library = Library(tmp_path, serving, plan)
     for name, start in (("a", 0), ("b", 500), ("c", 1000)):
         read(library, name, book[start : start + 1500])
-    first, second = library.get("a").prefix(), library.get("b").prefix()
+    first, second = library.prefix(library.get("a")), library.prefix(library.get("b"))
     assert sum(tensor.nbytes for tensor in (*first.keys, *first.values)) == each
-    assert library.used_bytes["loaded"] == 2 * each
+    assert library.prefixes.used == 2 * each
     with pytest.raises(NoRoom):
-        library.get("c").prefix()  # both are used
-    assert library.used_bytes["loaded"] == 2 * each
+        library.prefix(library.get("c"))  # both are used
+    assert library.prefixes.used == 2 * each
     del second
     gc.collect()
-    library.get("c").prefix()
-    assert library.used_bytes["loaded"] == 2 * each
-    assert library.get("a").prefix() is first
+    library.prefix(library.get("c"))
+    assert library.prefixes.used == 2 * each
+    assert library.prefix(library.get("a")) is first
     library.close()
 
 
-def test_a_fork_takes_no_memory_of_its_own(library: Library, read: Read, book: str) -> None:
-    read(library, "a", book[:1500])
-    library.fork("a", "b")
-    assert library.get("a").prefix() is library.get("b").prefix()
-
-
 def test_a_large_context_is_read_on_within_what_was_reserved(
-    serving: LongContextModel, tmp_path: Path, read: Read, book: str
+    serving: LongContextModel, tmp_path: Path, read: Read, book: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = MemoryPlan.of(serving, 2 * KV_MEMORY)
     library = Library(tmp_path, serving, plan)
@@ -291,21 +227,21 @@ def test_a_large_context_is_read_on_within_what_was_reserved(
         read(library, name, book[1000 * nth :])
     both = library.compose("ab", "both")
     assert both.job is None or both.job.done.wait(30)
-    reading, seen = library.reader.ids, []
+    seen = []
 
-    def watched(job: Any, new: Any, cache: Any) -> None:
-        reading(job, new, cache)
-        seen.append((cache.memory().peak, library.used_bytes["reading"]))
+    def watched(lm: Any, turns: Any, job: Any, new: Any, cache: Any) -> None:
+        read_ids(lm, turns, job, new, cache)
+        seen.append((cache.memory().peak, library.room.used))
 
-    library.reader.ids = watched  # type: ignore[method-assign]
-    assert library.read_on(ids(300), (both, 0), both, never).tokens == both.tokens + 300
+    monkeypatch.setattr("locret.infer.serve.library.read_ids", watched)
+    assert read_on(library, ids(300), both).tokens == both.tokens + 300
     peak, reserved = seen[0]
     assert plan.reader < peak <= reserved <= plan.reading
     larger = copy.copy(serving)
     larger.policy = dataclasses.replace(serving.policy, budget=700)
     larger.read(book, progress=False).save(tmp_path / "whole.ctx")
     whole = library.get("whole")
-    refused = refusal(lambda: library.read_on(ids(300), (whole, 0), whole, never))
+    refused = refusal(lambda: read_on(library, ids(300), whole))
     assert (refused.status, "but --kv-memory leaves" in refused.message) == (400, True)
     library.close()
 
@@ -319,21 +255,19 @@ def test_a_context_that_takes_the_name_of_another_is_not_taken_for_it(library: L
     waiting, other = library.get("a"), library.get("b")
     library.fork("a", "copy")
     os.replace(other.path, waiting.path)  # as deleting it and reading another would, while a question waits
-    refused = refusal(waiting.prefix)
+    refused = refusal(lambda: library.prefix(waiting))
     assert (refused.status, "another context has taken its name" in refused.message) == (409, True)
-    assert library.get("copy").prefix().digest == Prefix.from_file(library.get("copy").path).digest
-    assert library.get("a").prefix().digest == Prefix.from_file(library.get("a").path).digest
+    assert library.prefix(library.get("copy")).digest == Prefix.from_file(library.get("copy").path).digest
+    assert library.prefix(library.get("a")).digest == Prefix.from_file(library.get("a").path).digest
 
 
 def test_what_is_made_of_a_context_that_is_deleted_meanwhile_says_so(library: Library, read: Read, book: str) -> None:
     read(library, "a", book[:1500])
     made = []
-    with library._moving:
+    with library._index.moving:
         asking = threading.Thread(target=lambda: made.append(library.fork("a", "b")))
         asking.start()
-        until = time.monotonic() + 10
-        while "b" not in library._entries and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: "b" in library._index.named)
         library.delete("a")
     asking.join(10)
     assert (made[0].state, made[0].message) == ("failed", "context a was deleted meanwhile")
@@ -342,7 +276,7 @@ def test_what_is_made_of_a_context_that_is_deleted_meanwhile_says_so(library: Li
 def test_the_longest_beginning_that_was_read_is_found(library: Library, read: Read, book: str) -> None:
     text = ids(900)
     assert library.longest(text) == (None, 0)
-    short = library.read_on(text[:300], (None, 0), None, never)
+    short = read_on(library, text[:300])
     assert library.longest(text[:299]) == (None, 0)
     assert library.longest(text) == (short, 300)
     longer = library.read_on(text[:600], library.longest(text[:600]), None, never)
@@ -352,7 +286,7 @@ def test_the_longest_beginning_that_was_read_is_found(library: Library, read: Re
     assert library.read_on(text[:600], library.longest(text[:600]), None, never) is longer
     base = read(library, "book", book[:1500])
     assert library.longest(text, base) == (base, 0)
-    after = library.read_on(text[:200], (base, 0), base, never)
+    after = read_on(library, text[:200], base)
     assert after.tokens == base.tokens + 200
     assert library.longest(text, base) == (after, 200)
     assert library.longest(text) == (longer, 600)
@@ -363,25 +297,23 @@ def test_the_longest_beginning_that_was_read_is_found(library: Library, read: Re
 
 
 def test_reading_on_is_what_prefill_does(library: Library) -> None:
-    from locret import prefill
-
     text = ids(700)
-    first = library.read_on(text[:400], (None, 0), None, never)
+    first = read_on(library, text[:400])
     second = library.read_on(text, (first, 400), None, never)
     cache = library.lm.new_cache()
     for part in (text[:400], text[400:]):
         prefill(library.lm.model, torch.tensor([part]), cache)
-    assert second.prefix().digest == Prefix.of(cache).digest
+    assert library.prefix(second).digest == Prefix.of(cache).digest
 
 
 def test_what_was_read_with_another_budget_is_not_taken(library: Library, serving: LongContextModel) -> None:
     text, lm = ids(500), copy.copy(serving)
-    small = library.read_on(text, (None, 0), None, never)
+    small = read_on(library, text)
     library.close()
     lm.policy = dataclasses.replace(serving.policy, budget=128)
     library = Library(library.folder, lm, MemoryPlan.of(lm, 2 * KV_MEMORY))
     assert library.longest(text) == (None, 0)
-    assert library.read_on(text, (None, 0), None, never).units == small.units + 64
+    assert read_on(library, text).units == small.units + 64
     library.close()
     library = Library(library.folder, serving, MemoryPlan.of(serving, KV_MEMORY))  # each finds its own
     assert library.longest(text)[0].units == small.units
@@ -391,9 +323,9 @@ def test_what_was_read_with_another_budget_is_not_taken(library: Library, servin
 def test_the_least_recently_used_goes_and_no_named_one(library: Library, read: Read, book: str) -> None:
     named = read(library, "named", book[:1500])
     library = again(library, auto_bytes=3 * named.size + 1000)
-    made = [library.read_on(ids(200, start), (None, 0), None, never).path for start in (5, 6, 7)]
+    made = [read_on(library, ids(200, start)).path for start in (5, 6, 7)]
     assert library.longest(ids(200, 5))[1] == 200  # used once more
-    library.read_on(ids(200, 8), (None, 0), None, never)
+    read_on(library, ids(200, 8))
     there = [library.longest(ids(200, start))[1] for start in (5, 6, 7, 8)]
     assert there == [200, 0, 200, 200]
     assert len(list((library.folder / AUTO).glob("*.ctx"))) == 3
@@ -406,11 +338,11 @@ def test_the_least_recently_used_goes_and_no_named_one(library: Library, read: R
 
 def test_what_a_request_still_needs_goes_with_the_request(library: Library) -> None:
     library = again(library, auto_bytes=library.plan.moving)
-    asked = [library.read_on(ids(200, start), (None, 0), None, never) for start in range(5, 11)]
-    digests = [entry.prefix().digest for entry in asked]
+    asked = [read_on(library, ids(200, start)) for start in range(5, 11)]
+    digests = [library.prefix(entry).digest for entry in asked]
     assert len(set(digests)) == 6
     assert len(library.automatic()) < 6
-    back = library.read_on(ids(200, 5), (None, 0), None, never)  # is not read again
+    back = read_on(library, ids(200, 5))  # is not read again
     assert back is asked[0]
     assert back in library.automatic()
     del back
@@ -426,10 +358,10 @@ def test_what_was_made_of_a_context_goes_with_the_last_that_has_its_name(
 ) -> None:
     named = read(library, "a", book[:1500])
     library.fork("a", "b")
-    made = [library.read_on(ids(200), (None, 0), None, never)]
+    made = [read_on(library, ids(200))]
     small = library.shrunk("a", 24)
-    made += [small, library.read_on(ids(200), (named, 0), named, never)]
-    made += [library.read_on(ids(200), (small, 0), small, never)]
+    made += [small, read_on(library, ids(200), named)]
+    made += [read_on(library, ids(200), small)]
     library = again(library)
     paths = [library.folder / AUTO / f"{one.key}.ctx" for one in made]
     library.delete("a")
@@ -437,7 +369,7 @@ def test_what_was_made_of_a_context_goes_with_the_last_that_has_its_name(
     asked = library.shrunk("b", 24)
     library.delete("b")
     assert [path.exists() for path in paths] == [True, True, False, False]  # one is still asked
-    assert asked.prefix().units == 24
+    assert library.prefix(asked).units == 24
     del asked
     gc.collect()
     assert set((library.folder / AUTO).iterdir()) == {paths[0]}
@@ -450,80 +382,60 @@ def test_what_is_made_of_a_context_while_it_is_deleted_goes_when_it_has_been_ask
 ) -> None:
     named, found = read(library, "a", book[:1500]), []
     with library.turns.turn(lambda: None):  # nothing is read meanwhile
-        asking = threading.Thread(target=lambda: found.append(library.read_on(ids(200), (named, 0), named, never)))
+        asking = threading.Thread(target=lambda: found.append(read_on(library, ids(200), named)))
         asking.start()
-        until = time.monotonic() + 10
-        while not library.turns._waiting and time.monotonic() < until:  # when its file has been loaded
-            time.sleep(0.01)
+        until(lambda: bool(library.turns._waiting))  # when its file has been loaded
         library.delete("a")
     asking.join(10)
     assert found[0].tokens == named.tokens + 200
     assert library.automatic() == []
-    assert found[0].prefix().tokens == named.tokens + 200
+    assert library.prefix(found[0]).tokens == named.tokens + 200
     found.clear()
     gc.collect()
     assert list((library.folder / AUTO).iterdir()) == []
 
 
 def test_two_who_read_the_same_read_it_once(library: Library) -> None:
-    text, found = ids(500), []
-    threads = [
-        threading.Thread(target=lambda: found.append(library.read_on(text, (None, 0), None, never))) for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    found = in_threads(*[lambda: read_on(library, ids(500))] * 3)
     assert len(found) == 3
     assert len(set(map(id, found))) == 1
     assert library.turns.chunks == len(range(0, 500 - 8, 128))
 
 
 def test_who_leaves_does_not_end_what_another_waits_for(library: Library) -> None:
-    text, found, leaving = ids(3000), [], threading.Event()
+    leaving = threading.Event()
 
-    def stay() -> None:
-        found.append(library.read_on(text, (None, 0), None, never))
+    def leave() -> int:
+        return refusal(lambda: read_on(library, ids(3000), None, leaving.is_set)).status
 
-    def leave() -> None:
-        found.append(refusal(lambda: library.read_on(text, (None, 0), None, leaving.is_set)).status)
+    def end() -> None:
+        until(lambda: library.turns.chunks >= 2)
+        leaving.set()
 
-    threads = [threading.Thread(target=one) for one in (leave, stay)]
-    for thread in threads:
-        thread.start()
-    while library.turns.chunks < 2:
-        time.sleep(0.001)
-    leaving.set()
-    for thread in threads:
-        thread.join(30)
-    assert found[0] == 503
-    assert found[1].tokens == 3000
+    status, entry = (one for one in in_threads(leave, lambda: read_on(library, ids(3000)), end) if one is not None)
+    assert (status, entry.tokens) == (503, 3000)
 
 
 def test_a_cancelled_read_leaves_nothing(library: Library) -> None:
-    refused = refusal(lambda: library.read_on(ids(20_000), (None, 0), None, lambda: library.turns.chunks > 1))
+    refused = refusal(lambda: read_on(library, ids(20_000), None, lambda: library.turns.chunks > 1))
     assert refused.status == 503
-    while library.automatic():
-        time.sleep(0.001)
+    until(lambda: not library.automatic())
     assert library.longest(ids(20_000)) == (None, 0)
     assert library.automatic() == []
-    assert library.used_bytes == {"reading": 0, "loaded": 0}
+    assert (library.room.used, library.prefixes.used) == (0, 0)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 _SERVER = """
-import sys, time, pathlib
+import sys, time
 import torch
 torch.set_num_threads(1)
-from conftest import KV_MEMORY, ROOT
-import locret
-from locret import LongContextModel, RetentionPolicy
+from running import KV_MEMORY, ROOT, load
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
-policy = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=8)
-lm = LongContextModel.from_pretrained(str(ROOT / "checkpoints/tiny"), heads=str(ROOT / "checkpoints/tiny-heads"),
-                                      device="cpu", policy=policy)
+import locret.files
+lm = load()
 library = Library(sys.argv[1], lm, MemoryPlan.of(lm, KV_MEMORY))
 text = (ROOT / "recipes/infer/pass_key.txt").read_bytes()
 def read(name, data, end=True):
@@ -536,31 +448,28 @@ def read(name, data, end=True):
         entry.job and entry.job.done.wait()
     return entry
 read("whole", text[:2000])
+entry = read("half", text * 20, end=False)
+while not entry.progress.tokens: time.sleep(0.01)
+def stop(*_):
+    print("now", flush=True)
+    time.sleep(60)
+locret.files._finish = stop
+read("written", text[:2000])
 """
-
-
-def _python(code: str, *arguments: str) -> subprocess.Popen[str]:
-    paths = [str(ROOT), str(Path(__file__).parent)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def test_a_kill_during_an_upload_and_a_save_loses_no_context(serving: LongContextModel, tmp_path: Path) -> None:
     """A process of its own reads one text and writes another context when it is killed."""
-    code = _SERVER + (
-        "entry = read('half', text * 20, end=False)\nwhile not entry.progress.tokens: time.sleep(0.01)\n"
-        "import locret.files\n"
-        "def stop(*_):\n    print('now', flush=True)\n    time.sleep(60)\n"
-        "locret.files._finish = stop\n"
-        "read('written', text[:2000])\n"
-    )
-    plan = MemoryPlan.of(serving, KV_MEMORY)
-    with _python(code, str(tmp_path)) as process:
+    paths, plan = [str(ROOT), str(Path(__file__).parent)], MemoryPlan.of(serving, KV_MEMORY)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-c", _SERVER, str(tmp_path)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "now\n"
-            with pytest.raises(ValueError, match=f"is being written by process {process.pid} on "):
+            with pytest.raises(
+                ValueError, match=f"--contexts {tmp_path} is being written by process {process.pid} on "
+            ):
                 Library(tmp_path, serving, plan)
         finally:
             process.kill()
@@ -569,7 +478,7 @@ def test_a_kill_during_an_upload_and_a_save_loses_no_context(serving: LongContex
     library = Library(tmp_path, serving, plan)
     assert [(entry.name, entry.state) for entry in library.entries()] == [("whole", "ready")]
     assert library.get("whole").has_text
-    library.get("whole").prefix()
+    library.prefix(library.get("whole"))
     library.close()
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["whole.ctx", "whole.ids"]
 
@@ -592,7 +501,7 @@ def test_a_disk_that_takes_no_more_is_one_sentence_and_nothing_half_written(
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         try:
             entry = read(library, "b", book)
-            refused = refusal(lambda: library.read_on(ids(300), (None, 0), None, never))
+            refused = refusal(lambda: read_on(library, ids(300)))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert entry.state == "failed"

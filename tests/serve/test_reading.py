@@ -9,37 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from running import until
 
 from locret import LongContextModel, RetentionPolicy
 from locret.engines.prefix import Prefix
-from locret.infer.serve.engine import Step
+from locret.engines.transformers import PagedContexts, Written
+from locret.infer.serve.engine import Engine
+from locret.infer.serve.jobs import Room
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
-from locret.infer.serve.reading import COLUMNS, Job, Room
-from locret.infer.serve.turns import Turns, told
-from locret.infer.serve.upload import TooLarge, Upload
+from locret.infer.serve.turns import Turns
+from locret.infer.serve.upload import Upload
 from locret.infer.speed.allocations import peak_bytes
 
-
-def never() -> None:
-    """Let whoever waits wait on."""
+MIB = 1 << 20
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until something is so."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+def wait() -> None:
+    """Wait on."""
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------
 
 
-def chunks(
-    turns: Turns, name: str, count: int, order: list[str], check: Callable[[], None] = never
-) -> threading.Thread:
+def chunks(turns: Turns, name: str, count: int, order: list[str], check: Callable[[], None] = wait) -> threading.Thread:
     """Read so many chunks in a thread."""
 
     def read() -> None:
@@ -56,7 +49,7 @@ def chunks(
 
 def test_readers_go_chunk_by_chunk_in_turns() -> None:
     turns, order = Turns(), list[str]()
-    with turns.turn(never):
+    with turns.turn(wait):
         threads = [chunks(turns, name, 5, order) for name in "abc"]
         until(lambda: len(turns._waiting) == 3)
     for thread in threads:
@@ -67,7 +60,7 @@ def test_readers_go_chunk_by_chunk_in_turns() -> None:
 
 def test_who_lets_go_waits_for_nobody_and_is_waited_for_by_nobody() -> None:
     turns, order = Turns(), list[str]()
-    with turns.turn(never) as turn:
+    with turns.turn(wait) as turn:
         turn.let_go()
         turn.let_go()
         chunks(turns, "b", 3, order).join(5)
@@ -79,24 +72,34 @@ def test_who_lets_go_waits_for_nobody_and_is_waited_for_by_nobody() -> None:
 
 
 def test_a_chunk_gives_way_until_every_answer_has_begun_and_one_went_on() -> None:
-    turns, order = Turns(patience=1000.0), list[str]()
-    thread = chunks(turns, "a", 3, order)
-    until(lambda: order == ["a"])
-    first, second = turns.answering(), turns.answering()
-    time.sleep(0.05)
-    assert order == ["a"]
-    first.stepped()
-    time.sleep(0.05)
-    assert order == ["a"]  # the second has no token yet
-    second.stepped()
+    turns, order, answers = Turns(patience=1000.0), list[int](), list[object]()
+
+    def read() -> None:
+        with turns.turn(wait) as turn:
+            for chunk in range(3):
+                order.append(chunk)
+                time.sleep(0.01)
+                answers.extend(turns.answering() for _ in range(0 if chunk else 2))  # while the first one is read
+                turn.chunk()
+
+    def read_in_a_while() -> int:
+        time.sleep(0.05)
+        return len(order)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    until(lambda: len(answers) == 2)
+    first, second = answers
+    assert read_in_a_while() == 1
+    turns.stepped(first)
+    assert read_in_a_while() == 1  # the second has no token yet
+    turns.stepped(second)
     until(lambda: len(order) == 2)
-    time.sleep(0.05)
-    assert len(order) == 2  # one chunk for one step
-    first.stepped()
+    assert read_in_a_while() == 2  # one chunk for one step
+    turns.stepped(first)
     until(lambda: len(order) == 3)
-    first.ended()
-    second.ended()
-    second.ended()
+    for answer in (first, second, second):
+        turns.ended(answer)
     thread.join(5)
     assert not thread.is_alive()
 
@@ -106,9 +109,10 @@ def test_reading_goes_on_beside_an_answer_that_never_begins() -> None:
     stuck = turns.answering()
     chunks(turns, "a", 5, order).join(5)
     assert len(order) == 5
-    stuck.ended()
+    turns.ended(stuck)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_one_who_is_not_wanted_any_more_leaves_the_line() -> None:
     turns, order, unwanted = Turns(), list[str](), threading.Event()
 
@@ -116,43 +120,43 @@ def test_one_who_is_not_wanted_any_more_leaves_the_line() -> None:
         if unwanted.is_set():
             raise RuntimeError
 
-    threading.excepthook, before = lambda _: None, threading.excepthook
-    try:
-        with turns.turn(never):
-            thread = chunks(turns, "a", 1, order, check)
-            until(lambda: len(turns._waiting) == 1)
-            unwanted.set()
-            thread.join(5)
-            assert not turns._waiting
-    finally:
-        threading.excepthook = before
+    with turns.turn(wait):
+        thread = chunks(turns, "a", 1, order, check)
+        until(lambda: len(turns._waiting) == 1)
+        unwanted.set()
+        thread.join(5)
+        assert not turns._waiting
     assert order == []
 
 
-def test_readers_know_of_an_answer_until_it_ends() -> None:
-    turns, steps, calls = Turns(), list[Step](), list[Any]()
+def test_an_engine_lets_the_readers_know_of_its_answers(
+    serving: LongContextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
 
-    def ask(on_step: Callable[[Step], None]) -> Callable[[], None]:
-        calls.append(on_step)
-        return lambda: calls.append("cancelled")
+    def submit(self: Any, ids: Any, prefix: Any = None, **options: Any) -> Callable[[], None]:
+        if not options["max_new_tokens"]:
+            raise ValueError("no")
+        told.append(options["on_token"])
+        return lambda: told.append("cancelled")
 
-    def refuse(on_step: Callable[[Step], None]) -> Callable[[], None]:
-        raise ValueError("no")
-
-    cancel = told(turns, ask, steps.append)
-    (answer,) = turns._answers
-    assert not answer.begun
-    calls[-1](Step(token=5))
-    assert answer.begun
-    calls[-1](Step(token=6, finish="length"))
+    monkeypatch.setattr(PagedContexts, "submit", submit)
+    turns, written = Turns(), list[Written]()
+    engine = Engine(serving.model, turns, kv_bytes=4 * MIB)
+    cancel = engine.submit([1], max_new_tokens=2, on_token=written.append)
+    assert list(turns._answers.values()) == [False]
+    told[-1](Written(5))
+    assert list(turns._answers.values()) == [True]
+    told[-1](Written(6, "length"))
     assert not turns._answers
-    assert [step.token for step in steps] == [5, 6]
+    assert [one.token for one in written] == [5, 6]
     cancel()
-    assert calls[-1] == "cancelled"
-    told(turns, ask, steps.append)()
+    assert told[-1] == "cancelled"
+    engine.submit([1], max_new_tokens=2, on_token=written.append)()
+    told[-2](Written(7))  # a token that was under way when it was cancelled
     assert not turns._answers
     with pytest.raises(ValueError, match="no"):
-        told(turns, refuse, steps.append)
+        engine.submit([1], max_new_tokens=0, on_token=written.append)
     assert not turns._answers
 
 
@@ -163,10 +167,10 @@ def test_jobs_wait_for_room_in_the_order_they_came() -> None:
     room, order = Room(10), list[int]()
 
     def hold(wanted: int) -> None:
-        with room.taken(wanted, never):
+        with room.taken(wanted, wait):
             order.append(wanted)
 
-    with room.taken(6, never):
+    with room.taken(6, wait):
         threads = [threading.Thread(target=hold, args=(wanted,)) for wanted in (9, 3)]
         for thread in threads:
             thread.start()
@@ -175,26 +179,8 @@ def test_jobs_wait_for_room_in_the_order_they_came() -> None:
     for thread in threads:
         thread.join(5)
     assert (order, room.used) == ([9, 3], 0)
-    with pytest.raises(ValueError, match="takes 11 bytes, but --kv-memory leaves 10"), room.taken(11, never):
+    with pytest.raises(ValueError, match="takes 11 bytes, but --kv-memory leaves 10"), room.taken(11, wait):
         pass
-
-
-def test_a_failed_job_says_why_in_one_sentence() -> None:
-    failures = (
-        (ValueError("not\n good"), "not good", 400),
-        (OSError(28, "No space"), "[Errno 28] No space", 507),
-        (OSError(5, "Input/output error"), "[Errno 5] Input/output error", 503),
-    )
-    for error, message, fault in failures:
-
-        def make(job: Job, error: Exception = error) -> None:
-            raise error
-
-        ended: list[str] = []
-        job = Job(make, lambda job, ended=ended: ended.append(job.state))
-        job.start()
-        assert job.done.wait(5)
-        assert (job.state, job.message, job.fault, ended) == ("failed", message, fault, ["failed"])
 
 
 # -- uploads ----------------------------------------------------------------------------------------------------------
@@ -216,55 +202,21 @@ def test_a_text_comes_as_it_was_however_it_is_cut(upload: Upload, size: int) -> 
     for at in range(0, len(data), size):
         upload.write(data[at : at + size])
     upload.end()
-    assert "".join(upload.pieces(never)) == "Grüße,\nein Text\nvon 三 Zeilen 𝒳.\n"
+    assert "".join(upload.pieces(wait)) == "Grüße,\nein Text\nvon 三 Zeilen 𝒳.\n"
     assert upload.written == upload.given == len(data)
 
 
-def test_a_text_is_read_while_it_comes(upload: Upload) -> None:
-    pieces = upload.pieces(never)
-    upload.write(b"one ")
-    assert next(pieces) == "one "
-    upload.write(b"two")
-    assert next(pieces) == "two"
-    threading.Timer(0.1, upload.end).start()
-    assert list(pieces) == []
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"a\xff", "the text is not UTF-8 .* convert it"),
-        (b"a\xc3", "the text is not UTF-8 .* convert it"),
-        (b"", "the text is empty"),
-        (b"x" * 1001, "more than 1,000 bytes; upload it in parts"),
-    ],
-)
-def test_what_is_no_text_is_refused(upload: Upload, data: bytes, message: str) -> None:
-    def send() -> None:
-        upload.write(data)
-        upload.end()
-
-    with pytest.raises(ValueError, match=message) as caught:
-        send()
-    assert isinstance(caught.value, TooLarge) == (len(data) > 1000)
-
-
-def test_an_upload_that_stalls_or_breaks_off_ends_its_reading(upload: Upload) -> None:
+def test_an_upload_that_stalls_ends_its_reading_and_says_so_once(upload: Upload) -> None:
     upload.write(b"one")
-    pieces = upload.pieces(never)
-    next(pieces)
-    with pytest.raises(ValueError, match="nothing of the text came for 0.3 seconds"):
-        next(pieces)
-    with pytest.raises(ValueError, match="nothing of the text came"):
-        upload.write(b"two")
-    upload.fail("it was another reason")
-    with pytest.raises(ValueError, match="nothing of the text came"):
-        next(upload.pieces(never), None) and next(upload.pieces(never))
+    pieces = upload.pieces(wait)
+    assert next(pieces) == "one"
+    for call in (lambda: next(pieces), lambda: upload.write(b"two"), lambda: upload.fail("another") or upload.check()):
+        with pytest.raises(ValueError, match="nothing of the text came for 0.3 seconds"):
+            call()
+    assert upload.fault == 408
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-MIB = 1 << 20
 
 
 def test_the_parts_of_a_plan_are_all_of_it(serving: LongContextModel) -> None:
@@ -354,7 +306,7 @@ def test_uploads_side_by_side_stay_within_the_plan_and_go_on_together(library: L
     for upload in uploads:
         upload.end()
     while any(entry.state in ("waiting", "reading") for entry in entries):
-        assert library.used_bytes["reading"] <= library.plan.reading
+        assert library.room.used <= library.plan.reading
         if (now := tuple(entry.progress.tokens for entry in entries)) not in seen:
             seen.append(now)
         time.sleep(0.005)
@@ -363,35 +315,4 @@ def test_uploads_side_by_side_stay_within_the_plan_and_go_on_together(library: L
     assert len(both) > 3
     assert all(abs(one - other) <= 2 * 128 for now in both for one, other in [sorted(now)[1:]])
     assert all(min(now) == 0 for now in both)  # two caches at once, the third waits
-    assert len({entry.prefix().digest for entry in entries}) == 1
-
-
-def test_progress_says_what_is_kept_so_far(library: Library, book: str) -> None:
-    upload = library.upload("a", total=len(book.encode()))
-    upload.write(book.encode())
-    upload.end()
-    entry = library.read("a", upload)
-    job = entry.job
-    assert job is not None
-    job.done.wait(20)
-    last = job.progress
-    assert (last.bytes, last.total) == (len(book.encode()),) * 2
-    assert (last.tokens, last.units) == (entry.tokens, entry.units)
-    assert len(last.kept) == COLUMNS
-    assert sum(last.kept) * entry.tokens / COLUMNS == pytest.approx(entry.units, rel=0.02)
-    assert torch.tensor(last.kept).amax() <= 1
-
-
-def test_a_cancelled_upload_ends_at_once_and_leaves_nothing(library: Library, book: str) -> None:
-    upload = library.upload("a")
-    upload.write((book * 50).encode())
-    entry = library.read("a", upload)
-    until(lambda: entry.progress.tokens > 0)
-    chunks = library.turns.chunks
-    library.delete("a")
-    assert library.turns.chunks <= chunks + 2
-    assert library.entries() == []
-    assert library.used_bytes["reading"] == 0
-    assert [path for path in library.folder.rglob("*") if path.is_file() and path.name != ".locret.lock"] == []
-    with pytest.raises(ValueError, match="it was cancelled"):
-        upload.write(b"more")
+    assert len({library.prefix(entry).digest for entry in entries}) == 1

@@ -18,13 +18,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from running import text_with
+from running import ROOT, text_with
 
-import locret
 from locret.infer.serve.command import _listening, command
 from locret.infer.serve.serve_options import ServeOptions
 
-ROOT = Path(locret.__file__).resolve().parent.parent
 MODEL = ["--model", str(ROOT / "checkpoints/tiny"), "--heads", str(ROOT / "checkpoints/tiny-heads"), "--device", "cpu"]
 SMALL = ["--budget", "64", "--chunk-size", "128", "--kv-memory", "64MiB"]
 
@@ -111,6 +109,7 @@ def test_a_server_that_drains_says_so_to_new_connections(tmp_path: Path) -> None
         (["--positions", "original"], r"leaves gaps .* \(--positions compact\)"),
         (["--gpu-memory-utilization", "0.9"], r"memory is given in bytes, as --kv-memory"),
         (["--budgett", "3"], r"--budgett is unknown; did you mean --budget"),
+        (["--device", "auto", "--device-map", '{"": "disk"}'], r"leaves all weights on disk, and transformers' contin"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(tmp_path: Path, options: list[str], message: str) -> None:
@@ -149,12 +148,6 @@ def test_a_model_is_served_under_the_name_it_was_given(tmp_path: Path) -> None:
         process.communicate()
 
 
-def test_training_free_scorers_serve_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["checkpoints/tiny", *MODEL[4:], *SMALL, "--contexts", str(tmp_path), "--scorer", "snapkv", "--dry-run"]
-    assert command(line) == 0
-    assert "texts are read with --positions compact" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux cuts off who does not read")
 def test_who_does_not_read_is_cut_off() -> None:
     with _listening(ServeOptions(port=0, timeout=1.0)) as listening, socket.socket() as client:
@@ -167,20 +160,13 @@ def test_who_does_not_read_is_cut_off() -> None:
             assert error.value.errno == errno.ETIMEDOUT  # of the connection, not of the call
 
 
-def test_weights_that_are_all_on_disk_are_refused_before_they_are_read(
-    tmp_path: Path,
-) -> None:
-    on_disk = ["--device", "auto", "--device-map", '{"": "disk"}']
-    line = [*MODEL, *SMALL, "--contexts", str(tmp_path / "contexts"), "--dry-run", *on_disk]
-    with pytest.raises(ValueError, match="leaves all weights on disk, and transformers' continuous batching"):
-        command(line)
-
-
 def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = [*MODEL, *SMALL, "--contexts", str(tmp_path / "contexts"), "--dry-run"]
-    assert command(line) == 0
-    assert "in all (--kv-memory)" in capsys.readouterr().out
-    assert command([*line, "--json"]) == 0
+    line = [*SMALL, "--contexts", str(tmp_path / "contexts"), "--dry-run"]
+    assert command(["checkpoints/tiny", *MODEL[4:], *line, "--scorer", "snapkv"]) == 0
+    said = capsys.readouterr()
+    assert "texts are read with --positions compact" in said.err
+    assert "in all (--kv-memory)" in said.out
+    assert command([*MODEL, *line, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["kv_memory"], plan["weights"]) == (64 << 20, {"cpu": 8_072_448})
     assert not (tmp_path / "contexts").exists()

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from running import ROOT
 
-from locret.infer.serve import command, context_routes, openai_routes, page, watch_routes
+from locret.infer.serve import command, context_routes, openai_routes, page, watching
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 ADDRESS = "http://127.0.0.1:8000"
 
@@ -60,7 +60,7 @@ def test_the_unit_and_the_compose_file_start_the_server(capsys: pytest.CaptureFi
 
 
 def test_options_and_routes_of_the_page_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = (context_routes, openai_routes, page, watch_routes)
+    parts = (context_routes, openai_routes, page, watching)
     routes = {(method, one.path) for part in parts for one in part.router.routes for method in one.methods}
     with pytest.raises(SystemExit):
         command.command(["--help"])

@@ -20,23 +20,18 @@ HEADERS = {
 _FOLDER = Path(__file__).parent
 
 
-def _send(name: str, media_type: str) -> Response:
-    return Response((_FOLDER / name).read_bytes(), media_type=media_type, headers=HEADERS)
+_FILES = {
+    "/": ("index.html", "html"),
+    "/page/page.css": ("page.css", "css"),
+    "/page/page.js": ("page.js", "javascript"),
+}
 
 
-@router.get("/")
-def page() -> Response:
-    """Return the page."""
-    return _send("index.html", "text/html")
+def _route(path: str, name: str, kind: str) -> None:
+    @router.get(path)
+    def send() -> Response:
+        return Response((_FOLDER / name).read_bytes(), media_type=f"text/{kind}", headers=HEADERS)
 
 
-@router.get("/page/page.css")
-def style() -> Response:
-    """Return how the page looks."""
-    return _send("page.css", "text/css")
-
-
-@router.get("/page/page.js")
-def script() -> Response:
-    """Return what the page does."""
-    return _send("page.js", "text/javascript")
+for _path, _file in _FILES.items():
+    _route(_path, *_file)

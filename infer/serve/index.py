@@ -1,0 +1,317 @@
+"""The files of contexts, and what they say: `NAME.ctx` each, those without a name in the folder `auto`.
+
+The token ids of a context's text are in the folder `texts`, if they are kept. A context without a name is under the
+digest of what it follows, its token ids, and what is protected of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from locret.cache.cache_file import check_header, load_cache, save_cache
+from locret.conversation.chat import save
+from locret.conversation.saved_turns import saved_turns
+from locret.conversation.templates import encode
+from locret.field_values import shown
+from locret.files import PARTIAL, written_whole
+from locret.infer.serve.jobs import Job, Progress
+from locret.infer.serve.refusal import Refusal, one_line, way_out
+from locret.nearest import nearest
+from locret.policy.protection import Span, clipped
+
+if TYPE_CHECKING:
+    from locret import RetentionCache
+    from locret.conversation.context import Context
+    from locret.conversation.long_context_model import LongContextModel
+
+SUFFIX, IDS = ".ctx", ".ids"
+AUTO, TEXTS, UPLOADS = "auto", "texts", ".uploads"
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+"""What a context may be called: no name is a path, hidden, or longer than a file system takes."""
+State = Literal["waiting", "reading", "ready", "failed", "damaged"]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A context, or what is to become one."""
+
+    name: str
+    path: Path
+    named: bool = True
+    """Whether somebody has given it its name; else it is a key."""
+    status: State = "ready"
+    """Its state when no job works on it."""
+    message: str = ""
+    """Why it failed or is damaged, in one sentence."""
+    passing: bool = False
+    """Whether it is damaged only because its file could not be read just now, so that it is looked at again."""
+    fault: int = 400
+    """HTTP status of why it failed; see `Job.fault`."""
+    source: str = ""
+    """What its text is called."""
+    tokens: int = 0
+    """Tokens that were read."""
+    units: int = 0
+    """Units per KV head that stayed."""
+    size: int = 0
+    """Bytes of its file."""
+    created: float = 0.0
+    """Seconds since the epoch."""
+    key: str = ""
+    """Digest of what identifies its content; of one without a name, of what it has read."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What was written beside it: of an upload its bytes, digest and the seconds it took."""
+    job: Job | None = field(default=None, repr=False)
+    """What makes it."""
+
+    @property
+    def state(self) -> State:
+        """Whether it waits to be read, is read, can be asked, or why not."""
+        if (job := self.job) is None:
+            return self.status
+        return "reading" if job.began else "waiting"  # until what was made has been looked at
+
+    @property
+    def going(self) -> bool:
+        """Whether it is still being made."""
+        return self.job is not None
+
+    @property
+    def progress(self) -> Progress:
+        """How far it has been read."""
+        return Progress(tokens=self.tokens, units=self.units) if (job := self.job) is None else job.progress
+
+    @property
+    def root(self) -> str:
+        """Key of the context with a name that all of it follows, its own if it has one; empty if there is none."""
+        return self.key if self.named else str(self.notes.get("root", ""))
+
+    @property
+    def ids(self) -> Path:
+        """File of the token ids of its text, 4 bytes each, if they are kept."""
+        return self.path.parent / TEXTS / f"{self.name}{IDS}"
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the token ids of its text are there."""
+        ids = self.ids
+        return self.state == "ready" and ids.is_file() and ids.stat().st_size == array("I").itemsize * self.tokens
+
+    @property
+    def changed(self) -> bool:
+        """Whether its file is not the one that was looked at."""
+        try:
+            status = self.path.lstat()
+        except OSError:
+            return True
+        return self.passing or (status.st_size, status.st_mtime) != (self.size, self.created)
+
+
+class Index:
+    """What there is in a folder of contexts that one model has read."""
+
+    def __init__(self, folder: Path, lm: LongContextModel) -> None:
+        self.folder, self.lm = folder, lm
+        self.named: dict[str, Entry] = {}
+        self.automatic: OrderedDict[str, Entry] = OrderedDict()
+        """Those without a name, the least recently used first."""
+        self.moving = threading.RLock()
+        """Held by who writes a context to disk or reads one."""
+
+    def open(self) -> None:
+        """Remove what a killed server was about to write, and look what there is."""
+        shutil.rmtree(self.folder / UPLOADS, ignore_errors=True)
+        for folder in (self.folder / AUTO, self.folder / TEXTS):
+            for partial in folder.glob(PARTIAL):
+                shutil.rmtree(partial, ignore_errors=True)
+        for ids in (self.folder / TEXTS).glob(f"*{IDS}"):
+            if not self.path(ids.name.removesuffix(IDS)).exists():
+                ids.unlink(missing_ok=True)
+        self.scan()
+        for path in sorted((self.folder / AUTO).glob(f"*{SUFFIX}"), key=lambda path: path.lstat().st_mtime):
+            entry = self.examine(Entry(path.stem, path, named=False))
+            # Those of earlier versions follow nothing, and do not tell by which policy they were read.
+            if entry.status == "ready" and isinstance(entry.notes.get("read"), int) and entry.notes.get("base"):
+                self.automatic[entry.key] = entry
+            elif not path.is_symlink():
+                path.unlink(missing_ok=True)
+
+    def path(self, name: str, *, named: bool = True) -> Path:
+        """Return the file of a context."""
+        return (self.folder if named else self.folder / AUTO) / f"{name}{SUFFIX}"
+
+    def every(self) -> list[Entry]:
+        """Return all contexts, those without a name included."""
+        return [*self.named.values(), *self.automatic.values()]
+
+    def scan(self) -> None:
+        """Look which files there are that have a name."""
+        files = (path for path in self.folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+        found = {path.name.removesuffix(SUFFIX): path for path in files}
+        for name, entry in list(self.named.items()):
+            if entry.state in ("ready", "damaged") and name not in found:
+                del self.named[name]
+        for name, path in found.items():
+            known = self.named.get(name)
+            if known is None or (known.job is None and known.changed):
+                self.named[name] = self.examine(Entry(name, path))
+
+    def find(self, name: str) -> Entry:
+        """Return a context in any state."""
+        entry = self.named.get(name)
+        if entry is None or (entry.job is None and entry.changed):
+            self.scan()
+        if (entry := self.named.get(name)) is None:
+            near = nearest(name, tuple(self.named))
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; GET /v1/contexts lists them"
+            raise Refusal(404, f"there is no context {shown(name)}{hint}", param="context", code="context_not_found")
+        return entry
+
+    def examine(self, entry: Entry) -> Entry:
+        """Look at the header of a file: it is ready, or damaged. Its units are checked when they are loaded."""
+        entry.status, entry.message, entry.passing, path = "ready", "", False, entry.path
+        try:
+            status = path.lstat()
+            entry.size, entry.created = status.st_size, status.st_mtime
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("it is a link, or no file; put the file itself into the folder")
+            state = check_header(path, self.lm.model, self.lm.scorer)
+            entry.tokens, entry.units = state["seen"], state["layers"][0]["fill"]
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+            notes = json.loads(metadata.get("notes", "{}"))
+            if not entry.named:
+                entry.key, entry.notes = path.stem, dict(notes["automatic"])
+            else:
+                check_name(entry.name)
+                _, transcript, entry.source, _ = saved_turns(path, self.lm.tokenizer, state["vocab_size"])
+                if transcript.turns:
+                    raise ValueError("it holds a conversation; save its context instead")
+                entry.notes = dict(notes["conversation"].get("upload") or {})
+                identity = [metadata["state"], metadata["notes"], metadata.get("checksum", "")]
+                entry.key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        except Refusal as refusal:
+            entry.status, entry.message = "damaged", f"{refusal.message}; rename its file"
+        except (ValueError, OSError, SafetensorError, KeyError, TypeError, IndexError) as error:
+            entry.status, entry.message, entry.passing = "damaged", self.told(error), isinstance(error, OSError)
+        finally:
+            entry.job = None
+        return entry
+
+    # -- what they hold; memory is planned for one at a time ----------------------------------------------------------
+
+    def load(self, entry: Entry, load: Callable[[Path], Any] | None = None) -> Any:
+        """Return what a file holds: its context, or what else it is loaded as."""
+        with self.moving:
+            found = (load or self.lm.load)(entry.path)
+            if entry.changed and self.examine(Entry(entry.name, entry.path, entry.named)).key != entry.key:
+                raise ValueError("another context has taken its name meanwhile; ask again")
+            return found
+
+    def load_cache(self, entry: Entry) -> RetentionCache:
+        """Return the cache of a file."""
+        cache: RetentionCache = self.load(entry, lambda path: load_cache(path, self.lm.model, self.lm.scorer))
+        return cache
+
+    def text_end(self, entry: Entry) -> int:
+        """Return where the text of a context with a name ends: after the words that wait for what follows them."""
+        stream, *_ = saved_turns(entry.path, self.lm.tokenizer, self.lm._vocabulary)
+        return entry.tokens + len(encode(self.lm.tokenizer, stream.pending))
+
+    def save(self, name: str, context: Context, notes: dict[str, Any], ids: Path | None = None) -> None:
+        """Write a context with a name, and put the file of its token ids beside it."""
+        if ids is not None:
+            (self.folder / TEXTS).mkdir(exist_ok=True)
+            os.replace(ids, self.folder / TEXTS / f"{name}{IDS}")
+        parts = (context.name, context._stream, context._transcript, context.sources, context.protection)
+        with self.moving:
+            save(self.path(name), context.cache, *parts, upload=notes)
+
+    def save_automatic(self, key: str, cache: RetentionCache, base: str, root: str, read: int = 0) -> None:
+        """Write what was read without a name: after which context, and how many tokens."""
+        path, notes = self.path(key, named=False), {"base": base, "root": root, "read": read}
+        path.parent.mkdir(exist_ok=True)
+        with self.moving:
+            save_cache(cache, path, notes={"automatic": notes})
+
+    def copy_text(self, entry: Entry, new: str) -> None:
+        """Give another context the token ids of one, if they are kept."""
+        if entry.has_text:
+            self.copy(entry.ids, self.folder / TEXTS / f"{new}{IDS}")
+
+    def copy(self, file: Path, new: Path) -> None:
+        """Copy a file that nobody will change: where the file system can, both are one."""
+        with self.moving, written_whole(new) as fresh:
+            try:
+                os.link(file, fresh)
+            except OSError:
+                shutil.copyfile(file, fresh)
+
+    # -- what goes wrong ----------------------------------------------------------------------------------------------
+
+    def damaged(self, entry: Entry, error: Exception) -> Refusal:
+        """Take note that a file cannot be used, and return what to say."""
+        if not entry.path.exists():
+            self.named.pop(entry.name, None)
+            self.automatic.pop(entry.key, None)
+            return Refusal(404, f"context {entry.name} was deleted", param="context", code="context_not_found")
+        if isinstance(error, OSError):  # the disk's trouble, not the file's
+            return Refusal(503, f"context {entry.name} cannot be read: {self.told(error)}")
+        entry.status, entry.message = "damaged", self.told(error)
+        return Refusal(409, f"context {entry.name} cannot be asked: {entry.message}", param="context", code="damaged")
+
+    def told(self, error: Exception) -> str:
+        """Return what went wrong in one sentence that names contexts, not where the server keeps them."""
+        out = way_out(error) if isinstance(error, OSError) else ""
+        reason = f"{error.strerror}; {out}" if isinstance(error, OSError) and error.strerror else str(error)
+        text = one_line(reason.replace(f"{self.folder}{os.sep}", "").replace(str(self.folder), "the folder"))
+        return text.replace("choose another folder or make room", out)
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no name of a context."""
+    if not re.fullmatch(NAME, name) or name.endswith((SUFFIX, IDS)):
+        raise Refusal(
+            400,
+            f"{shown(name)} is no name of a context; give 1 to 100 letters, digits, dots, dashes and underscores, the "
+            "first of them a letter or digit",
+            param="name",
+        )
+
+
+def shrunk_key(entry: Entry, budget: int) -> str:
+    """Return the key of a context with so many of another's units."""
+    # Files of earlier versions, under the digest of other words, do not say where the text ends.
+    return digest(entry.key, f"shrunk to {budget}, with its end", [])
+
+
+def digest(base: str, what: str, ids: Sequence[int], protected: Sequence[Span] = ()) -> str:
+    """Return the key of what was made of ids after `base`."""
+    return next(key for _, key in digests(base, what, ids, [len(ids)], protected))
+
+
+def digests(
+    base: str, what: str, ids: Sequence[int], counts: Sequence[int], protected: Sequence[Span] = ()
+) -> Iterator[tuple[int, str]]:
+    """Yield for rising counts the digest of so many of the first ids and what is protected of them, in one pass."""
+    total, done = hashlib.sha256(f"{base} {what} ".encode()), 0
+    for count in counts:
+        total.update(array("Q", ids[done:count]).tobytes())
+        done, own = count, total.copy()
+        if spans := clipped(protected, count):
+            own.update(repr(sorted((one.start, one.end, str(one.share)) for one in spans)).encode())
+        yield count, own.hexdigest()
